@@ -5,7 +5,10 @@ from setuptools import find_packages, setup
 DATA = ("schemas", "configs")
 
 setup(
-    packages=[*find_packages(include=["quantizer", "quantizer.*"]), *(f"quantizer.{folder}" for folder in DATA)],
+    packages=[
+        *find_packages(include=["quantizer", "quantizer.*"]),
+        *(f"quantizer.{folder}" for folder in DATA),
+    ],
     package_dir={f"quantizer.{folder}": folder for folder in DATA},
     package_data={"quantizer": ["py.typed"], "quantizer.report.page": ["*.css", "page.js"]}
     | {f"quantizer.{folder}": ["*.json"] for folder in DATA},

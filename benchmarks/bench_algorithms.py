@@ -19,7 +19,14 @@ from workloads import llama, tokens
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.config.algorithms import AlgoConfig, AWQConfig, GPTAQConfig, GPTQConfig, QronosConfig, SmoothQuantConfig
+from quantizer.config.algorithms import (
+    AlgoConfig,
+    AWQConfig,
+    GPTAQConfig,
+    GPTQConfig,
+    QronosConfig,
+    SmoothQuantConfig,
+)
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.run_algorithms import load_run
 from quantizer.graph.edits import with_weights
@@ -29,7 +36,9 @@ from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 
-SPEC = QuantizationSpec(bit_width=4, symmetric=False, qscheme="per_group", ch_axis=1, group_size=128)
+SPEC = QuantizationSpec(
+    bit_width=4, symmetric=False, qscheme="per_group", ch_axis=1, group_size=128
+)
 ROWS: dict[str, tuple[AlgoConfig, float]] = {
     "GPTQ": (GPTQConfig(), 1.5),
     "GPTAQ": (GPTAQConfig(), 6.4),
@@ -46,11 +55,15 @@ def main() -> None:
     torch.set_num_threads(2)
     model, batches = llama(), [Batch((x,), {}, None, x) for x in tokens()]
     graph = trace(model, batches[0].args)
-    layers = [node.name for node in graph.nodes if node.op == "linear" and "lm_head" not in node.name]
+    layers = [
+        node.name for node in graph.nodes if node.op == "linear" and "lm_head" not in node.name
+    ]
     specs = {(name, "weights"): SPEC for name in layers}
     task = Task(graph, specs, find_structure(graph), lambda: batches)
     chosen = {name: ROWS[name] for name in sys.argv[2:] or ROWS}
-    parts: dict[str, Part] = {name: functools.partial(run, task, settings) for name, (settings, _) in chosen.items()}
+    parts: dict[str, Part] = {
+        name: functools.partial(run, task, settings) for name, (settings, _) in chosen.items()
+    }
     float_pass = functools.partial(run_model, model, batches)
     base = peak_mb(float_pass)
     print(f"round-to-nearest: {errors(model, task, Adjustment())}")
@@ -58,7 +71,12 @@ def main() -> None:
     for name, (settings, _) in chosen.items():
         extra[name] += f", {errors(model, task, run(task, settings))}"
     targets = {name: target for name, (_, target) in chosen.items()}
-    report("W4 algorithms, ratio to the float pass", ratios(float_pass, parts, rounds), targets, extra)
+    report(
+        "W4 algorithms, ratio to the float pass",
+        ratios(float_pass, parts, rounds),
+        targets,
+        extra,
+    )
 
 
 def run(task: Task, settings: AlgoConfig) -> Adjustment:
@@ -79,13 +97,19 @@ def errors(model: nn.Module, task: Task, found: Adjustment) -> str:
     text = f"logits {logits_error(model, Network(graph), tokens(8, seed=77)):.4f}"
     if found.parameters:
         return text  # inputs are others too, so that the layers' outputs do not compare
-    left, plain = mean_error(model, task, graph), mean_error(model, task, rounded(task, Adjustment()))
+    left, plain = (
+        mean_error(model, task, graph),
+        mean_error(model, task, rounded(task, Adjustment())),
+    )
     return f"layers {left:.5f}, {left / plain:.3f} of round-to-nearest, {text}"
 
 
 def mean_error(model: nn.Module, task: Task, graph: Graph) -> float:
     """Error of the layers' outputs, mean over layers."""
-    paths = {name: task.graph.by_name[name].params["weight"].removesuffix(".weight") for name, _ in task.specs}
+    paths = {
+        name: task.graph.by_name[name].params["weight"].removesuffix(".weight")
+        for name, _ in task.specs
+    }
     weights = {path: weight(graph, name) for name, path in paths.items()}
     return statistics.mean(layer_errors(model, weights, tokens(8, seed=77)).values())
 
@@ -94,7 +118,9 @@ def rounded(task: Task, found: Adjustment) -> Graph:
     """The graph with all planned weights on their grids."""
     graph = adjusted(task.graph, found, rounded=True)
     left = {name: weight(graph, name) for name, _ in task.specs if name not in found.rounded}
-    plain = {name: {"weight": nearest(w, SPEC, nearest_qparams(SPEC, w))} for name, w in left.items()}
+    plain = {
+        name: {"weight": nearest(w, SPEC, nearest_qparams(SPEC, w))} for name, w in left.items()
+    }
     return with_weights(graph, plain)
 
 

@@ -28,18 +28,27 @@ def main() -> None:
         return
     rounds, device = int(sys.argv[1]) if len(sys.argv) > 1 else 5, torch.device("cuda:0")
     torch.backends.cudnn.allow_tf32 = False
-    model, batches = resnet18().to(device), [Batch((x,), {}, None, x).to(device) for x in images()]
+    model, batches = (
+        resnet18().to(device),
+        [Batch((x,), {}, None, x).to(device) for x in images()],
+    )
     original = trace(model, batches[0].args)
     graph = run_passes(original, Settings())
     float_pass = finished(functools.partial(run, model, batches))
     print(torch.cuda.get_device_name(device))
 
     parts: dict[str, Callable[[], object]] = {
-        name: finished(functools.partial(calibration, plan(graph, original, method=name), batches)) for name in METHODS
+        name: finished(
+            functools.partial(calibration, plan(graph, original, method=name), batches)
+        )
+        for name in METHODS
     }
     memory = {name: peak(part) for name, part in {"float": float_pass, **parts}.items()}
     report(
-        "calibration, all search included, ratio to the float pass", ratios(float_pass, parts, rounds), METHODS, memory
+        "calibration, all search included, ratio to the float pass",
+        ratios(float_pass, parts, rounds),
+        METHODS,
+        memory,
     )
 
     parts = {}
@@ -48,7 +57,10 @@ def main() -> None:
         parts[name] = finished(functools.partial(run, network, batches))
     memory = {name: peak(part) for name, part in parts.items()}
     report(
-        "quantized pass of test mode, ratio to the float pass", ratios(float_pass, parts, rounds), ROUND_MODES, memory
+        "quantized pass of test mode, ratio to the float pass",
+        ratios(float_pass, parts, rounds),
+        ROUND_MODES,
+        memory,
     )
 
 

@@ -25,7 +25,9 @@ from quantizer import (
 )
 
 TARGET = 1.15
-WEIGHT = QuantizationSpec(Dtype.int8, False, PerChannelMinMaxObserver, QSchemeType.per_channel, ch_axis=0)
+WEIGHT = QuantizationSpec(
+    Dtype.int8, False, PerChannelMinMaxObserver, QSchemeType.per_channel, ch_axis=0
+)
 INPUTS = {
     "per token": QuantizationSpec(Dtype.int8, is_dynamic=True, qscheme=QSchemeType.per_token),
     "per tensor": QuantizationSpec(Dtype.int8, is_dynamic=True, qscheme=QSchemeType.per_tensor),
@@ -38,12 +40,17 @@ def main() -> None:
     torch.set_num_threads(2)
     model, data = llama(), tokens(8)
     quantized = {name: with_inputs(model, spec) for name, spec in INPUTS.items()}
-    parts: dict[str, Part] = {name: functools.partial(run, twin, data) for name, twin in quantized.items()}
+    parts: dict[str, Part] = {
+        name: functools.partial(run, twin, data) for name, twin in quantized.items()
+    }
     report(
         "W5 pass with dynamic int8 inputs and int8 weights, ratio to the float pass",
         ratios(functools.partial(run, model, data), parts, rounds),
         dict.fromkeys(parts, TARGET),
-        {name: f"logits SQNR {sqnr(model, twin, data[0]):.1f} dB" for name, twin in quantized.items()},
+        {
+            name: f"logits SQNR {sqnr(model, twin, data[0]):.1f} dB"
+            for name, twin in quantized.items()
+        },
     )
 
 

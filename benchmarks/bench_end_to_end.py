@@ -35,7 +35,9 @@ class Job:
 
 JOBS = {
     "ResNet-18": Job("benchmarks/workloads.py:resnet18", "images", "cpu_int8"),
-    "EfficientNet-Lite0": Job("examples/efficientnet_lite.py:model", "calibration_data", "cpu_int8"),
+    "EfficientNet-Lite0": Job(
+        "examples/efficientnet_lite.py:model", "calibration_data", "cpu_int8"
+    ),
     "SmolLM2": Job("examples/smollm2.py:model", "calibration_data", "gptq_int4_group", 64),
 }
 
@@ -61,18 +63,32 @@ def main() -> None:
                 totals.setdefault(which, []).append(took)
                 for part, seconds in parts.items():
                     shares.setdefault(f"{which}: {part}", []).append(seconds)
-        ratios = [whole / floor for whole, floor in zip(totals["quantizer"], totals["floor"], strict=True)]
+        ratios = [
+            whole / floor
+            for whole, floor in zip(totals["quantizer"], totals["floor"], strict=True)
+        ]
         print(f"\n{name}, {job.config}: seconds, median of {rounds}")
         for part, values in {**totals, **shares}.items():
-            print(f"  {part:<32} {statistics.median(values):6.2f} [{min(values):.2f} .. {max(values):.2f}]")
-        print(f"  {'quantizer / floor':<32} {statistics.median(ratios):6.2f} [{min(ratios):.2f} .. {max(ratios):.2f}]")
+            print(
+                f"  {part:<32} {statistics.median(values):6.2f} [{min(values):.2f} .. {max(values):.2f}]"
+            )
+        print(
+            f"  {'quantizer / floor':<32} {statistics.median(ratios):6.2f} [{min(ratios):.2f} .. {max(ratios):.2f}]"
+        )
 
 
 def child(which: str, job: Job) -> tuple[float, dict[str, float]]:
     """Wall time of a process, and of its parts."""
     with tempfile.TemporaryDirectory() as folder:
         parts = Path(folder) / "parts.json"
-        command = [sys.executable, __file__, "--child", which, str(parts), json.dumps(astuple(job))]
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            which,
+            str(parts),
+            json.dumps(astuple(job)),
+        ]
         started = time.perf_counter()
         quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         subprocess.run(command, check=True, cwd=folder, env=environment(), **quiet)
@@ -81,7 +97,9 @@ def child(which: str, job: Job) -> tuple[float, dict[str, float]]:
 
 def environment() -> dict[str, str]:
     """This one, with sources compiled once, as they are after an installation."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
 
 
 class Parts(dict[str, float]):
@@ -107,15 +125,24 @@ def run_floor(parts: Parts, job: Job) -> None:
     sys.path.insert(0, str((ROOT / file).parent))
     module = parts.timed("make the model and the data", __import__)(Path(file).stem)
     model = parts.timed("make the model and the data", getattr(module, factory))().eval()
-    batches = parts.timed("make the model and the data", lambda: list(getattr(module, job.data)()))()
+    batches = parts.timed(
+        "make the model and the data", lambda: list(getattr(module, job.data)())
+    )()
     parts.timed("export", export)(torch, model, batches[0])
     with torch.no_grad():
-        parts.timed("float pass", lambda: [model(**x) if isinstance(x, dict) else model(x) for x in batches])()
+        parts.timed(
+            "float pass",
+            lambda: [model(**x) if isinstance(x, dict) else model(x) for x in batches],
+        )()
 
 
 def export(torch: Any, model: Any, batch: Any) -> None:
     """torch's own, with an open batch, which takes two samples: a size of one is fixed."""
-    named = {key: torch.cat([value, value]) for key, value in batch.items()} if isinstance(batch, dict) else {}
+    named = (
+        {key: torch.cat([value, value]) for key, value in batch.items()}
+        if isinstance(batch, dict)
+        else {}
+    )
     args = () if named else (torch.cat([batch, batch]),)
     open_ = {0: torch.export.Dim.AUTO}
     with torch.no_grad():
@@ -131,15 +158,27 @@ def run_quantizer(parts: Parts, job: Job) -> None:
     def loaded(target: str) -> Any:
         command = load(target)
         for place, name, part in CLOCKS:
-            module = importlib.import_module(place)  # by now the command has imported all of them
+            module = importlib.import_module(
+                place
+            )  # by now the command has imported all of them
             setattr(module, name, parts.timed(part, getattr(module, name)))
         pipeline: Any = importlib.import_module("quantizer.engine.pipeline")
-        pipeline.STEPS = tuple(replace(step, run=parts.timed(step.run.__name__, step.run)) for step in pipeline.STEPS)
+        pipeline.STEPS = tuple(
+            replace(step, run=parts.timed(step.run.__name__, step.run))
+            for step in pipeline.STEPS
+        )
         return command
 
     main._load = loaded
     file, _, _ = job.file.partition(":")
-    arguments = ["--quant_mode", "calib", "--model", str(ROOT / job.file), "--data", f"{ROOT / file}:{job.data}"]
+    arguments = [
+        "--quant_mode",
+        "calib",
+        "--model",
+        str(ROOT / job.file),
+        "--data",
+        f"{ROOT / file}:{job.data}",
+    ]
     config = json.loads((ROOT / "configs" / f"{job.config}.json").read_text())
     if job.group_size:
         config["global_quant_config"]["weight"]["group_size"] = job.group_size

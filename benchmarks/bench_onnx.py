@@ -20,7 +20,13 @@ from typing import Any
 import onnxruntime
 import torch
 from measure import ratios, report
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    QuantType,
+    quantize_dynamic,
+    quantize_static,
+)
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 from vision import mobile, vit
@@ -85,7 +91,9 @@ def photos(config: Path | dict[str, Any] = CPU_INT8) -> Case:
     return Case(loaded.module.eval(), config, list(loaded.calibration_data()), x)
 
 
-def noise(model: nn.Module, config: Path | dict[str, Any] = CPU_INT8, profile: str = "exact") -> Case:
+def noise(
+    model: nn.Module, config: Path | dict[str, Any] = CPU_INT8, profile: str = "exact"
+) -> Case:
     """Any network for images, on noise."""
     *data, x = images(60)
     return Case(model, config, data, x, profile)
@@ -100,7 +108,9 @@ def text(config: Path | Config) -> Case:
 def whole_inputs() -> Config:
     """A range for each input of a linear layer as a whole, like the runtime's own."""
     weight = QuantizationSpec(dtype=Dtype.int8, qscheme=QSchemeType.per_channel, ch_axis=0)
-    inputs = QuantizationSpec(dtype=Dtype.uint8, qscheme=QSchemeType.per_tensor, symmetric=False, is_dynamic=True)
+    inputs = QuantizationSpec(
+        dtype=Dtype.uint8, qscheme=QSchemeType.per_tensor, symmetric=False, is_dynamic=True
+    )
     return Config(QuantizationConfig(weight=weight, input_tensors=inputs))
 
 
@@ -126,22 +136,35 @@ def measure(name: str, case: Case, folder: Path, rounds: int) -> None:
     assert kernels is not None
     batch = torch.export.Dim("batch", min=1)
     with quiet():
-        made = torch.onnx.export(case.model, (case.x,), dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
+        made = torch.onnx.export(
+            case.model, (case.x,), dynamo=True, dynamic_shapes=({0: batch},), verbose=False
+        )
     assert made is not None
     (folder / "float.onnx").write_bytes(made.model_proto.SerializeToString())
     theirs(case, folder)
     sessions = {kind: session(folder / f"{kind}.onnx") for kind in ("float", "ours", "theirs")}
     want = case.model(case.x)
     closeness = {
-        kind: f"{sqnr_db(want, output(sessions[kind], case.x)):.1f} dB from float" for kind in ("ours", "theirs")
+        kind: f"{sqnr_db(want, output(sessions[kind], case.x)):.1f} dB from float"
+        for kind in ("ours", "theirs")
     }
     closeness["ours"] += f", {kernels.lines[0].partition(';')[0]}" if kernels.lines else ""
     for size in (1, 10):
-        parts = {kind: functools.partial(output, each, case.x[:size]) for kind, each in sessions.items()}
+        parts = {
+            kind: functools.partial(output, each, case.x[:size])
+            for kind, each in sessions.items()
+        }
         faster = ratios(parts["ours"], {"float": parts["float"]}, rounds)
-        report(f"{name}, batch {size}: float's time, ratio to ours", faster, {"float": TARGET}, {})
+        report(
+            f"{name}, batch {size}: float's time, ratio to ours", faster, {"float": TARGET}, {}
+        )
         slower = ratios(parts["theirs"], {"ours": parts["ours"]}, rounds)
-        report(f"{name}, batch {size}: ours, ratio to the runtime's own", slower, {"ours": TARGET}, closeness)
+        report(
+            f"{name}, batch {size}: ours, ratio to the runtime's own",
+            slower,
+            {"ours": TARGET},
+            closeness,
+        )
         print(f"  the runtime's own: {closeness['theirs']}")
 
 
@@ -149,7 +172,9 @@ class Reader(CalibrationDataReader):  # type: ignore[misc]  # untyped
     """The data, as the runtime's quantizer reads them."""
 
     def __init__(self, input_name: str, data: list[Tensor]) -> None:
-        self.items: Iterator[dict[str, Any]] = iter([{input_name: item.numpy()} for item in data])
+        self.items: Iterator[dict[str, Any]] = iter(
+            [{input_name: item.numpy()} for item in data]
+        )
 
     def get_next(self) -> dict[str, Any] | None:
         return next(self.items, None)
@@ -162,7 +187,11 @@ def theirs(case: Case, folder: Path) -> None:
         quantize_dynamic(source, made, weight_type=QuantType.QInt8, per_channel=True)
         return
     quant_pre_process(source, ready, skip_symbolic_shape=True)
-    types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": True}
+    types = {
+        "activation_type": QuantType.QUInt8,
+        "weight_type": QuantType.QInt8,
+        "per_channel": True,
+    }
     reader = Reader(session(ready).get_inputs()[0].name, case.data)
     quantize_static(ready, made, reader, quant_format=QuantFormat.QDQ, **types)
 

@@ -49,7 +49,8 @@ def main() -> None:
     float_pass = functools.partial(run, model, batches)
 
     parts: dict[str, Callable[[], object]] = {
-        name: functools.partial(calibration, plan(graph, original, method=name), batches) for name in METHODS
+        name: functools.partial(calibration, plan(graph, original, method=name), batches)
+        for name in METHODS
     }
     base = peak_mb(float_pass)
     memory = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
@@ -61,7 +62,9 @@ def main() -> None:
     )
 
     parts = {
-        name: functools.partial(run, quantized(plan(graph, original, round_mode=name), batches[:2]), batches)
+        name: functools.partial(
+            run, quantized(plan(graph, original, round_mode=name), batches[:2]), batches
+        )
         for name in ROUND_MODES
     }
     memory = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
@@ -78,7 +81,8 @@ def corrections(original: Graph, batches: list[Batch], rounds: int) -> None:
     """Measure and print what equalization and bias correction add to a calibration."""
     plain = functools.partial(corrected, original, Settings(), batches)
     parts: dict[str, Callable[[], object]] = {
-        name: functools.partial(corrected, original, row[0], batches) for name, row in CORRECTIONS.items()
+        name: functools.partial(corrected, original, row[0], batches)
+        for name, row in CORRECTIONS.items()
     }
     base = peak_mb(plain)
     memory = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
@@ -95,7 +99,9 @@ def plan(graph: Graph, original: Graph, settings: Settings = SETTINGS, **fields:
     if fields.get("method") == "diffs":
         fields |= {"scale_type": "poweroftwo", "statistic": "modal"}
     values = {name: Sourced(value) for name, value in fields.items()}
-    rule = ConfigRule(Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values))
+    rule = ConfigRule(
+        Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values)
+    )
     return resolve(Config(settings, (rule,)), graph, original)
 
 
@@ -115,7 +121,9 @@ def corrected(original: Graph, settings: Settings, batches: list[Batch]) -> None
     calibrate.run(found, network, batches)
     solution = calibrate.solution(found)
     if found.means:
-        correct_biases(SequentialRunner(quantized_network(planned.graph, solution), batches), found.means)
+        correct_biases(
+            SequentialRunner(quantized_network(planned.graph, solution), batches), found.means
+        )
 
 
 def quantized(planned: Plan, batches: list[Batch]) -> Network:

@@ -58,12 +58,19 @@ def main() -> None:
     parser.add_argument("--job", choices=JOBS, action="append", help="these alone")
     parser.add_argument("--all", action="store_true", help="algorithms other than GPTQ, too")
     given = parser.parse_args()
-    pythons = {name: str(Path(path).absolute()) for name, _, path in (each.partition("=") for each in given.python)}
+    pythons = {
+        name: str(Path(path).absolute())
+        for name, _, path in (each.partition("=") for each in given.python)
+    }
     missing: set[str] = set()
-    print(f"{'job':19}{'tool':35}{'wall s':>22}{'CPU s':>8}{'ratio':>7}{'of CPU':>8}{'memory MB':>11}  error")
+    print(
+        f"{'job':19}{'tool':35}{'wall s':>22}{'CPU s':>8}{'ratio':>7}{'of CPU':>8}{'memory MB':>11}  error"
+    )
     for job in given.job or JOBS:
         peers = LANGUAGE_PEERS if job == "LLaMA" else VISION_PEERS
-        tools = {name: sys.executable for name in OURS if (name == "ours, GPTQ") == (job == "LLaMA")}
+        tools = {
+            name: sys.executable for name in OURS if (name == "ours, GPTQ") == (job == "LLaMA")
+        }
         for name, peer in peers.items():
             python = pythons.get(peer.package, sys.executable)
             if name in OTHERS and not given.all:
@@ -75,13 +82,17 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             measure(job, tools, Path(place), given.rounds)
     for name in sorted(missing):
-        print(f"not installed: {name}: pip install torch=={torch.__version__.partition('+')[0]} {PACKAGES[name]}")
+        print(
+            f"not installed: {name}: pip install torch=={torch.__version__.partition('+')[0]} {PACKAGES[name]}"
+        )
 
 
 def has(python: str, package: str) -> bool:
     """Whether an interpreter finds the package."""
     asked = f"import importlib.metadata as m; m.version({package!r})"
-    return subprocess.run([python, "-c", asked], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run([python, "-c", asked], capture_output=True, check=False).returncode == 0
+    )
 
 
 def measure(job: str, tools: dict[str, str], folder: Path, rounds: int) -> None:
@@ -123,7 +134,9 @@ def inputs(job: str) -> tuple[nn.Module, dict[str, Any]]:
         data = example.calibration_data()
         photos = torch.split(torch.cat([x for x, _ in example.evaluation_data()]), len(data[0]))
         work = {"data": data, "heldout": photos[:2]}  # some tools fix the size of a batch
-    work["data"], work["heldout"] = ([x.clone() for x in work[key]] for key in ("data", "heldout"))
+    work["data"], work["heldout"] = (
+        [x.clone() for x in work[key]] for key in ("data", "heldout")
+    )
     return model.eval(), work | {"weights": model.state_dict()}
 
 
@@ -131,22 +144,39 @@ def run(tool: str, python: str, job: str, folder: Path, runs: Runs, *, counted: 
     """One process."""
     (folder / "result.pt").unlink(missing_ok=True)
     path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # some call programs of their environment
-    environment = os.environ | {"PATH": path, "PYTHONWARNINGS": "ignore", "NNCF_EXTENSION_LOAD_TIMEOUT": "600"}
+    environment = os.environ | {
+        "PATH": path,
+        "PYTHONWARNINGS": "ignore",
+        "NNCF_EXTENSION_LOAD_TIMEOUT": "600",
+    }
     command = [python, str(HERE / "peer_job.py"), tool, job, str(folder), str(time.time())]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, cwd=folder
+    )
     if ended.returncode:
-        runs.failure = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+        runs.failure = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[
+            -1
+        ]
     elif counted:
         runs.rows.append(torch.load(folder / "result.pt", weights_only=True))
 
 
-def row(tool: str, runs: Runs, base: Runs, model: nn.Module, expected: list[Tensor], heldout: list[Tensor]) -> str:
+def row(
+    tool: str,
+    runs: Runs,
+    base: Runs,
+    model: nn.Module,
+    expected: list[Tensor],
+    heldout: list[Tensor],
+) -> str:
     """Medians and the spread; ratios are to ours of the same round."""
     if runs.failure or not base.rows:
         return f"{tool:35}failed: {runs.failure[:150]}"
     wall, cpu = ([each[key] for each in runs.rows] for key in ("wall", "cpu"))
     pairs = list(zip(runs.rows, base.rows, strict=True))
-    ratio, of_cpu = (statistics.median(one[key] / our[key] for one, our in pairs) for key in ("wall", "cpu"))
+    ratio, of_cpu = (
+        statistics.median(one[key] / our[key] for one, our in pairs) for key in ("wall", "cpu")
+    )
     last, memory = runs.rows[-1], statistics.median(each["memory"] for each in runs.rows)
     named = f"{tool} ({last['version']})"
     shown = f"{statistics.median(wall):.1f} [{min(wall):.1f} .. {max(wall):.1f}]"

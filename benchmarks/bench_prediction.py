@@ -38,7 +38,12 @@ NETWORKS: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "ViT": ("ViTForImageClassification", "ViTConfig", {"num_hidden_layers": 6}, PIXELS),
     "BERT": ("BertModel", "BertConfig", {"num_hidden_layers": 6}, TOKENS),
     "GPT-2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 6, "use_cache": False}, TOKENS),
-    "OPT": ("OPTForCausalLM", "OPTConfig", {"num_hidden_layers": 6, "use_cache": False}, TOKENS),
+    "OPT": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {"num_hidden_layers": 6, "use_cache": False},
+        TOKENS,
+    ),
     "Whisper's encoder": (
         "models.whisper.modeling_whisper.WhisperEncoder",
         "WhisperConfig",
@@ -46,12 +51,23 @@ NETWORKS: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
         SOUND,
     ),
 }
-INT4 = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 64, "symmetric": True}
-CPU_INT8: dict[str, Any] = json.loads((ROOT / "configs" / "cpu_int8.json").read_text(encoding="utf-8"))
+INT4 = {
+    "dtype": "int4",
+    "qscheme": "per_group",
+    "ch_axis": 1,
+    "group_size": 64,
+    "symmetric": True,
+}
+CPU_INT8: dict[str, Any] = json.loads(
+    (ROOT / "configs" / "cpu_int8.json").read_text(encoding="utf-8")
+)
 CONFIGS: dict[str, dict[str, Any]] = {
     "cpu_int8": CPU_INT8,
     "no bias corr.": CPU_INT8 | {"include_bias_corr": False},
-    "int4": {"global_quant_config": {"weight": INT4}, "exclude": ["kind:embedding", "kind:head"]},
+    "int4": {
+        "global_quant_config": {"weight": INT4},
+        "exclude": ["kind:embedding", "kind:head"],
+    },
 }
 CONFIGS["GPTQ"] = CONFIGS["int4"] | {"algo_config": {"name": "gptq"}}
 CONFIGS["GPTQ, no stem"] = CONFIGS["GPTQ"] | {"exclude": ["kind:head", "*Conv2d*"]}
@@ -62,7 +78,11 @@ GIVEN |= dict.fromkeys(("GPT-2", "OPT"), ("int4", "GPTQ"))
 
 def main() -> None:
     """Measure, one process after the other, and print."""
-    print(f"{'':20}{'':15}" + "".join(f"{mode:>24}" for mode in MODES) + "   MB predicted / measured")
+    print(
+        f"{'':20}{'':15}"
+        + "".join(f"{mode:>24}" for mode in MODES)
+        + "   MB predicted / measured"
+    )
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for network in sys.argv[1:] or NETWORKS:
@@ -70,8 +90,13 @@ def main() -> None:
             text = MODEL.format(name=name, config=config, settings=settings, key=key, item=item)
             (folder / "net.py").write_text(text, encoding="utf-8")
             for which in GIVEN.get(network, ("cpu_int8", "no bias corr.")):
-                (folder / "config.json").write_text(json.dumps(CONFIGS[which]), encoding="utf-8")
-                print(f"{network:20}{which:15}" + "".join(map(_cell, *figures(folder))), flush=True)
+                (folder / "config.json").write_text(
+                    json.dumps(CONFIGS[which]), encoding="utf-8"
+                )
+                print(
+                    f"{network:20}{which:15}" + "".join(map(_cell, *figures(folder))),
+                    flush=True,
+                )
 
 
 def figures(folder: Path) -> tuple[list[float], list[float]]:
@@ -83,13 +108,17 @@ def figures(folder: Path) -> tuple[list[float], list[float]]:
         results = ["--output_dir", str(folder / "results"), "--overwrite", "--quiet"]
         data = ["--data", f"{folder / 'net.py'}:calibration_data"] if mode == "test" else []
         _quantizer("--quant_mode", mode, *given, *results, *data)
-        measured.append(json.loads((folder / "results" / "run.json").read_text())["peak_memory_bytes"])
+        measured.append(
+            json.loads((folder / "results" / "run.json").read_text())["peak_memory_bytes"]
+        )
     return [planned[mode] for mode in MODES], measured
 
 
 def _quantizer(*arguments: str) -> str:
     command = [sys.executable, "-m", "quantizer", *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ).stdout
 
 
 def _cell(predicted: float, measured: float) -> str:

@@ -42,7 +42,13 @@ def main() -> None:
 
 def mlp() -> nn.Module:
     """Three linear layers."""
-    layers = [nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048)]
+    layers = [
+        nn.Linear(2048, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 2048),
+    ]
     return nn.Sequential(*layers).eval()
 
 

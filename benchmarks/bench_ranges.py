@@ -22,14 +22,24 @@ import torch
 
 import quantizer
 
-PRESET = json.loads((Path(__file__).parents[1] / "configs" / "cpu_int8.json").read_text("utf-8"))
+PRESET = json.loads(
+    (Path(__file__).parents[1] / "configs" / "cpu_int8.json").read_text("utf-8")
+)
 SYMMETRIC = {"symmetry": True, "signed": True}
 METHODS: dict[str, dict[str, Any]] = {
     "auto": {"method": "auto"},
     "maxmin, max": {"method": "maxmin", "calib_statistic_method": "max"},
     "maxmin, mean": {"method": "maxmin", "calib_statistic_method": "mean"},
-    "percentile 99.999, mean": {"method": "percentile", "percentage": 99.999, "calib_statistic_method": "mean"},
-    "percentile 99.99, max": {"method": "percentile", "percentage": 99.99, "calib_statistic_method": "max"},
+    "percentile 99.999, mean": {
+        "method": "percentile",
+        "percentage": 99.999,
+        "calib_statistic_method": "mean",
+    },
+    "percentile 99.99, max": {
+        "method": "percentile",
+        "percentage": 99.99,
+        "calib_statistic_method": "max",
+    },
     "mse, max": {"method": "mse", "calib_statistic_method": "max", **SYMMETRIC},
     "entropy, max": {"method": "entropy", "calib_statistic_method": "max", **SYMMETRIC},
 }
@@ -37,7 +47,9 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def config(words: Mapping[str, Any]) -> dict[str, Any]:
     """The preset with another method for activations."""
-    found: dict[str, Any] = copy.deepcopy({key: value for key, value in PRESET.items() if key not in ("$schema", "//")})
+    found: dict[str, Any] = copy.deepcopy(
+        {key: value for key, value in PRESET.items() if key not in ("$schema", "//")}
+    )
     activation = found["tensor_quantize_config"]["activation"]
     activation.pop("percentage", None)
     activation |= words
@@ -46,7 +58,11 @@ def config(words: Mapping[str, Any]) -> dict[str, Any]:
 
 def figures(case: networks.Case, words: Mapping[str, Any]) -> str:
     """Output SQNR in dB, and for classifiers the share of samples with the float network's class."""
-    found = quantizer.calibrate(case.model, config(words), case.calibration).test(case.held_out).to_json()["metrics"]
+    found = (
+        quantizer.calibrate(case.model, config(words), case.calibration)
+        .test(case.held_out)
+        .to_json()["metrics"]
+    )
     agreement = f", {found['top1_agreement']:.1%}" if case.is_classifier else ""
     return f"{found['sqnr_db']:.1f}{agreement}"
 
@@ -62,7 +78,12 @@ def main() -> None:
     for name in names:
         torch.manual_seed(0)
         case = table[name]()
-        print(f"| {name} |", " | ".join(figures(case, words) for words in METHODS.values()), "|", flush=True)
+        print(
+            f"| {name} |",
+            " | ".join(figures(case, words) for words in METHODS.values()),
+            "|",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

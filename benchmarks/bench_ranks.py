@@ -40,7 +40,9 @@ def main() -> None:
     graph, size = trace(model, batches[0].args), sum(batch.size for batch in batches)
     for method in METHODS:
         values = {"method": Sourced(method)}
-        rule = ConfigRule(Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values))
+        rule = ConfigRule(
+            Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values)
+        )
         plan = resolve(Config(Settings(), (rule,)), run_passes(graph, Settings()), graph)
         measured: dict[int, list[tuple[float, float]]] = {count: [] for count in COUNTS}
         gc.collect()
@@ -49,13 +51,18 @@ def main() -> None:
             for count in COUNTS:
                 measured[count].append(seconds(plan, batches, count))
         found = {count: [wall for wall, _ in rows] for count, rows in measured.items()}
-        work = statistics.median(one / two for (_, one), (_, two) in zip(*measured.values(), strict=True))
+        work = statistics.median(
+            one / two for (_, one), (_, two) in zip(*measured.values(), strict=True)
+        )
         speeds = {count: statistics.median(values) for count, values in found.items()}
         ratio = statistics.median(one / two for one, two in zip(*found.values(), strict=True))
         said = ", ".join(
-            f"{count} rank{'s' * (count > 1)}: {size / speed:.1f} images/s" for count, speed in speeds.items()
+            f"{count} rank{'s' * (count > 1)}: {size / speed:.1f} images/s"
+            for count, speed in speeds.items()
         )
-        print(f"calibration, {method}: {said}; ratio {ratio:.2f}, target {TARGET}; of processor time {work:.2f}")
+        print(
+            f"calibration, {method}: {said}; ratio {ratio:.2f}, target {TARGET}; of processor time {work:.2f}"
+        )
 
 
 def seconds(plan: Plan, batches: list[Batch], count: int) -> tuple[float, float]:
@@ -63,7 +70,9 @@ def seconds(plan: Plan, batches: list[Batch], count: int) -> tuple[float, float]
     with tempfile.TemporaryDirectory() as folder:
         pids = [fork(plan, batches, count, rank, Path(folder)) for rank in range(count)]
         assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * count
-        times = [map(float, (Path(folder) / str(rank)).read_text().split()) for rank in range(count)]
+        times = [
+            map(float, (Path(folder) / str(rank)).read_text().split()) for rank in range(count)
+        ]
         wall, work = zip(*times, strict=True)
         return max(wall), max(work)
 
@@ -77,7 +86,9 @@ def fork(plan: Plan, batches: list[Batch], count: int, rank: int, folder: Path) 
     group: Ranks = ProcessGroup(url, "gloo", 60) if count > 1 else ALONE
     calibration, network = calibrate.start(plan), Network(plan.graph)
     with torch.no_grad():
-        calibrate.run(calibrate.start(plan), network, batches[:1])  # the first batch costs a process more than others
+        calibrate.run(
+            calibrate.start(plan), network, batches[:1]
+        )  # the first batch costs a process more than others
     group.gather(None, "the start")
     began, worked = time.perf_counter(), time.process_time()
     with torch.no_grad():
@@ -86,7 +97,9 @@ def fork(plan: Plan, batches: list[Batch], count: int, rank: int, folder: Path) 
         else:
             calibrate.run(calibration, network, batches)
         calibrate.solution(calibration)
-    (folder / str(rank)).write_text(f"{time.perf_counter() - began} {time.process_time() - worked}")
+    (folder / str(rank)).write_text(
+        f"{time.perf_counter() - began} {time.process_time() - worked}"
+    )
     group.gather(None, "the end")
     os._exit(0)
 

@@ -23,12 +23,24 @@ from torch.nn.functional import normalize
 import quantizer
 
 PRESETS = Path(__file__).parents[1] / "configs"
-WEIGHT = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "observer_cls": "PerChannelMinMaxObserver"}
+WEIGHT = {
+    "dtype": "int8",
+    "qscheme": "per_channel",
+    "ch_axis": 0,
+    "observer_cls": "PerChannelMinMaxObserver",
+}
 STATIC = {
     "weight": WEIGHT,
-    "input_tensors": {"dtype": "uint8", "symmetric": False, "observer_cls": "PerTensorMinMaxObserver"},
+    "input_tensors": {
+        "dtype": "uint8",
+        "symmetric": False,
+        "observer_cls": "PerTensorMinMaxObserver",
+    },
 }
-DYNAMIC = {"weight": WEIGHT, "input_tensors": {"dtype": "int8", "qscheme": "per_token", "is_dynamic": True}}
+DYNAMIC = {
+    "weight": WEIGHT,
+    "input_tensors": {"dtype": "int8", "qscheme": "per_token", "is_dynamic": True},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "`configs/cpu_int8.json`": json.loads((PRESETS / "cpu_int8.json").read_text("utf-8")),
     "hierarchical, static, maxmin": {"global_quant_config": STATIC},
@@ -45,9 +57,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-def mean_reciprocal_rank(encode: Callable[..., Tensor], batches: list[Mapping[str, Tensor]]) -> float:
+def mean_reciprocal_rank(
+    encode: Callable[..., Tensor], batches: list[Mapping[str, Tensor]]
+) -> float:
     """Of the first half of all sentences, each beside its text in the second half."""
-    questions, texts = torch.cat([normalize(encode(**batch), dim=-1) for batch in batches]).chunk(2)
+    questions, texts = torch.cat(
+        [normalize(encode(**batch), dim=-1) for batch in batches]
+    ).chunk(2)
     near = questions @ texts.T
     ranks = (near >= near.diagonal()[:, None]).sum(1)
     return float((1 / ranks).mean())

@@ -36,7 +36,9 @@ from quantizer.sources.batches import Batch
 
 METHODS = ("maxmin", "mse")
 INT8 = QuantizationSpec(bit_width=8, qscheme="per_channel", ch_axis=0)
-INT4 = QuantizationSpec(bit_width=4, symmetric=False, qscheme="per_group", ch_axis=1, group_size=128)
+INT4 = QuantizationSpec(
+    bit_width=4, symmetric=False, qscheme="per_group", ch_axis=1, group_size=128
+)
 LAYERS_TARGET, TRACE_TARGET = 4.2, 1.1
 REPEATS = 16  # at most, so that small sizes take about as long as large ones
 ROOT = Path(__file__).parents[1]
@@ -48,7 +50,9 @@ def main() -> None:
     """Measure and print."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     torch.set_num_threads(1)
-    print(f"processor time a unit, relative to the smallest size (median [least .. most] of {rounds}; one thread)")
+    print(
+        f"processor time a unit, relative to the smallest size (median [least .. most] of {rounds}; one thread)"
+    )
     over_images(rounds)
     over_layers(rounds)
     over_channels(rounds)
@@ -62,7 +66,10 @@ def over_images(rounds: int) -> None:
     graph = trace(model, batches[0].args)
     for method in METHODS:
         planned = plan(run_passes(graph, Settings()), graph, method=method)
-        parts = {4 * n: functools.partial(calibration, planned, batches[:n]) for n in (1, 2, 4, 8, 16)}
+        parts = {
+            4 * n: functools.partial(calibration, planned, batches[:n])
+            for n in (1, 2, 4, 8, 16)
+        }
         show(f"calibration, {method}, images", parts, rounds)
 
 
@@ -73,7 +80,9 @@ def over_layers(rounds: int) -> None:
     passed = {n: run_passes(graph, Settings()) for n, graph in graphs.items()}
     for method in METHODS:
         planned = {n: plan(passed[n], graph, method=method) for n, graph in graphs.items()}
-        parts = {n: functools.partial(calibration, each, batches) for n, each in planned.items()}
+        parts = {
+            n: functools.partial(calibration, each, batches) for n, each in planned.items()
+        }
         show(f"calibration, {method}, blocks", parts, rounds)
     steps: dict[str, Callable[[int], object]] = {
         "passes and plan": lambda n: plan(run_passes(graphs[n], Settings()), graphs[n]),
@@ -93,12 +102,21 @@ def over_layers(rounds: int) -> None:
 
 def over_channels(rounds: int) -> None:
     """Weights by channels and by groups; GPTQ with four tokens for each of `n` channels, for each of n³ operations."""
-    weights = {n: torch.randn(n, 1024, generator=torch.Generator().manual_seed(n)) for n in (128, 256, 512, 1024, 2048)}
+    weights = {
+        n: torch.randn(n, 1024, generator=torch.Generator().manual_seed(n))
+        for n in (128, 256, 512, 1024, 2048)
+    }
     for name, spec in (("int8, output channels", INT8), ("int4 groups, output channels", INT4)):
-        show(name, {n: functools.partial(rounded, spec, weight) for n, weight in weights.items()}, rounds)
+        show(
+            name,
+            {n: functools.partial(rounded, spec, weight) for n, weight in weights.items()},
+            rounds,
+        )
     tasks = {n: gptq_task(n) for n in (128, 256, 512, 1024, 2048)}
     run = load_run("gptq")
-    parts = {n: functools.partial(run, task, GPTQConfig(), Adjustment()) for n, task in tasks.items()}
+    parts = {
+        n: functools.partial(run, task, GPTQConfig(), Adjustment()) for n, task in tasks.items()
+    }
     show("GPTQ, channels, an operation", parts, rounds, units=lambda n: n**3)
 
 
@@ -119,12 +137,17 @@ def of_tracing(rounds: int) -> None:
             for key, part in parts.items():
                 found[key].append(cost(part))
         shown = {
-            key: spread([ours / base for ours, base in zip(found["ours"][1:], values[1:], strict=True)])
+            key: spread(
+                [ours / base for ours, base in zip(found["ours"][1:], values[1:], strict=True)]
+            )
             for key, values in found.items()
             if key != "ours"
         }
         also = f"  with lengths open {shown['lengths']}" if "lengths" in shown else ""
-        print(f"  {name:18}{statistics.median(found['batch'][1:]):6.2f} s{shown['batch']}{also}", flush=True)
+        print(
+            f"  {name:18}{statistics.median(found['batch'][1:]):6.2f} s{shown['batch']}{also}",
+            flush=True,
+        )
 
 
 def show(
@@ -138,11 +161,16 @@ def show(
     first, last = min(parts), max(parts)
     found: dict[int, list[float]] = {size: [] for size in parts}
     for count in range(rounds + 1):
-        costs = {size: each(part, min(most, max(1, last // size))) / units(size) for size, part in parts.items()}
+        costs = {
+            size: each(part, min(most, max(1, last // size))) / units(size)
+            for size, part in parts.items()
+        }
         if count:  # the round before is not counted
             for size, value in costs.items():
                 found[size].append(value / costs[first])
-    row = "".join(f"  {size}:{spread(values)}" for size, values in found.items() if size != first)
+    row = "".join(
+        f"  {size}:{spread(values)}" for size, values in found.items() if size != first
+    )
     print(f"  {title:34}{row}", flush=True)
     return found
 
@@ -208,7 +236,10 @@ def networks() -> dict[str, Call]:
     except ImportError:
         pass
     found["LLaMA"] = (llama(), (torch.cat(tokens(2)),))
-    for module, case, name in (("attention", "bert", "like BERT"), ("dense", "yolo", "like YOLO")):
+    for module, case, name in (
+        ("attention", "bert", "like BERT"),
+        ("dense", "yolo", "like YOLO"),
+    ):
         importlib.import_module(module)
         made = importlib.import_module("harness").CASES[case]()
         found[name] = (made.module, made.batches[0])

@@ -21,7 +21,9 @@ from quantizer.observers import Observer
 
 CHANNELS = QuantizationSpec(qscheme="per_channel", ch_axis=0)
 GROUPS = QuantizationSpec(bit_width=4, qscheme="per_group", ch_axis=1, group_size=128)
-BLOCKS = QuantizationSpec("fp4", qscheme="per_group", ch_axis=1, group_size=32, scale_type="e8m0")
+BLOCKS = QuantizationSpec(
+    "fp4", qscheme="per_group", ch_axis=1, group_size=32, scale_type="e8m0"
+)
 WEIGHTS = {
     "int8 tensor": QuantizationSpec(),
     "int8 channel": CHANNELS,
@@ -44,15 +46,26 @@ def main() -> None:
     """Measure both and print."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     torch.set_num_threads(2)
-    torch.empty(7 << 20)  # as after any network's run, the allocator keeps up to some 30 MB from now on (glibc)
+    torch.empty(
+        7 << 20
+    )  # as after any network's run, the allocator keeps up to some 30 MB from now on (glibc)
     copied = torch.empty(4096, 4096)
     weights = {name: functools.partial(static, spec) for name, spec in WEIGHTS.items()}
-    show("W5 weights: range, scale and fake quantization, ratio to copy_", copied, weights, rounds)
+    show(
+        "W5 weights: range, scale and fake quantization, ratio to copy_",
+        copied,
+        weights,
+        rounds,
+    )
     rows = {name: TensorQuantizer(spec, inplace=True) for name, spec in ROWS.items()}
-    show("W5 dynamic: the same of activations at run time, ratio to copy_", copied, rows, rounds)
+    show(
+        "W5 dynamic: the same of activations at run time, ratio to copy_", copied, rows, rounds
+    )
 
 
-def show(title: str, copied: Tensor, parts: Mapping[str, Callable[[Tensor], object]], rounds: int) -> None:
+def show(
+    title: str, copied: Tensor, parts: Mapping[str, Callable[[Tensor], object]], rounds: int
+) -> None:
     """Measure each part beside copying the same tensor, one part after the other, as they share no cache."""
     found: dict[str, list[float]] = {}
     speed: dict[str, str] = {}
@@ -70,7 +83,9 @@ def static(spec: QuantizationSpec, weight: Tensor) -> Tensor:
     observer = Observer(spec)
     observer.observe(weight)
     found = observer.qparams()
-    quantized: Tensor = TensorQuantizer(spec, found.scale, found.zero_point, inplace=True)(weight)
+    quantized: Tensor = TensorQuantizer(spec, found.scale, found.zero_point, inplace=True)(
+        weight
+    )
     return quantized
 
 

@@ -44,7 +44,9 @@ def make(folder: Path, layers: int = 28, width: int = 3072, intermediate: int = 
     )
     config.save_pretrained(folder)
     with init_empty_weights():
-        shapes = {name: each.shape for name, each in LlamaForCausalLM(config).named_parameters()}
+        shapes = {
+            name: each.shape for name, each in LlamaForCausalLM(config).named_parameters()
+        }
     places: dict[str, str] = {}
     for number, shard in enumerate(_shards(shapes), 1):
         file = f"model-{number:05}.safetensors"
@@ -56,7 +58,9 @@ def make(folder: Path, layers: int = 28, width: int = 3072, intermediate: int = 
 def _shards(shapes: dict[str, torch.Size]) -> Iterator[dict[str, Tensor]]:
     seeds, shard, size = count(), dict[str, Tensor](), 0
     for name, shape in shapes.items():
-        shard[name] = DeferredTensor(shape, torch.bfloat16, partial(_random, shape, next(seeds)))
+        shard[name] = DeferredTensor(
+            shape, torch.bfloat16, partial(_random, shape, next(seeds))
+        )
         size += 2 * shape.numel()
         if size > SHARD_BYTES:
             yield shard

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 
 @torch.no_grad()
-def layer_errors(model: nn.Module, weights: Mapping[str, Tensor], batches: list[Tensor]) -> dict[str, float]:
+def layer_errors(
+    model: nn.Module, weights: Mapping[str, Tensor], batches: list[Tensor]
+) -> dict[str, float]:
     """Squared error of each linear layer's outputs with the weight given by its path, on the float model's inputs, as a
     share of their energy."""
     sums = {name: torch.zeros(2, dtype=torch.float64) for name in weights}
@@ -22,7 +24,9 @@ def layer_errors(model: nn.Module, weights: Mapping[str, Tensor], batches: list[
 
         return hook
 
-    hooks = [model.get_submodule(name).register_forward_hook(watching(name)) for name in weights]
+    hooks = [
+        model.get_submodule(name).register_forward_hook(watching(name)) for name in weights
+    ]
     for batch in batches:
         model(batch)
     for handle in hooks:
@@ -31,7 +35,9 @@ def layer_errors(model: nn.Module, weights: Mapping[str, Tensor], batches: list[
 
 
 @torch.no_grad()
-def logits_error(model: Callable[[Tensor], Tensor], other: Callable[[Tensor], Any], batches: list[Tensor]) -> float:
+def logits_error(
+    model: Callable[[Tensor], Tensor], other: Callable[[Tensor], Any], batches: list[Tensor]
+) -> float:
     """Squared error of another model's logits, as a share of the variance of this one's."""
     error = energy = 0.0
     for batch in batches:

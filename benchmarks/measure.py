@@ -36,10 +36,15 @@ def peak_mb(part: Part) -> float:
     Path("/proc/self/clear_refs").write_text("5")
     part()
     status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
+    return (
+        int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+        / 1024
+    )
 
 
-def report(title: str, found: dict[str, list[float]], targets: dict[str, float], extra: dict[str, str]) -> None:
+def report(
+    title: str, found: dict[str, list[float]], targets: dict[str, float], extra: dict[str, str]
+) -> None:
     """One line per part: median, spread, target, and whatever else was measured."""
     print(f"\n{title} (median [least .. most]; {torch.get_num_threads()} threads)")
     for name, values in found.items():

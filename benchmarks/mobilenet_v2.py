@@ -24,7 +24,9 @@ class InvertedResidual(nn.Module):
         return x + self.conv(x) if self.shortcut else self.conv(x)  # type: ignore[no-any-return]
 
 
-def norm_act(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
+def norm_act(
+    inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
     """Convolution, batch norm, ReLU6."""
     conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU6())
@@ -47,7 +49,9 @@ class MobileNetV2(nn.Module):
         layers, inputs = [norm_act(3, 32, 3, 2)], 32
         for expansion, outputs, count, stride in rows:
             for index in range(count):
-                layers.append(InvertedResidual(inputs, outputs, 1 if index else stride, expansion))  # type: ignore[arg-type]
+                layers.append(
+                    InvertedResidual(inputs, outputs, 1 if index else stride, expansion)
+                )  # type: ignore[arg-type]
                 inputs = outputs
         self.features = nn.Sequential(*layers, norm_act(320, 1280, 1))
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, 1000))

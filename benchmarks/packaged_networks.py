@@ -37,14 +37,20 @@ def convnextv2() -> tuple[nn.Module, tuple[int, ...]]:
     """Divides by a norm over space (global response normalization)."""
     transformers = importlib.import_module("transformers")
     return Part(
-        transformers.ConvNextV2ForImageClassification(transformers.ConvNextV2Config(num_labels=100)), lambda y: y.logits
+        transformers.ConvNextV2ForImageClassification(
+            transformers.ConvNextV2Config(num_labels=100)
+        ),
+        lambda y: y.logits,
     ), (3, 64, 64)
 
 
 def cvt() -> tuple[nn.Module, tuple[int, ...]]:
     """Attention on convolutions' outputs."""
     transformers = importlib.import_module("transformers")
-    return Part(transformers.CvtForImageClassification(transformers.CvtConfig(num_labels=100)), lambda y: y.logits), (
+    return Part(
+        transformers.CvtForImageClassification(transformers.CvtConfig(num_labels=100)),
+        lambda y: y.logits,
+    ), (
         3,
         64,
         64,
@@ -54,8 +60,13 @@ def cvt() -> tuple[nn.Module, tuple[int, ...]]:
 def patchtst() -> tuple[nn.Module, tuple[int, ...]]:
     """Scales a series by its own mean and deviation, and the forecast back."""
     transformers = importlib.import_module("transformers")
-    config = transformers.PatchTSTConfig(num_input_channels=4, context_length=128, prediction_length=24)
-    return Part(transformers.PatchTSTForPrediction(config), lambda y: y.prediction_outputs), (128, 4)
+    config = transformers.PatchTSTConfig(
+        num_input_channels=4, context_length=128, prediction_length=24
+    )
+    return Part(transformers.PatchTSTForPrediction(config), lambda y: y.prediction_outputs), (
+        128,
+        4,
+    )
 
 
 def tabnet() -> tuple[nn.Module, tuple[int, ...]]:
@@ -67,7 +78,9 @@ def tabnet() -> tuple[nn.Module, tuple[int, ...]]:
 def efficientvit_b0() -> tuple[nn.Module, tuple[int, ...]]:
     """Linear attention, which divides by a sum of products."""
     unused = ("timm", "timm.data", "torchvision", "torchvision.ops", "torchvision.ops.misc")
-    network: nn.Module = packaged("timm", "models.efficientvit_mit", unused).efficientvit_b0(num_classes=100)
+    network: nn.Module = packaged("timm", "models.efficientvit_mit", unused).efficientvit_b0(
+        num_classes=100
+    )
     return network, (3, 64, 64)
 
 
@@ -98,7 +111,11 @@ def packaged(package: str, name: str, unused: Sequence[str] = ()) -> Any:
     folder = example.package_folder(package)
     for other in unused:
         stub: Any = sys.modules.setdefault(other, ModuleType(other))
-        stub.FrozenBatchNorm2d, stub.__version__, stub.__spec__ = nn.BatchNorm2d, "", ModuleSpec(other, None)
+        stub.FrozenBatchNorm2d, stub.__version__, stub.__spec__ = (
+            nn.BatchNorm2d,
+            "",
+            ModuleSpec(other, None),
+        )
         stub.IMAGENET_DEFAULT_MEAN = stub.IMAGENET_DEFAULT_STD = (0.5, 0.5, 0.5)
     found = module_alone(f"{package}.{name}", folder)
     for other in unused:

@@ -24,7 +24,13 @@ from workloads import Llama, ResNet18  # noqa: E402
 
 GPTQ = {
     "global_quant_config": {
-        "weight": {"dtype": "uint4", "symmetric": False, "qscheme": "per_group", "ch_axis": 1, "group_size": 128}
+        "weight": {
+            "dtype": "uint4",
+            "symmetric": False,
+            "qscheme": "per_group",
+            "ch_axis": 1,
+            "group_size": 128,
+        }
     },
     "exclude": ["kind:embedding", "kind:head"],
     "algo_config": {"name": "gptq"},
@@ -53,7 +59,11 @@ def main() -> None:
     else:
         with torch.no_grad():
             quantized = peer.quantize(model, batches)
-    result: dict[str, Any] = {"wall": time.time() - float(started), "cpu": sum(os.times()[:4]), "memory": memory()}
+    result: dict[str, Any] = {
+        "wall": time.time() - float(started),
+        "cpu": sum(os.times()[:4]),
+        "memory": memory(),
+    }
     result["version"] = version(peer.package if peer else "quantizer-torch")
     with torch.no_grad():
         outputs = [quantized(x) for x in work["heldout"]]
@@ -93,18 +103,31 @@ def layer_weights(model: Llama, quantized: Any, peer: Peer | None) -> dict[str, 
     """The weights of the linear layers, as what they make of unit vectors; none where their inputs became others."""
     if peer is not None and not peer.keeps_inputs:
         return {}
-    linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and name != "lm_head"}
+    linears = {
+        name: each
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear) and name != "lm_head"
+    }
     if peer is None:
-        nodes = {node.params.get("weight"): node.name for node in quantized.graph.nodes if node.op == "linear"}
+        nodes = {
+            node.params.get("weight"): node.name
+            for node in quantized.graph.nodes
+            if node.op == "linear"
+        }
         return {name: quantized.layers[nodes[f"{name}.weight"]].weight for name in linears}
     eyes = {name: torch.eye(each.in_features) for name, each in linears.items()}
-    return {name: quantized.get_submodule(path_there(name))(eye).T for name, eye in eyes.items()}
+    return {
+        name: quantized.get_submodule(path_there(name))(eye).T for name, eye in eyes.items()
+    }
 
 
 def memory() -> float:
     """The peak of this process over its import of torch, in MB."""
     status = Path("/proc/self/status").read_text()
-    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    peak = (
+        int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+        * 1024
+    )
     return (peak - int(IMPORTED) * os.sysconf("SC_PAGE_SIZE")) / 1e6
 
 

@@ -51,7 +51,9 @@ def llmcompressor_gptq(model: Any, batches: list[Tensor]) -> Any:
     recipe = GPTQModifier(targets="Linear", scheme="W4A16_ASYM", ignore=["lm_head"])
     loader: DataLoader[Any] = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
     settings = {"num_calibration_samples": len(rows), "pipeline": "sequential"}
-    oneshot(model=model, processor=object(), dataset=loader, recipe=recipe, **settings)  # no processor is looked for
+    oneshot(
+        model=model, processor=object(), dataset=loader, recipe=recipe, **settings
+    )  # no processor is looked for
     return model
 
 
@@ -60,7 +62,9 @@ def neural_compressor_gptq(model: Any, batches: list[Tensor]) -> Any:
     from neural_compressor.torch.quantization import GPTQConfig
 
     folder = model.config.name_or_path  # it wants one, and reads nothing there
-    config = GPTQConfig(bits=4, use_sym=False, group_size=GROUP, block_size=128, model_path=folder)
+    config = GPTQConfig(
+        bits=4, use_sym=False, group_size=GROUP, block_size=128, model_path=folder
+    )
     return _neural_compressor(model, config, batches)
 
 
@@ -68,7 +72,9 @@ def neural_compressor_awq(model: Any, batches: list[Tensor]) -> Any:
     """Factors and clipping."""
     from neural_compressor.torch.quantization import AWQConfig
 
-    return _neural_compressor(model, AWQConfig(bits=4, use_sym=False, group_size=GROUP), batches)
+    return _neural_compressor(
+        model, AWQConfig(bits=4, use_sym=False, group_size=GROUP), batches
+    )
 
 
 @torch.no_grad()
@@ -87,7 +93,9 @@ def quark_rounding(name: str) -> Quantize:
     def quantize(model: Any, batches: list[Tensor]) -> Any:
         from quark.torch.quantization.config import config
 
-        algorithm = getattr(config, name)(inside_layer_modules=list(LINEARS), model_decoder_layers=LAYERS)
+        algorithm = getattr(config, name)(
+            inside_layer_modules=list(LINEARS), model_decoder_layers=LAYERS
+        )
         return _quark(model, algorithm, batches)
 
     return quantize
@@ -98,7 +106,12 @@ def quark_awq(model: Any, batches: list[Tensor]) -> Any:
     from quark.torch.quantization.config.config import AWQConfig
 
     scaled = [
-        {"prev_op": source, "layers": list(layers), "inp": layers[0], "module2inspect": inspected}
+        {
+            "prev_op": source,
+            "layers": list(layers),
+            "inp": layers[0],
+            "module2inspect": inspected,
+        }
         for source, layers, inspected in SCALED
     ]
     return _quark(model, AWQConfig(scaling_layers=scaled, model_decoder_layers=LAYERS), batches)
@@ -108,8 +121,14 @@ def _quark(model: Any, algorithm: Any, batches: list[Tensor]) -> Any:
     from quark.torch import ModelQuantizer
     from quark.torch.quantization.config.config import QConfig, QLayerConfig, Uint4PerGroupSpec
 
-    spec = Uint4PerGroupSpec(ch_axis=-1, group_size=GROUP, is_dynamic=False).to_quantization_spec()
-    config = QConfig(global_quant_config=QLayerConfig(weight=spec), exclude=["lm_head"], algo_config=[algorithm])
+    spec = Uint4PerGroupSpec(
+        ch_axis=-1, group_size=GROUP, is_dynamic=False
+    ).to_quantization_spec()
+    config = QConfig(
+        global_quant_config=QLayerConfig(weight=spec),
+        exclude=["lm_head"],
+        algo_config=[algorithm],
+    )
     loader: DataLoader[Any] = DataLoader(torch.cat(batches), batch_size=1)  # type: ignore[arg-type]
     return ModelQuantizer(config).quantize_model(model, loader)
 
@@ -133,7 +152,9 @@ def in_transformers(model: Llama, folder: str) -> Any:
     config.name_or_path = folder
     twin: Any = LlamaForCausalLM(config)
     twin.eval()
-    twin.load_state_dict({path_there(name): tensor for name, tensor in model.state_dict().items()})
+    twin.load_state_dict(
+        {path_there(name): tensor for name, tensor in model.state_dict().items()}
+    )
     return twin
 
 

@@ -12,7 +12,10 @@ class SqueezeExcite(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.pool, self.act, self.gate = nn.AdaptiveAvgPool2d(1), nn.ReLU(), nn.Hardsigmoid()
-        self.down, self.up = nn.Conv2d(channels, channels // 4, 1), nn.Conv2d(channels // 4, channels, 1)
+        self.down, self.up = (
+            nn.Conv2d(channels, channels // 4, 1),
+            nn.Conv2d(channels // 4, channels, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, channels, H, W] to the same."""
@@ -26,8 +29,16 @@ class Inverted(nn.Module):
         super().__init__()
         self.body = nn.Sequential(
             *(nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish()),
-            *(nn.Conv2d(wide, wide, 5, stride, 2, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.Hardswish()),
-            *(SqueezeExcite(wide), nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs)),
+            *(
+                nn.Conv2d(wide, wide, 5, stride, 2, groups=wide, bias=False),
+                nn.BatchNorm2d(wide),
+                nn.Hardswish(),
+            ),
+            *(
+                SqueezeExcite(wide),
+                nn.Conv2d(wide, outputs, 1, bias=False),
+                nn.BatchNorm2d(outputs),
+            ),
         )
         self.shortcut = stride == 1 and inputs == outputs
 
@@ -39,10 +50,25 @@ class Inverted(nn.Module):
 def mobile(seed: int = 0) -> nn.Module:
     """A network like MobileNetV3 for 224x224 images, in eval mode."""
     torch.manual_seed(seed)
-    rows = ((16, 64, 24, 2), (24, 96, 24, 1), (24, 120, 40, 2), (40, 240, 40, 1), (40, 240, 80, 2), (80, 480, 80, 1))
+    rows = (
+        (16, 64, 24, 2),
+        (24, 96, 24, 1),
+        (24, 120, 40, 2),
+        (40, 240, 40, 1),
+        (40, 240, 80, 2),
+        (80, 480, 80, 1),
+    )
     blocks = [Inverted(*row) for row in rows]
-    stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish())
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(80, 512), nn.Hardswish(), nn.Linear(512, 100))
+    stem = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish()
+    )
+    head = nn.Sequential(
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(80, 512),
+        nn.Hardswish(),
+        nn.Linear(512, 100),
+    )
     return nn.Sequential(stem, *blocks, head).eval()
 
 
@@ -54,11 +80,18 @@ class Encoder(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, T, width] to the same."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         scores = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)
         x = x + self.proj((scores @ v).transpose(1, 2).flatten(-2))
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]

@@ -21,7 +21,9 @@ def torchao_pt2e(model: Any, batches: list[Tensor]) -> Any:
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
-    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    quantizer = x86.X86InductorQuantizer().set_global(
+        x86.get_default_x86_inductor_quantization_config()
+    )
     prepared = prepare_pt2e(torch.export.export(model, (batches[0],)).module(), quantizer)
     for batch in batches:
         prepared(batch)
@@ -44,10 +46,14 @@ def onnxruntime_static(method: str) -> Quantize:
         from onnxruntime.quantization.shape_inference import quant_pre_process
 
         with tempfile.TemporaryDirectory() as folder:
-            source, ready, made = (str(Path(folder) / f"{name}.onnx") for name in ("float", "ready", "quantized"))
+            source, ready, made = (
+                str(Path(folder) / f"{name}.onnx") for name in ("float", "ready", "quantized")
+            )
             program = torch.onnx.export(model, (batches[0],), dynamo=True, verbose=False)
             assert program is not None
-            Path(source).write_bytes(program.model_proto.SerializeToString())  # it refuses weights in other files
+            Path(source).write_bytes(
+                program.model_proto.SerializeToString()
+            )  # it refuses weights in other files
             quant_pre_process(source, ready, skip_symbolic_shape=True)
             name = InferenceSession(ready).get_inputs()[0].name
             feeds: Iterator[dict[str, Any]] = iter([{name: batch.numpy()} for batch in batches])
@@ -56,10 +62,16 @@ def onnxruntime_static(method: str) -> Quantize:
                 def get_next(self) -> dict[str, Any] | None:
                     return next(feeds, None)
 
-            types = {"activation_type": ort.QuantType.QUInt8, "weight_type": ort.QuantType.QInt8, "per_channel": True}
+            types = {
+                "activation_type": ort.QuantType.QUInt8,
+                "weight_type": ort.QuantType.QInt8,
+                "per_channel": True,
+            }
             chosen = ort.CalibrationMethod[method]
             form = ort.QuantFormat.QDQ
-            ort.quantize_static(ready, made, Reader(), quant_format=form, calibrate_method=chosen, **types)
+            ort.quantize_static(
+                ready, made, Reader(), quant_format=form, calibrate_method=chosen, **types
+            )
             session = InferenceSession(made)
         return lambda batch: torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
 
@@ -71,7 +83,12 @@ def quark_static(model: Any, batches: list[Tensor]) -> Any:
     from quark.torch import ModelQuantizer
     from quark.torch.quantization.config import config as quark
 
-    common = {"symmetric": True, "scale_type": "float", "round_method": "half_even", "is_dynamic": False}
+    common = {
+        "symmetric": True,
+        "scale_type": "float",
+        "round_method": "half_even",
+        "is_dynamic": False,
+    }
     values = quark.Int8PerTensorSpec(observer_method="min_max", **common).to_quantization_spec()
     weight = quark.Int8PerChannelSpec(ch_axis=0, **common).to_quantization_spec()
     layers = quark.QLayerConfig(weight=weight, input_tensors=values, output_tensors=values)

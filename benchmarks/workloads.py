@@ -21,7 +21,9 @@ class BasicBlock(nn.Module):
         self.relu2 = nn.ReLU()
         self.down: nn.Sequential | None = None
         if stride != 1 or inplanes != planes:
-            self.down = nn.Sequential(nn.Conv2d(inplanes, planes, 1, stride, bias=False), nn.BatchNorm2d(planes))
+            self.down = nn.Sequential(
+                nn.Conv2d(inplanes, planes, 1, stride, bias=False), nn.BatchNorm2d(planes)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, inplanes, H, W] to [N, planes, H/stride, W/stride]."""
@@ -91,7 +93,9 @@ class Rotary(nn.Module):
 
     def __init__(self, width: int, length: int = 1024) -> None:
         super().__init__()
-        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, width, 2) / width))
+        angles = torch.outer(
+            torch.arange(length), 10000.0 ** (-torch.arange(0, width, 2) / width)
+        )
         self.register_buffer("cos", torch.cat([angles, angles], dim=-1).cos(), persistent=False)
         self.register_buffer("sin", torch.cat([angles, angles], dim=-1).sin(), persistent=False)
 
@@ -107,7 +111,9 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads, self.rotary = heads, Rotary(hidden // heads)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(hidden, hidden, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, T, hidden] to the same."""
@@ -115,7 +121,9 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        y = nn.functional.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        y = nn.functional.scaled_dot_product_attention(
+            self.rotary(q), self.rotary(k), v, is_causal=True
+        )
         return self.o_proj(y.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
@@ -124,9 +132,15 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, hidden: int, inter: int, heads: int) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(hidden, 1e-6), nn.RMSNorm(hidden, 1e-6)
+        self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(hidden, 1e-6),
+            nn.RMSNorm(hidden, 1e-6),
+        )
         self.self_attn = Attention(hidden, heads)
-        self.gate_proj, self.up_proj = nn.Linear(hidden, inter, bias=False), nn.Linear(hidden, inter, bias=False)
+        self.gate_proj, self.up_proj = (
+            nn.Linear(hidden, inter, bias=False),
+            nn.Linear(hidden, inter, bias=False),
+        )
         self.down_proj = nn.Linear(inter, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,10 +153,14 @@ class DecoderLayer(nn.Module):
 class Llama(nn.Module):
     """A LLaMA (arXiv 2302.13971) that is small enough for a CPU."""
 
-    def __init__(self, vocabulary: int = 8000, hidden: int = 512, inter: int = 1408, layers: int = 4) -> None:
+    def __init__(
+        self, vocabulary: int = 8000, hidden: int = 512, inter: int = 1408, layers: int = 4
+    ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, hidden)
-        self.layers = nn.Sequential(*(DecoderLayer(hidden, inter, heads=8) for _ in range(layers)))
+        self.layers = nn.Sequential(
+            *(DecoderLayer(hidden, inter, heads=8) for _ in range(layers))
+        )
         self.norm = nn.RMSNorm(hidden, 1e-6)
         self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
 
@@ -167,12 +185,18 @@ def llama(seed: int = 0) -> Llama:
             parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
             parameter[torch.randperm(hidden, generator=generator)[:5]] *= 8
         elif "proj" in name:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
+            )
     return model
 
 
-def tokens(count: int = 32, length: int = 256, vocabulary: int = 8000, seed: int = 2) -> list[Tensor]:
+def tokens(
+    count: int = 32, length: int = 256, vocabulary: int = 8000, seed: int = 2
+) -> list[Tensor]:
     """`count` sequences as [1, length]; how often each token occurs follows Zipf's law."""
     frequency = torch.arange(1, vocabulary + 1).float().reciprocal()
-    drawn = torch.multinomial(frequency, count * length, True, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.multinomial(
+        frequency, count * length, True, generator=torch.Generator().manual_seed(seed)
+    )
     return list(torch.split(drawn.view(count, length), 1))

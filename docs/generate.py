@@ -38,13 +38,24 @@ def layered_schema() -> str:
     schema = {**form_schema("layered")}
     spec = json.loads(SPEC.read_text("utf-8"))
     every = (*spec["then"]["allOf"], *spec["allOf"])
-    rules = [rule for rule in every if rule.get("form") != "hierarchical" and rule.get("severity") != "warning"]
-    own = {name: entry for name, entry in schema["definitions"].items() if not name.startswith("rules")}
+    rules = [
+        rule
+        for rule in every
+        if rule.get("form") != "hierarchical" and rule.get("severity") != "warning"
+    ]
+    own = {
+        name: entry
+        for name, entry in schema["definitions"].items()
+        if not name.startswith("rules")
+    }
     schema["definitions"] = {**own, **_definitions(rules)}
     schema["allOf"] = [_ref("rules")]
     for name, devices in _DEVICES.items():
         if devices:
-            condition = {"properties": {"target_device": {"enum": [*devices]}}, "required": ["target_device"]}
+            condition = {
+                "properties": {"target_device": {"enum": [*devices]}},
+                "required": ["target_device"],
+            }
             schema["allOf"].append({"if": condition, "then": _ref(f"rules{name}")})
     return text_of(schema)
 
@@ -66,11 +77,18 @@ def _definitions(rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         listed = {"properties": {"quantizable_data_type": {"contains": {"const": role}}}}
         definitions[f"rules_{role}_is_integers"] = {"allOf": [listed, {"not": floats}]}
     for name, devices in _DEVICES.items():
-        found = {role: [_merged(rule, role) for rule in rules if _holds(rule, devices, role)] for role in ROLES}
+        found = {
+            role: [_merged(rule, role) for rule in rules if _holds(rule, devices, role)]
+            for role in ROLES
+        }
         level = [
-            {"if": _ref(f"rules_{role}_is_integers"), "then": {"allOf": found[role]}} for role in ROLES if found[role]
+            {"if": _ref(f"rules_{role}_is_integers"), "then": {"allOf": found[role]}}
+            for role in ROLES
+            if found[role]
         ]
-        entries = {"properties": {"layer_quantize_config": {"items": _ref(f"rules_of_a_level{name}")}}}
+        entries = {
+            "properties": {"layer_quantize_config": {"items": _ref(f"rules_of_a_level{name}")}}
+        }
         definitions[f"rules_of_a_level{name}"] = {"allOf": level}
         definitions[f"rules{name}"] = {"allOf": [_ref(f"rules_of_a_level{name}"), entries]}
     return definitions
@@ -78,34 +96,50 @@ def _definitions(rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _words_of(rules: Sequence[Mapping[str, Any]], role: Role) -> list[str]:
     """The words that rules about a role read."""
-    about = [rule for rule in rules for devices in _DEVICES.values() if _holds(rule, devices, role)]
+    about = [
+        rule for rule in rules for devices in _DEVICES.values() if _holds(rule, devices, role)
+    ]
     parts = [part for rule in about for part in (rule["if"], rule["then"])]
     return sorted({word for part in parts for word in _in_words(part["properties"])})
 
 
 def _holds(rule: Mapping[str, Any], devices: Sequence[str], role: Role) -> bool:
     """Whether the rule is about this role, and about these devices and no others."""
-    context = {key: entry for key, entry in rule["if"]["properties"].items() if key in ("tensor", "target_device")}
+    context = {
+        key: entry
+        for key, entry in rule["if"]["properties"].items()
+        if key in ("tensor", "target_device")
+    }
     named = {key: entry.get("enum", [entry.get("const")]) for key, entry in context.items()}
     known = {device for each in _DEVICES.values() for device in each}
-    return role in named.get("tensor", [role]) and known.intersection(named.get("target_device", ())) == {*devices}
+    return role in named.get("tensor", [role]) and known.intersection(
+        named.get("target_device", ())
+    ) == {*devices}
 
 
 def _merged(rule: Mapping[str, Any], role: Role) -> dict[str, Any]:
     """The rule about what holds for a role where its own block and the overall one are merged."""
-    conditions = [_says(role, word, entry, held=True) for word, entry in _in_words(rule["if"]["properties"]).items()]
+    conditions = [
+        _says(role, word, entry, held=True)
+        for word, entry in _in_words(rule["if"]["properties"]).items()
+    ]
     leaves = _in_words(rule["then"]["properties"]).items()
     [found] = [_says(role, word, {**entry, "code": rule["code"]}) for word, entry in leaves]
     return {"if": {"allOf": conditions}, "then": found} if conditions else found
 
 
-def _says(role: Role, word: str, entry: Mapping[str, Any], *, held: bool = False) -> dict[str, Any]:
+def _says(
+    role: Role, word: str, entry: Mapping[str, Any], *, held: bool = False
+) -> dict[str, Any]:
     """Whether the word's value fits `entry`; with `held` it has to be there.
 
     In an overall block, `per_channel` is about weights alone.
     """
     own = _inside(_TENSOR, role, {"properties": {word: entry}})
-    wide = _inside("overall_quantize_config", {"properties": {word: entry}} | ({"required": [word]} if held else {}))
+    wide = _inside(
+        "overall_quantize_config",
+        {"properties": {word: entry}} | ({"required": [word]} if held else {}),
+    )
     otherwise = {"else": wide} if word != "per_channel" or role == "weights" else {}
     return {"if": _ref(f"rules_{role}_states_{word}"), "then": own, **otherwise}
 
@@ -119,7 +153,11 @@ def _inside(*path: Any, held: bool = False) -> dict[str, Any]:
 
 
 def _in_words(properties: Mapping[str, Any]) -> dict[str, Any]:
-    return {_WORDS[name]: _value_in_words(name, entry) for name, entry in properties.items() if name in _WORDS}
+    return {
+        _WORDS[name]: _value_in_words(name, entry)
+        for name, entry in properties.items()
+        if name in _WORDS
+    }
 
 
 def _value_in_words(name: str, entry: dict[str, Any]) -> dict[str, Any]:

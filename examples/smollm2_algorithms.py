@@ -48,8 +48,12 @@ ALGORITHMS = {
 
 def quantized(network: LlamaForCausalLM, width: str, name: str) -> LlamaForCausalLM:
     """A copy of the model with the weights of WIDTHS, quantized by an algorithm of ALGORITHMS."""
-    config = Config(QuantizationConfig(weight=WIDTHS[width]), exclude=FLOAT, algo_config=ALGORITHMS[name])
-    return ModelQuantizer(config).quantize_model(copy.deepcopy(network), smollm2.calibration_data())
+    config = Config(
+        QuantizationConfig(weight=WIDTHS[width]), exclude=FLOAT, algo_config=ALGORITHMS[name]
+    )
+    return ModelQuantizer(config).quantize_model(
+        copy.deepcopy(network), smollm2.calibration_data()
+    )
 
 
 def rows(names: Sequence[str]) -> Iterator[tuple[str, str, float]]:
@@ -64,11 +68,17 @@ def main() -> None:
     """Print the table."""
     names = sys.argv[1:] or [name for name in ALGORITHMS if name != "rtn"]
     if unknown := set(names) - set(ALGORITHMS):
-        sys.exit(f"no algorithm {', '.join(sorted(unknown))}; known are {', '.join(ALGORITHMS)}")
+        sys.exit(
+            f"no algorithm {', '.join(sorted(unknown))}; known are {', '.join(ALGORITHMS)}"
+        )
     reference = rtn = 0.0
     for width, name, found in rows(names):
         reference, rtn = reference or found, found if name in ("", "rtn") else rtn
-        closed = "" if found == rtn else f"{1 - (found - reference) / (rtn - reference):8.0%} of the gap closed"
+        closed = (
+            ""
+            if found == rtn
+            else f"{1 - (found - reference) / (rtn - reference):8.0%} of the gap closed"
+        )
         print(f"{width:<20} {name:<15} perplexity {found:9.2f}{closed}", flush=True)
 
 

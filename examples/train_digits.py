@@ -40,7 +40,9 @@ def shifted(images: Tensor) -> Tensor:
     """Each image [1, 8, 8] moved by up to one pixel each way: the augmentation."""
     padded = F.pad(images, (1, 1, 1, 1))
     rows, columns = torch.randint(0, 3, (2, len(images))).tolist()
-    return torch.stack([p[:, r : r + 8, c : c + 8] for p, r, c in zip(padded, rows, columns, strict=True)])
+    return torch.stack(
+        [p[:, r : r + 8, c : c + 8] for p, r, c in zip(padded, rows, columns, strict=True)]
+    )
 
 
 def main(name: str = "digits") -> None:
@@ -50,11 +52,17 @@ def main(name: str = "digits") -> None:
     network = example.architecture()
     images, labels = (part[:TRAINING_IMAGES] for part in example.digits())
     optimizer = torch.optim.AdamW(network.parameters(), weight_decay=0.05 if robust else 0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rate, total_steps=epochs * STEPS)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=rate, total_steps=epochs * STEPS
+    )
     for epoch in range(1, epochs + 1):
-        for chosen in torch.randperm(TRAINING_IMAGES)[: STEPS * BATCH_SIZE].reshape(STEPS, BATCH_SIZE):
+        for chosen in torch.randperm(TRAINING_IMAGES)[: STEPS * BATCH_SIZE].reshape(
+            STEPS, BATCH_SIZE
+        ):
             x = shifted(images[chosen]) if robust else images[chosen]
-            loss = F.cross_entropy(network(x), labels[chosen], label_smoothing=0.05 if robust else 0.0)
+            loss = F.cross_entropy(
+                network(x), labels[chosen], label_smoothing=0.05 if robust else 0.0
+            )
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

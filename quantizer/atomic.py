@@ -26,7 +26,9 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
         _write_to_device(target, parts)
         return
     mode = target.stat().st_mode & 0o7777 if target.exists() else 0o666 & ~_umask()
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=TEMPORARY)
+    handle, temporary = tempfile.mkstemp(
+        dir=target.parent, prefix=f".{target.name}.", suffix=TEMPORARY
+    )
     try:
         with os.fdopen(handle, "wb") as file:
             file.writelines(parts)
@@ -74,7 +76,9 @@ def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
     target = _resolved(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     named = {"prefix": f".{target.name}.", "suffix": TEMPORARY}
-    with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True, **named) as room:
+    with tempfile.TemporaryDirectory(
+        dir=target.parent, ignore_cleanup_errors=True, **named
+    ) as room:
         yield target, Path(room, target.name)
     _sync(target.parent)
 

@@ -95,7 +95,12 @@ class RankError(QuantizerError):
     exit_code = 40
 
 
-_NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory", "unable to mmap")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "unable to mmap",
+)
 """What torch and the system say then, in small letters; torch on a CPU raises a plain RuntimeError."""
 
 
@@ -106,7 +111,8 @@ def lacks_memory(error: BaseException) -> bool:
     while found is not None and found not in seen:
         text = str(found).lower()
         if isinstance(found, MemoryError) or (
-            isinstance(found, RuntimeError | OSError) and any(words in text for words in _NO_MEMORY)
+            isinstance(found, RuntimeError | OSError)
+            and any(words in text for words in _NO_MEMORY)
         ):
             return True
         seen.append(found)

@@ -120,7 +120,9 @@ def _groups() -> Iterator[Path]:
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):
                 here = _CGROUPS / controllers / path.strip("/")
-                yield from (each for each in (here, *here.parents) if each.is_relative_to(_CGROUPS))
+                yield from (
+                    each for each in (here, *here.parents) if each.is_relative_to(_CGROUPS)
+                )
 
 
 def _table(path: Path) -> Mapping[str, int]:

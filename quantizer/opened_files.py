@@ -106,7 +106,9 @@ class OpenedFiles:
         identity: the sha256 of the index, which names all of them by their own.
     """
 
-    def __init__(self, folder: Path, kind: SetKind, files: Mapping[str, OpenFile], identity: str) -> None:
+    def __init__(
+        self, folder: Path, kind: SetKind, files: Mapping[str, OpenFile], identity: str
+    ) -> None:
         self.folder, self.kind, self.identity = folder, kind, identity
         self._files = files
 
@@ -179,7 +181,9 @@ def open_files(
         if fault is not None and seen == before:
             raise fault
         before = seen
-    raise ResultError(f"{folder} is written again and again by other runs", help="wait for them")
+    raise ResultError(
+        f"{folder} is written again and again by other runs", help="wait for them"
+    )
 
 
 def _missing(places: "_Places", kind: SetKind) -> ResultError:
@@ -279,7 +283,9 @@ def _opened_aside(folder: Path, descriptor: int) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ResultError(f"{folder / ASIDE} is no folder of quantizer", help="remove it") from error
+        raise ResultError(
+            f"{folder / ASIDE} is no folder of quantizer", help="remove it"
+        ) from error
 
 
 def _opened(path: Path, name: str, folder: int) -> OpenFile | None:

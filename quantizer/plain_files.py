@@ -44,7 +44,10 @@ def _from_pipe(descriptor: int, most: int) -> bytes:
     while len(content) < most:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
         if not ready:
-            raise OSError(errno.ETIMEDOUT, f"it is a pipe to which nobody has written for {PATIENCE:.0f} s")
+            raise OSError(
+                errno.ETIMEDOUT,
+                f"it is a pipe to which nobody has written for {PATIENCE:.0f} s",
+            )
         part = os.read(descriptor, most - len(content))
         if not part:
             break

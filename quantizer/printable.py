@@ -21,7 +21,9 @@ def one_line(text: str) -> str:
     \x3a:error::all is well
     """
     if not text.isprintable():
-        text = "".join(character if character.isprintable() else _escape(character) for character in text)
+        text = "".join(
+            character if character.isprintable() else _escape(character) for character in text
+        )
     text = _COMMAND.sub(r"\1\\x3a", text)
     return _OLD_COMMAND.sub(r"\\x23", text)
 

@@ -9,7 +9,9 @@ import torch
 def seed_everything(seed: int) -> None:
     """Seed Python's, torch's and, if it is loaded, numpy's global generator."""
     random.seed(seed)
-    if torch.accelerator.current_accelerator() is not None:  # built for one; asking for devices would hinder forks
+    if (
+        torch.accelerator.current_accelerator() is not None
+    ):  # built for one; asking for devices would hinder forks
         torch.manual_seed(seed)
     else:  # the same for the CPU; with each call the other keeps a traceback, for devices that might still come
         torch.default_generator.manual_seed(seed)

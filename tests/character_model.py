@@ -14,8 +14,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WEIGHTS = Path(__file__).parent / "character_model.safetensors"
-TRAINED_ON = ("argparse", "ast", "calendar", "cmd", "configparser", "contextlib", "csv", "difflib", "doctest", "enum")
-TRAINED_ON += ("fractions", "inspect", "ipaddress", "locale", "optparse", "pathlib", "pdb", "pickle", "subprocess")
+TRAINED_ON = (
+    "argparse",
+    "ast",
+    "calendar",
+    "cmd",
+    "configparser",
+    "contextlib",
+    "csv",
+    "difflib",
+    "doctest",
+    "enum",
+)
+TRAINED_ON += (
+    "fractions",
+    "inspect",
+    "ipaddress",
+    "locale",
+    "optparse",
+    "pathlib",
+    "pdb",
+    "pickle",
+    "subprocess",
+)
 HELD_OUT = ("shlex", "statistics", "tarfile", "textwrap", "zipfile")
 LENGTH, WIDTH, BLOCKS, CHARACTERS = 128, 128, 3, 96
 STEPS, BATCH, RATE = 1500, 32, 2e-3
@@ -34,7 +55,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[N, T, WIDTH] to the same."""
         y = self.norm1(x)
-        q, k, v = (layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(attended.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
@@ -45,7 +69,10 @@ class CharacterModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.characters, self.places = nn.Embedding(CHARACTERS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.characters, self.places = (
+            nn.Embedding(CHARACTERS, WIDTH),
+            nn.Embedding(LENGTH, WIDTH),
+        )
         self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CHARACTERS, bias=False)
 
@@ -65,14 +92,22 @@ def trained() -> CharacterModel:
 def codes(modules: tuple[str, ...]) -> Tensor:
     """The sources of modules of the standard library: newline is 0, then come the printable characters of ASCII."""
     library = Path(sysconfig.get_path("stdlib"))
-    text = "".join((library / f"{name}.py").read_text(encoding="utf-8") for name in modules if _is_file(library, name))
-    return torch.tensor([0 if c == "\n" else ord(c) - 31 for c in text if c == "\n" or " " <= c <= "~"])
+    text = "".join(
+        (library / f"{name}.py").read_text(encoding="utf-8")
+        for name in modules
+        if _is_file(library, name)
+    )
+    return torch.tensor(
+        [0 if c == "\n" else ord(c) - 31 for c in text if c == "\n" or " " <= c <= "~"]
+    )
 
 
 def sequences(modules: tuple[str, ...], count: int, seed: int = 0) -> Tensor:
     """Passages of a text, drawn from all over it: [count, LENGTH]."""
     text = codes(modules)
-    starts = torch.randint(len(text) - LENGTH, (count,), generator=torch.Generator().manual_seed(seed))
+    starts = torch.randint(
+        len(text) - LENGTH, (count,), generator=torch.Generator().manual_seed(seed)
+    )
     return torch.stack([text[start : start + LENGTH] for start in starts.tolist()])
 
 

@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
-    settings.register_profile("suite", derandomize=True, deadline=None)  # the same examples in each run, however slow
+    settings.register_profile(
+        "suite", derandomize=True, deadline=None
+    )  # the same examples in each run, however slow
     settings.load_profile("suite")
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; set before torch is imported, and for subprocesses
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # workers share the cores; set before torch is imported, and for subprocesses
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -29,9 +33,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Long tests begin first, so that no worker is left with one at the end, and those on real models together. Large
     ones run where `-m` names them."""
     if "large" not in config.option.markexpr:
-        config.hook.pytest_deselected(items=[item for item in items if "large" in item.keywords])
+        config.hook.pytest_deselected(
+            items=[item for item in items if "large" in item.keywords]
+        )
         items[:] = [item for item in items if "large" not in item.keywords]
-    items.sort(key=lambda item: ("slow" not in item.keywords, "examples" not in item.path.parts))
+    items.sort(
+        key=lambda item: ("slow" not in item.keywords, "examples" not in item.path.parts)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +56,13 @@ def _any_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_traces(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_traces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """No test finds a trace that another one, or the user, has left."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(_numbers)}"))
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(_numbers)}")
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

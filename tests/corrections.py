@@ -38,7 +38,9 @@ class Corrected:
     @cached_property
     def after(self) -> Solution:
         runner = SequentialRunner(
-            quantized_network(self.graph, self.before), self.batches, ActivationStore(self.budget)
+            quantized_network(self.graph, self.before),
+            self.batches,
+            ActivationStore(self.budget),
         )
         as_codes = self.calibration.plan.settings.target_device == "DPU"
         found = correct_biases(runner, self.calibration.means, as_codes=as_codes)
@@ -49,12 +51,21 @@ class Corrected:
 
         Only for networks whose activations are float: with quantizers, outputs cannot be seen before them.
         """
-        means = {name: ChannelMean(target.ch_axis) for name, target in self.calibration.means.items()}
+        means = {
+            name: ChannelMean(target.ch_axis) for name, target in self.calibration.means.items()
+        }
         network = quantized_network(self.graph, solution)
         with torch.no_grad():
             for batch in self.batches:
-                network.observe(batch.args, batch.kwargs, {name: mean.observe for name, mean in means.items()})
-        return {name: mean.mean() - self.calibration.means[name].mean() for name, mean in means.items()}
+                network.observe(
+                    batch.args,
+                    batch.kwargs,
+                    {name: mean.observe for name, mean in means.items()},
+                )
+        return {
+            name: mean.mean() - self.calibration.means[name].mean()
+            for name, mean in means.items()
+        }
 
     def mean_shift(self, solution: Solution) -> float:
         """Its absolute mean over all channels of all layers."""

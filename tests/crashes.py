@@ -21,7 +21,9 @@ OPERATIONS = (
 )
 
 
-def killed_at_each(arguments: Sequence[str], prepare: Callable[[], None], step: int = 1) -> Iterator[int]:
+def killed_at_each(
+    arguments: Sequence[str], prepare: Callable[[], None], step: int = 1
+) -> Iterator[int]:
     """Gives n after a run that ended at its operation n, counted from 0, for every `step`-th one; each run is a fork
     of this process, and begins with what `prepare` leaves.
     """

@@ -38,7 +38,10 @@ class Written:
 
 def written(target: str, name: str, folder: Path) -> Written:
     """A toy as a file in the folder; its batch is of two where the code fixes it."""
-    given, path = deployment(name, 2 if name == "static_batch" else 3), folder / f"{name}.{target}"
+    given, path = (
+        deployment(name, 2 if name == "static_batch" else 3),
+        folder / f"{name}.{target}",
+    )
     return Written(given, path, export(target, given, path))
 
 
@@ -79,5 +82,7 @@ def fitted(value: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
         low, high = value.min(), value.max()
     else:
         rest = [axis for axis in range(value.ndim) if axis != spec.ch_axis]
-        low, high = (value.amin(rest), value.amax(rest)) if rest else (value, value)  # no axes would mean all
+        low, high = (
+            (value.amin(rest), value.amax(rest)) if rest else (value, value)
+        )  # no axes would mean all
     return QuantizedTensor(spec).at(qparams_from_range(low, high, code_range))

@@ -88,7 +88,9 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "maximum": lambda: Applied(lambda y, x: F.max_pool2d(F.relu(y), 2)),
     "concat": Joined,
     "resize": lambda: Applied(lambda y, x: F.interpolate(y, scale_factor=2.0) * 1.5),
-    "moves": lambda: Applied(lambda y, x: F.pixel_shuffle(F.pad(y, (1, 1, 1, 1)), 2).flatten(1)[:, 3:] * 1.5),
+    "moves": lambda: Applied(
+        lambda y, x: F.pixel_shuffle(F.pad(y, (1, 1, 1, 1)), 2).flatten(1)[:, 3:] * 1.5
+    ),
     "chunks": lambda: Applied(lambda y, x: y.chunk(2, 1)[0] + y.chunk(2, 1)[1]),
 }
 
@@ -101,7 +103,9 @@ def planned(module: nn.Module, x: Tensor | None = None, **settings: bool) -> Pla
     """The plan of the documented default for the DPU, without corrections."""
     config = default_config()
     wanted = {"include_cle": False, "include_bias_corr": False, **settings}
-    config = dataclasses.replace(config, settings=dataclasses.replace(config.settings, **wanted))
+    config = dataclasses.replace(
+        config, settings=dataclasses.replace(config.settings, **wanted)
+    )
     original = trace(module.eval(), (example() if x is None else x,))
     return resolve(config, run_passes(original, config.settings), original)
 
@@ -119,7 +123,9 @@ def calibrated(plan: Plan, dtype: torch.dtype = torch.float32) -> tuple[Graph, S
     calibration = calibrate.start(plan)
     with torch.no_grad():
         calibrate.run(calibration, network, batches(0, dtype=dtype))
-    found, _ = aligned(calibrate.solution(decided(calibration)), plan.graph, Settings(target_device="DPU"))
+    found, _ = aligned(
+        calibrate.solution(decided(calibration)), plan.graph, Settings(target_device="DPU")
+    )
     return plan.graph, found
 
 

@@ -13,9 +13,24 @@ Drawn = dict[str, Any]
 
 NAMES = (
     *("conv1", "fc", "layer1.0.conv1", "layer1.0.conv2", "layer1.0.relu", "layer1.1", "layer1"),
-    *("*.conv1", "layer1.?.conv2", "re:.*(conv1|fc)", "kind:head", "Residual::Residual/Linear[fc]/linear"),
+    *(
+        "*.conv1",
+        "layer1.?.conv2",
+        "re:.*(conv1|fc)",
+        "kind:head",
+        "Residual::Residual/Linear[fc]/linear",
+    ),
 )
-TYPES = ("Conv2d", "torch.nn.Conv2d", "nn.Linear", "Linear", "Block", "add", "torch.nn.ReLU", "relu")
+TYPES = (
+    "Conv2d",
+    "torch.nn.Conv2d",
+    "nn.Linear",
+    "Linear",
+    "Block",
+    "add",
+    "torch.nn.ReLU",
+    "relu",
+)
 ROLES = ("input", "weights", "bias", "activation")
 TENSORS = ("input_tensors", "weight", "bias", "output_tensors")
 
@@ -24,7 +39,9 @@ def layered(draw: random.Random) -> Drawn:
     """A file of the layered form."""
     cast = draw.random() < 0.15
     overall = {"datatype": "bfloat16"} if cast else _parameters(draw, "weights", complete=True)
-    roles = draw.choice([[], ["weights"], ["weights", "bias"], draw.sample(ROLES, draw.randint(0, 4)), [*ROLES]])
+    roles = draw.choice(
+        [[], ["weights"], ["weights", "bias"], draw.sample(ROLES, draw.randint(0, 4)), [*ROLES]]
+    )
     entries = [_entry(draw, cast) for _ in range(draw.choice([0, 0, 1, 1, 2, 3]))]
     switches = sorted(key for key, value in SETTINGS.items() if value is False)
     return {
@@ -48,7 +65,9 @@ def hierarchical(draw: random.Random) -> Drawn:
         names = draw.sample(NAMES, draw.choice([1, 1, 2, 3]))
         found["layer_quant_config"] = {each: _level(draw) for each in names}
     if draw.random() < 0.05:
-        found["pre_quant_opt_config"] = draw.choice([{"name": "cle"}, [{"name": "cle"}, {"name": "smoothquant"}]])
+        found["pre_quant_opt_config"] = draw.choice(
+            [{"name": "cle"}, [{"name": "cle"}, {"name": "smoothquant"}]]
+        )
     if draw.random() < 0.3:
         found["exclude"] = draw.sample(NAMES, draw.choice([1, 1, 2]))
     return found
@@ -57,11 +76,19 @@ def hierarchical(draw: random.Random) -> Drawn:
 def algorithms(draw: random.Random) -> list[Drawn]:
     """Entries for a list of algorithms, with some of their settings, which name layers of the toy or of nothing."""
     found = []
-    for name in draw.sample(["smoothquant", "rotation", "awq", "gptq", "gptaq", "qronos"], draw.choice([1, 1, 2])):
+    for name in draw.sample(
+        ["smoothquant", "rotation", "awq", "gptq", "gptaq", "qronos"], draw.choice([1, 1, 2])
+    ):
         group: Drawn = {"layers": draw.sample(["conv1", "conv2", "relu"], 1)}
-        group |= {key: draw.choice(["conv1", "bn1", ""]) for key in ("prev_op", "inp") if draw.random() < 0.3}
+        group |= {
+            key: draw.choice(["conv1", "bn1", ""])
+            for key in ("prev_op", "inp")
+            if draw.random() < 0.3
+        }
         options: Drawn = {
-            "alpha": draw.choice([0.5, 1, "auto", [0.25, 0.75]] if name == "smoothquant" else [0.25, 0.5]),
+            "alpha": draw.choice(
+                [0.5, 1, "auto", [0.25, 0.75]] if name == "smoothquant" else [0.25, 0.5]
+            ),
             "scaling_layers": draw.choice([None, [], [group]]),
             "model_decoder_layers": draw.choice(["layer1", "", "layers", None]),
             "inside_layer_modules": draw.choice([["conv1"], ["conv1", "conv2"], [], None]),
@@ -72,7 +99,14 @@ def algorithms(draw: random.Random) -> list[Drawn]:
             "seed": draw.randint(0, 9),
         }
         known = settings_of(ALGORITHMS[name])
-        found.append({"name": name, **{key: options[key] for key in options if key in known and draw.random() < 0.4}})
+        found.append(
+            {
+                "name": name,
+                **{
+                    key: options[key] for key in options if key in known and draw.random() < 0.4
+                },
+            }
+        )
     return found
 
 
@@ -80,16 +114,20 @@ def _parameters(draw: random.Random, role: str, *, complete: bool) -> Drawn:
     """Words of an integer block that go together; all of them, or a few."""
     symmetry = draw.random() < 0.7
     method = draw.choice(
-        ["maxmin"] * 9 + ["percentile", "percentile", "mse", "mse", "entropy", "diffs"][: 6 if symmetry else 2]
+        ["maxmin"] * 9
+        + ["percentile", "percentile", "mse", "mse", "entropy", "diffs"][: 6 if symmetry else 2]
     )
     two = method == "diffs" or draw.random() < 0.2
     words: Drawn = {
-        "bit_width": draw.choice([8] * 8 + [4, 4, 5, 16, 16, 7]) if role != "bias" else draw.choice([8, 16, 32]),
+        "bit_width": draw.choice([8] * 8 + [4, 4, 5, 16, 16, 7])
+        if role != "bias"
+        else draw.choice([8, 16, 32]),
         "method": method,
         "round_mode": draw.choice(["half_even", "half_up", "half_down", "std_round"]),
         "symmetry": symmetry or role == "bias",
         "per_channel": role == "weights" and draw.random() < 0.3,
-        "signed": role == "bias" or (symmetry and (role != "activation" or draw.random() < 0.8)),
+        "signed": role == "bias"
+        or (symmetry and (role != "activation" or draw.random() < 0.8)),
         "narrow_range": symmetry and draw.random() < 0.03,
         "scale_type": "poweroftwo" if two else "float",
         "calib_statistic_method": draw.choice(["max"] * 30 + ["mean", "median"]),
@@ -100,17 +138,25 @@ def _parameters(draw: random.Random, role: str, *, complete: bool) -> Drawn:
         words["symmetric_scale"] = draw.choice(["quant_max", "half_range"])
     if complete:
         return words
-    kept = draw.sample(["bit_width", "round_mode", "percentage", "symmetric_scale", "per_channel"], 2)
+    kept = draw.sample(
+        ["bit_width", "round_mode", "percentage", "symmetric_scale", "per_channel"], 2
+    )
     return {word: value for word, value in words.items() if word in kept and value is not False}
 
 
 def _tensors(draw: random.Random, roles: list[str], cast: bool) -> Drawn:
     """Blocks of some of the roles, with what they have of their own."""
     chosen = draw.sample(sorted(roles), draw.randint(0, min(2, len(roles))))
-    blocks = {role: _parameters(draw, role, complete=cast or draw.random() < 0.3) for role in chosen}
+    blocks = {
+        role: _parameters(draw, role, complete=cast or draw.random() < 0.3) for role in chosen
+    }
     if cast:
         return {role: block | {"datatype": "int"} for role, block in blocks.items()}
-    floats = {role: {"datatype": draw.choice(["float16", "float32"])} for role in chosen if draw.random() < 0.15}
+    floats = {
+        role: {"datatype": draw.choice(["float16", "float32"])}
+        for role in chosen
+        if draw.random() < 0.15
+    }
     return {role: block for role, block in (blocks | floats).items() if block}
 
 
@@ -119,7 +165,9 @@ def _entry(draw: random.Random, cast: bool) -> Drawn:
     by_type = draw.random() < 0.5
     roles = draw.sample(ROLES, draw.randint(0, 4))
     floating = draw.random() < 0.2
-    overall = {"datatype": "bfloat16"} if floating else _parameters(draw, "weights", complete=True)
+    overall = (
+        {"datatype": "bfloat16"} if floating else _parameters(draw, "weights", complete=True)
+    )
     if cast and not floating:
         overall["datatype"] = "int"
     return {
@@ -145,7 +193,9 @@ def _spec(draw: random.Random, key: str) -> Drawn:
         return {"dtype": draw.choice(["float16", "bfloat16", "float32"])}
     if kind == "float":
         return {"dtype": draw.choice(["fp8_e4m3", "fp8_e5m2"])}
-    spec: Drawn = {"dtype": draw.choice(["int8", "int8", "int4", "int3", "uint8", "uint4", "int16"])}
+    spec: Drawn = {
+        "dtype": draw.choice(["int8", "int8", "int4", "int3", "uint8", "uint4", "int16"])
+    }
     if key == "bias" and draw.random() < 0.5:
         spec["dtype"] = "int32"
     method = draw.choice([None, None, "MinMax", "Percentile", "MSE"])
@@ -153,7 +203,11 @@ def _spec(draw: random.Random, key: str) -> Drawn:
         spec["dtype"] = spec["dtype"].removeprefix("u")
     if draw.random() < 0.3 and method != "MSE" and spec["dtype"] != "int32":
         spec["symmetric"] = spec["dtype"].startswith("int") and draw.random() < 0.5
-    scheme = draw.choice([None, "per_tensor", "per_tensor", "per_channel"]) if key == "weight" else None
+    scheme = (
+        draw.choice([None, "per_tensor", "per_tensor", "per_channel"])
+        if key == "weight"
+        else None
+    )
     if method and scheme != "per_channel":
         spec["observer_cls"] = f"PerTensor{method}Observer"
     if scheme:
@@ -172,4 +226,6 @@ def _spec(draw: random.Random, key: str) -> Drawn:
         "symmetric_scale": ["quant_max", "half_range"],
         "percentage": [99, 99.9],
     }
-    return spec | {word: draw.choice(options) for word, options in words.items() if draw.random() < 0.2}
+    return spec | {
+        word: draw.choice(options) for word, options in words.items() if draw.random() < 0.2
+    }

@@ -14,9 +14,14 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(POSITIONS, WIDTH)
+        self.tokens, self.positions = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Embedding(POSITIONS, WIDTH),
+        )
         self.register_buffer("numbers", torch.arange(POSITIONS)[None], persistent=False)
-        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, activation="gelu")
+        self.block = nn.TransformerEncoderLayer(
+            WIDTH, 2, 2 * WIDTH, batch_first=True, activation="gelu"
+        )
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -32,4 +37,7 @@ def sentences(count: int, length: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(count + length)
     mask = torch.ones(count, length, dtype=torch.int64)
     mask[0, (length + 1) // 2 :] = 0
-    return {"input_ids": torch.randint(0, VOCABULARY, (count, length), generator=generator), "attention_mask": mask}
+    return {
+        "input_ids": torch.randint(0, VOCABULARY, (count, length), generator=generator),
+        "attention_mask": mask,
+    }

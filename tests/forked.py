@@ -44,19 +44,41 @@ def run_ranks(
         if code == -signal.SIGSTOP:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    texts = [[meeting.with_name(f"{meeting.name}.{rank}.{kind}") for kind in ("out", "err")] for rank in range(count)]
-    return [Rank(code, *(path.read_text("utf-8") for path in paths)) for code, paths in zip(codes, texts, strict=True)]
+    texts = [
+        [meeting.with_name(f"{meeting.name}.{rank}.{kind}") for kind in ("out", "err")]
+        for rank in range(count)
+    ]
+    return [
+        Rank(code, *(path.read_text("utf-8") for path in paths))
+        for code, paths in zip(codes, texts, strict=True)
+    ]
 
 
-def _fork(rank: int, count: int, arguments: Sequence[str], meeting: Path, before: Callable[[int], None]) -> int:
+def _fork(
+    rank: int,
+    count: int,
+    arguments: Sequence[str],
+    meeting: Path,
+    before: Callable[[int], None],
+) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 99
     try:
         for kind in ("out", "err"):
-            setattr(sys, f"std{kind}", meeting.with_name(f"{meeting.name}.{rank}.{kind}").open("w", encoding="utf-8"))
-        names = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": 1, "LOCAL_RANK": rank}
+            setattr(
+                sys,
+                f"std{kind}",
+                meeting.with_name(f"{meeting.name}.{rank}.{kind}").open("w", encoding="utf-8"),
+            )
+        names = {
+            "RANK": rank,
+            "WORLD_SIZE": count,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": 1,
+            "LOCAL_RANK": rank,
+        }
         os.environ.update({name: str(value) for name, value in names.items()})
         torchrun.URL = f"file://{meeting}?rank={rank}&world_size={count}"
         torch.set_num_threads(1)
@@ -74,7 +96,11 @@ def _ended(pid: int) -> int:
     while time.monotonic() < until:
         done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
         if done:
-            return -os.WSTOPSIG(status) if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
+            return (
+                -os.WSTOPSIG(status)
+                if os.WIFSTOPPED(status)
+                else os.waitstatus_to_exitcode(status)
+            )
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

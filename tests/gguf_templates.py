@@ -71,9 +71,14 @@ def add(writer: gguf.GGUFWriter, config: Any, name: str, value: Any, kind: str) 
         return
     if name not in NAMES:
         _, _, number, layer = name.removesuffix(".weight").split(".", 3)
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(layer[10:], 0)
+        heads = {
+            "q_proj": config.num_attention_heads,
+            "k_proj": config.num_key_value_heads,
+        }.get(layer[10:], 0)
         if heads:
-            value = value.reshape(heads, 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+            value = (
+                value.reshape(heads, 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+            )
     target = NAMES[name] if name in NAMES else f"blk.{number}.{BLOCK[layer]}.weight"
     if value.ndim == 1:
         writer.add_tensor(target, value)

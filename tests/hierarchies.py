@@ -12,7 +12,10 @@ Fields = Mapping[Role, Mapping[str, Any]]
 
 def block(selector: Selector, label: str, fields: Fields) -> ConfigRule:
     """One QuantizationConfig: the tensors it has a spec for, and what these set."""
-    sourced = {role: {key: Sourced(value) for key, value in spec.items()} for role, spec in fields.items()}
+    sourced = {
+        role: {key: Sourced(value) for key, value in spec.items()}
+        for role, spec in fields.items()
+    }
     return ConfigRule(selector, label, fields=sourced, adds=frozenset(fields))
 
 
@@ -26,8 +29,19 @@ def hierarchy(
     rules = [
         ConfigRule(Selector("all"), "default", roles=frozenset()),
         block(Selector("weighted"), "global_quant_config", everywhere),
-        *(block(Selector("type", key), f"layer_type_quant_config[{key}]", f) for key, f in (types or {}).items()),
-        *(block(Selector("name", key), f"layer_quant_config[{key}]", f) for key, f in (names or {}).items()),
-        *(ConfigRule(Selector("exclude", key), f"exclude[{i}]", roles=frozenset()) for i, key in enumerate(exclude)),
+        *(
+            block(Selector("type", key), f"layer_type_quant_config[{key}]", f)
+            for key, f in (types or {}).items()
+        ),
+        *(
+            block(Selector("name", key), f"layer_quant_config[{key}]", f)
+            for key, f in (names or {}).items()
+        ),
+        *(
+            ConfigRule(Selector("exclude", key), f"exclude[{i}]", roles=frozenset())
+            for i, key in enumerate(exclude)
+        ),
     ]
-    return Config(Settings(), tuple(rules), document={"global_quant_config": {}}, form="hierarchical")
+    return Config(
+        Settings(), tuple(rules), document={"global_quant_config": {}}, form="hierarchical"
+    )

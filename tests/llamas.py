@@ -39,4 +39,7 @@ def saved(folder: Path, model: Any, **settings: Any) -> Path:
 def tokens(count: int = 2) -> list[dict[str, Tensor]]:
     """Batches of two samples of eight tokens."""
     generator = torch.Generator().manual_seed(1)
-    return [{"input_ids": torch.randint(0, VOCABULARY, (2, 8), generator=generator)} for _ in range(count)]
+    return [
+        {"input_ids": torch.randint(0, VOCABULARY, (2, 8), generator=generator)}
+        for _ in range(count)
+    ]

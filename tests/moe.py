@@ -21,7 +21,13 @@ _ALL = {
     "pad_token_id": 2,
     "use_cache": False,
 }
-_RANKS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+_RANKS = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16},

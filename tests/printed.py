@@ -13,7 +13,9 @@ def is_printed(line: str, found: str) -> bool:
     >>> is_printed("sqnr_db 32.16", "sqnr_db   32.14"), is_printed("sqnr_db 32.16", "top1 32.16")
     (True, False)
     """
-    return _words(line) == _words(found) and _numbers(found) == pytest.approx(_numbers(line), rel=0.1, abs=0.1)
+    return _words(line) == _words(found) and _numbers(found) == pytest.approx(
+        _numbers(line), rel=0.1, abs=0.1
+    )
 
 
 def _numbers(line: str) -> list[float]:

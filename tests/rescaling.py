@@ -24,7 +24,9 @@ from quantizer.sources.batches import Batch
 W8 = QuantizationSpec(qscheme="per_channel", ch_axis=0)
 A8 = QuantizationSpec()
 FAMILIES = ("Llama", "Qwen2", "Mistral", "Gemma", "OPT", "GPT2", "Bert", "ViT", "Mixtral")
-W4 = QuantizationSpec(bit_width=4, signed=False, symmetric=False, qscheme="per_group", ch_axis=1, group_size=32)
+W4 = QuantizationSpec(
+    bit_width=4, signed=False, symmetric=False, qscheme="per_group", ch_axis=1, group_size=32
+)
 
 
 def task_of(
@@ -41,7 +43,13 @@ def task_of(
         if node.row.is_linear_or_convolution and "weight" in node.params:
             specs |= {(node.name, "weights"): weights} if weights else {}
             specs |= {(node.name, "input"): activations} if activations else {}
-    return Task(graph, specs, find_structure(graph), lambda: [Batch((x,), {}, None, x) for x in inputs], **changes)
+    return Task(
+        graph,
+        specs,
+        find_structure(graph),
+        lambda: [Batch((x,), {}, None, x) for x in inputs],
+        **changes,
+    )
 
 
 def outputs(graph: Graph, inputs: Sequence[Any]) -> list[Tensor]:
@@ -54,14 +62,22 @@ def outputs(graph: Graph, inputs: Sequence[Any]) -> list[Tensor]:
 
 def difference(task: Task, found: Adjustment, inputs: Sequence[Any]) -> float:
     """How far the float network's outputs moved, as a share of the largest."""
-    pairs = zip(outputs(task.graph, inputs), outputs(adjusted(task.graph, found), inputs), strict=True)
+    pairs = zip(
+        outputs(task.graph, inputs), outputs(adjusted(task.graph, found), inputs), strict=True
+    )
     return max(float((x - y).abs().max() / x.abs().max()) for x, y in pairs)
 
 
-def quantized_error(task: Task, found: Adjustment, inputs: Sequence[Any], *, rounded: bool = False) -> float:
+def quantized_error(
+    task: Task, found: Adjustment, inputs: Sequence[Any], *, rounded: bool = False
+) -> float:
     """Squared error of the quantized network's outputs as a share of their energy; static ranges are of `inputs`."""
     network = Network(adjusted(task.graph, found, rounded=rounded))
-    sources = {name: next(network.graph.by_name[name].refs()) for name, role in task.specs if role == "input"}
+    sources = {
+        name: next(network.graph.by_name[name].refs())
+        for name, role in task.specs
+        if role == "input"
+    }
     observers = {name: Observer(task.specs[name, "input"]) for name in sources}
     watch = {source: _observing(observers, sources, source) for source in sources.values()}
     with torch.no_grad():
@@ -70,18 +86,27 @@ def quantized_error(task: Task, found: Adjustment, inputs: Sequence[Any], *, rou
         for (name, role), spec in task.specs.items():
             layer = network.layers[name]
             qparams = (
-                observers[name].qparams() if role == "input" else nearest_qparams(spec, layer.get_parameter("weight"))
+                observers[name].qparams()
+                if role == "input"
+                else nearest_qparams(spec, layer.get_parameter("weight"))
             )
             if role == "input" or not (rounded and name in found.rounded):
                 layer.attach(role, TensorQuantizer(spec, qparams.scale, qparams.zero_point))
         wrong = energy = 0.0
         for x in inputs:
-            want, have = (pytree.tree_leaves(net(x))[0] for net in (Network(task.graph), network))
-            wrong, energy = wrong + float((want - have).square().sum()), energy + float(want.square().sum())
+            want, have = (
+                pytree.tree_leaves(net(x))[0] for net in (Network(task.graph), network)
+            )
+            wrong, energy = (
+                wrong + float((want - have).square().sum()),
+                energy + float(want.square().sum()),
+            )
     return wrong / energy
 
 
-def _observing(observers: Mapping[str, Observer], sources: Mapping[str, str], source: str) -> Callable[[Tensor], None]:
+def _observing(
+    observers: Mapping[str, Observer], sources: Mapping[str, str], source: str
+) -> Callable[[Tensor], None]:
     def watch(x: Tensor) -> None:
         for name, observer in observers.items():
             if sources[name] == source:
@@ -93,7 +118,9 @@ def _observing(observers: Mapping[str, Observer], sources: Mapping[str, str], so
 class Outliers(nn.Module):
     """A norm that makes some channels much larger than others, as trained language models do, and layers on it."""
 
-    def __init__(self, channels: int = 256, gain: float = 60.0, outliers: int = 6, layers: int = 1) -> None:
+    def __init__(
+        self, channels: int = 256, gain: float = 60.0, outliers: int = 6, layers: int = 1
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(channels)
         self.layers = nn.ModuleList(nn.Linear(channels, channels) for _ in range(layers))
@@ -109,7 +136,11 @@ class Gated(nn.Module):
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(width, 64), nn.Linear(width, 64), nn.Linear(64, width)
+        self.gate, self.up, self.down = (
+            nn.Linear(width, 64),
+            nn.Linear(width, 64),
+            nn.Linear(64, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))

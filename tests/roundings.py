@@ -20,20 +20,26 @@ from quantizer.graph.trace import trace
 from quantizer.sources.batches import Batch
 
 CHANNELS = QuantizationSpec(bit_width=3, qscheme="per_channel", ch_axis=0)
-GROUPS = QuantizationSpec(bit_width=4, symmetric=False, qscheme="per_group", ch_axis=1, group_size=16)
+GROUPS = QuantizationSpec(
+    bit_width=4, symmetric=False, qscheme="per_group", ch_axis=1, group_size=16
+)
 
 
 def autoregressive(tokens: int, depth: int, seed: int, correlation: float = 0.9) -> Tensor:
     """Channels that each follow the one before."""
     x = torch.randn(tokens, depth, generator=torch.Generator().manual_seed(seed))
     for channel in range(1, depth):
-        x[:, channel] = correlation * x[:, channel - 1] + math.sqrt(1 - correlation**2) * x[:, channel]
+        x[:, channel] = (
+            correlation * x[:, channel - 1] + math.sqrt(1 - correlation**2) * x[:, channel]
+        )
     return x
 
 
 def low_rank(tokens: int, depth: int, seed: int, rank: int = 32) -> Tensor:
     """Mixtures of a few sources, the same for every seed, and some noise."""
-    mixing = torch.randn(rank, depth, generator=torch.Generator().manual_seed(5)) / math.sqrt(rank)
+    mixing = torch.randn(rank, depth, generator=torch.Generator().manual_seed(5)) / math.sqrt(
+        rank
+    )
     draw = torch.Generator().manual_seed(seed)
     noise: Tensor = 0.1 * torch.randn(tokens, depth, generator=draw)
     return noise + torch.randn(tokens, rank, generator=draw) @ mixing
@@ -41,7 +47,9 @@ def low_rank(tokens: int, depth: int, seed: int, rank: int = 32) -> Tensor:
 
 def decaying(tokens: int, depth: int, seed: int) -> Tensor:
     """A covariance with eigenvalues 1, 1/2, 1/3, …, in directions that are the same for every seed."""
-    basis, _ = torch.linalg.qr(torch.randn(depth, depth, generator=torch.Generator().manual_seed(6)))
+    basis, _ = torch.linalg.qr(
+        torch.randn(depth, depth, generator=torch.Generator().manual_seed(6))
+    )
     x = torch.randn(tokens, depth, generator=torch.Generator().manual_seed(seed))
     spectrum: Tensor = torch.arange(1, depth + 1).float().rsqrt()
     spread: Tensor = x * spectrum @ basis.T
@@ -57,7 +65,9 @@ def task_of(model: nn.Module, batches: Sequence[Tensor], spec: QuantizationSpec)
     """The weights of all its linear and convolution layers in one specification."""
     graph = trace(model.eval(), (batches[0],))
     specs = {(name, "weights"): spec for name in layer_names(graph)}
-    return Task(graph, specs, find_structure(graph), lambda: [Batch((x,), {}, None, x) for x in batches])
+    return Task(
+        graph, specs, find_structure(graph), lambda: [Batch((x,), {}, None, x) for x in batches]
+    )
 
 
 def layer_names(graph: Graph) -> list[str]:
@@ -78,7 +88,11 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 def solved(
-    weight: Tensor, x: Tensor, spec: QuantizationSpec = CHANNELS, settings: GPTQConfig | None = None, run: Run = gptq
+    weight: Tensor,
+    x: Tensor,
+    spec: QuantizationSpec = CHANNELS,
+    settings: GPTQConfig | None = None,
+    run: Run = gptq,
 ) -> tuple[Rounded, Adjustment]:
     """One linear layer rounded on these inputs, and all that was found."""
     task = task_of(linear(weight), torch.split(x, 512), spec)
@@ -93,7 +107,9 @@ def to_nearest(weight: Tensor, spec: QuantizationSpec) -> Tensor:
 
 def gain(weight: Tensor, rounded: Tensor, x: Tensor, spec: QuantizationSpec) -> float:
     """How many times smaller the squared error of the outputs is than with round-to-nearest."""
-    plain, left = (((weight - other) @ x.T).square().sum() for other in (to_nearest(weight, spec), rounded))
+    plain, left = (
+        ((weight - other) @ x.T).square().sum() for other in (to_nearest(weight, spec), rounded)
+    )
     return float(plain / left)
 
 

@@ -37,10 +37,17 @@ class SharedTraces:
     ) -> ExportedProgram:
         """The program that `export` would make."""
         look = _Look()
-        key = (look.at(module), look.example((args, kwargs)), look.example(options), torch.get_default_dtype())
+        key = (
+            look.at(module),
+            look.example((args, kwargs)),
+            look.example(options),
+            torch.get_default_dtype(),
+        )
         if key not in self.programs:
             program = copy.copy(self.export(module, args, kwargs, **options))
-            program._state_dict = dict.fromkeys(program.state_dict)  # no memory of the first model's
+            program._state_dict = dict.fromkeys(
+                program.state_dict
+            )  # no memory of the first model's
             self.programs[key] = program
             self.kept += look.kept
         return _with_tensors_of(module, self.programs[key])
@@ -48,7 +55,12 @@ class SharedTraces:
 
 def _with_tensors_of(module: nn.Module, program: ExportedProgram) -> ExportedProgram:
     """A copy that holds the module's parameters and buffers; constants of the code stay."""
-    own = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    own = dict(
+        [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+    )
     made = copy.copy(program)
     made._state_dict = {path: own[path] for path in program.state_dict}
     made._constants = {path: own.get(path, value) for path, value in program.constants.items()}
@@ -64,7 +76,9 @@ class _Look:
 
     def at(self, value: Any) -> Hashable:
         """A key that two values share only if a trace cannot tell them apart."""
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)):
+        if value is None or isinstance(
+            value, (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+        ):
             return type(value), repr(value)
         if isinstance(value, type):
             return self.of_class(value)
@@ -81,7 +95,9 @@ class _Look:
     def inside(self, value: Any) -> Hashable:
         """The key of an object that was not met before."""
         if isinstance(value, torch.fx.GraphModule):
-            return "this very one", id(value)  # its nodes hold each other: a chain as long as the graph
+            return "this very one", id(
+                value
+            )  # its nodes hold each other: a chain as long as the graph
         if isinstance(value, nn.Module):
             return self.module(value)
         if isinstance(value, Tensor):
@@ -89,19 +105,34 @@ class _Look:
         if isinstance(value, (list, set)):
             return type(value), tuple(self.at(item) for item in value)
         if isinstance(value, dict):
-            return type(value), tuple((self.at(key), self.at(item)) for key, item in value.items())
+            return type(value), tuple(
+                (self.at(key), self.at(item)) for key, item in value.items()
+            )
         if isinstance(value, FunctionType):
             return self.function(value)
         if isinstance(value, MethodType):
             return self.at(value.__self__), self.at(value.__func__)
-        if type(value).__reduce_ex__ is object.__reduce_ex__ and type(value).__reduce__ is object.__reduce__:
-            return self.of_class(type(value)), self.at(getattr(value, "__dict__", {})), self.slots(value)
+        if (
+            type(value).__reduce_ex__ is object.__reduce_ex__
+            and type(value).__reduce__ is object.__reduce__
+        ):
+            return (
+                self.of_class(type(value)),
+                self.at(getattr(value, "__dict__", {})),
+                self.slots(value),
+            )
         return "this very one", id(value)
 
     def example(self, value: Any) -> Hashable:
         """An input of the call, or a parameter: any values, but its kind."""
         if isinstance(value, Tensor):
-            return tuple(value.shape), value.stride(), value.dtype, value.requires_grad, value.device
+            return (
+                tuple(value.shape),
+                value.stride(),
+                value.dtype,
+                value.requires_grad,
+                value.device,
+            )
         if isinstance(value, (list, tuple)):
             return type(value), tuple(self.example(item) for item in value)
         if isinstance(value, dict):
@@ -110,14 +141,26 @@ class _Look:
 
     def slots(self, value: Any) -> Hashable:
         """What an object keeps beside its dictionary."""
-        names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-        return self.at(tuple(getattr(value, name, None) for name in names if name not in ("__dict__", "__weakref__")))
+        names = [
+            name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())
+        ]
+        return self.at(
+            tuple(
+                getattr(value, name, None)
+                for name in names
+                if name not in ("__dict__", "__weakref__")
+            )
+        )
 
     def module(self, module: nn.Module) -> Hashable:
         """Its code, attributes, children; of parameters and buffers which are one and the same."""
         own = {**module._parameters, **module._buffers}
         tensors = tuple((name, self.at_parameter(value)) for name, value in own.items())
-        rest = {k: v for k, v in sorted(vars(module).items()) if k not in ("_parameters", "_buffers")}
+        rest = {
+            k: v
+            for k, v in sorted(vars(module).items())
+            if k not in ("_parameters", "_buffers")
+        }
         return self.of_class(type(module)), tensors, self.at(rest)
 
     def at_parameter(self, value: Tensor | None) -> Hashable:
@@ -136,7 +179,13 @@ class _Look:
         source = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else id(kind)
         functions = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
         bases = tuple(self.of_class(base) for base in kind.__bases__)
-        return kind.__name__, kind.__qualname__, source, bases, tuple(self.at(each) for each in functions)
+        return (
+            kind.__name__,
+            kind.__qualname__,
+            source,
+            bases,
+            tuple(self.at(each) for each in functions),
+        )
 
     def function(self, function: FunctionType) -> Hashable:
         """Its code, what it has enclosed, and what it finds in its module under the names that it uses."""
@@ -145,7 +194,11 @@ class _Look:
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
         known = function.__globals__
         used = {name: known[name] for name in _names(function.__code__) if name in known}
-        found = {name: value for name, value in used.items() if not isinstance(value, (ModuleType, type))}
+        found = {
+            name: value
+            for name, value in used.items()
+            if not isinstance(value, (ModuleType, type))
+        }
         return function.__code__, self.at(cells), self.at(function.__defaults__), self.at(found)
 
 
@@ -170,9 +223,13 @@ def _source_file(kind: type) -> str | None:
 
 def _digest(tensor: Tensor) -> str:
     """Of its values."""
-    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    ).hexdigest()
 
 
 def _names(code: CodeType) -> list[str]:
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
+    inner = [
+        name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)
+    ]
     return [*code.co_names, *inner]

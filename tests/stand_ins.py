@@ -25,15 +25,23 @@ def doubled(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
         for layer in group.layers:
             node = graph.by_name[layer]
             shape = [1, -1] + [1] * (graph.tensors[node.params["weight"]].dim() - 2)
-            found = found.with_parameters(layer, weight=graph.tensors[node.params["weight"]] / factors.view(shape))
+            found = found.with_parameters(
+                layer, weight=graph.tensors[node.params["weight"]] / factors.view(shape)
+            )
         fold = group.fold
         if fold is not None and fold.kind == "norm" and not fold.offset:
             node = graph.by_name[fold.node]
-            own = {key: graph.tensors[node.params[key]] * factors for key in ("weight", "bias") if key in node.params}
+            own = {
+                key: graph.tensors[node.params[key]] * factors
+                for key in ("weight", "bias")
+                if key in node.params
+            }
             found = found.with_parameters(fold.node, **own)
         else:
             name = f"{group.layers[0].rpartition('/')[0]}/input_scale"
-            row = Insertion(name, "input_scale", group.source, group.layers, factors, {"axis": group.axis})
+            row = Insertion(
+                name, "input_scale", group.source, group.layers, factors, {"axis": group.axis}
+            )
             found = replace(found, insertions=(*found.insertions, row))
     return found
 
@@ -50,16 +58,23 @@ def coarse(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
             if number >= task.done:
                 found = found.with_rounded({name: _rounded(task, name, runner)})
                 SOLVED.append(name)
-            runner.network.layers[name].get_parameter("weight").data = found.rounded[name].weight
+            runner.network.layers[name].get_parameter("weight").data = found.rounded[
+                name
+            ].weight
         if number >= task.done:
             if group.block is None:
-                found = found.with_remarks(Remark(group.layers[0], "it is in no block", is_warning=False))
+                found = found.with_remarks(
+                    Remark(group.layers[0], "it is in no block", is_warning=False)
+                )
             task.after_group(found, number + 1)
     return found
 
 
 def _rounded(task: Task, name: str, runner: SequentialRunner) -> Rounded:
-    spec, weight = task.specs[name, "weights"], runner.network.layers[name].get_parameter("weight").detach()
+    spec, weight = (
+        task.specs[name, "weights"],
+        runner.network.layers[name].get_parameter("weight").detach(),
+    )
     qparams = nearest_qparams(spec, weight)
     qparams = replace(qparams, scale=qparams.scale * 2)
     return Rounded(nearest(weight, spec, qparams), qparams, 0.5, 0.25)

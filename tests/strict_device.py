@@ -21,7 +21,12 @@ import quantizer
 aten = torch.ops.aten
 STRICT = torch.device("privateuseone:0")
 PACKAGE = Path(quantizer.__file__).parent
-SCALARS_OF_THE_CPU = (aten.where.self, aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.index_put_.default)
+SCALARS_OF_THE_CPU = (
+    aten.where.self,
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Tensor,
+    aten.index_put_.default,
+)
 """Operators that are not elementwise and take a number as a tensor of the CPU, on CUDA too."""
 
 
@@ -61,7 +66,9 @@ class StrictTensor(Tensor):
         return f"StrictTensor({self.values})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # type: ignore[override]
         return _run(func, args, kwargs or {})
 
     @property
@@ -70,7 +77,11 @@ class StrictTensor(Tensor):
 
     @data.setter
     def data(self, value: StrictTensor) -> None:
-        assert isinstance(value, StrictTensor) and value.shape == self.shape and value.dtype == self.dtype
+        assert (
+            isinstance(value, StrictTensor)
+            and value.shape == self.shape
+            and value.dtype == self.dtype
+        )
         self.values = value.values
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -87,7 +98,11 @@ class StrictTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         made = self.detach().clone().requires_grad_(self.requires_grad)
-        return torch.nn.Parameter(made, self.requires_grad) if isinstance(self, torch.nn.Parameter) else made
+        return (
+            torch.nn.Parameter(made, self.requires_grad)
+            if isinstance(self, torch.nn.Parameter)
+            else made
+        )
 
 
 def _without_lists(key: Any) -> Any:
@@ -114,7 +129,11 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     made_here = device.type == "strict"
     if made_here and "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    if ours and (device.type == "cpu" or func is aten._local_scalar_dense.default or _is_to_cpu(func, args)):
+    if ours and (
+        device.type == "cpu"
+        or func is aten._local_scalar_dense.default
+        or _is_to_cpu(func, args)
+    ):
         _record(max(tensor.numel() for tensor in ours))
     inside = pytree.tree_map_only(StrictTensor, lambda tensor: tensor.values, (args, kwargs))
     out = func(*inside[0], **inside[1])
@@ -139,7 +158,9 @@ def _check(func: Any, ours: list[StrictTensor], others: list[Tensor]) -> None:
         return
     takes_numbers = torch.Tag.pointwise in func.tags or func in SCALARS_OF_THE_CPU
     if not takes_numbers or any(tensor.dim() for tensor in others):
-        raise RuntimeError(f"{func} was given tensors of the strict device and of the CPU, at {_place()}")
+        raise RuntimeError(
+            f"{func} was given tensors of the strict device and of the CPU, at {_place()}"
+        )
 
 
 def _place() -> str:
@@ -181,7 +202,10 @@ def _registered() -> torch.library.Library:
     backend_registration._setup_privateuseone_for_python_backend("strict", hook=_Hook())  # type: ignore[no-untyped-call]
     backend: Any = torch.strict  # type: ignore[attr-defined]
     # For `torch.random.fork_rng`, which saves the state of every device that there is.
-    backend.get_rng_state, backend.set_rng_state = lambda *_: torch.get_rng_state(), lambda *_: None
+    backend.get_rng_state, backend.set_rng_state = (
+        lambda *_: torch.get_rng_state(),
+        lambda *_: None,
+    )
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")  # type: ignore[no-untyped-call]
     return library

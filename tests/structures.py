@@ -20,12 +20,28 @@ from quantizer.nn.network import Network
 
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-_SMALL = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "use_cache": False}
-_DECODER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SMALL = {
+    "vocab_size": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+_DECODER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _GROUPED = {**_DECODER, "num_key_value_heads": 2, "tie_word_embeddings": False}
 _ENCODER = {**_DECODER, "image_size": 16, "patch_size": 8, "max_position_embeddings": 64}
 _OPT = {**_DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
-_MOE = {**_GROUPED, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "num_experts": 4}
+_MOE = {
+    **_GROUPED,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+}
 CONFIGS: dict[str, Mapping[str, Any]] = {
     "Llama": _GROUPED,
     "Qwen2": _GROUPED,
@@ -44,7 +60,12 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
     "Qwen2Moe": {**_MOE, "num_experts_per_tok": 2},
 }
 """Configs of transformers that take a moment to build."""
-_HEADS = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration", "Bert": "Model", "ViT": "Model"}
+_HEADS = {
+    "GPT2": "LMHeadModel",
+    "T5": "ForConditionalGeneration",
+    "Bert": "Model",
+    "ViT": "Model",
+}
 
 
 def pretrained(family: str) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -53,7 +74,9 @@ def pretrained(family: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**_SMALL, **CONFIGS[family])
-    model: nn.Module = getattr(transformers, family + _HEADS.get(family, "ForCausalLM"))(config).eval()
+    model: nn.Module = getattr(transformers, family + _HEADS.get(family, "ForCausalLM"))(
+        config
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -75,7 +98,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         best, index = self.router(x).softmax(-1).topk(2, -1)
         weights = torch.zeros(*x.shape[:-1], len(self.experts)).scatter(-1, index, best)
-        return torch.stack([e(x) * weights[..., i : i + 1] for i, e in enumerate(self.experts)]).sum(0)
+        return torch.stack(
+            [e(x) * weights[..., i : i + 1] for i, e in enumerate(self.experts)]
+        ).sum(0)
 
 
 class Expert(nn.Module):
@@ -123,7 +148,10 @@ class Mobile(nn.Module):
         self.stem, self.bn1 = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
         self.depth, self.point = nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 12, 1)
         self.grouped, self.shuffle = nn.Conv2d(12, 8, 1, groups=4), nn.ChannelShuffle(2)
-        self.up, self.scale = nn.ConvTranspose2d(8, 6, 2, 2, groups=2), nn.Parameter(torch.rand(6, 1, 1) + 0.5)
+        self.up, self.scale = (
+            nn.ConvTranspose2d(8, 6, 2, 2, groups=2),
+            nn.Parameter(torch.rand(6, 1, 1) + 0.5),
+        )
         self.norm = nn.GroupNorm(2, 6)
         self.head = nn.Linear(6, 5)
 
@@ -140,7 +168,9 @@ def prepared(model: nn.Module, *inputs: Any) -> Graph:
     return run_passes(trace(model.eval(), inputs), Settings())
 
 
-def changed_by_folding(graph: Graph, inputs: tuple[Any, ...], structure: Structure, *, divide: bool = True) -> float:
+def changed_by_folding(
+    graph: Graph, inputs: tuple[Any, ...], structure: Structure, *, divide: bool = True
+) -> float:
     """How far the outputs move, as a share, when the channels of all folds are divided by random factors.
 
     Without `divide` the columns are multiplied and nothing is divided, which a test of the test wants to see.
@@ -159,14 +189,20 @@ def changed_by_folding(graph: Graph, inputs: tuple[Any, ...], structure: Structu
 def _outputs(graph: Graph, inputs: tuple[Any, ...]) -> list[Tensor]:
     with torch.no_grad():
         leaves = pytree.tree_leaves(Network(graph)(*inputs))
-    return [leaf.double() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [
+        leaf.double()
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
 
 
 def _rescaled(graph: Graph, group: InputGroup, seed: int) -> dict[str, dict[str, Tensor]]:
     """Parameters with the fold's rows divided and the columns of all layers that read them multiplied, in float64."""
     fold = group.fold
     assert fold is not None
-    by_channel = torch.exp(torch.randn(4 * group.channels + 512, generator=torch.Generator().manual_seed(seed)) / 2)
+    by_channel = torch.exp(
+        torch.randn(4 * group.channels + 512, generator=torch.Generator().manual_seed(seed)) / 2
+    )
     origin = torch.tensor(fold.channels if fold.channels is not None else range(group.channels))
     factors = by_channel[origin]
     divided = torch.ones_like(by_channel)
@@ -175,11 +211,18 @@ def _rescaled(graph: Graph, group: InputGroup, seed: int) -> dict[str, dict[str,
     changed: dict[str, dict[str, Tensor]] = {fold.node: {}}
     for key in ("weight", "bias"):
         if key in node.params:
-            value, offset = graph.tensors[node.params[key]], fold.offset if key == "weight" else 0.0
-            changed[fold.node][key] = _by_rows(node, value.double() + offset, 1 / divided).sub(offset).to(value.dtype)
+            value, offset = (
+                graph.tensors[node.params[key]],
+                fold.offset if key == "weight" else 0.0,
+            )
+            changed[fold.node][key] = (
+                _by_rows(node, value.double() + offset, 1 / divided).sub(offset).to(value.dtype)
+            )
     for name in (*group.layers, *fold.extra):
         weight = graph.tensors[graph.by_name[name].params["weight"]]
-        changed.setdefault(name, {})["weight"] = _by_columns(graph.by_name[name], weight.double(), factors).float()
+        changed.setdefault(name, {})["weight"] = _by_columns(
+            graph.by_name[name], weight.double(), factors
+        ).float()
     return changed
 
 
@@ -201,9 +244,13 @@ def _by_columns(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
     """A weight with each input channel times its factor."""
     if "transpose" in node.op:
         return weight * factors.view(-1, *[1] * (weight.dim() - 1))
-    groups = 1 if node.row.experts else int(node.attrs.get("groups", 1))  # experts share their input channels
+    groups = (
+        1 if node.row.experts else int(node.attrs.get("groups", 1))
+    )  # experts share their input channels
     each = factors.view(groups, 1, -1, *[1] * (weight.dim() - 2))
-    return torch.cat([part * factor for part, factor in zip(weight.chunk(groups), each, strict=True)])
+    return torch.cat(
+        [part * factor for part, factor in zip(weight.chunk(groups), each, strict=True)]
+    )
 
 
 def modules_of(graph: Graph, names: Iterable[str]) -> list[str]:

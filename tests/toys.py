@@ -70,7 +70,10 @@ def traced(name: str) -> Graph:
 def shake(module: nn.Module) -> nn.Module:
     """Random statistics and affine values in every batch norm; eval mode."""
     for child in module.modules():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.running_mean is not None:
+        if (
+            isinstance(child, nn.modules.batchnorm._BatchNorm)
+            and child.running_mean is not None
+        ):
             child.running_mean.normal_()
             child.running_var.uniform_(0.5, 2.0)
             if child.affine:
@@ -86,7 +89,9 @@ def leaves_equal(ours: Any, theirs: Any, tolerance: float = 0.0) -> bool:
     if spec != other:
         return False
     return all(
-        torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=tolerance)) if isinstance(a, Tensor) else a == b
+        torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=tolerance))
+        if isinstance(a, Tensor)
+        else a == b
         for a, b in zip(ours, theirs, strict=True)
     )
 
@@ -244,7 +249,9 @@ def view_read_later() -> Toy:
 class NestedInputs(nn.Module):
     """Positional and keyword arguments in dicts and lists, one of them unused."""
 
-    def forward(self, xs: list[Tensor], opts: dict[str, Any], *, scale: Tensor, flag: bool = True) -> dict[str, Any]:
+    def forward(
+        self, xs: list[Tensor], opts: dict[str, Any], *, scale: Tensor, flag: bool = True
+    ) -> dict[str, Any]:
         y = xs[0] + opts["k"][1] * scale
         return {"sum": y, "pair": (y if flag else -y, xs[1]), "constant": 3, "nothing": None}
 
@@ -252,7 +259,11 @@ class NestedInputs(nn.Module):
 @toy
 def nested_inputs() -> Toy:
     a, b, c, d = (torch.randn(2, 3) for _ in range(4))
-    return Toy(NestedInputs(), ([a, b],), {"opts": {"k": [c, d]}, "scale": torch.randn(2, 3), "flag": False})
+    return Toy(
+        NestedInputs(),
+        ([a, b],),
+        {"opts": {"k": [c, d]}, "scale": torch.randn(2, 3), "flag": False},
+    )
 
 
 class Pair(NamedTuple):
@@ -359,7 +370,9 @@ class Constants(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = x.masked_fill(mask > 2, float("-inf")).softmax(-1, dtype=torch.float64)
-        return torch.clamp(y.to(torch.float32), min=float("-inf"), max=0.5) + torch.arange(3, dtype=torch.float32)
+        return torch.clamp(y.to(torch.float32), min=float("-inf"), max=0.5) + torch.arange(
+            3, dtype=torch.float32
+        )
 
 
 @toy
@@ -538,7 +551,11 @@ class Gated(nn.Module):
         self.gru = nn.GRU(3, 4, 2, batch_first=True, bidirectional=True)
         self.lstm = nn.LSTM(8, 3, bias=False, batch_first=True)
         self.rnn = nn.RNN(3, 4, nonlinearity="relu", batch_first=True)
-        self.tanh, self.cell, self.fc = nn.RNN(4, 4, batch_first=True), nn.GRUCell(4, 4), nn.Linear(4, 2)
+        self.tanh, self.cell, self.fc = (
+            nn.RNN(4, 4, batch_first=True),
+            nn.GRUCell(4, 4),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, last = self.gru(x, state.transpose(0, 1).contiguous())
@@ -590,8 +607,15 @@ class Partial(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.quant, self.dequant = QuantStub(), DeQuantStub()
-        self.before, self.inside, self.after = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1), nn.Linear(4, 3)
-        self.shift, self.scale = nn.Parameter(torch.randn(4, 1, 1)), nn.Parameter(torch.randn(4))
+        self.before, self.inside, self.after = (
+            nn.Conv2d(2, 4, 1),
+            nn.Conv2d(4, 4, 1),
+            nn.Linear(4, 3),
+        )
+        self.shift, self.scale = (
+            nn.Parameter(torch.randn(4, 1, 1)),
+            nn.Parameter(torch.randn(4)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.quant(F.relu(self.before(x)))
@@ -609,7 +633,11 @@ class Preactivated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.a, self.b = nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1), nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.first, self.a, self.b = (
+            nn.BatchNorm2d(3),
+            nn.Conv2d(3, 2, 1),
+            nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        )
         self.joined, self.identity = nn.BatchNorm2d(6), nn.Identity()
         self.linear, self.last = nn.Linear(16, 5), nn.BatchNorm1d(6)
 
@@ -629,13 +657,18 @@ class Products(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 4))
+        self.first, self.second = (
+            nn.Parameter(torch.randn(4, 6)),
+            nn.Parameter(torch.randn(6, 4)),
+        )
         self.shift = nn.Parameter(torch.randn(6))
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.addmm(self.shift, x, self.first)
         y = F.relu(y) @ self.second
-        return torch.addmm(self.shift, y, self.first, alpha=0.5) + torch.addmm(self.shift, y, self.first)
+        return torch.addmm(self.shift, y, self.first, alpha=0.5) + torch.addmm(
+            self.shift, y, self.first
+        )
 
 
 @toy

@@ -17,18 +17,32 @@ WITHOUT_TORCH = (
     "schema hierarchical",
     "--help",
 )
-NEEDS_TORCH = ("plan --config_file net.json --model my_model.py", "--quant_mode calib --model my_model.py")
+NEEDS_TORCH = (
+    "plan --config_file net.json --model my_model.py",
+    "--quant_mode calib --model my_model.py",
+)
 
 
 def main() -> None:
     """Run each command in an empty folder; the first surprise ends it."""
     folder = Path(sys.executable).parent
-    size = sum(path.stat().st_size for path in folder.parent.rglob("*") if path.is_file() and not path.is_symlink())
+    size = sum(
+        path.stat().st_size
+        for path in folder.parent.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    )
     print(f"the environment: {size / 1e6:.0f} MB")
     with tempfile.TemporaryDirectory() as empty:
-        for line, expected in [*((line, 0) for line in WITHOUT_TORCH), *((line, 2) for line in NEEDS_TORCH)]:
+        for line, expected in [
+            *((line, 0) for line in WITHOUT_TORCH),
+            *((line, 2) for line in NEEDS_TORCH),
+        ]:
             done = subprocess.run(
-                [folder / "quantizer", *line.split()], cwd=empty, capture_output=True, text=True, check=False
+                [folder / "quantizer", *line.split()],
+                cwd=empty,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             print(f"quantizer {line}: exit code {done.returncode}")
             assert done.returncode == expected, done.stderr

@@ -36,12 +36,18 @@ class ActivationStore:
         Raises:
             DataError: there is no room for the files.
         """
-        return pytree.tree_map(lambda leaf: self._keep(leaf) if isinstance(leaf, Tensor) else leaf, value)
+        return pytree.tree_map(
+            lambda leaf: self._keep(leaf) if isinstance(leaf, Tensor) else leaf, value
+        )
 
     def free(self, value: Any) -> None:
         """The value is no longer used: its memory is there for others."""
         for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DeferredTensor) and leaf.device in self._left:
+            if (
+                isinstance(leaf, Tensor)
+                and not isinstance(leaf, DeferredTensor)
+                and leaf.device in self._left
+            ):
                 self._left[leaf.device] += leaf.nbytes
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -49,7 +55,9 @@ class ActivationStore:
             return tensor
         device = tensor.device
         if device not in self._left:
-            self._left[device] = half_of_what_is_free(device) if self.budget is None else self.budget
+            self._left[device] = (
+                half_of_what_is_free(device) if self.budget is None else self.budget
+            )
         if tensor.nbytes > self._left[device] and tensor.numel():
             return self._spool.put(tensor).at(device)
         self._left[device] -= tensor.nbytes

@@ -39,7 +39,9 @@ class Rounded:
 
     def beside(self, source: Tensor) -> Rounded:
         """The same, out of memory if the float weight is."""
-        qparams = QParams(beside(source, self.qparams.scale), beside(source, self.qparams.zero_point))
+        qparams = QParams(
+            beside(source, self.qparams.scale), beside(source, self.qparams.zero_point)
+        )
         return replace(self, weight=beside(source, self.weight), qparams=qparams)
 
 

@@ -20,8 +20,21 @@ from torch import Tensor, nn
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
 from quantizer.algorithms.clip_search import ClipSearch, candidates, few_candidates, is_by_row
-from quantizer.algorithms.fold import admissible, factored_apart, folded, parameter, shared_folds
-from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
+from quantizer.algorithms.fold import (
+    admissible,
+    factored_apart,
+    folded,
+    parameter,
+    shared_folds,
+)
+from quantizer.algorithms.gram import (
+    DEEPEST,
+    UNREACHED,
+    GroupSums,
+    deepest,
+    quantized_layers,
+    zero_channels,
+)
 from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, sampled_rows
@@ -64,7 +77,9 @@ class _Search:
         for name in (name for names in self.own for name in names):
             layer_qparams(name, task.specs[name, "weights"], parameter(task.graph, found, name))
         network = Network(adjusted(task.graph, self.before))
-        self.runner = SequentialRunner(network, task.batches(), ActivationStore(task.memory), task.ranks, together=True)
+        self.runner = SequentialRunner(
+            network, task.batches(), ActivationStore(task.memory), task.ranks, together=True
+        )
 
     def run(self) -> Adjustment:
         """All groups, but those that an interrupted run had done."""
@@ -77,8 +92,13 @@ class _Search:
                 waiting[number], factors[number] = sums, self._rescale(group, sums)
             after = [row.fold for row in self.groups[number + 1 :] if row.fold is not None]
             later = {layer for fold in after for layer in (fold.node, *fold.extra)}
-            for ready in [at for at, those in waiting.items() if later.isdisjoint(those.layers)]:
-                self._round(waiting.pop(ready), factors.get(self.leads.get(ready, ready), factors[ready]))
+            for ready in [
+                at for at, those in waiting.items() if later.isdisjoint(those.layers)
+            ]:
+                self._round(
+                    waiting.pop(ready),
+                    factors.get(self.leads.get(ready, ready), factors[ready]),
+                )
             is_shared = any(first <= number < other for other, first in self.leads.items())
             if not waiting and not is_shared:
                 self.task.after_group(self.found, number + 1)
@@ -103,9 +123,13 @@ class _Search:
 
     def _rescale(self, group: InputGroup, sums: GroupSums) -> Tensor:
         """Find the group's factors, and fold them."""
-        size = sums.channel_size(group.channels, by_expert=factored_apart(self.task.graph, group))
+        size = sums.channel_size(
+            group.channels, by_expert=factored_apart(self.task.graph, group)
+        )
         dead = (size.view(-1, group.channels) == 0).sum(1).tolist()
-        if count := sum(each for each in dead if len(dead) == 1 or each < group.channels):  # not experts without tokens
+        if count := sum(
+            each for each in dead if len(dead) == 1 or each < group.channels
+        ):  # not experts without tokens
             self._remark(sums.layers, zero_channels(count))
         ones = torch.ones_like(size)
         if group.tied or group.is_fixed or not self.settings.scale_search:
@@ -119,8 +143,12 @@ class _Search:
         def loss(step: int) -> float:
             clip, tried = self.settings.clip_search, factors(step)
             found = sum(sample.loss(sums, tried, clip=clip) for sample in samples)
-            if step == 0 and clip and not all(sample.is_exact for sample in samples):  # so that clipping may do harm
-                found = min(found, sum(sample.loss(sums, ones, clip=False) for sample in samples))
+            if (
+                step == 0 and clip and not all(sample.is_exact for sample in samples)
+            ):  # so that clipping may do harm
+                found = min(
+                    found, sum(sample.loss(sums, ones, clip=False) for sample in samples)
+                )
             return found
 
         found = factors(least_step(loss, self.settings.grid))
@@ -134,22 +162,43 @@ class _Search:
         weights = {name: parameter(graph, self.found, name) for name in sums.layers}
         for name in sums.layers:
             spec = self.task.specs[name, "weights"]
-            alone = spec.scale_type == "e4m3" or not is_by_row(self.runner.network.layers[name], spec)
+            alone = spec.scale_type == "e4m3" or not is_by_row(
+                self.runner.network.layers[name], spec
+            )
             alike.setdefault(name if alone else spec, []).append(name)
         total, found = sum(map(len, weights.values())), []
         for names in alike.values():
             node, spec = graph.by_name[names[0]], self.task.specs[names[0], "weights"]
-            parts = [sampled_rows(weights[name], spec, node, total)[0].float() for name in names]
+            parts = [
+                sampled_rows(weights[name], spec, node, total)[0].float() for name in names
+            ]
             weight, all_rows = torch.cat(parts), sum(len(weights[name]) for name in names)
-            found.append(_Sample(node, self.runner.network.layers[names[0]], spec, weight, all_rows / len(weight)))
+            found.append(
+                _Sample(
+                    node,
+                    self.runner.network.layers[names[0]],
+                    spec,
+                    weight,
+                    all_rows / len(weight),
+                )
+            )
         return found
 
-    def _error(self, sums: GroupSums, name: str, weight: Tensor, qparams: QParams, back: Tensor | None = None) -> float:
+    def _error(
+        self,
+        sums: GroupSums,
+        name: str,
+        weight: Tensor,
+        qparams: QParams,
+        back: Tensor | None = None,
+    ) -> float:
         """Squared error of a layer's outputs if this weight is rounded, and its columns then multiplied by `back`."""
         lost = nearest(weight, self.task.specs[name, "weights"], qparams).sub_(weight)
         if back is not None:
             lost = rescaled(self.task.graph.by_name[name], lost, inputs=back)
-        return output_error(sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost))
+        return output_error(
+            sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost)
+        )
 
     def _round(self, sums: GroupSums, factors: Tensor) -> None:
         """Scales and rounded weights of a group's layers."""
@@ -171,7 +220,9 @@ class _Search:
         weight = stored.float()
         qparams = layer_qparams(name, spec, weight)
         plain = error = self._error(sums, name, weight, qparams)
-        if not bool((factors == 1).all()):  # what round-to-nearest would lose without the factors
+        if not bool(
+            (factors == 1).all()
+        ):  # what round-to-nearest would lose without the factors
             before = rescaled(self.task.graph.by_name[name], weight, inputs=1 / factors)
             plain = self._error(sums, name, before, layer_qparams(name, spec, before), factors)
         if self.settings.clip_search:
@@ -179,10 +230,14 @@ class _Search:
                 clipped = ClipSearch(layer, spec, weight, gram, candidates(spec)).qparams
                 if (cut := self._error(sums, name, weight, clipped)) < error:
                     qparams, error = clipped, cut
-                if error <= plain:  # else a range that leaves room for inputs that were always zero costs too much
+                if (
+                    error <= plain
+                ):  # else a range that leaves room for inputs that were always zero costs too much
                     break
         energy = output_error(sums.matrix(name), weight_matrix(layer, weight)) or 1.0
-        return Rounded(nearest(stored, spec, qparams), qparams, plain / energy, error / energy).beside(stored)
+        return Rounded(
+            nearest(stored, spec, qparams), qparams, plain / energy, error / energy
+        ).beside(stored)
 
     def _remark(self, names: Sequence[str], text: str) -> None:
         self.found = self.found.with_remarks(*(Remark(name, text) for name in names))
@@ -205,8 +260,13 @@ class _Sample:
 
     def loss(self, sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
         """Squared error of the outputs if the columns are multiplied with these factors."""
-        scaled, gram = rescaled(self.node, self.weight, inputs=factors), sums.divided(self.node.name, factors)
-        found = ClipSearch(self.layer, self.spec, scaled, gram, few_candidates(self.spec) if clip else (1.0,))
+        scaled, gram = (
+            rescaled(self.node, self.weight, inputs=factors),
+            sums.divided(self.node.name, factors),
+        )
+        found = ClipSearch(
+            self.layer, self.spec, scaled, gram, few_candidates(self.spec) if clip else (1.0,)
+        )
         if self.is_exact:  # what groups of columns have in common is as often less as more
             return self.share * float(found.errors.sum())
         lost = nearest(scaled, self.spec, found.qparams).sub_(scaled)

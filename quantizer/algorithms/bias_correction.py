@@ -35,13 +35,19 @@ class ChannelMean:
 
     def __init__(self, ch_axis: int) -> None:
         self.ch_axis = ch_axis
-        self._now = self._before = (0, 0, torch.zeros(1, dtype=torch.float64))  # batches, values per channel, sums
+        self._now = self._before = (
+            0,
+            0,
+            torch.zeros(1, dtype=torch.float64),
+        )  # batches, values per channel, sums
 
     def observe(self, x: Tensor) -> None:
         """Take in one batch, with channels along `ch_axis`."""
         batches, count, total = self._now
         rest = [axis for axis in range(-x.ndim, 0) if axis != self.ch_axis]
-        dtype = torch.promote_types(x.dtype, torch.float32)  # float64 for all would read ten times as slowly
+        dtype = torch.promote_types(
+            x.dtype, torch.float32
+        )  # float64 for all would read ten times as slowly
         one = (x.sum(rest, dtype=dtype) if rest else x).double().cpu()
         after = batches + 1, count + x.numel() // max(len(one), 1), total + one
         self._before, self._now = self._now, after
@@ -77,9 +83,20 @@ class ChannelMean:
         Raises:
             ValueError: it is something else.
         """
-        batches, count, total = int(state["batches"]), int(state["count"]), state["sum"].double()
-        if min(batches, count) < 0 or bool(batches) != bool(count) or total.dim() != 1 or not total.isfinite().all():
-            raise ValueError(f"the sum of {count} outputs in {batches} batches is no sum of finite values")
+        batches, count, total = (
+            int(state["batches"]),
+            int(state["count"]),
+            state["sum"].double(),
+        )
+        if (
+            min(batches, count) < 0
+            or bool(batches) != bool(count)
+            or total.dim() != 1
+            or not total.isfinite().all()
+        ):
+            raise ValueError(
+                f"the sum of {count} outputs in {batches} batches is no sum of finite values"
+            )
         self._now = self._before = batches, count, total
 
 
@@ -124,7 +141,9 @@ def correct_biases(
     return corrections
 
 
-def _correct(runner: SequentialRunner, node: Node, target: ChannelMean, as_codes: bool) -> Tensor:
+def _correct(
+    runner: SequentialRunner, node: Node, target: ChannelMean, as_codes: bool
+) -> Tensor:
     """Find one layer's correction and hand on its outputs with it, without computing them again."""
     layer, own = runner.network.layers[node.name], list[ChannelMean]()
     quantizer = layer.detach_output()

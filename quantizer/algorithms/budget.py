@@ -66,13 +66,17 @@ def _undominated(sizes: Tensor, errors: Tensor, left: int) -> Tensor:
     if len(order) <= STATES:
         return order
     bucket = sizes[order] * STATES // (left + 1)
-    is_last = torch.ones(len(order), dtype=torch.bool)  # of its bucket, that is the one with the least error
+    is_last = torch.ones(
+        len(order), dtype=torch.bool
+    )  # of its bucket, that is the one with the least error
     is_last[:-1] = bucket[1:] != bucket[:-1]
     is_last[0] = True  # from the smallest one every item can be added
     return order[is_last]
 
 
-def _no_worse_than_alike(items: Sequence[Sequence[Option]], budget: int, picked: tuple[int, ...]) -> tuple[int, ...]:
+def _no_worse_than_alike(
+    items: Sequence[Sequence[Option]], budget: int, picked: tuple[int, ...]
+) -> tuple[int, ...]:
     """The choice, or the same index for all items where that fits and is better."""
 
     def total(indices: Sequence[int]) -> tuple[float, int]:

@@ -35,7 +35,11 @@ _ROWS_APART = (("per_channel", 0), ("per_group", 1), ("per_group", -1))
 
 def is_by_row(layer: nn.Module, spec: QuantizationSpec) -> bool:
     """Whether each row of the weight of a linear layer has scales of its own, so that rows can be looked at alone."""
-    return isinstance(layer, nn.Linear) and (spec.qscheme, spec.ch_axis) in _ROWS_APART and spec.scales_per_group == 1
+    return (
+        isinstance(layer, nn.Linear)
+        and (spec.qscheme, spec.ch_axis) in _ROWS_APART
+        and spec.scales_per_group == 1
+    )
 
 
 def candidates(spec: QuantizationSpec, shares: Sequence[float] = SHARES) -> Iterable[float]:
@@ -52,7 +56,9 @@ def candidates(spec: QuantizationSpec, shares: Sequence[float] = SHARES) -> Iter
 def few_candidates(spec: QuantizationSpec) -> Iterable[float]:
     """Few of them, for the groups of `spec` or for its whole channels."""
     length = group_size(spec, sys.maxsize)
-    return candidates(spec, next((few for most, few in FEW if length <= most), FEW_OF_A_CHANNEL))
+    return candidates(
+        spec, next((few for most, few in FEW if length <= most), FEW_OF_A_CHANNEL)
+    )
 
 
 class ClipSearch:
@@ -70,13 +76,24 @@ class ClipSearch:
     """
 
     def __init__(
-        self, layer: nn.Module, spec: QuantizationSpec, weight: Tensor, gram: Tensor, shares: Iterable[float]
+        self,
+        layer: nn.Module,
+        spec: QuantizationSpec,
+        weight: Tensor,
+        gram: Tensor,
+        shares: Iterable[float],
     ) -> None:
         self._layer, self._spec, self._weight, self._gram = layer, spec, weight, gram
         self._full = nearest_qparams(spec, weight)
-        self._scale, self.errors = self._full.scale, torch.full_like(self._full.scale, torch.inf, dtype=torch.float64)
+        self._scale, self.errors = (
+            self._full.scale,
+            torch.full_like(self._full.scale, torch.inf, dtype=torch.float64),
+        )
         rows = workspace(to_rows(weight, *spec.cut), work_dtype_of(spec, weight.dtype))
-        self._units, self._room = rows / self._full.scale.to(rows).reshape(-1, 1), torch.empty_like(rows)
+        self._units, self._room = (
+            rows / self._full.scale.to(rows).reshape(-1, 1),
+            torch.empty_like(rows),
+        )
         zero_point = self._full.zero_point.reshape(-1, 1)
         self._codes = kernel_of(spec)(zero_point.to(rows) if zero_point.any() else 0)
         for share in shares:
@@ -91,7 +108,9 @@ class ClipSearch:
         smaller = (self._full.scale * share).clamp_min(SMALLEST_SCALE)
         scale = beside(smaller, self._full.scale, self._spec.scale_type)
         errors = self._errors(scale)
-        if self._spec.scales_per_group > 1:  # they share an exponent, so that they shrink together
+        if (
+            self._spec.scales_per_group > 1
+        ):  # they share an exponent, so that they shrink together
             blocks = errors.reshape(-1, self._spec.scales_per_group)
             errors = blocks.sum(1, keepdim=True).expand_as(blocks).reshape(errors.shape)
         self._scale = torch.where(errors < self.errors, scale, self._scale)
@@ -100,12 +119,20 @@ class ClipSearch:
     def _errors(self, scale: Tensor) -> Tensor:
         """Measured in units of the full scales, so that the weight is divided once."""
         finer = (self._full.scale / scale).to(self._units).reshape(-1, 1)
-        lost = self._codes(torch.mul(self._units, finer, out=self._room)).addcmul_(self._units, finer, value=-1)
+        lost = self._codes(torch.mul(self._units, finer, out=self._room)).addcmul_(
+            self._units, finer, value=-1
+        )
         stored = from_rows(lost, tuple(self._weight.shape), *self._spec.cut)
-        return scale_errors(self._layer, self._spec, stored, self._gram).double().mul_(scale.double().square())
+        return (
+            scale_errors(self._layer, self._spec, stored, self._gram)
+            .double()
+            .mul_(scale.double().square())
+        )
 
 
-def scale_errors(layer: nn.Module, spec: QuantizationSpec, difference: Tensor, gram: Tensor) -> Tensor:
+def scale_errors(
+    layer: nn.Module, spec: QuantizationSpec, difference: Tensor, gram: Tensor
+) -> Tensor:
     """The squared error of outputs that the weights of each scale make by themselves, of `scale_shape`.
 
     Exact for scales of rows, of parts of rows, and of a whole tensor; for scales that lie across rows, inputs count as
@@ -116,14 +143,25 @@ def scale_errors(layer: nn.Module, spec: QuantizationSpec, difference: Tensor, g
     if whole_groups and difference.dim() == 2 and spec.ch_axis in (1, -1):
         size = group_size(spec, matrix.shape[2])
         if short := -matrix.shape[2] % size:
-            matrix, gram = nn.functional.pad(matrix, (0, short)), nn.functional.pad(gram, (0, short, 0, short))
+            matrix, gram = (
+                nn.functional.pad(matrix, (0, short)),
+                nn.functional.pad(gram, (0, short, 0, short)),
+            )
         groups, rows, count = *matrix.shape[:2], matrix.shape[2] // size
         runs = matrix.view(groups, rows, count, size).transpose(1, 2)
-        within = gram.view(groups, count, size, count, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+        within = (
+            gram.view(groups, count, size, count, size)
+            .diagonal(dim1=1, dim2=3)
+            .permute(0, 3, 1, 2)
+        )
         return (runs @ within).mul_(runs).sum(3).transpose(1, 2).reshape(groups * rows, count)
     shape = scale_shape(tuple(difference.shape), *spec.cut)
     channels = 1 if getattr(layer, "transposed", False) else 0
-    if spec.qscheme == "per_channel" and spec.ch_axis == channels and len(matrix) * matrix.shape[1] == shape[0]:
+    if (
+        spec.qscheme == "per_channel"
+        and spec.ch_axis == channels
+        and len(matrix) * matrix.shape[1] == shape[0]
+    ):
         return (matrix @ gram).mul_(matrix).sum(2).flatten()
     if spec.qscheme == "per_tensor":
         errors = (matrix @ gram).mul_(matrix)

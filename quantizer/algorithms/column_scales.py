@@ -13,7 +13,9 @@ from quantizer.numerics.qparams import QParams
 from quantizer.observers import kernel_of
 
 
-def columns_of(layers: Sequence[nn.Module], spec: QuantizationSpec, qparams: Sequence[QParams], group: int) -> Columns:
+def columns_of(
+    layers: Sequence[nn.Module], spec: QuantizationSpec, qparams: Sequence[QParams], group: int
+) -> Columns:
     """Those of several layers' weight matrices with one spec, one below the other, in one group of channels."""
     if all(map(is_linear, layers)) and (spec.qscheme, spec.ch_axis) in _ALONG_ROWS:
         pairs = [
@@ -22,9 +24,18 @@ def columns_of(layers: Sequence[nn.Module], spec: QuantizationSpec, qparams: Seq
         ]
         scale, zero_point = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         kind = kinds(spec, layers[0].get_parameter("weight").shape[1], scale.device)
-        return Columns(kernel_of(spec), scale.float().T.contiguous(), zero_point.float().T.contiguous(), kind)
-    spread = (along_columns(layer, spec, each) for layer, each in zip(layers, qparams, strict=True))
-    scales, zero_points = zip(*((scale[group], zero_point[group]) for scale, zero_point in spread), strict=True)
+        return Columns(
+            kernel_of(spec),
+            scale.float().T.contiguous(),
+            zero_point.float().T.contiguous(),
+            kind,
+        )
+    spread = (
+        along_columns(layer, spec, each) for layer, each in zip(layers, qparams, strict=True)
+    )
+    scales, zero_points = zip(
+        *((scale[group], zero_point[group]) for scale, zero_point in spread), strict=True
+    )
     return Columns(kernel_of(spec), *runs(torch.cat(scales), torch.cat(zero_points)))
 
 
@@ -41,15 +52,23 @@ def by_row(layer: nn.Module, values: Tensor) -> Tensor:
 
 def kinds(spec: QuantizationSpec, depth: int, device: torch.device) -> Tensor:
     """Which of its row's scales each column of a weight in groups of columns has, int64 [depth]."""
-    return torch.arange(depth, device=device) // (group_size(spec, depth) // spec.scales_per_group)
+    return torch.arange(depth, device=device) // (
+        group_size(spec, depth) // spec.scales_per_group
+    )
 
 
 def group_size(spec: QuantizationSpec, depth: int) -> int:
     """How many of a row's `depth` columns make a group; all of them in a spec without groups."""
-    return depth if spec.qscheme != "per_group" or spec.group_size in (None, -1) else int(spec.group_size or depth)
+    return (
+        depth
+        if spec.qscheme != "per_group" or spec.group_size in (None, -1)
+        else int(spec.group_size or depth)
+    )
 
 
-def along_columns(layer: nn.Module, spec: QuantizationSpec, qparams: QParams) -> tuple[Tensor, Tensor]:
+def along_columns(
+    layer: nn.Module, spec: QuantizationSpec, qparams: QParams
+) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each value of the layer's weight matrix, float32 [groups, rows, depth].
 
     >>> layer, spec = nn.Linear(4, 1), QuantizationSpec(qscheme="per_group", ch_axis=1, group_size=2)
@@ -83,4 +102,8 @@ def runs(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     fresh = torch.ones(scale.shape[1], dtype=torch.bool, device=scale.device)
     fresh[1:] = (scale.diff() != 0).any(0) | (zero_point.diff() != 0).any(0)
-    return scale[:, fresh].T.contiguous(), zero_point[:, fresh].T.contiguous(), fresh.cumsum(0) - 1
+    return (
+        scale[:, fresh].T.contiguous(),
+        zero_point[:, fresh].T.contiguous(),
+        fresh.cumsum(0) - 1,
+    )

@@ -14,7 +14,9 @@ from quantizer.plan.groups import EVERY_JOIN, Layout, layout, quantization_point
 from quantizer.plan.model import Key
 
 MOST_SHIFT = 16
-ACCUMULATOR_BITS = 24  # that a bias may be finer than the products by, the output's 8 and shift_cut taken off
+ACCUMULATOR_BITS = (
+    24  # that a bias may be finer than the products by, the output's 8 and shift_cut taken off
+)
 GATE_POSITION = 7
 
 
@@ -29,7 +31,9 @@ class Move:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.role} of {self.layer}: position {self.before} -> {self.after}: {self.why}"
+        return (
+            f"{self.role} of {self.layer}: position {self.before} -> {self.after}: {self.why}"
+        )
 
 
 def align(
@@ -48,7 +52,11 @@ def align(
     aligner = _Aligner(graph, layout(graph, EVERY_JOIN), dict(positions))
     for node in reversed(graph.nodes):
         if node.row.axes is PADDED:
-            aligner.tie(aligner.holder(node.name), aligner.read(node), "padding keeps the position of its input")
+            aligner.tie(
+                aligner.holder(node.name),
+                aligner.read(node),
+                "padding keeps the position of its input",
+            )
         elif node.is_join and change_concat_input_fix:
             for name in node.refs():
                 why = f"{node.name} reads it, change_concat_input_fix"
@@ -61,7 +69,11 @@ def align(
         aligner.frozen = round_ > len(graph.nodes)
         before = dict(aligner.positions)
         for node in graph.nodes:
-            if limit := _limit_shifts if node.row.is_linear_or_convolution else _LIMITS.get(node.op):
+            if (
+                limit := _limit_shifts
+                if node.row.is_linear_or_convolution
+                else _LIMITS.get(node.op)
+            ):
                 limit(aligner, node)
         if aligner.positions == before:
             break
@@ -83,7 +95,10 @@ class _Aligner:
     def holder(self, name: str) -> Key | None:
         """The tensor that holds a node's values as codes."""
         point = quantization_point(self.graph, self.where, name)
-        key = (point or "", "input" if point and self.graph.by_name[point].op == "input" else "activation")
+        key = (
+            point or "",
+            "input" if point and self.graph.by_name[point].op == "input" else "activation",
+        )
         return key if key in self.positions else None
 
     def read(self, node: Node) -> Key | None:
@@ -122,11 +137,15 @@ def _limit_shifts(aligner: _Aligner, node: Node) -> None:
         return
     cut = at[weights] + at[read] - at[made]
     why = f"shift_cut of {node.name} would be {cut}, and the DPU has 0 to {MOST_SHIFT}"
-    may_coarsen = not aligner.frozen and at[made] + cut >= aligner.least.get(made, at[made] + cut)
+    may_coarsen = not aligner.frozen and at[made] + cut >= aligner.least.get(
+        made, at[made] + cut
+    )
     if cut < 0 and made != read and may_coarsen:
         aligner.move(made, at[made] + cut, why)
     elif cut < 0:
-        aligner.move(weights, at[weights] - cut, f"{why}; finer weights cut off their largest values")
+        aligner.move(
+            weights, at[weights] - cut, f"{why}; finer weights cut off their largest values"
+        )
     elif cut > MOST_SHIFT:
         aligner.move(weights, at[weights] - (cut - MOST_SHIFT), why)
     _limit_bias(aligner, node, at[weights] + at[read], made)
@@ -162,9 +181,14 @@ def _limit_hardswish(aligner: _Aligner, node: Node) -> None:
     aligner.keep(read, 0, f"{node.name} reads it, and hardswish takes positions from 0")
     most = aligner.positions[read] + GATE_POSITION
     if made is not None and aligner.positions[made] > most:
-        aligner.move(made, most, f"hardswish makes at most its input's position and {GATE_POSITION}")
+        aligner.move(
+            made, most, f"hardswish makes at most its input's position and {GATE_POSITION}"
+        )
 
 
 LimitRule = Callable[[_Aligner, Node], None]
 _AVERAGES = ("avg_pool2d", "adaptive_avg_pool2d")
-_LIMITS: dict[str, LimitRule] = {"hardsigmoid": _limit_hardsigmoid, "hardswish": _limit_hardswish}
+_LIMITS: dict[str, LimitRule] = {
+    "hardsigmoid": _limit_hardsigmoid,
+    "hardswish": _limit_hardswish,
+}

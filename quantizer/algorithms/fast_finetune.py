@@ -23,11 +23,17 @@ from quantizer.numerics.qparams import uncut
 from quantizer.numerics.rounding import NEAREST
 from quantizer.observers import code_range_of
 
-SOLVERS: dict[str, Callable[[RoundingProblem], tuple[Tensor, Tensor]]] = {"adaround": adaround, "adaquant": adaquant}
+SOLVERS: dict[str, Callable[[RoundingProblem], tuple[Tensor, Tensor]]] = {
+    "adaround": adaround,
+    "adaquant": adaquant,
+}
 """By the name on the command line: each gives integers [groups, rows, depth] without zero point, and scales [units]."""
 
 MOST_BITS = 8  # of weights; with more float32's noise decides, and nothing is to be gained
-SAMPLES = (1024, 16384)  # positions of a layer's output to look at, at least and at most; between them 16 * depth
+SAMPLES = (
+    1024,
+    16384,
+)  # positions of a layer's output to look at, at least and at most; between them 16 * depth
 VALUES = 1 << 26  # of the sampled inputs of one layer
 
 
@@ -49,11 +55,17 @@ def finetunable(node: Node, layer: Layer) -> bool:
     rows come in another order in the float network. Weights that are rounded down stay so: a code times its scale may
     be rounded down to the code below.
     """
-    if not node.row.is_linear_or_convolution or node.row.experts or "weights" not in layer.quantizers:
+    if (
+        not node.row.is_linear_or_convolution
+        or node.row.experts
+        or "weights" not in layer.quantizers
+    ):
         return False
     spec = weight_quantizer(layer).spec
     depth = weight_matrix(layer, layer.get_parameter("weight")).shape[2]
-    rows = spec.qscheme == "per_tensor" or (spec.qscheme == "per_channel" and spec.ch_axis == int(node.row.transposed))
+    rows = spec.qscheme == "per_tensor" or (
+        spec.qscheme == "per_channel" and spec.ch_axis == int(node.row.transposed)
+    )
     integer = spec.dtype == "int" and spec.round_mode in NEAREST
     return integer and rows and spec.bit_width <= MOST_BITS and depth <= DEEPEST
 
@@ -99,7 +111,9 @@ def fast_finetune(
                 if node.name in found:
                     _put(layer, found[node.name].weight, found[node.name].scale)
                 else:
-                    found[node.name] = _Layer(reference, quantized, node, targets).solve(mode, seed + index)
+                    found[node.name] = _Layer(reference, quantized, node, targets).solve(
+                        mode, seed + index
+                    )
             reference.release(targets)
             quantized.done(node)
             if after_layer is not None:
@@ -111,14 +125,22 @@ class _Layer:
     """One layer in both networks, with its float outputs."""
 
     def __init__(
-        self, reference: SequentialRunner, quantized: SequentialRunner, node: Node, targets: list[Tensor]
+        self,
+        reference: SequentialRunner,
+        quantized: SequentialRunner,
+        node: Node,
+        targets: list[Tensor],
     ) -> None:
         self.node, self.targets, self.quantized = node, targets, quantized
         self.layer = quantized.network.layers[node.name]
         self.weight = reference.network.layers[node.name].get_parameter("weight")
         self.quantizer = weight_quantizer(self.layer)
         self.follower = fused_activation(quantized.network.graph, node)
-        self.activations = [each.network.layers[self.follower.name] for each in (reference, quantized) if self.follower]
+        self.activations = [
+            each.network.layers[self.follower.name]
+            for each in (reference, quantized)
+            if self.follower
+        ]
 
     def solve(self, mode: str, seed: int) -> FinetunedLayer:
         """Solve the layer, and keep of the solution what is better on all batches."""
@@ -131,7 +153,9 @@ class _Layer:
         after = self.errors()
         better = (after < before).view_as(problem.unit)
         if not torch.equal(scale, problem.scale):
-            better = (problem.per_unit((after - before).view_as(problem.unit)) < 0)[problem.unit]
+            better = (problem.per_unit((after - before).view_as(problem.unit)) < 0)[
+                problem.unit
+            ]
         used = problem.per_unit(better.float()) > 0
         rows = [weight_matrix(self.layer, weight) for weight in (learned, plain)]
         weight = matrix_weight(self.layer, torch.where(better[..., None], rows[0], rows[1]))
@@ -144,7 +168,10 @@ class _Layer:
         """The layer's least squares, over positions of its outputs drawn from all batches alike."""
         layer, quantizer = self.layer, self.quantizer
         weight = weight_matrix(layer, self.weight).float()
-        scale, zero_point = quantizer.scale.flatten().float(), quantizer.zero_point.flatten().float()
+        scale, zero_point = (
+            quantizer.scale.flatten().float(),
+            quantizer.zero_point.flatten().float(),
+        )
         unit = self.rows_of(torch.arange(scale.numel(), device=scale.device))
         plain = weight_matrix(layer, layer.get_parameter("weight")).float()
         inputs, targets = self.sampled(draw, weight.shape)
@@ -171,7 +198,9 @@ class _Layer:
         inputs, targets = [], []
         for call, target in zip(self.quantized.calls(self.node), self.targets, strict=True):
             rows = channel_rows(self.layer, target)
-            picked = torch.randperm(len(rows), generator=draw)[: max(1, round(share * len(rows)))].to(rows.device)
+            picked = torch.randperm(len(rows), generator=draw)[
+                : max(1, round(share * len(rows)))
+            ].to(rows.device)
             x = next(iter(call.values()))
             if "input" in self.layer.quantizers:
                 x = self.layer.quantizers["input"](x)
@@ -195,7 +224,10 @@ class _Layer:
             values = [target, output]
             if self.follower is not None:
                 name = next(iter(self.follower.inputs))
-                values = [act(**{name: value.clone()}) for act, value in zip(self.activations, values, strict=True)]
+                values = [
+                    act(**{name: value.clone()})
+                    for act, value in zip(self.activations, values, strict=True)
+                ]
             difference = channel_rows(self.layer, values[0] - values[1])
             total = total + difference.double().square().sum(0)
         if not total.isfinite().all():
@@ -212,7 +244,9 @@ def fused_activation(graph: Graph, node: Node) -> Node | None:
     if len(readers) != 1 or not readers[0]:
         return None
     follower = graph.by_name[readers[0]]
-    return follower if follower.row.kind == "fusable" and len(list(follower.refs())) == 1 else None
+    return (
+        follower if follower.row.kind == "fusable" and len(list(follower.refs())) == 1 else None
+    )
 
 
 def weight_quantizer(layer: Layer) -> TensorQuantizer:

@@ -34,25 +34,42 @@ def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) 
         weight = parameter(graph, found, layer)
         value = rescaled(graph.by_name[layer], weight, inputs=factors)
         found = found.with_parameters(layer, weight=beside(weight, value))
-    return _inserted(group, factors, found) if fold is None else _divided(graph, fold, factors, found)
+    return (
+        _inserted(group, factors, found)
+        if fold is None
+        else _divided(graph, fold, factors, found)
+    )
 
 
 def factored_apart(graph: Graph, group: InputGroup) -> bool:
     """Whether each expert may have factors of its own: layers of the same experts make what the group's layers read."""
     nodes = [
-        graph.by_name[name] for name in (*group.layers, *((group.fold.node, *group.fold.extra) if group.fold else ()))
+        graph.by_name[name]
+        for name in (
+            *group.layers,
+            *((group.fold.node, *group.fold.extra) if group.fold else ()),
+        )
     ]
-    routes = {tuple(item for item in node.operands.items() if item[0] != "input") for node in nodes}
-    return group.fold is not None and all(node.row.experts for node in nodes) and len(routes) == 1
+    routes = {
+        tuple(item for item in node.operands.items() if item[0] != "input") for node in nodes
+    }
+    return (
+        group.fold is not None and all(node.row.experts for node in nodes) and len(routes) == 1
+    )
 
 
-def admissible(graph: Graph, group: InputGroup, found: Adjustment) -> Callable[[Tensor], Tensor]:
+def admissible(
+    graph: Graph, group: InputGroup, found: Adjustment
+) -> Callable[[Tensor], Tensor]:
     """What makes of any factors the nearest that can be folded: equal where channels are, and nothing overflows.
 
     Parameters of 16 bits would be rounded by other factors than powers of two, so those are taken there.
     """
     fold = _fold(group, found)
-    columns = [parameter(graph, found, layer) for layer in (*group.layers, *(fold.extra if fold else ()))]
+    columns = [
+        parameter(graph, found, layer)
+        for layer in (*group.layers, *(fold.extra if fold else ()))
+    ]
     rows = _parameters(graph, fold, found) if fold else {}
     is_narrow = any(tensor.element_size() < 4 for tensor in (*columns, *rows.values()))
     most, least = 2.0**126, 2.0**-126
@@ -64,7 +81,11 @@ def admissible(graph: Graph, group: InputGroup, found: Adjustment) -> Callable[[
     def within(factors: Tensor) -> Tensor:
         even = powers_of_two(tied(group, factors)) if is_narrow else tied(group, factors)
         inside = even.clamp(least, most)
-        return inside if torch.equal(inside, even) else powers_of_two(inside.clamp(2 * least, most / 2))
+        return (
+            inside
+            if torch.equal(inside, even)
+            else powers_of_two(inside.clamp(2 * least, most / 2))
+        )
 
     return within
 
@@ -108,7 +129,10 @@ def input_name(group: InputGroup, found: Adjustment) -> str:
 
 
 def shared_folds(
-    graph: Graph, groups: Sequence[InputGroup], concerned: Callable[[InputGroup], bool], found: Adjustment
+    graph: Graph,
+    groups: Sequence[InputGroup],
+    concerned: Callable[[InputGroup], bool],
+    found: Adjustment,
 ) -> tuple[list[InputGroup], dict[int, int]]:
     """The groups, and which of them follow others, by their numbers.
 
@@ -117,17 +141,34 @@ def shared_folds(
     others as well. Where that cannot be, each gets a multiplication of its own instead.
     """
     made, leads = list(groups), dict[int, int]()
-    owner = {layer: number for number, group in enumerate(groups) if concerned(group) for layer in group.layers}
+    owner = {
+        layer: number
+        for number, group in enumerate(groups)
+        if concerned(group)
+        for layer in group.layers
+    }
     behind = {layer for row in found.insertions for layer in row.readers}
     for number, group in enumerate(groups):
-        others = {owner[layer] for layer in (group.fold.extra if group.fold else ()) if layer in owner} - {number}
+        others = {
+            owner[layer] for layer in (group.fold.extra if group.fold else ()) if layer in owner
+        } - {number}
         if not others or not concerned(group):
             continue
         alike = {number, *others}
-        first = max(alike, key=lambda at: (sum(graph.weight(graph.by_name[n]).numel() for n in groups[at].layers), -at))
+        first = max(
+            alike,
+            key=lambda at: (
+                sum(graph.weight(graph.by_name[n]).numel() for n in groups[at].layers),
+                -at,
+            ),
+        )
         layers = {layer for at in alike for layer in groups[at].layers}
         fold = groups[first].fold
-        if fold is None or layers & behind or not layers <= {*groups[first].layers, *fold.extra}:
+        if (
+            fold is None
+            or layers & behind
+            or not layers <= {*groups[first].layers, *fold.extra}
+        ):
             made[number] = replace(group, fold=None)
         elif number != first:
             made[number], leads[number] = replace(group, fold=None, is_fixed=True), first
@@ -167,7 +208,9 @@ def _by_origin(fold: Fold, factors: Tensor, channels: int) -> Tensor:
     origin = torch.tensor(fold.channels, device=factors.device)
     given = factors.view(-1, len(origin))
     ones = torch.ones(len(given), channels, device=factors.device)
-    return ones.scatter_reduce(1, origin.expand_as(given), given, "amax", include_self=False).flatten()
+    return ones.scatter_reduce(
+        1, origin.expand_as(given), given, "amax", include_self=False
+    ).flatten()
 
 
 def _inserted(group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustment:
@@ -181,8 +224,13 @@ def _inserted(group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustme
     scope, _, last = group.layers[0].rpartition("/")
     _, dot, number = last.partition(".")
     name = f"{scope}/{SCALE_OP}{dot}{number}" if scope else f"{SCALE_OP}{dot}{number}"
-    taken, again = {row.name for row in found.insertions}, (f"{name}.{count}" for count in itertools.count(1))
-    name = name if name not in taken else next(each for each in again if each not in taken)  # of experts in one module
+    taken, again = (
+        {row.name for row in found.insertions},
+        (f"{name}.{count}" for count in itertools.count(1)),
+    )
+    name = (
+        name if name not in taken else next(each for each in again if each not in taken)
+    )  # of experts in one module
     row = Insertion(name, SCALE_OP, before, group.layers, 1 / factors, {"axis": group.axis})
     return replace(found, insertions=(*found.insertions, row))
 

@@ -15,7 +15,15 @@ from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.gptq_experts import round_experts
 from quantizer.algorithms.gptq_layers import Member, RoundedLayers, round_layers
 from quantizer.algorithms.gptq_target import GptaqTarget, GptqTarget, Products, QronosTarget
-from quantizer.algorithms.gram import DEEPEST, UNREACHED, Drift, Gram, geometry, not_finite, quantized_layers
+from quantizer.algorithms.gram import (
+    DEEPEST,
+    UNREACHED,
+    Drift,
+    Gram,
+    geometry,
+    not_finite,
+    quantized_layers,
+)
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner, watching
@@ -57,7 +65,9 @@ def qronos(task: Task, settings: QronosConfig, found: Adjustment) -> Adjustment:
 
 def _in_order(task: Task, found: Adjustment, target: GptqTarget) -> Adjustment:
     rounding = _SequentialRounding(task, found, target)
-    for block, members in itertools.groupby(enumerate(task.structure.groups), lambda row: row[1].block):
+    for block, members in itertools.groupby(
+        enumerate(task.structure.groups), lambda row: row[1].block
+    ):
         one_by_one = target.settings.true_sequential or block is None
         for chunk in ([row] for row in members) if one_by_one else [list(members)]:
             rounding.process(chunk)  # all of them are summed up before any is rounded
@@ -74,7 +84,10 @@ class _Gathered:
 
     def cost(self, network: Network) -> float:
         """About how long it takes to round them: rows x depth^2."""
-        matrices = (weight_matrix(network.layers[n], network.layers[n].get_parameter("weight")) for n in self.names)
+        matrices = (
+            weight_matrix(network.layers[n], network.layers[n].get_parameter("weight"))
+            for n in self.names
+        )
         return float(sum(matrix.numel() * matrix.shape[2] for matrix in matrices))
 
     def merge(self, ranks: Ranks, to: int) -> None:
@@ -92,13 +105,19 @@ class _SequentialRounding:
         graph, store = adjusted(task.graph, found), ActivationStore(task.memory)
         self.runner = self._runner(graph, store)
         self.float_runner = self._runner(graph, store) if target.needs_float else None
-        own = {name for group in task.structure.groups for name in quantized_layers(self.task, group)}
+        own = {
+            name
+            for group in task.structure.groups
+            for name in quantized_layers(self.task, group)
+        }
         for name, rounded in found.rounded.items():
             if name not in own:
                 self._put(name, rounded.weight)
 
     def _runner(self, graph: Graph, store: ActivationStore) -> SequentialRunner:
-        return SequentialRunner(Network(graph), self.task.batches(), store, self.task.ranks, together=True)
+        return SequentialRunner(
+            Network(graph), self.task.batches(), store, self.task.ranks, together=True
+        )
 
     def process(self, chunk: Sequence[tuple[int, InputGroup]]) -> None:
         """Round the layers of these groups; those that an interrupted run has rounded get what it found."""
@@ -112,7 +131,9 @@ class _SequentialRounding:
         solved = self._shared_out(gathered)
         for number, group in chunk:
             for rounded in solved.pop(number, ()):
-                self.found = self.found.with_rounded(rounded.layers).with_remarks(*rounded.remarks)
+                self.found = self.found.with_rounded(rounded.layers).with_remarks(
+                    *rounded.remarks
+                )
             for name in quantized_layers(self.task, group):
                 self._put(name, self._weight(name))
             if number in fresh:
@@ -156,7 +177,9 @@ class _SequentialRounding:
 
         return watch
 
-    def _shared_out(self, gathered: dict[int, list[_Gathered]]) -> dict[int, Iterable[RoundedLayers]]:
+    def _shared_out(
+        self, gathered: dict[int, list[_Gathered]]
+    ) -> dict[int, Iterable[RoundedLayers]]:
         """What becomes of the layers of each group. Of several ranks each solves its share."""
         ranks, rows = self.task.ranks, dict(gathered)
         gathered.clear()  # so that sums are freed as layers are solved
@@ -167,7 +190,10 @@ class _SequentialRounding:
         for each, owner in zip(every, owners, strict=True):
             each.merge(ranks, owner)
         pairs = list(zip(every, owners, strict=True))
-        own = [self._solve(each) if owner == ranks.rank else RoundedLayers() for each, owner in pairs]
+        own = [
+            self._solve(each) if owner == ranks.rank else RoundedLayers()
+            for each, owner in pairs
+        ]
         places = [f"{each.names[0]}, rounded" for each in every]
         found = iter([ranks.broadcast(*row) for row in zip(own, places, owners, strict=True)])
         return {number: list(itertools.islice(found, len(row))) for number, row in rows.items()}
@@ -176,13 +202,27 @@ class _SequentialRounding:
         if gathered.gram.tokens == 0:
             return RoundedLayers({}, [Remark(name, UNREACHED) for name in gathered.names])
         specs = {name: self.task.specs[name, "weights"] for name in gathered.names}
-        layers, given = {name: self.runner.network.layers[name] for name in gathered.names}, self.found.qparams
-        drift = gathered.drift.matrix if gathered.drift is not None else [None] * len(gathered.gram.matrix)
+        layers, given = (
+            {name: self.runner.network.layers[name] for name in gathered.names},
+            self.found.qparams,
+        )
+        drift = (
+            gathered.drift.matrix
+            if gathered.drift is not None
+            else [None] * len(gathered.gram.matrix)
+        )
         products = [Products(*pair) for pair in zip(gathered.gram.matrix, drift, strict=True)]
-        experts = {name: layer for name, layer in layers.items() if isinstance(layer, ExpertLinear)}
+        experts = {
+            name: layer for name, layer in layers.items() if isinstance(layer, ExpertLinear)
+        }
         if experts:
-            return round_experts(experts, specs, given, products, gathered.gram.by_group, self.target)
-        members = [Member.of(name, layer, specs[name], given.get(name)) for name, layer in layers.items()]
+            return round_experts(
+                experts, specs, given, products, gathered.gram.by_group, self.target
+            )
+        members = [
+            Member.of(name, layer, specs[name], given.get(name))
+            for name, layer in layers.items()
+        ]
         return round_layers(members, products, gathered.gram.tokens, self.target)
 
     def _weight(self, name: str) -> Tensor:
@@ -191,7 +231,9 @@ class _SequentialRounding:
             return self.found.rounded[name].weight
         spec = self.task.specs[name, "weights"]
         weight = self.runner.network.layers[name].get_parameter("weight")
-        return nearest(weight, spec, self.found.qparams.get(name) or nearest_qparams(spec, weight))
+        return nearest(
+            weight, spec, self.found.qparams.get(name) or nearest_qparams(spec, weight)
+        )
 
     def _put(self, name: str, weight: Tensor) -> None:
         set_parameter(self.runner.network.layers[name], "weight", weight)

@@ -30,16 +30,23 @@ def round_experts(
 
     An expert without tokens stays at round-to-nearest, as one does that gains nothing; remarks name them.
     """
-    known = {name: given.get(name) or layer_qparams(name, specs[name], own.weight) for name, own in layers.items()}
+    known = {
+        name: given.get(name) or layer_qparams(name, specs[name], own.weight)
+        for name, own in layers.items()
+    }
     parts: dict[str, list[tuple[Member, Rounded | None]]] = {name: [] for name in layers}
     remarks = list[Remark]()
     for expert, (sums, count) in enumerate(zip(products, tokens, strict=True)):
         members = {}
         for name, layer in layers.items():
-            fixed = name in given or specs[name].scale_type == "e4m3"  # which the experts' scales have one factor of
+            fixed = (
+                name in given or specs[name].scale_type == "e4m3"
+            )  # which the experts' scales have one factor of
             own = _of_expert(known[name], specs[name], expert, layer.groups)
             called = f"{name}[{expert}]"
-            members[called] = Member.of(called, _linear(layer, expert), _spec(specs[name]), own if fixed else None)
+            members[called] = Member.of(
+                called, _linear(layer, expert), _spec(specs[name]), own if fixed else None
+            )
         if count:
             found = round_layers([*members.values()], [sums], count, target)
         else:
@@ -60,33 +67,44 @@ def _spec(spec: QuantizationSpec) -> QuantizationSpec:
 
 def _linear(layer: ExpertLinear, expert: int) -> nn.Linear:
     made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    made.weight = nn.Parameter(weight_matrix(layer, layer.weight.detach())[expert], requires_grad=False)
+    made.weight = nn.Parameter(
+        weight_matrix(layer, layer.weight.detach())[expert], requires_grad=False
+    )
     return made
 
 
 def _of_expert(qparams: QParams, spec: QuantizationSpec, expert: int, experts: int) -> QParams:
     """Of those of all."""
     shape = () if spec.qscheme == "per_tensor" else (-1, *qparams.scale.shape[1:])
-    parts = (values.view(experts, *shape)[expert] for values in (qparams.scale, qparams.zero_point))
+    parts = (
+        values.view(experts, *shape)[expert] for values in (qparams.scale, qparams.zero_point)
+    )
     return QParams(*parts)
 
 
 def _whole(
-    parts: Sequence[tuple[Member, Rounded | None]], products: Sequence[Products], layer: ExpertLinear
+    parts: Sequence[tuple[Member, Rounded | None]],
+    products: Sequence[Products],
+    layer: ExpertLinear,
 ) -> Rounded:
     """The weight of all experts, one below the other, and the errors of all their outputs."""
     weights, qparams = list[Tensor](), list[QParams]()
     total = before = after = 0.0
     for (member, found), sums in zip(parts, products, strict=True):
         gram = sums.gram[None]
-        energy, plain = output_error(gram, member.weight), output_error(gram, member.weight - member.plain)
+        energy, plain = (
+            output_error(gram, member.weight),
+            output_error(gram, member.weight - member.plain),
+        )
         total += energy
         before += found.before * energy if found else plain
         after += found.after * energy if found else plain
         weights.append(found.weight if found else member.stored(member.plain))
         qparams.append(found.qparams if found else member.qparams)
     both = zip(*((own.scale, own.zero_point) for own in qparams), strict=True)
-    joined = (torch.cat([values.view(-1, *values.shape[1:]) for values in each]) for each in both)
+    joined = (
+        torch.cat([values.view(-1, *values.shape[1:]) for values in each]) for each in both
+    )
     energy = total or 1.0
     found = Rounded(torch.cat(weights), QParams(*joined), before / energy, after / energy)
     return found.beside(layer.get_parameter("weight"))

@@ -49,7 +49,9 @@ class Member:
     plain: Tensor
 
     @staticmethod
-    def of(name: str, layer: nn.Module, spec: QuantizationSpec, given: QParams | None) -> Member:
+    def of(
+        name: str, layer: nn.Module, spec: QuantizationSpec, given: QParams | None
+    ) -> Member:
         """With the scales that are given, or else those of its range.
 
         Raises:
@@ -58,7 +60,15 @@ class Member:
         weight = layer.get_parameter("weight").detach()
         qparams = given or layer_qparams(name, spec, weight)
         plain = weight_matrix(layer, nearest(weight, spec, qparams)).float()
-        return Member(name, layer, spec, qparams, given is not None, weight_matrix(layer, weight).float(), plain)
+        return Member(
+            name,
+            layer,
+            spec,
+            qparams,
+            given is not None,
+            weight_matrix(layer, weight).float(),
+            plain,
+        )
 
     def with_spec(self, spec: QuantizationSpec) -> Member:
         """The same layer with the scales that the range gives under another spec."""
@@ -73,7 +83,9 @@ class Member:
 
     def stored(self, matrix: Tensor) -> Tensor:
         """A weight matrix as the layer stores it."""
-        return matrix_weight(self.layer, matrix.to(self.layer.get_parameter("weight").dtype).contiguous())
+        return matrix_weight(
+            self.layer, matrix.to(self.layer.get_parameter("weight").dtype).contiguous()
+        )
 
 
 @dataclass(frozen=True)
@@ -94,14 +106,21 @@ class GptqSolution:
     def best_of(self, other: GptqSolution, spec: QuantizationSpec) -> GptqSolution:
         """Each row as the solution with the smaller error has it; all rows alike where they share scales."""
         better, scale = other.errors < self.errors, self.qparams.scale
-        along_rows = spec.qscheme == "per_channel" or (scale.dim() == 2 and spec.ch_axis in (1, -1))
+        along_rows = spec.qscheme == "per_channel" or (
+            scale.dim() == 2 and spec.ch_axis in (1, -1)
+        )
         if not along_rows or scale.shape[0] != better.numel():
             return other if other.error < self.error else self
         chosen = better.flatten().view(-1, *(1,) * (scale.dim() - 1))
-        qparams = QParams(torch.where(chosen, other.qparams.scale, scale), self.qparams.zero_point)
+        qparams = QParams(
+            torch.where(chosen, other.qparams.scale, scale), self.qparams.zero_point
+        )
         errors = torch.minimum(other.errors, self.errors)
         return replace(
-            self, weight=torch.where(better[..., None], other.weight, self.weight), errors=errors, qparams=qparams
+            self,
+            weight=torch.where(better[..., None], other.weight, self.weight),
+            errors=errors,
+            qparams=qparams,
         )
 
 
@@ -122,36 +141,54 @@ def round_layers(
     other data is about 1 + depth / tokens times as large (Akaike 1969, "Fitting autoregressive models for prediction").
     """
     dynamic = not target.settings.static_groups and all(each.has_runs for each in members)
-    hessians = [target.hessian(each.gram, by_size=target.settings.desc_act and not dynamic) for each in products]
+    hessians = [
+        target.hessian(each.gram, by_size=target.settings.desc_act and not dynamic)
+        for each in products
+    ]
     lacks = _lacks(products, hessians, tokens, target)
     rounded = RoundedLayers({}, [Remark(each.name, text) for text in lacks for each in members])
     solvable = [each for each in hessians if each is not None]
-    gram = torch.stack([each.gram for each in products]) if len(products) > 1 else products[0].gram[None]
+    gram = (
+        torch.stack([each.gram for each in products])
+        if len(products) > 1
+        else products[0].gram[None]
+    )
     for spec in dict.fromkeys(each.spec for each in members):
         alike = [each for each in members if each.spec == spec]
         if len(solvable) == len(hessians):
             solutions = _search(alike, solvable, products, target, dynamic=dynamic)
         else:
             hopeless = gram.new_full((1, 1), math.inf)
-            solutions = [GptqSolution(each.plain, each.weight, hopeless, each.qparams) for each in alike]
+            solutions = [
+                GptqSolution(each.plain, each.weight, hopeless, each.qparams) for each in alike
+            ]
         for each, solution in zip(alike, solutions, strict=True):
             _judge(each, solution, gram, 1 + gram.shape[1] / tokens, rounded)
     return rounded
 
 
 def _lacks(
-    products: Sequence[Products], hessians: Sequence[Hessian | None], tokens: int, target: GptqTarget
+    products: Sequence[Products],
+    hessians: Sequence[Hessian | None],
+    tokens: int,
+    target: GptqTarget,
 ) -> list[str]:
     """What the inputs lacked, in sentences."""
     found = []
     dead = sum(int((each.gram.diagonal() == 0).sum()) for each in products)
     if dead:
-        found.append(f"{zero_channels(dead)}; {'its' if dead == 1 else 'their'} weights stay at round-to-nearest")
+        found.append(
+            f"{zero_channels(dead)}; {'its' if dead == 1 else 'their'} weights stay at round-to-nearest"
+        )
     if None in hessians:
-        found.append("its Hessian is not positive definite even with damping 1; it stays at round-to-nearest")
+        found.append(
+            "its Hessian is not positive definite even with damping 1; it stays at round-to-nearest"
+        )
     raised = [each.raised for each in hessians if each is not None and each.raised is not None]
     if raised:
-        found.append(f"its Hessian was not positive definite; {max(raised):.2g} of its mean diagonal was added")
+        found.append(
+            f"its Hessian was not positive definite; {max(raised):.2g} of its mean diagonal was added"
+        )
     depth = len(products[0].gram)
     least = target.tokens_per_input * depth
     if tokens < least:
@@ -162,13 +199,23 @@ def _lacks(
     return found
 
 
-def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float, rounded: RoundedLayers) -> None:
+def _judge(
+    member: Member,
+    solution: GptqSolution,
+    gram: Tensor,
+    optimism: float,
+    rounded: RoundedLayers,
+) -> None:
     """Take the solution if it promises to be better than round-to-nearest, else that."""
     before, after = _errors(member, solution, gram, optimism)
     weight, plain = member.stored(solution.weight), member.stored(member.plain)
     qparams = solution.qparams
     is_plain = torch.equal(weight, plain)
-    is_better = not is_plain and after * optimism < before and math.isfinite(weight.sum(dtype=torch.float32))
+    is_better = (
+        not is_plain
+        and after * optimism < before
+        and math.isfinite(weight.sum(dtype=torch.float32))
+    )
     if not is_better:
         if not is_plain and math.isfinite(after) and after:
             rounded.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
@@ -180,7 +227,9 @@ def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float
         rounded.remarks.append(Remark(member.name, UNSTABLE))
 
 
-def _errors(member: Member, solution: GptqSolution, gram: Tensor, optimism: float) -> tuple[float, float]:
+def _errors(
+    member: Member, solution: GptqSolution, gram: Tensor, optimism: float
+) -> tuple[float, float]:
     """Errors of round-to-nearest and of the solution, as shares of the outputs' energy.
 
     That of the solution is known; where it is clearly smaller, the other and the energy are estimated from some rows.
@@ -214,7 +263,10 @@ def _search(
         for part in ([[*members, *wide]] if is_small else [members, wide])
         for solution in _solve(part, hessians, products, target, dynamic=dynamic)
     ]
-    return [each.best_of(other, spec) for each, other in zip(found[:count], found[count:], strict=True)]
+    return [
+        each.best_of(other, spec)
+        for each, other in zip(found[:count], found[count:], strict=True)
+    ]
 
 
 def _solve(
@@ -243,29 +295,44 @@ def _solve(
             columns = columns_of(layers, spec, qparams, group)
             columns = replace(columns, kind=hessian.placed(columns.kind))
         target, first = objective.target(weight, hessian, sums)
-        rounded, error = optimal_rounding(target, hessian.factor, columns, block_size, begin, first)
+        rounded, error = optimal_rounding(
+            target, hessian.factor, columns, block_size, begin, first
+        )
         errors.append(error - (hessian.damping @ (target - rounded).square_()).double())
         weights.append(hessian.back(rounded).T)
         targets.append(stacked if target is weight else hessian.back(target).T)
     rows = [each.weight.shape[1] for each in members]
     if dynamic:
-        found = torch.split(columns.scale.T, rows), torch.split(columns.zero_point.T.int(), rows)
+        found = (
+            torch.split(columns.scale.T, rows),
+            torch.split(columns.zero_point.T.int(), rows),
+        )
         qparams = [QParams(s.contiguous(), z.contiguous()) for s, z in zip(*found, strict=True)]
     matrices = (
-        torch.split(each[0][None] if len(each) == 1 else torch.stack(each), rows, 1) for each in (weights, targets)
+        torch.split(each[0][None] if len(each) == 1 else torch.stack(each), rows, 1)
+        for each in (weights, targets)
     )
     errors_of_rows = torch.split(torch.stack(errors), rows, 1)
-    return [GptqSolution(*each) for each in zip(*matrices, errors_of_rows, qparams, strict=True)]
+    return [
+        GptqSolution(*each) for each in zip(*matrices, errors_of_rows, qparams, strict=True)
+    ]
 
 
-def _open_columns(members: Sequence[Member], weight: Tensor) -> tuple[Columns, int, Callable[[int, Tensor], None]]:
+def _open_columns(
+    members: Sequence[Member], weight: Tensor
+) -> tuple[Columns, int, Callable[[int, Tensor], None]]:
     """Columns whose scales are not known yet, how many share one, and what finds it from their weights as they are when
     the first of them is rounded."""
     (depth, rows), spec = weight.shape, members[0].spec
     size, each = group_size(spec, depth), spec.scales_per_group
     empty = weight.new_ones(-(-depth // size) * each, rows)
-    columns = Columns(kernel_of(spec), empty, torch.zeros_like(empty), kinds(spec, depth, weight.device))
-    parts = [(each, rows, nearest_qparams(each, weight[:, rows].T).scale) for each, rows in _rows_by_spec(members)]
+    columns = Columns(
+        kernel_of(spec), empty, torch.zeros_like(empty), kinds(spec, depth, weight.device)
+    )
+    parts = [
+        (each, rows, nearest_qparams(each, weight[:, rows].T).scale)
+        for each, rows in _rows_by_spec(members)
+    ]
 
     def begin(start: int, block: Tensor) -> None:
         here = slice(start // size * each, (start // size + 1) * each)

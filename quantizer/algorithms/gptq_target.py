@@ -46,7 +46,9 @@ class Hessian:
 
     def placed(self, columns: Tensor) -> Tensor:
         """Columns [depth, …] in this order, each a run of memory."""
-        return columns.contiguous() if self.order is None else columns.index_select(0, self.order)
+        return (
+            columns.contiguous() if self.order is None else columns.index_select(0, self.order)
+        )
 
     def back(self, columns: Tensor) -> Tensor:
         """Such columns as the weight has them."""
@@ -71,7 +73,9 @@ class GptqTarget:
         """What is added to the diagonal at first, in units of `gram`."""
         return self.settings.damp_percent * _mean_diagonal(gram)
 
-    def target(self, weight: Tensor, hessian: Hessian, products: Products) -> tuple[Tensor, Tensor | None]:
+    def target(
+        self, weight: Tensor, hessian: Hessian, products: Products
+    ) -> tuple[Tensor, Tensor | None]:
         """The weight to come near to [depth, rows] instead of `weight`, and what to round for its first column."""
         return weight, None
 
@@ -85,7 +89,9 @@ class GptqTarget:
         mean, asked = _mean_diagonal(gram), self.damping(gram)
         damp = asked
         while True:
-            damping = torch.where(diagonal == 0, mean, damp)  # a column of zeros stays on its own
+            damping = torch.where(
+                diagonal == 0, mean, damp
+            )  # a column of zeros stays on its own
             damping = damping if order is None else damping[order]
             damped = gram.clone() if order is None else _permuted(gram, order)
             damped.diagonal().add_(damping)
@@ -104,7 +110,9 @@ class GptaqTarget(GptqTarget):
     settings: GPTAQConfig
     needs_float = True
 
-    def target(self, weight: Tensor, hessian: Hessian, products: Products) -> tuple[Tensor, Tensor | None]:
+    def target(
+        self, weight: Tensor, hessian: Hessian, products: Products
+    ) -> tuple[Tensor, Tensor | None]:
         """W (I + alpha P), where row i of P is what the columns after i make up for the error of input i.
 
         P = triu(dXX U^T, 1) U with U^T U = H^-1 and dXX = sum of (f - x) x^T (the paper's parallel form). W is the
@@ -115,7 +123,9 @@ class GptaqTarget(GptqTarget):
         m, d = hessian.factor.M, hessian.factor.D
         drift = hessian.permuted(products.drift)
         along = torch.linalg.solve_triangular(m, drift.T, upper=True, unitriangular=True).T
-        later = torch.linalg.solve_triangular(m, along.triu(1) / d, upper=True, left=False, unitriangular=True)
+        later = torch.linalg.solve_triangular(
+            m, along.triu(1) / d, upper=True, left=False, unitriangular=True
+        )
         return torch.addmm(weight, later.T, weight, alpha=self.settings.alpha), None
 
 
@@ -130,7 +140,9 @@ class QronosTarget(GptqTarget):
         """A share of the largest eigenvalue."""
         return self.settings.alpha * float(leading(gram, ITERATIONS).norm())
 
-    def target(self, weight: Tensor, hessian: Hessian, products: Products) -> tuple[Tensor, Tensor | None]:
+    def target(
+        self, weight: Tensor, hessian: Hessian, products: Products
+    ) -> tuple[Tensor, Tensor | None]:
         """W + W dXX H^-1, dXX = sum of (f - x) x^T; but the first column is rounded as if the others stayed.
 
         After the first, fitting the columns that are left to what those before have become is what GPTQ does to this
@@ -139,7 +151,10 @@ class QronosTarget(GptqTarget):
         assert products.drift is not None
         m, d = hessian.factor.M, hessian.factor.D
         missing = hessian.permuted(products.drift).T @ weight
-        fitted = torch.linalg.solve_triangular(m, missing, upper=True, unitriangular=True) / d[:, None]
+        fitted = (
+            torch.linalg.solve_triangular(m, missing, upper=True, unitriangular=True)
+            / d[:, None]
+        )
         fitted = torch.linalg.solve_triangular(m.T, fitted, upper=False, unitriangular=True)
         largest = products.gram[hessian.first, hessian.first] + hessian.damping[0]
         return weight + fitted, weight[0] + missing[0] / largest

@@ -50,9 +50,13 @@ class Gram:
         weight = layer.get_parameter("weight")
         groups, _, depth = weight_matrix(layer, weight).shape
         self._layer, self.by_group = layer, [0] * groups
-        self._sum = torch.zeros(groups, depth, depth, device=weight.device)  # valid on and above the diagonal tiles
+        self._sum = torch.zeros(
+            groups, depth, depth, device=weight.device
+        )  # valid on and above the diagonal tiles
         tile = max(LEAST_TILE, -(-depth // TILES))
-        self._tiles = [slice(start, min(start + tile, depth)) for start in range(0, depth, tile)]
+        self._tiles = [
+            slice(start, min(start + tile, depth)) for start in range(0, depth, tile)
+        ]
 
     @property
     def tokens(self) -> int:
@@ -92,10 +96,14 @@ class Gram:
                     sums[here, here.start :].addmm_(own[:, here].T, own[:, here.start :])
             else:
                 for here in self._tiles:
-                    self._sum[:, here, here.start :].baddbmm_(rows[..., here].mT, rows[..., here.start :])
+                    self._sum[:, here, here.start :].baddbmm_(
+                        rows[..., here].mT, rows[..., here.start :]
+                    )
         if not math.isfinite(self._sum.diagonal(dim1=1, dim2=2).sum()):
             if math.isfinite(x.float().abs().sum()):
-                raise ObservationError(f"Values as large as {x.abs().max():g} have squares beyond float32.")
+                raise ObservationError(
+                    f"Values as large as {x.abs().max():g} have squares beyond float32."
+                )
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
 
     def merge(self, ranks: Ranks, to: int | None = None) -> None:
@@ -126,7 +134,10 @@ class Drift:
     def __init__(self, layer: nn.Module) -> None:
         weight = layer.get_parameter("weight")
         groups, _, depth = weight_matrix(layer, weight).shape
-        self._layer, self.matrix = layer, torch.zeros(groups, depth, depth, device=weight.device)
+        self._layer, self.matrix = (
+            layer,
+            torch.zeros(groups, depth, depth, device=weight.device),
+        )
 
     @torch.no_grad()
     def add(self, f: Tensor, x: Tensor) -> None:
@@ -199,7 +210,12 @@ class GroupSums:
     @property
     def unrouted(self) -> list[str]:
         """What there is to say of experts without tokens."""
-        return [text for gram in self._grams.values() if gram.is_routed for text in unrouted(gram.by_group)]
+        return [
+            text
+            for gram in self._grams.values()
+            if gram.is_routed
+            for text in unrouted(gram.by_group)
+        ]
 
     def channel_size(self, channels: int, *, by_expert: bool = False) -> Tensor:
         """The root mean square of each channel of the value, or of each in the tokens of each expert; 0 of those of an
@@ -217,7 +233,11 @@ class GroupSums:
         """A matrix for the value with its channels divided by `factors`."""
         matrix = self.matrix(layer)
         is_routed = self._grams[self._geometry[layer]].is_routed
-        columns = factors.view(-1, matrix.shape[1]) if is_routed else by_input(factors, *matrix.shape[:2])
+        columns = (
+            factors.view(-1, matrix.shape[1])
+            if is_routed
+            else by_input(factors, *matrix.shape[:2])
+        )
         return (matrix / columns[:, None]).div_(columns[:, :, None])
 
     def divide(self, factors: Tensor) -> None:
@@ -243,20 +263,32 @@ def quantized_layers(task: Task, group: InputGroup) -> list[str]:
 
 def deepest(network: Network, layers: Iterable[str]) -> int:
     """The largest number of inputs that an output of these layers is a sum of."""
-    weights = [(network.layers[name], network.layers[name].get_parameter("weight")) for name in layers]
+    weights = [
+        (network.layers[name], network.layers[name].get_parameter("weight")) for name in layers
+    ]
     return max(weight_matrix(layer, weight).shape[2] for layer, weight in weights)
 
 
 def geometry(layer: nn.Module) -> tuple[Any, ...]:
     """Layers that read one value and are equal in this multiply the same patches of it."""
-    fields = ("kernel_size", "stride", "padding", "dilation", "groups", "output_padding", "transposed")
+    fields = (
+        "kernel_size",
+        "stride",
+        "padding",
+        "dilation",
+        "groups",
+        "output_padding",
+        "transposed",
+    )
     return tuple(getattr(layer, key, None) for key in fields)
 
 
 def not_finite(layer: str, error: ObservationError) -> DataError:
     """The error about a value that a layer reads; whoever knows the batch adds it."""
     if isinstance(error, NonFiniteError):
-        text = f"the input of {layer} has {error.nans} NaN and {error.infinities} infinite values"
+        text = (
+            f"the input of {layer} has {error.nans} NaN and {error.infinities} infinite values"
+        )
         return DataError(text, help="check that batch, and the weights of the layers before")
     return DataError(f"the input of {layer}: {error}", help="check that batch")
 

@@ -92,12 +92,18 @@ def optimal_rounding(
         here = slice(start, min(start + B, len(W)))
         block = torch.addmm(W[here], factor.M[:start, here].T, E[:start])
         if begin is not None:
-            inner = factor.M[here, here].T  # column j of `block` takes those before it in the block as W has them
-            free = torch.linalg.solve_triangular(inner, block - W[here], upper=False, unitriangular=True)
+            inner = factor.M[
+                here, here
+            ].T  # column j of `block` takes those before it in the block as W has them
+            free = torch.linalg.solve_triangular(
+                inner, block - W[here], upper=False, unitriangular=True
+            )
             begin(start, free + W[here])
         if first is not None and start == 0:
             block[0] = first
-        _round_block(block, factor.M[here, here], columns, kind[here], W[here], (Q[here], E[here]))
+        _round_block(
+            block, factor.M[here, here], columns, kind[here], W[here], (Q[here], E[here])
+        )
         if start == 0:
             block[0] = W[0]
         error += (factor.D[here] @ block.sub_(Q[here]).square_()).double()
@@ -106,14 +112,30 @@ def optimal_rounding(
 
 @torch.inference_mode()  # of operations so small, a fifth of the time is to find out that there is no gradient
 def _round_block(
-    block: Tensor, M: Tensor, columns: Columns, kind: list[int], W: Tensor, out: tuple[Tensor, Tensor]
+    block: Tensor,
+    M: Tensor,
+    columns: Columns,
+    kind: list[int],
+    W: Tensor,
+    out: tuple[Tensor, Tensor],
 ) -> None:
     """Round columns that the errors of earlier blocks have reached; writes Q and E = W - Q, and to `block` what each
     column was before it was rounded."""
     Q, E = out
-    zero_points = columns.zero_point.unbind() if columns.zero_point.any() else itertools.repeat(0)
+    zero_points = (
+        columns.zero_point.unbind() if columns.zero_point.any() else itertools.repeat(0)
+    )
     codings = [*zip(columns.scale.unbind(), map(columns.kernel, zero_points), strict=False)]
-    rows = [*zip(map(codings.__getitem__, kind), W.unbind(), block.unbind(), Q.unbind(), E.unbind(), strict=True)]
+    rows = [
+        *zip(
+            map(codings.__getitem__, kind),
+            W.unbind(),
+            block.unbind(),
+            Q.unbind(),
+            E.unbind(),
+            strict=True,
+        )
+    ]
     for start in range(0, len(block), INNER):
         here = slice(start, start + INNER)
         if start:

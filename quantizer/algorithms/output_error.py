@@ -49,7 +49,9 @@ def estimated_error(gram: Tensor, difference: Tensor, stride: int) -> float:
     """
     u = leading(gram, POWERS)
     h = gram @ u
-    shares = (difference @ h).double().square() / (u.double() * h.double()).sum(1, keepdim=True).clamp(min=1e-300)
+    shares = (difference @ h).double().square() / (u.double() * h.double()).sum(
+        1, keepdim=True
+    ).clamp(min=1e-300)
     some = difference[:, ::stride]
     rest = max(output_error(gram, some) - float(shares[:, ::stride].sum()), 0.0)
     return float(shares.sum()) + rest * difference.shape[1] / some.shape[1]

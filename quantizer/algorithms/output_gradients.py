@@ -48,7 +48,10 @@ def predicted_noise(
     noise, signal, count = torch.zeros_like(products), 0.0, 0
     with _shown(network, candidates, widths, products):
         for batch in batches:
-            with naming_batch(count), torch.enable_grad():  # a record of how the outputs come about
+            with (
+                naming_batch(count),
+                torch.enable_grad(),
+            ):  # a record of how the outputs come about
                 outputs = outputs_of(network.start(batch.args, batch.kwargs).advance())
             signal, count = signal + sum(energy(y.detach()) for y in outputs), count + 1
             for left in reversed(range(PROJECTIONS)):
@@ -57,14 +60,21 @@ def predicted_noise(
                 products.zero_()
                 after_projection()
     if not count:
-        raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+        raise DataError(
+            "the calibration data has no batches", help="check --data and --subset_len"
+        )
     if not math.isfinite(signal + float(noise.sum())):
-        raise DataError("the float model's output or a gradient of it is not finite", help="check data and weights")
+        raise DataError(
+            "the float model's output or a gradient of it is not finite",
+            help="check data and weights",
+        )
     return [tuple(row) for row in noise.tolist()], signal
 
 
 @contextlib.contextmanager
-def _shown(network: Network, candidates: Sequence[Candidate], widths: Sequence[Width], into: Tensor) -> Iterator[None]:
+def _shown(
+    network: Network, candidates: Sequence[Candidate], widths: Sequence[Width], into: Tensor
+) -> Iterator[None]:
     """While it lasts, a backward pass adds the products of gradients with what rounding changes to `into`."""
     parameters: list[nn.Parameter] = []
     hooks = []
@@ -100,7 +110,13 @@ def _adding(row: Tensor, quantizers: Sequence[TensorQuantizer]) -> Callable[[Ten
 def _project(outputs: Sequence[Tensor], generator: torch.Generator, *, keep: bool) -> None:
     """Take the gradient of one random projection; the record stays if it is to `keep`."""
     moved = [y for y in outputs if y.requires_grad]
-    signs = [torch.randint(0, 2, y.shape, generator=generator, dtype=torch.int8).to(y).mul_(2).sub_(1) for y in moved]
+    signs = [
+        torch.randint(0, 2, y.shape, generator=generator, dtype=torch.int8)
+        .to(y)
+        .mul_(2)
+        .sub_(1)
+        for y in moved
+    ]
     refused = "the model's output has no gradient by its weights"
     if not moved:
         raise DataError(refused, help=WITHOUT)

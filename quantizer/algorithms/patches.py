@@ -24,7 +24,12 @@ def weight_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
     groups: int = getattr(layer, "groups", 1)
     if getattr(layer, "transposed", False):
         kernel = list(range(3, weight.dim() + 1))
-        return weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flip(kernel).flatten(2)
+        return (
+            weight.reshape(groups, -1, *weight.shape[1:])
+            .transpose(1, 2)
+            .flip(kernel)
+            .flatten(2)
+        )
     return weight.reshape(groups, len(weight) // groups, -1)
 
 
@@ -34,7 +39,11 @@ def matrix_weight(layer: nn.Module, matrix: Tensor) -> Tensor:
     groups: int = getattr(layer, "groups", 1)
     if getattr(layer, "transposed", False):
         kernel = list(range(3, len(shape) + 1))
-        rows = matrix.reshape(*matrix.shape[:2], shape[0] // groups, *shape[2:]).flip(kernel).transpose(1, 2)
+        rows = (
+            matrix.reshape(*matrix.shape[:2], shape[0] // groups, *shape[2:])
+            .flip(kernel)
+            .transpose(1, 2)
+        )
         return rows.reshape(shape).clone()
     return matrix.reshape(shape).clone()
 
@@ -107,8 +116,12 @@ def _windows(layer: nn.Module, x: Tensor) -> Tensor:
     if x.dim() == dims + 1:
         x = x[None]
     conv: Any = layer
-    x, strides = _spread_out(conv, x) if conv.transposed else (F.pad(x, _padding(conv)), conv.stride)
-    for dim, (size, dilation, stride) in enumerate(zip(conv.kernel_size, conv.dilation, strides, strict=True)):
+    x, strides = (
+        _spread_out(conv, x) if conv.transposed else (F.pad(x, _padding(conv)), conv.stride)
+    )
+    for dim, (size, dilation, stride) in enumerate(
+        zip(conv.kernel_size, conv.dilation, strides, strict=True)
+    ):
         x = x.unfold(2 + dim, dilation * (size - 1) + 1, stride)[..., ::dilation]
     return x.movedim(1, dims + 1)
 
@@ -134,6 +147,8 @@ def _spread_out(conv: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     strided: tuple[Any, ...] = (..., *(slice(None, None, step) for step in conv.stride))
     spread[strided] = x
     sides = []
-    for k, d, p, extra in zip(conv.kernel_size, conv.dilation, conv.padding, conv.output_padding, strict=True):
+    for k, d, p, extra in zip(
+        conv.kernel_size, conv.dilation, conv.padding, conv.output_padding, strict=True
+    ):
         sides.append((d * (k - 1) - p, d * (k - 1) - p + extra))
     return F.pad(spread, [side for pair in reversed(sides) for side in pair]), (1,) * len(sizes)

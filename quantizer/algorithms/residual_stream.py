@@ -58,7 +58,12 @@ def residuals(graph: Graph) -> Iterator[Residual]:
     labels = ChannelLabels(graph)
     for node in graph.nodes:
         source = graph.source(node) if node.op in _NORMS or _squares(node) else None
-        if source is None or source.name in seen or not source.shape or source.shape[-1] is None:
+        if (
+            source is None
+            or source.name in seen
+            or not source.shape
+            or source.shape[-1] is None
+        ):
             continue
         found = _Search(labels, source.shape[-1]).run(source.name, len(source.shape) - 1)
         seen |= found.members.keys()
@@ -86,7 +91,9 @@ def _value(graph: Graph, node: Node, start: Tensor) -> Tensor:
     if node.op in _LEAVES:
         return start
     ((key, source),) = node.inputs.items()
-    result: Tensor = call(node.target, {**node.attrs, key: _value(graph, graph.by_name[source.name], start)})
+    result: Tensor = call(
+        node.target, {**node.attrs, key: _value(graph, graph.by_name[source.name], start)}
+    )
     return result
 
 
@@ -99,7 +106,9 @@ class _Search:
 
     def __init__(self, labels: ChannelLabels, channels: int) -> None:
         self.labels, self.graph, self.found = labels, labels.graph, Residual(channels)
-        self.norm: dict[str, str | None] = {}  # by member: the norm whose factors its channels still have
+        self.norm: dict[
+            str, str | None
+        ] = {}  # by member: the norm whose factors its channels still have
         self.queue: deque[str] = deque()
 
     def run(self, name: str, axis: int) -> Residual:
@@ -129,12 +138,20 @@ class _Search:
 
     def made(self, node: Node, axis: int) -> str | None:
         """Account for how the value is made; returns the norm whose factors it has."""
-        last, axes, rotates = axis == node.rank - 1, node.row.axes, Commutes.ROTATIONS in node.row.commutes
+        last, axes, rotates = (
+            axis == node.rank - 1,
+            node.row.axes,
+            Commutes.ROTATIONS in node.row.commutes,
+        )
         if node.op in _LEAVES:
             self.found.writers[node.name] = axis
         elif node.is_multiplying or node.row.looks_up:
             channels = (node.row.channels or 0) % node.rank
-            if channels != axis or node.attrs.get("groups", 1) != 1 or "weight" not in node.params:
+            if (
+                channels != axis
+                or node.attrs.get("groups", 1) != 1
+                or "weight" not in node.params
+            ):
                 raise _ObstacleError(node)
             self.found.writers[node.name] = axis
         elif axes is ALIKE and rotates:
@@ -173,7 +190,12 @@ class _Search:
         if len(parts) == 2:
             for part, other in (parts, parts[::-1]):
                 norm = self.norm.get(part.name)
-                if norm and node.op == "add" and node.attrs.get("alpha", 1) == 1 and axis == node.rank - 1:
+                if (
+                    norm
+                    and node.op == "add"
+                    and node.attrs.get("alpha", 1) == 1
+                    and axis == node.rank - 1
+                ):
                     return self.shifted(node, norm, other)
         for part in parts:
             self.plain(part, axis - node.rank + part.rank)
@@ -189,8 +211,20 @@ class _Search:
         if len(parts) == 1 and (node.row.axes is PRODUCT or parts[0] is operands[0]):
             self.take(parts[0], axis - node.rank + parts[0].rank)
             return self.without_shift(parts[0])
-        factor = next((part for part in parts if part.name not in self.found.members and _leaf(self.graph, part)), None)
-        if node.row.axes is not PRODUCT or factor is None or len(parts) != 2 or axis != node.rank - 1:
+        factor = next(
+            (
+                part
+                for part in parts
+                if part.name not in self.found.members and _leaf(self.graph, part)
+            ),
+            None,
+        )
+        if (
+            node.row.axes is not PRODUCT
+            or factor is None
+            or len(parts) != 2
+            or axis != node.rank - 1
+        ):
             raise _ObstacleError(node)
         self.plain(next(part for part in parts if part is not factor), axis)
         return self.scaled(node, factor)
@@ -219,7 +253,9 @@ class _Search:
             neutral = torch.full_like(own, number)
             if bool((_value(self.graph, factor, neutral) == 1).all()):
                 factors = _value(self.graph, factor, own).double().flatten()
-                self.found.norms[node.name] = Norm(factors, None, ((start.name, "weight", neutral),))
+                self.found.norms[node.name] = Norm(
+                    factors, None, ((start.name, "weight", neutral),)
+                )
                 return node.name
         raise _ObstacleError(node)
 
@@ -237,11 +273,19 @@ class _Search:
         """Account for one reader of a member; False where no rotation passes."""
         axis, norm = self.found.members[member.name], self.norm[member.name]
         last = axis == member.rank - 1
-        if node.is_multiplying and node.row.spatial == 0 and node.inputs["input"] == Ref(member.name) and last:
+        if (
+            node.is_multiplying
+            and node.row.spatial == 0
+            and node.inputs["input"] == Ref(member.name)
+            and last
+        ):
             self.found.readers[node.name] = norm
             return True
         if norm is None and _squares(node):
-            return all(self.is_mean(self.graph.by_name[name], node, axis) for name in self.graph.consumers[node.name])
+            return all(
+                self.is_mean(self.graph.by_name[name], node, axis)
+                for name in self.graph.consumers[node.name]
+            )
         if norm is None and self.is_mean(node, member, axis):
             self.found.keeps_mean = True
             return True
@@ -273,7 +317,11 @@ class _Search:
         """Whether it is the mean or the sum over the channels alone."""
         dims = node.attrs.get("dim")
         size = member.rank
-        return node.row.axes is REDUCED and isinstance(dims, list) and [dim % size for dim in dims] == [axis]
+        return (
+            node.row.axes is REDUCED
+            and isinstance(dims, list)
+            and [dim % size for dim in dims] == [axis]
+        )
 
     def plain(self, node: Node, axis: int) -> None:
         """Take in a value whose channels have no factors."""

@@ -34,7 +34,9 @@ def rotation(task: Task, settings: RotationConfig, found: Adjustment) -> Adjustm
 
     Needs no data. What was rounded before is dropped for the layers that change, as their weights are others.
     """
-    work = _Work(task, found, adjusted(task.graph, found), torch.Generator().manual_seed(settings.seed))
+    work = _Work(
+        task, found, adjusted(task.graph, found), torch.Generator().manual_seed(settings.seed)
+    )
     turned: set[str] = set()
     if settings.residual:
         turned |= _turn_residuals(work)
@@ -68,13 +70,19 @@ class _Work:
     def bias(self, layer: str) -> Tensor | None:
         """As it is now, float64; None where the layer has none."""
         known = {**self.graph.by_name[layer].params, **self.found.parameters.get(layer, {})}
-        return parameter(self.graph, self.found, layer, "bias").double() if "bias" in known else None
+        return (
+            parameter(self.graph, self.found, layer, "bias").double()
+            if "bias" in known
+            else None
+        )
 
     def put(self, layer: str, key: str, value: Tensor) -> None:
         """Another value for a parameter, in its dtype; a new bias has that of the weight."""
         params = self.graph.by_name[layer].params
         before = self.graph.tensors[params.get(key, params.get("weight", ""))]
-        self.found = self.found.with_parameters(layer, **{key: beside(before, value.to(before.dtype))})
+        self.found = self.found.with_parameters(
+            layer, **{key: beside(before, value.to(before.dtype))}
+        )
 
     def is_quantized(self, layers: Iterable[str]) -> bool:
         """Whether the plan quantizes the weight of one of these layers."""
@@ -94,9 +102,15 @@ def _orthogonal(signs: Tensor, keeps_mean: bool = False) -> Turn:
 
     def turn(rows: Tensor) -> Tensor:
         rows = rotated(rows, signs, left, right)
-        return rows - torch.outer(rows.reshape(-1, len(signs)) @ normal, normal * (2 / square)).view_as(rows)
+        return rows - torch.outer(
+            rows.reshape(-1, len(signs)) @ normal, normal * (2 / square)
+        ).view_as(rows)
 
-    return turn if keeps_mean and square > 1e-20 else lambda rows: rotated(rows, signs, left, right)
+    return (
+        turn
+        if keeps_mean and square > 1e-20
+        else lambda rows: rotated(rows, signs, left, right)
+    )
 
 
 def _turn_residuals(work: _Work) -> set[str]:
@@ -120,12 +134,17 @@ def _why_not(graph: Graph, residual: Residual) -> Remark:
     node = residual.obstacle
     assert node is not None
     if node.name in residual.members and "" in graph.consumers[node.name]:
-        why, remedy = "the model returns it, and would return it rotated", "take the model with its head"
+        why, remedy = (
+            "the model returns it, and would return it rotated",
+            "take the model with its head",
+        )
     else:
         why = f"{node.op} would compute something else of it"
         remedy = "smoothquant or more bits for activations may help"
     text = f"the residual stream is not rotated: {why}, so the outliers between the blocks stay"
-    return Remark(node.name, f'{text}; {remedy}, or write "residual": false to say that this is meant')
+    return Remark(
+        node.name, f'{text}; {remedy}, or write "residual": false to say that this is meant'
+    )
 
 
 def _turn_residual(work: _Work, residual: Residual) -> None:
@@ -220,13 +239,17 @@ def _turn_heads(work: _Work, group: InputGroup) -> tuple[str, ...]:
 def _turn_online(work: _Work, layers: list[str]) -> None:
     """R4: a rotation before linear layers whose inputs are quantized and come from a product or an activation."""
     nodes = [work.graph.by_name[layer] for layer in layers]
-    nodes = [node for node in nodes if node.row.spatial == 0 and work.is_quantized((node.name,))]
+    nodes = [
+        node for node in nodes if node.row.spatial == 0 and work.is_quantized((node.name,))
+    ]
     source = work.graph.source(nodes[0]) if nodes else None
     if source is None or source.shape is None or not _is_product(work.graph, source):
         return
     specs = work.task.specs
     own = {layer for layer, role in specs if base_role(role) == "input"}
-    readers = tuple(node.name for node in nodes if node.name in own or (source.name, "activation") in specs)
+    readers = tuple(
+        node.name for node in nodes if node.name in own or (source.name, "activation") in specs
+    )
     channels = source.shape[-1]
     if not readers or channels is None:
         return
@@ -245,14 +268,20 @@ def _is_product(graph: Graph, node: Node | None) -> bool:
     if node is None or node.row.axes is not PRODUCT:
         return node is not None and node.row.kind in ("nonlinear", "fusable")
     shapes = [graph.by_name[name].shape for name in node.refs()]
-    return len(shapes) == 2 and all(shape == node.shape for shape in shapes)  # unlike the product with a norm's weight
+    return len(shapes) == 2 and all(
+        shape == node.shape for shape in shapes
+    )  # unlike the product with a norm's weight
 
 
 def _name(work: _Work, source: Node) -> str:
     """A name beside that of the value's maker."""
     name = f"{source.name.rpartition('/')[0]}/rotation"
     taken = work.graph.by_name.keys() | {made.name for made in work.found.insertions}
-    return next(other for other in (name, *(f"{name}.{at}" for at in range(1, len(taken)))) if other not in taken)
+    return next(
+        other
+        for other in (name, *(f"{name}.{at}" for at in range(1, len(taken))))
+        if other not in taken
+    )
 
 
 def _along(tensor: Tensor, axis: int, turn: Turn) -> Tensor:

@@ -30,7 +30,9 @@ def layer_qparams(layer: str, spec: QuantizationSpec, weight: Tensor) -> QParams
     try:
         return nearest_qparams(spec, weight)
     except ObservationError as error:
-        raise DataError(f"the weight of {layer} has no range: {error}", help="check the checkpoint") from error
+        raise DataError(
+            f"the weight of {layer} has no range: {error}", help="check the checkpoint"
+        ) from error
 
 
 def nearest(weight: Tensor, spec: QuantizationSpec, qparams: QParams) -> Tensor:
@@ -38,7 +40,9 @@ def nearest(weight: Tensor, spec: QuantizationSpec, qparams: QParams) -> Tensor:
     return place(weight.detach(), spec, qparams.scale, qparams.zero_point)
 
 
-def sampled_rows(weight: Tensor, spec: QuantizationSpec, node: Node, rows: int) -> tuple[Tensor, float]:
+def sampled_rows(
+    weight: Tensor, spec: QuantizationSpec, node: Node, rows: int
+) -> tuple[Tensor, float]:
     """Evenly strided rows of a weight, and how many each stands for, if all layers of its group have `rows`.
 
     All rows where their scales depend on each other, or their inputs differ.

@@ -67,7 +67,10 @@ class RoundingProblem:
     def pull(self) -> Tensor:
         """Mean of y x^T, and the damping's pull to the float weights: [groups, rows, depth]."""
         gram = (self.inputs.square().mean((1, 2)) * DAMPING).clamp(min=1e-12)
-        return self.targets.mT @ self.inputs / self.inputs.shape[1] + gram[:, None, None] * self.weight
+        return (
+            self.targets.mT @ self.inputs / self.inputs.shape[1]
+            + gram[:, None, None] * self.weight
+        )
 
     def steps(self, scale: Tensor) -> Tensor:
         """The scale of each row: [groups, rows, 1]."""
@@ -76,7 +79,9 @@ class RoundingProblem:
     def bounds(self, scale: Tensor) -> tuple[Tensor, Tensor]:
         """The two integers next to each weight, as far as they are codes."""
         zero_point = self.steps(self.zero_point)
-        exact = (self.weight / self.steps(scale)).clamp(self.quant_min - zero_point, self.quant_max - zero_point)
+        exact = (self.weight / self.steps(scale)).clamp(
+            self.quant_min - zero_point, self.quant_max - zero_point
+        )
         return exact.floor(), exact.ceil()
 
     def errors(self, integers: Tensor, scale: Tensor) -> Tensor:
@@ -86,7 +91,9 @@ class RoundingProblem:
 
     def per_unit(self, values: Tensor) -> Tensor:
         """Sums of [groups, rows] over the rows that share a scale: [units]."""
-        return values.new_zeros(len(self.scale)).index_add(0, self.unit.flatten(), values.flatten())
+        return values.new_zeros(len(self.scale)).index_add(
+            0, self.unit.flatten(), values.flatten()
+        )
 
 
 def adaround(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
@@ -97,7 +104,9 @@ def adaround(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
     return descend(problem, start, problem.scale, bounds), problem.scale
 
 
-def descend(problem: RoundingProblem, integers: Tensor, scale: Tensor, bounds: tuple[Tensor, Tensor]) -> Tensor:
+def descend(
+    problem: RoundingProblem, integers: Tensor, scale: Tensor, bounds: tuple[Tensor, Tensor]
+) -> Tensor:
     """Give each integer in turn its best value within bounds while the others stay, until no sweep changes any.
 
     No step makes a row's error larger, but for float32's noise.
@@ -110,7 +119,9 @@ def descend(problem: RoundingProblem, integers: Tensor, scale: Tensor, bounds: t
         for start in range(0, integers.shape[2], BLOCK):
             here = slice(start, start + BLOCK)
             within = (bounds[0][..., here], bounds[1][..., here])
-            moved = _descend_block(integers[..., here], gradient[..., here], hessian[:, here, here], steps, within)
+            moved = _descend_block(
+                integers[..., here], gradient[..., here], hessian[:, here, here], steps, within
+            )
             gradient += moved @ hessian[:, here]
         if torch.equal(before, integers):
             break
@@ -118,7 +129,11 @@ def descend(problem: RoundingProblem, integers: Tensor, scale: Tensor, bounds: t
 
 
 def _descend_block(
-    integers: Tensor, gradient: Tensor, hessian: Tensor, steps: Tensor, bounds: tuple[Tensor, Tensor]
+    integers: Tensor,
+    gradient: Tensor,
+    hessian: Tensor,
+    steps: Tensor,
+    bounds: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Round a block's columns one by one, in place; returns how far each value moved."""
     gradient, moved = gradient.clone(), torch.zeros_like(gradient)

@@ -52,7 +52,11 @@ class Candidate:
         'half_range'
         """
         found = with_width(spec, width)
-        return replace(found, symmetric_scale=usual_symmetric_scale(found)) if self.implied else found
+        return (
+            replace(found, symmetric_scale=usual_symmetric_scale(found))
+            if self.implied
+            else found
+        )
 
 
 def with_width(spec: QuantizationSpec, width: Width) -> QuantizationSpec:
@@ -61,15 +65,26 @@ def with_width(spec: QuantizationSpec, width: Width) -> QuantizationSpec:
     >>> with_width(QuantizationSpec(qscheme="per_channel"), 3).quant_max
     3
     """
-    return replace(spec, bit_width=width) if isinstance(width, int) else QuantizationSpec(dtype=width)
+    return (
+        replace(spec, bit_width=width)
+        if isinstance(width, int)
+        else QuantizationSpec(dtype=width)
+    )
 
 
-def quantizers(network: Network, candidate: Candidate, width: Width) -> dict[str, TensorQuantizer]:
+def quantizers(
+    network: Network, candidate: Candidate, width: Width
+) -> dict[str, TensorQuantizer]:
     """What rounds the weight of each of the candidate's layers to nearest."""
     found = {}
     for name, own in zip(candidate.layers, candidate.specs, strict=True):
-        tensor, weight = QuantizedTensor(candidate.with_width(own, width)), network.layers[name].get_parameter("weight")
-        scaled = tensor.at(nearest_qparams(tensor.spec, weight)) if tensor.spec.is_scaled else tensor
+        tensor, weight = (
+            QuantizedTensor(candidate.with_width(own, width)),
+            network.layers[name].get_parameter("weight"),
+        )
+        scaled = (
+            tensor.at(nearest_qparams(tensor.spec, weight)) if tensor.spec.is_scaled else tensor
+        )
         found[name] = TensorQuantizer.of(scaled)
     return found
 
@@ -77,7 +92,10 @@ def quantizers(network: Network, candidate: Candidate, width: Width) -> dict[str
 def rounded(network: Network, candidate: Candidate, width: Width) -> dict[str, Tensor]:
     """The weight of each of the candidate's layers as round-to-nearest leaves it."""
     found = quantizers(network, candidate, width)
-    return {name: quantizer(network.layers[name].get_parameter("weight").detach()) for name, quantizer in found.items()}
+    return {
+        name: quantizer(network.layers[name].get_parameter("weight").detach())
+        for name, quantizer in found.items()
+    }
 
 
 def layer_errors(
@@ -102,17 +120,31 @@ def layer_errors(
     found: dict[str, list[float]] = {}
     runner = SequentialRunner(network, batches)
     for read in sorted(readers, key=lambda names: network.graph.index[names[0]]):
-        linear = [name for name in readers[read] if network.graph.by_name[name].row.spatial == 0]
-        grams = {name: Gram(network.layers[name]) for name in readers[read] if name not in linear[1:]}
+        linear = [
+            name for name in readers[read] if network.graph.by_name[name].row.spatial == 0
+        ]
+        grams = {
+            name: Gram(network.layers[name]) for name in readers[read] if name not in linear[1:]
+        }
         runner.advance(*watching(network, readers[read][0], functools.partial(_add, grams)))
         for name in readers[read]:
-            layer, gram = network.layers[name], grams[linear[0] if name in linear else name].matrix
+            layer, gram = (
+                network.layers[name],
+                grams[linear[0] if name in linear else name].matrix,
+            )
             weight = layer.get_parameter("weight").detach().float()
-            changes = (rounded(network, owners[name], width)[name].float() - weight for width in widths)
-            found[name] = [output_error(gram, weight_matrix(layer, change)) for change in changes]
+            changes = (
+                rounded(network, owners[name], width)[name].float() - weight for width in widths
+            )
+            found[name] = [
+                output_error(gram, weight_matrix(layer, change)) for change in changes
+            ]
             after_layer()
     # A weight that several layers multiply with has the errors of all.
-    return [tuple(map(math.fsum, zip(*(found[name] for name in c.layers), strict=True))) for c in candidates]
+    return [
+        tuple(map(math.fsum, zip(*(found[name] for name in c.layers), strict=True)))
+        for c in candidates
+    ]
 
 
 def _add(grams: Mapping[str, Gram], input: Tensor, **routing: Tensor) -> None:  # noqa: A002 - as layers name it
@@ -120,7 +152,9 @@ def _add(grams: Mapping[str, Gram], input: Tensor, **routing: Tensor) -> None:  
         try:
             gram.add(input, **routing)
         except ObservationError as error:
-            raise DataError(f"input of {name}: {error}", help="check the data and the weights") from error
+            raise DataError(
+                f"input of {name}: {error}", help="check the data and the weights"
+            ) from error
 
 
 def output_noise(
@@ -140,7 +174,10 @@ def output_noise(
     Raises:
         DataError: an output of the float network is not finite, or no batch.
     """
-    first = {min(candidate.layers, key=network.graph.index.__getitem__): at for at, candidate in enumerate(candidates)}
+    first = {
+        min(candidate.layers, key=network.graph.index.__getitem__): at
+        for at, candidate in enumerate(candidates)
+    }
     noise = [[0.0] * len(widths) for _ in candidates]
     signal, count = 0.0, 0
     with torch.no_grad():
@@ -154,14 +191,22 @@ def output_noise(
                 if node.name in first:
                     row = noise[first[node.name]]
                     for column, width in enumerate(widths):
-                        with _replaced(network, rounded(network, candidates[first[node.name]], width)):
-                            row[column] += distance(reference, outputs_of(execution.branch().advance()))
+                        with _replaced(
+                            network, rounded(network, candidates[first[node.name]], width)
+                        ):
+                            row[column] += distance(
+                                reference, outputs_of(execution.branch().advance())
+                            )
                     after_layer()
                 execution.step()
     if not count:
-        raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+        raise DataError(
+            "the calibration data has no batches", help="check --data and --subset_len"
+        )
     if not math.isfinite(signal):
-        raise DataError("the float model's output is not finite", help="check the data and the weights")
+        raise DataError(
+            "the float model's output is not finite", help="check the data and the weights"
+        )
     return [tuple(row) for row in noise], signal
 
 

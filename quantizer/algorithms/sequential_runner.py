@@ -73,7 +73,11 @@ class SequentialRunner:
     ) -> None:
         self.network, self.ranks = network, ranks
         self._store, numbered = store or ActivationStore(), self._inputs(batches)
-        parted = _parted(numbered) if together and _reads_ids(network) else ([row] for row in numbered)
+        parted = (
+            _parted(numbered)
+            if together and _reads_ids(network)
+            else ([row] for row in numbered)
+        )
         self._runs = [_Run.of(parts, network, self._store) for parts in parted]
 
     def _inputs(self, batches: Iterable[Batch]) -> Iterator[_Numbered]:
@@ -87,7 +91,9 @@ class SequentialRunner:
                     inputs = self.network.inputs(stable.args, stable.kwargs)
                 yield count - 1, inputs
         if not count:
-            raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+            raise DataError(
+                "the calibration data has no batches", help="check --data and --subset_len"
+            )
 
     def value(self, name: str) -> list[Any]:
         """A node's value for each batch, while a later node reads it."""
@@ -178,7 +184,11 @@ class SequentialRunner:
                 for number, inputs in run.parts:
                     with naming_batch(number):
                         Execution(self.network, inputs).advance(stop, watch)
-            place = f"batch {numbers[0]}" if len(numbers) == 1 else f"batches {numbers[0]} to {numbers[-1]}"
+            place = (
+                f"batch {numbers[0]}"
+                if len(numbers) == 1
+                else f"batches {numbers[0]} to {numbers[-1]}"
+            )
             with naming(f"{place}: "):
                 raise
 
@@ -192,7 +202,10 @@ def _parted(batches: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
     """Consecutive batches of one length, of `IDS` ids together."""
     parts, room, lengths = list[_Numbered](), 0, list[Any]()
     for number, inputs in batches:
-        size, own = max(value.numel() for value in inputs), [value.shape[1:] for value in inputs]
+        size, own = (
+            max(value.numel() for value in inputs),
+            [value.shape[1:] for value in inputs],
+        )
         if parts and (size > room or own != lengths):
             yield parts
             parts = []
@@ -217,7 +230,9 @@ def _refuse(error: DataError, value: Tensor) -> None:
 def _joined(parts: Sequence[_Numbered]) -> list[Any]:
     """The inputs of batches, one after the other in one."""
     first, *others = (inputs for _, inputs in parts)
-    return [torch.cat(values) for values in zip(first, *others, strict=True)] if others else first
+    return (
+        [torch.cat(values) for values in zip(first, *others, strict=True)] if others else first
+    )
 
 
 def watching(network: Network, layer: str, take: Callable[..., None]) -> tuple[str, Watchers]:

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, shared_folds
 from quantizer.algorithms.gram import geometry, not_finite
-from quantizer.algorithms.patches import by_input, channel_rows, is_linear, patches, weight_matrix
+from quantizer.algorithms.patches import (
+    by_input,
+    channel_rows,
+    is_linear,
+    patches,
+    weight_matrix,
+)
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, sampled_rows
 from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
@@ -60,13 +66,20 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
             continue
         others = group.fold.extra if group.fold else ()
         layers = (*group.layers, *(name for name in others if (name, "weights") in task.specs))
-        tables = (by_channel(task.graph.by_name[name], parameter(task.graph, found, name)) for name in layers)
-        columns = torch.stack([_largest(table, group.channels) for table in tables]).amax(0)  # max|W_j|
+        tables = (
+            by_channel(task.graph.by_name[name], parameter(task.graph, found, name))
+            for name in layers
+        )
+        columns = torch.stack([_largest(table, group.channels) for table in tables]).amax(
+            0
+        )  # max|W_j|
         foldable, least = admissible(task.graph, group, found), settings.scale_clamp_min
         choices = [foldable(_factors(seen.size, columns, alpha, least)) for alpha in alphas]
         best = choices[0]
         if len(choices) > 1:
-            best = min(choices, key=lambda factors: smoothing_loss(task, group, seen, found, factors))
+            best = min(
+                choices, key=lambda factors: smoothing_loss(task, group, seen, found, factors)
+            )
         found = folded(task.graph, group, best, found)
     task.after_group(found, len(task.structure.groups))
     return found
@@ -86,7 +99,9 @@ def _observed(
 ) -> list[tuple[InputGroup, ChannelRanges]]:
     """What each group reads, over all batches."""
     network = Network(adjusted(task.graph, found))
-    ranges = [(group, ChannelRanges(network, group, with_sample=with_sample)) for group in groups]
+    ranges = [
+        (group, ChannelRanges(network, group, with_sample=with_sample)) for group in groups
+    ]
     readers: dict[str, list[ChannelRanges]] = {}
     for group, each in ranges:
         readers.setdefault(input_name(group, found), []).append(each)
@@ -100,13 +115,17 @@ def _observed(
 
     watch = {name: adding(those) for name, those in readers.items()}
     number = -1
-    ranks = ALONE if with_sample else task.ranks  # a sample is evenly over the batches of one rank
+    ranks = (
+        ALONE if with_sample else task.ranks
+    )  # a sample is evenly over the batches of one rank
     for number, batch in enumerate(task.batches()):
         if ranks.owns(number):
             with naming_batch(number), torch.no_grad():
                 network.observe(batch.args, batch.kwargs, watch)
     if number < 0:
-        raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+        raise DataError(
+            "the calibration data has no batches", help="check --data and --subset_len"
+        )
     for group, each in ranges:
         each.merge(ranks, f"the ranges that {group.layers[0]} reads")
     return ranges
@@ -141,7 +160,9 @@ def input_spec(task: Task, layer: str) -> QuantizationSpec | None:
     return own
 
 
-def smoothing_loss(task: Task, group: InputGroup, seen: ChannelRanges, found: Adjustment, factors: Tensor) -> float:
+def smoothing_loss(
+    task: Task, group: InputGroup, seen: ChannelRanges, found: Adjustment, factors: Tensor
+) -> float:
     """Squared error of the group's outputs on the sample, its inputs divided by the factors, and all quantized."""
     total = 0.0
     rows = sum(len(parameter(task.graph, found, name)) for name in group.layers)
@@ -165,19 +186,26 @@ def smoothing_loss(task: Task, group: InputGroup, seen: ChannelRanges, found: Ad
     return total
 
 
-def _quantized_input(x: Tensor, spec: QuantizationSpec | None, seen: ChannelRanges, factors: Tensor) -> Tensor:
+def _quantized_input(
+    x: Tensor, spec: QuantizationSpec | None, seen: ChannelRanges, factors: Tensor
+) -> Tensor:
     """Rows of inputs [groups, samples, depth] with the scale that calibration would find, or with that of each row."""
     if spec is None:
         return x
     if not spec.is_scaled:
         return TensorQuantizer(spec)(x)  # type: ignore[no-any-return]
     if spec.is_dynamic and spec.qscheme != "per_tensor":
-        by_row = dataclasses.replace(spec, qscheme="per_group" if spec.group_size else "per_token", ch_axis=2)
+        by_row = dataclasses.replace(
+            spec, qscheme="per_group" if spec.group_size else "per_token", ch_axis=2
+        )
         return TensorQuantizer(by_row)(x)  # type: ignore[no-any-return]
     low, high = seen.low / factors, seen.high / factors
     if spec.qscheme == "per_channel":
         qparams = qparams_from_range(low, high, code_range_of(spec))
-        scale, zero_point = (by_input(e, len(x), x.shape[2]).flatten() for e in (qparams.scale, qparams.zero_point))
+        scale, zero_point = (
+            by_input(e, len(x), x.shape[2]).flatten()
+            for e in (qparams.scale, qparams.zero_point)
+        )
         wide = x.transpose(0, 1).flatten(1)
         placed = nearest(wide, dataclasses.replace(spec, ch_axis=1), QParams(scale, zero_point))
         return placed.view(x.shape[1], len(x), -1).transpose(0, 1)
@@ -201,7 +229,9 @@ class ChannelRanges:
         self.high = -self.low
         self.layers = {name: network.layers[name] for name in group.layers}
         kinds = {geometry(layer): layer for layer in self.layers.values()}
-        self._samples = {kind: _Sample(layer) for kind, layer in kinds.items()} if with_sample else {}
+        self._samples = (
+            {kind: _Sample(layer) for kind, layer in kinds.items()} if with_sample else {}
+        )
 
     @property
     def size(self) -> Tensor:
@@ -224,15 +254,24 @@ class ChannelRanges:
         if not math.isfinite(low.sum()) or not math.isfinite(high.sum()):
             error = NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
             raise not_finite(self._group.layers[0], error)
-        self.low, self.high = torch.minimum(self.low, low.float()), torch.maximum(self.high, high.float())
+        self.low, self.high = (
+            torch.minimum(self.low, low.float()),
+            torch.maximum(self.high, high.float()),
+        )
         self.tokens += x.numel() // self._group.channels
         for sample in self._samples.values():
             sample.add(x)
 
     def merge(self, ranks: Ranks, place: str) -> None:
         """Take in the ranges that the other ranks have seen."""
-        lows, highs, tokens = zip(*ranks.gather((self.low, self.high, self.tokens), place), strict=True)
-        self.low, self.high, self.tokens = torch.stack(lows).amin(0), torch.stack(highs).amax(0), sum(tokens)
+        lows, highs, tokens = zip(
+            *ranks.gather((self.low, self.high, self.tokens), place), strict=True
+        )
+        self.low, self.high, self.tokens = (
+            torch.stack(lows).amin(0),
+            torch.stack(highs).amax(0),
+            sum(tokens),
+        )
 
 
 def _extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -271,4 +310,6 @@ class _Sample:
             return x.numel() // x.shape[-1]
         like = torch.empty_like(x, device="meta")
         weights = {name: tensor.to("meta") for name, tensor in self._layer.named_parameters()}
-        return len(channel_rows(self._layer, torch.func.functional_call(self._layer, weights, (like,))))
+        return len(
+            channel_rows(self._layer, torch.func.functional_call(self._layer, weights, (like,)))
+        )

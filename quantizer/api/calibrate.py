@@ -13,7 +13,13 @@ from quantizer.api.notebook import follower
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import pointing_into
 from quantizer.engine import pipeline, results
-from quantizer.engine.calibrated import Calibrated, example_batch, reopened, stored_config, traced
+from quantizer.engine.calibrated import (
+    Calibrated,
+    example_batch,
+    reopened,
+    stored_config,
+    traced,
+)
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Events, Forked
 from quantizer.engine.finetune import as_asked
@@ -94,7 +100,10 @@ def calibrate(
         memory=budget,
         dpu_accuracy=dpu_accuracy,
     )
-    with locked(checkpoints.folder) if checkpoints else nullcontext(), pointing_into(read.sources):
+    with (
+        locked(checkpoints.folder) if checkpoints else nullcontext(),
+        pointing_into(read.sources),
+    ):
         found = Calibrated(job.target.original, rules.settings, pipeline.run(job))
         if checkpoints:
             checkpoints.remove()
@@ -108,7 +117,9 @@ def _budget(memory: int | str | None) -> int | None:
             return memory
         return parsed(str(memory))
     except ValueError:
-        raise UsageError(f"memory={memory!r} is no size", help='give bytes, or a text such as "8GB"') from None
+        raise UsageError(
+            f"memory={memory!r} is no size", help='give bytes, or a text such as "8GB"'
+        ) from None
 
 
 @user_exits("the model", ModelError)
@@ -126,7 +137,9 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
     """
     check_float(model, traced=True)
     info = results.read_info(Path(folder))
-    batches = _shape_alone(info) if data is None else _batches(model, data, seed=info.header["seed"])
+    batches = (
+        _shape_alone(info) if data is None else _batches(model, data, seed=info.header["seed"])
+    )
     original, batch = _traced(model, batches)
     with evaluating(model), without_cache(model):
         calibrated = reopened(model, batch, original, info)
@@ -136,11 +149,26 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
 
 
 def _batches(
-    model: nn.Module, data: Data, *, seed: int, batch_size: int | None = None, subset_len: int | None = None
+    model: nn.Module,
+    data: Data,
+    *,
+    seed: int,
+    batch_size: int | None = None,
+    subset_len: int | None = None,
 ) -> Batches:
     if data is None:
-        raise DataError("data is None", help="give a list of batches, a DataLoader, or a function that returns one")
-    return load_batches(data, module=model, batch_size=batch_size, subset_len=subset_len, seed=seed, label="data")
+        raise DataError(
+            "data is None",
+            help="give a list of batches, a DataLoader, or a function that returns one",
+        )
+    return load_batches(
+        data,
+        module=model,
+        batch_size=batch_size,
+        subset_len=subset_len,
+        seed=seed,
+        label="data",
+    )
 
 
 def _shape_alone(info: QuantInfo) -> Batches:
@@ -148,7 +176,9 @@ def _shape_alone(info: QuantInfo) -> Batches:
     return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
-def _traced(model: nn.Module, batches: Batches, *, compared: bool = False) -> tuple[Graph, Batch]:
+def _traced(
+    model: nn.Module, batches: Batches, *, compared: bool = False
+) -> tuple[Graph, Batch]:
     """The model's graph, perhaps compared with the model, whose weights are finite, and the batch it was traced on."""
     if compared:
         check_finite(model)

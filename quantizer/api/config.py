@@ -101,7 +101,8 @@ class Config:
         """
         if not isinstance(document, Mapping):
             raise UsageError(
-                f"Config.from_dict got {a_kind(document)}, not a dict", help="Config.load(path) reads a file"
+                f"Config.from_dict got {a_kind(document)}, not a dict",
+                help="Config.load(path) reads a file",
             )
         if not document:
             raise UsageError(
@@ -120,7 +121,9 @@ class Config:
         try:
             replace_file(place, text.encode())
         except OSError as error:
-            raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+            raise UsageError(
+                f"cannot write {os.fspath(path)}: {error.strerror or error}"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Config:
@@ -159,7 +162,8 @@ def check_kind(config: Any) -> None:
     """
     if not isinstance(config, (str, os.PathLike, Mapping, Config)):
         raise UsageError(
-            f"config is {a_kind(config)}, not a config", help="give the path of a file, a dict or a quantizer.Config"
+            f"config is {a_kind(config)}, not a config",
+            help="give the path of a file, a dict or a quantizer.Config",
         )
 
 
@@ -186,7 +190,9 @@ def path_of(path: Any, name: str = "path") -> Path:
         UsageError: it is something else.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(f"{name} is {a_kind(path)}, not a path", help="give it as text or pathlib.Path")
+        raise UsageError(
+            f"{name} is {a_kind(path)}, not a path", help="give it as text or pathlib.Path"
+        )
     return Path(path)
 
 
@@ -197,7 +203,11 @@ def _to_json(value: Any) -> Any:
         named = {f.name: getattr(value, f.name) for f in fields(value)}
         if isinstance(value, AlgoConfig):
             default = vars(type(value)())
-            named = {name: item for name, item in named.items() if name == "name" or item != default[name]}
+            named = {
+                name: item
+                for name, item in named.items()
+                if name == "name" or item != default[name]
+            }
         return {name: _to_json(item) for name, item in named.items() if item is not None}
     if isinstance(value, (Enum, type)):
         return value.name if isinstance(value, Enum) else value.__name__
@@ -211,18 +221,29 @@ def _from_json(hint: Any, value: Any) -> Any:
     if value is None:
         return None
     if get_origin(hint) in (Union, types.UnionType):
-        wanted = [member for member in get_args(hint) if (get_origin(member) is list) == isinstance(value, list)]
+        wanted = [
+            member
+            for member in get_args(hint)
+            if (get_origin(member) is list) == isinstance(value, list)
+        ]
         return _from_json(wanted[0], value)
     if get_origin(hint) is type:
         return OBSERVERS.get(value)
     if get_origin(hint) is list:
         return [_from_json(get_args(hint)[0], item) for item in value]
     if get_origin(hint) is dict:
-        return {key: _from_json(get_args(hint)[1], item) for key, item in value.items() if not key.startswith("//")}
+        return {
+            key: _from_json(get_args(hint)[1], item)
+            for key, item in value.items()
+            if not key.startswith("//")
+        }
     if is_dataclass(hint):
         cls: Any = hint
         if issubclass(cls, AlgoConfig):
             cls = entry_kinds("hierarchical")[value["name"]]
-        hints, stated = get_type_hints(cls), [f.name for f in fields(cls) if value.get(f.name) is not None]
+        hints, stated = (
+            get_type_hints(cls),
+            [f.name for f in fields(cls) if value.get(f.name) is not None],
+        )
         return cls(**{name: _from_json(hints[name], value[name]) for name in stated})
     return hint[value] if isinstance(hint, type) and issubclass(hint, Enum) else value

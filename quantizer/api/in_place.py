@@ -47,7 +47,10 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         outputs = any(tensor.role == "activation" for tensor in job.plan.tensors.values())
         if dataloader is None and (job.plan.needs_data or rules.algorithms or outputs):
             why, remedy = _wants_data(job)
-            raise DataError(f"no dataloader, but {why}", help=f"give quantize_model(model, dataloader) {remedy}")
+            raise DataError(
+                f"no dataloader, but {why}",
+                help=f"give quantize_model(model, dataloader) {remedy}",
+            )
         if outputs:
             first = next(items)
             items = chain([first], items)
@@ -68,10 +71,16 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
 
 
 @user_exits("the model", ModelError)
-def export(model: nn.Module, folder: str | os.PathLike[str], dataloader: Iterable[Any] | None) -> Verification:
+def export(
+    model: nn.Module, folder: str | os.PathLike[str], dataloader: Iterable[Any] | None
+) -> Verification:
     """Write a checkpoint; see `ModelQuantizer.export`."""
     place = path_of(folder, "folder")
-    items = [example_input(model, EXAMPLE_LENGTH)] if dataloader is None and hasattr(model, "config") else dataloader
+    items = (
+        [example_input(model, EXAMPLE_LENGTH)]
+        if dataloader is None and hasattr(model, "config")
+        else dataloader
+    )
     return export_modules(model, place, _items(items or (), model))
 
 
@@ -86,9 +95,15 @@ def _wants_data(job: Job) -> tuple[str, str]:
         why = f"the {found.role} of {found.layer} has a static scale, which is found on data"
         return why, "some batches" + ("" if algorithms else ", or set is_dynamic=True")
     if algorithms:
-        return f"{algorithms[0].name} works on a trace of the model, which runs it on one batch", "one batch"
+        return (
+            f"{algorithms[0].name} works on a trace of the model, which runs it on one batch",
+            "one batch",
+        )
     found = next(tensor for tensor in job.plan.tensors.values() if tensor.role == "activation")
-    return f"whether a ReLU follows {found.layer}, whose output is quantized, one batch shows", "one batch"
+    return (
+        f"whether a ReLU follows {found.layer}, whose output is quantized, one batch shows",
+        "one batch",
+    )
 
 
 def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:

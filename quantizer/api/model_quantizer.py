@@ -52,7 +52,9 @@ class ModelQuantizer:
 
     @staticmethod
     def export(
-        model: nn.Module, folder: str | os.PathLike[str], dataloader: Iterable[Any] | None = None
+        model: nn.Module,
+        folder: str | os.PathLike[str],
+        dataloader: Iterable[Any] | None = None,
     ) -> Verification:
         """Write a quantized model of transformers as a checkpoint in compressed-tensors, which transformers, vLLM and
         SGLang load, and compare what transformers makes of it with the model.

@@ -50,7 +50,9 @@ class NotebookBars(Events):
 
 
 def _bar(stage: Stage) -> Markup:
-    bar = element("progress", value=stage.done if stage.total else None, max=stage.total or None)
+    bar = element(
+        "progress", value=stage.done if stage.total else None, max=stage.total or None
+    )
     count = f"{stage.done}/{stage.total}" if stage.total else str(stage.done)
     return element("div", f"{stage.name} ", bar, f" {count} {stage.unit}")
 
@@ -65,10 +67,15 @@ def in_notebook() -> bool:
 def html_table(listing: Listing) -> Markup:
     """An HTML table of the same rows in the widest layout."""
     rows = [_row("td", row, listing) for row in listing.rows_of(listing.widest)]
-    return element("table", element("thead", _row("th", listing.widest, listing)), element("tbody", rows))
+    return element(
+        "table", element("thead", _row("th", listing.widest, listing)), element("tbody", rows)
+    )
 
 
 def _row(tag: str, values: tuple[str, ...], listing: Listing) -> Markup:
     sides = ("right" if title in listing.numbers else "left" for title in listing.widest)
-    cells = [element(tag, text, style=f"text-align:{side}") for text, side in zip(values, sides, strict=True)]
+    cells = [
+        element(tag, text, style=f"text-align:{side}")
+        for text, side in zip(values, sides, strict=True)
+    ]
     return element("tr", cells)

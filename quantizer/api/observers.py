@@ -8,7 +8,9 @@ class ObserverBase:
 
     def __init__(self) -> None:
         name = type(self).__name__
-        raise UsageError(f"{name} is given as a class", help=f"write {name}, without parentheses")
+        raise UsageError(
+            f"{name} is given as a class", help=f"write {name}, without parentheses"
+        )
 
 
 class PerTensorMinMaxObserver(ObserverBase):
@@ -43,5 +45,7 @@ class PlaceholderObserver(ObserverBase):
     """For formats without a scale, which need no range."""
 
 
-OBSERVERS: dict[str, type[ObserverBase]] = {cls.__name__: cls for cls in ObserverBase.__subclasses__()}
+OBSERVERS: dict[str, type[ObserverBase]] = {
+    cls.__name__: cls for cls in ObserverBase.__subclasses__()
+}
 """By the names that files use."""

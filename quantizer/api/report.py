@@ -55,4 +55,9 @@ class Report:
 
     def _repr_html_(self) -> str:
         """The page in a frame, so that its style is its own."""
-        return element("iframe", srcdoc=self.html, style="width: 100%; height: 50rem; border: 0", title=repr(self))
+        return element(
+            "iframe",
+            srcdoc=self.html,
+            style="width: 100%; height: 50rem; border: 0",
+            title=repr(self),
+        )

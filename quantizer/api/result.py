@@ -52,7 +52,9 @@ class PlanView:
         return f"Plan({len(self.plan.tensors)} tensors of {self.plan.graph.model})"
 
     def _repr_html_(self) -> str:
-        return html_table(tables.rule_table(self.plan)) + html_table(tables.plan_table(self.plan, View()))
+        return html_table(tables.rule_table(self.plan)) + html_table(
+            tables.plan_table(self.plan, View())
+        )
 
 
 class Comparison:
@@ -69,7 +71,9 @@ class Comparison:
             there are none.
     """
 
-    def __init__(self, scores: Scores, calibrated: Calibrated, stamp: str | None = None) -> None:
+    def __init__(
+        self, scores: Scores, calibrated: Calibrated, stamp: str | None = None
+    ) -> None:
         specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
         self.metrics: Mapping[str, float] = scores.metrics
         self.outputs = tables.output_rows(scores.comparison.outputs)
@@ -101,7 +105,10 @@ class Comparison:
             if not holds:
                 failed.append(f"{name}{comparison}{bound:g}")
         if failed:
-            raise GateError(f"not met: {', '.join(failed)}", help="layers, the worst first, shows which lose most")
+            raise GateError(
+                f"not met: {', '.join(failed)}",
+                help="layers, the worst first, shows which lose most",
+            )
         return self
 
     def _require_known(self, name: str) -> None:
@@ -114,10 +121,18 @@ class Comparison:
             return
         base = name.removesuffix(DROP)
         if name.endswith(DROP) and base in self._pairs:
-            remedy = f"give test() lower_is_better={{{base!r}}} or higher_is_better={{{base!r}}}"
-            raise UsageError(f"whether less or more of {base!r} is better is not known", help=remedy)
+            remedy = (
+                f"give test() lower_is_better={{{base!r}}} or higher_is_better={{{base!r}}}"
+            )
+            raise UsageError(
+                f"whether less or more of {base!r} is better is not known", help=remedy
+            )
         near = closest(name, list(self._scores.gated))
-        known = f"did you mean {near}?" if near else f"known here: {', '.join(sorted(self.metrics))}"
+        known = (
+            f"did you mean {near}?"
+            if near
+            else f"known here: {', '.join(sorted(self.metrics))}"
+        )
         raise UsageError(f"there is no metric {name!r}", help=known)
 
     def _is_bounded_above(self, name: str) -> bool:
@@ -149,7 +164,11 @@ class Comparison:
         shown = html_table(tables.damage_table(self.layers, View()))
         pairs = html_table(tables.metric_table(self._pairs)) if self._pairs else ""
         passes = "" if self.passes is None else element("p", self.passes.line)
-        outputs = html_table(tables.output_table(self.outputs, View())) if len(self.outputs) > 1 else ""
+        outputs = (
+            html_table(tables.output_table(self.outputs, View()))
+            if len(self.outputs) > 1
+            else ""
+        )
         return f"<p>{self!r}</p>{passes}{pairs}{outputs}{shown}"
 
 
@@ -172,7 +191,12 @@ class Result:
         opened: OpenedResults | None = None,
     ) -> None:
         self.plan = PlanView(plan)
-        self._model, self._calibrated, self._batches, self._events = model, calibrated, batches, events
+        self._model, self._calibrated, self._batches, self._events = (
+            model,
+            calibrated,
+            batches,
+            events,
+        )
         self._job, self._opened = job, opened
 
     @cached_property
@@ -206,7 +230,9 @@ class Result:
         function = None if evaluate is None else Evaluate(evaluate, directions)
         batches = self._given(data)
         with evaluating(self._model):
-            scores = score(self._calibrated, self._model, batches, self._events, function, explained=True)
+            scores = score(
+                self._calibrated, self._model, batches, self._events, function, explained=True
+            )
         return Comparison(scores, self._calibrated, batches.stamp)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -234,9 +260,13 @@ class Result:
 
     def _write(self, place: Path, job: Job) -> None:
         original = self._calibrated.original
-        results.write_results(place, original, job.config, job.calibration, job.solution, job.header)
+        results.write_results(
+            place, original, job.config, job.calibration, job.solution, job.header
+        )
 
-    def report(self, path: str | os.PathLike[str] | None = None, tested: Comparison | None = None) -> Report:
+    def report(
+        self, path: str | os.PathLike[str] | None = None, tested: Comparison | None = None
+    ) -> Report:
         """The page about this calibration, as the result folder has it, and about a test of it.
 
         Args:
@@ -286,13 +316,25 @@ class Result:
             VerificationError: the file does not compute what test mode does; it is not left there.
         """
         if target not in EXPORTERS:
-            raise UsageError(f"there is no export target {target!r}", help=f"known are {', '.join(EXPORTERS)}")
-        choices = {"pt2_activations": pt2_activations, "onnx_profile": onnx_profile, "onnx_weights": onnx_weights}
+            raise UsageError(
+                f"there is no export target {target!r}",
+                help=f"known are {', '.join(EXPORTERS)}",
+            )
+        choices = {
+            "pt2_activations": pt2_activations,
+            "onnx_profile": onnx_profile,
+            "onnx_weights": onnx_weights,
+        }
         choices["gguf_template"] = os.fspath(gguf_template)
         require_choices(choices, [target])
         require_extras([target])
         calibrated = self._calibrated
-        check(target, calibrated.graph, calibrated.solution.specs, calibrated.settings.onnx_opset_version)
+        check(
+            target,
+            calibrated.graph,
+            calibrated.solution.specs,
+            calibrated.settings.onnx_opset_version,
+        )
         batches = self._given(data)
         scores = score(calibrated, self._model, batches, self._events, explained=True)
         figures, lost = scores.quantization, scores.lost

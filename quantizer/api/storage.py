@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.api.config import path_of
-from quantizer.api.stored import DESCRIPTION, FORMAT, INSERTED, TENSORS, checksum, further_names, joined, read
+from quantizer.api.stored import (
+    DESCRIPTION,
+    FORMAT,
+    INSERTED,
+    TENSORS,
+    checksum,
+    further_names,
+    joined,
+    read,
+)
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.engine.module_attach import put
@@ -19,7 +28,14 @@ from quantizer.engine.result_files import write_json, write_tensors
 from quantizer.engine.result_set import locked, replaced_set
 from quantizer.errors import ModelError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
-from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called, rectify_output
+from quantizer.nn.inplace import (
+    InPlace,
+    add_bias,
+    check_float,
+    insert_before,
+    keep_layers_called,
+    rectify_output,
+)
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.numerics.codes import pack
@@ -42,14 +58,22 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     place = path_of(folder, "folder")
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module")
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, InPlace)}
+    layers = {
+        path: module for path, module in model.named_modules() if isinstance(module, InPlace)
+    }
     if not layers:
-        raise ModelError("the model has no quantized layer", help="call ModelQuantizer(config).quantize_model first")
+        raise ModelError(
+            "the model has no quantized layer",
+            help="call ModelQuantizer(config).quantize_model first",
+        )
     state = model.state_dict()
     strange = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if strange:
         raise ModelError(f"{strange[0]} is state that is no tensor, so it cannot be written")
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
     ties = further_names(each for each in named if each[0] in state)
     shared = further_names(model.named_modules(remove_duplicate=False))
     codes = _encode(layers, state, ties)
@@ -61,16 +85,22 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             path: {
                 "class": type(layer).__name__,
                 "operator": operator_of(layer),
-                "tensors": {role: quantizer.spec.to_json() for role, quantizer in _quantizers(layer)},
+                "tensors": {
+                    role: quantizer.spec.to_json() for role, quantizer in _quantizers(layer)
+                },
             }
             for path, layer in layers.items()
         },
         "shared": {path: owner for path, owner in shared.items() if owner in layers},
         "codes": codes,
         "ties": ties,
-        "biases": [path for path, module in model.named_modules() if "has_added_bias" in vars(module)],
+        "biases": [
+            path for path, module in model.named_modules() if "has_added_bias" in vars(module)
+        ],
         "rectified": [path for path, module in layers.items() if module.rectifies_output],
-        "inserted": {path: inserted for path, module in layers.items() if (inserted := _inserted(module))},
+        "inserted": {
+            path: inserted for path, module in layers.items() if (inserted := _inserted(module))
+        },
     }
     with locked(place), replaced_set(place) as new:
         described["tensors"] = write_tensors(new / TENSORS, kept)
@@ -102,7 +132,10 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             _set(modules, name, tensor)
         for name, owner in stored.described["ties"].items():
             if owner in values:
-                (path, _, attribute), (holder, _, original) = name.rpartition("."), owner.rpartition(".")
+                (path, _, attribute), (holder, _, original) = (
+                    name.rpartition("."),
+                    owner.rpartition("."),
+                )
                 setattr(modules[path], attribute, getattr(modules[holder], original))
         for (path, role), own in quantized.items():
             put(modules[path], path, role, own)
@@ -114,13 +147,21 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 def _inserted(module: InPlace) -> list[dict[str, Any]]:
     """What stands before a module: an operator and its constants each."""
     found = []
-    for layer in module.get_submodule("input_layers").children() if "input_layers" in module._modules else ():
-        op, keys = next((op, keys) for op, (cls, keys) in INSERTED.items() if isinstance(layer, cls))
+    for layer in (
+        module.get_submodule("input_layers").children()
+        if "input_layers" in module._modules
+        else ()
+    ):
+        op, keys = next(
+            (op, keys) for op, (cls, keys) in INSERTED.items() if isinstance(layer, cls)
+        )
         found.append({"op": op, "attrs": {key: getattr(layer, key) for key in keys}})
     return found
 
 
-def _encode(layers: dict[str, InPlace], state: dict[str, Tensor], ties: dict[str, str]) -> dict[str, Any]:
+def _encode(
+    layers: dict[str, InPlace], state: dict[str, Tensor], ties: dict[str, str]
+) -> dict[str, Any]:
     """Put codes in the places of quantized parameters in `state`, and say what is what."""
     codes: dict[str, Any] = {}
     for path, module in layers.items():
@@ -134,12 +175,21 @@ def _encode(layers: dict[str, InPlace], state: dict[str, Tensor], ties: dict[str
             if found.codes is not None:
                 state[name] = pack(found.codes, found.spec)
                 dtype = str(value.dtype).removeprefix("torch.")
-                codes[name] = {"layer": path, "role": role, "shape": list(value.shape), "dtype": dtype}
+                codes[name] = {
+                    "layer": path,
+                    "role": role,
+                    "shape": list(value.shape),
+                    "dtype": dtype,
+                }
     return codes
 
 
 def _quantizers(module: InPlace) -> Iterator[tuple[str, TensorQuantizer]]:
-    return ((role, child) for role, child in module.quantizers.items() if isinstance(child, TensorQuantizer))
+    return (
+        (role, child)
+        for role, child in module.quantizers.items()
+        if isinstance(child, TensorQuantizer)
+    )
 
 
 def _set(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> None:
@@ -149,5 +199,7 @@ def _set(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> None:
     old = getattr(module, attribute)
     value = tensor.to("cpu" if old.is_meta else old.device)
     if isinstance(old, nn.Parameter):
-        value = nn.Parameter(value, requires_grad=old.requires_grad and value.is_floating_point())
+        value = nn.Parameter(
+            value, requires_grad=old.requires_grad and value.is_floating_point()
+        )
     setattr(module, attribute, value)

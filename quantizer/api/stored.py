@@ -37,7 +37,15 @@ INSERTED: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "rotation": (InputRotation, ()),
 }
 """Class and constants of each operator that algorithms insert; a layer is made of the size of its weight and these."""
-DAMAGE = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+DAMAGE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    ArithmeticError,
+    AssertionError,
+)
 """What comes of values that `save` does not write."""
 _AGAIN = "save the model again with ModelQuantizer.save"
 _CHANGED = "checksum mismatch: the file changed after it was saved"
@@ -78,18 +86,35 @@ class Stored:
         modules = dict(model.named_modules())
         for path in self.described["biases"]:
             if path not in modules or not lacks_bias(modules[path]):
-                raise self._another(f"{path} is no layer without a bias, as it was when an algorithm gave it one")
-        own = {*model.state_dict(), *(joined(path, "bias") for path in self.described["biases"])}
-        stored = {name for name in (*self.tensors, *self.described["ties"]) if not name.startswith(self._ours)}
-        for text, names in (("has no", stored - own), ("has a tensor that is not in the file:", own - stored)):
+                raise self._another(
+                    f"{path} is no layer without a bias, as it was when an algorithm gave it one"
+                )
+        own = {
+            *model.state_dict(),
+            *(joined(path, "bias") for path in self.described["biases"]),
+        }
+        stored = {
+            name
+            for name in (*self.tensors, *self.described["ties"])
+            if not name.startswith(self._ours)
+        }
+        for text, names in (
+            ("has no", stored - own),
+            ("has a tensor that is not in the file:", own - stored),
+        ):
             if names:
                 raise self._another(f"the model {text} {min(names)}")
         self._check_shared(further_names(model.named_modules(remove_duplicate=False)))
         for path, layer in self.described["layers"].items():
             module, where = modules[path], path or "the model"
             check_quantizable(module, where, layer["tensors"])
-            if (layer["class"], layer["operator"]) != (type(module).__name__, operator_of(module)):
-                raise self._another(f"{where} is a {layer['class']} in the file and {a_kind(module)} in the model")
+            if (layer["class"], layer["operator"]) != (
+                type(module).__name__,
+                operator_of(module),
+            ):
+                raise self._another(
+                    f"{where} is a {layer['class']} in the file and {a_kind(module)} in the model"
+                )
 
     def _check_shared(self, now: Mapping[str, str]) -> None:
         """Each quantized layer is shared in the model where it was shared."""
@@ -106,8 +131,14 @@ class Stored:
         """How the layers' tensors are quantized, but for their codes; scales are what a quantizer can work with."""
         made = {}
         rectified = self.described["rectified"]
-        if strange := [path for path in rectified if "activation" not in self.described["layers"][path]["tensors"]]:
-            raise ValueError(f"the output of {strange[0]} is not quantized, so no ReLU comes before that")
+        if strange := [
+            path
+            for path in rectified
+            if "activation" not in self.described["layers"][path]["tensors"]
+        ]:
+            raise ValueError(
+                f"the output of {strange[0]} is not quantized, so no ReLU comes before that"
+            )
         for path, layer in self.described["layers"].items():
             module = model.get_submodule(path)
             known = {"input", "activation", *map(parameter_role, parameters_of(module))}
@@ -118,9 +149,13 @@ class Stored:
                     raise ValueError(f"{role} of {path or 'the model'}: {why}")
                 spec = QuantizationSpec(**words)
                 kernel_of(spec), axis_of(spec)
-                names = [joined(path, "quantizers", role, part) for part in ("scale", "zero_point")]
+                names = [
+                    joined(path, "quantizers", role, part) for part in ("scale", "zero_point")
+                ]
                 ties, nothing = self.described["ties"], torch.empty(0)
-                scale, zero_point = (self.tensors.get(ties.get(name, name), nothing) for name in names)
+                scale, zero_point = (
+                    self.tensors.get(ties.get(name, name), nothing) for name in names
+                )
                 if spec.is_scaled and not spec.is_dynamic:
                     code_range_of(spec)
                     _check_scale(names[0], scale, zero_point, _scale_shape(module, role, spec))
@@ -130,24 +165,37 @@ class Stored:
     def values(self, model: nn.Module, quantized: Quantized) -> dict[str, Tensor]:
         """The model's own tensors, of its names, kinds and shapes, those that were stored as codes decoded."""
         own, values = model.state_dict(), dict[str, Tensor]()
-        learned, kinds = {name for name, _ in model.named_parameters()}, dict[torch.dtype, torch.dtype]()
+        learned, kinds = (
+            {name for name, _ in model.named_parameters()},
+            dict[torch.dtype, torch.dtype](),
+        )
         for name in sorted(name for name in self.tensors if not name.startswith(self._ours)):
             value = self.tensors[name]
             if row := self.described["codes"].get(name):
                 tensor = quantized[row["layer"], row["role"]]
                 codes = unpack(value, tensor.spec, row["shape"])
-                decoded = replace(tensor, codes=codes, dtype=getattr(torch, row["dtype"])).decoded()
+                decoded = replace(
+                    tensor, codes=codes, dtype=getattr(torch, row["dtype"])
+                ).decoded()
                 module = model.get_submodule(row["layer"])
                 value = as_stored(module, parameter_name(row["role"]), decoded).contiguous()
             wanted = own[name]
             if value.is_floating_point() != wanted.is_floating_point():
-                raise ValueError(f"{name} is {value.dtype} in the file and {wanted.dtype} in the model")
+                raise ValueError(
+                    f"{name} is {value.dtype} in the file and {wanted.dtype} in the model"
+                )
             if value.shape != wanted.shape:
-                raise self._another(f"{name} is {list(value.shape)} in the file and {list(wanted.shape)} in the model")
-            if value.is_floating_point() and bool((~value.isfinite() if name in learned else value.isnan()).any()):
+                raise self._another(
+                    f"{name} is {list(value.shape)} in the file and {list(wanted.shape)} in the model"
+                )
+            if value.is_floating_point() and bool(
+                (~value.isfinite() if name in learned else value.isnan()).any()
+            ):
                 raise ValueError(f"{name} holds NaN or infinity")
             if value.dtype != kinds.setdefault(wanted.dtype, value.dtype):
-                raise ValueError(f"{name} is {value.dtype}, and others like it are {kinds[wanted.dtype]}")
+                raise ValueError(
+                    f"{name} is {value.dtype}, and others like it are {kinds[wanted.dtype]}"
+                )
             values[name] = value
         return values
 
@@ -159,17 +207,34 @@ class Stored:
     def inserted(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Path of a module and a layer that stands before it, with its weight."""
         found = []
-        rows = [(path, *each) for path, own in self.described["inserted"].items() for each in enumerate(own)]
+        rows = [
+            (path, *each)
+            for path, own in self.described["inserted"].items()
+            for each in enumerate(own)
+        ]
         for path, number, row in rows:
             name = joined(path, "input_layers", str(number), "weight")
             weight = self.tensors[name]
             cls, keys = INSERTED[row["op"]]
-            is_sound = weight.dim() == 1 and weight.is_floating_point() and bool(weight.isfinite().all())
-            if not is_sound or set(row["attrs"]) != set(keys) or not all(fits(at, int) for at in row["attrs"].values()):
+            is_sound = (
+                weight.dim() == 1
+                and weight.is_floating_point()
+                and bool(weight.isfinite().all())
+            )
+            if (
+                not is_sound
+                or set(row["attrs"]) != set(keys)
+                or not all(fits(at, int) for at in row["attrs"].values())
+            ):
                 raise ValueError(f"{name} is no {row['op']}")
             layer = cls(len(weight), **row["attrs"])
-            device = next((parameter.device for parameter in model.get_submodule(path).parameters()), weight.device)
-            layer.weight = nn.Parameter(weight.to("cpu" if device.type == "meta" else device), requires_grad=False)
+            device = next(
+                (parameter.device for parameter in model.get_submodule(path).parameters()),
+                weight.device,
+            )
+            layer.weight = nn.Parameter(
+                weight.to("cpu" if device.type == "meta" else device), requires_grad=False
+            )
             found.append((path, layer))
         return found
 
@@ -177,10 +242,16 @@ class Stored:
     def _ours(self) -> tuple[str, ...]:
         """How names of scales, of zero points and of the weights of inserted layers begin."""
         paths = (*self.described["layers"], *self.described["shared"])
-        return tuple(f"{joined(path, part)}." for path in paths for part in ("quantizers", "input_layers"))
+        return tuple(
+            f"{joined(path, part)}."
+            for path in paths
+            for part in ("quantizers", "input_layers")
+        )
 
     def _another(self, message: str) -> ResultError:
-        help_ = f"load it into a float {self.described['model']} that is built like the saved one"
+        help_ = (
+            f"load it into a float {self.described['model']} that is built like the saved one"
+        )
         return ResultError(message, help=help_)
 
 
@@ -212,7 +283,9 @@ def _described(file: OpenFile) -> dict[str, Any]:
         raise _damaged(file.path, f"not a readable JSON file: {error}") from error
     if not isinstance(described, dict) or described.get("format") != FORMAT:
         raise ResultError(f"{file.path} is not of a model that this version saved", help=_AGAIN)
-    if described.get("checksum") != checksum(described) or not isinstance(described.get("tensors"), str):
+    if described.get("checksum") != checksum(described) or not isinstance(
+        described.get("tensors"), str
+    ):
         raise _damaged(file.path, _CHANGED)
     return described
 
@@ -242,7 +315,9 @@ def _damaged(path: Path, reason: str) -> ResultError:
     return ResultError(f"{path} is damaged: {reason}", help=_AGAIN)
 
 
-def _scale_shape(module: nn.Module, role: str, spec: QuantizationSpec) -> tuple[int, ...] | None:
+def _scale_shape(
+    module: nn.Module, role: str, spec: QuantizationSpec
+) -> tuple[int, ...] | None:
     """None where it cannot be known: the channels of an activation."""
     if not is_parameter(role):
         return () if spec.qscheme == "per_tensor" else None
@@ -251,8 +326,14 @@ def _scale_shape(module: nn.Module, role: str, spec: QuantizationSpec) -> tuple[
     return scale_shape(tuple(shape), *spec.cut)
 
 
-def _check_scale(name: str, scale: Tensor, zero_point: Tensor, shape: tuple[int, ...] | None) -> None:
-    if not scale.numel() or scale.shape != zero_point.shape or (shape is not None and scale.shape != shape):
+def _check_scale(
+    name: str, scale: Tensor, zero_point: Tensor, shape: tuple[int, ...] | None
+) -> None:
+    if (
+        not scale.numel()
+        or scale.shape != zero_point.shape
+        or (shape is not None and scale.shape != shape)
+    ):
         raise ValueError(f"{name} is of another shape than its tensor needs")
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise ValueError(f"{name} is not finite and positive")

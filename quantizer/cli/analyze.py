@@ -59,21 +59,34 @@ _FLOATS = tuple(sorted(CAST_ONLY - {"float32"}))
 class AnalyzeOptions(Options):
     """Those of commands about a model, and its own."""
 
-    budget: float | None = option("Mean bits per weight, without scales, e.g. 4.5.", type=float, metavar="BITS")
-    size: str | None = option("Size of all weights in percent of the config's, e.g. 60%.", metavar="SHARE")
-    max_mb: float | None = option("Size of all weights with their scales, in 10^6 bytes.", type=float, metavar="MB")
-    choices: str = option("Bits to choose from, also float16, bfloat16.", default="2,3,4,8", metavar="LIST")
+    budget: float | None = option(
+        "Mean bits per weight, without scales, e.g. 4.5.", type=float, metavar="BITS"
+    )
+    size: str | None = option(
+        "Size of all weights in percent of the config's, e.g. 60%.", metavar="SHARE"
+    )
+    max_mb: float | None = option(
+        "Size of all weights with their scales, in 10^6 bytes.", type=float, metavar="MB"
+    )
+    choices: str = option(
+        "Bits to choose from, also float16, bfloat16.", default="2,3,4,8", metavar="LIST"
+    )
     passes: str | None = option(
         "Measure the output's noise at the smallest width, measure it at every width, or predict it from gradients.  "
         f"[default: network; over {MANY} weights fast]",
         type=click.Choice(engine.PASSES),
     )
-    tensors: bool = option("Also measure each quantized tensor: alone, and all others without it.", default=False)
+    tensors: bool = option(
+        "Also measure each quantized tensor: alone, and all others without it.", default=False
+    )
     metric: str | None = option(
-        "Leave the fewest bytes in float for which this holds in test runs, e.g. 'top1_drop<=0.005'.", metavar="TEST"
+        "Leave the fewest bytes in float for which this holds in test runs, e.g. 'top1_drop<=0.005'.",
+        metavar="TEST",
     )
     apply: bool = option("Write the changed config into --config_file.", default=False)
-    report: str | None = option("Add what is found to the report of this result folder.", type=Place(), metavar="DIR")
+    report: str | None = option(
+        "Add what is found to the report of this result folder.", type=Place(), metavar="DIR"
+    )
 
 
 BUDGETS = ("budget", "size", "max_mb")
@@ -99,13 +112,22 @@ def analyze(options: AnalyzeOptions) -> None:
     widths, budget = parse_choices(options.choices), parse_budget(options)
     changes = options.metric or budget
     if options.config_file is None and (changes or options.tensors):
-        raise UsageError("Missing option '--config_file'", help="it says what is measured, and what would be changed")
+        raise UsageError(
+            "Missing option '--config_file'",
+            help="it says what is measured, and what would be changed",
+        )
     if options.metric and budget:
         raise UsageError("--metric and a budget of size are two searches: give one of them")
     if options.apply and (not changes or options.output):
-        raise UsageError("--apply writes a changed config", help="give --metric or a budget of size, and no -o")
+        raise UsageError(
+            "--apply writes a changed config",
+            help="give --metric or a budget of size, and no -o",
+        )
     if options.metric:
-        refuse_typed(["choices", "passes", "tensors"], "--metric measures each tensor, and chooses no widths")
+        refuse_typed(
+            ["choices", "passes", "tensors"],
+            "--metric measures each tensor, and chooses no widths",
+        )
     else:
         refuse_typed(["eval_data", "evaluate"], "they are for the test runs of --metric")
     reported = results.read_info(Path(options.report)) if options.report else None
@@ -122,11 +144,16 @@ def analyze(options: AnalyzeOptions) -> None:
         click.echo(json_text(result.content))
         return
     on_stdout = not changes or file is not None
-    console, view = session.console(stderr=not on_stdout), table_view(options, result.graph, stderr=not on_stdout)
+    console, view = (
+        session.console(stderr=not on_stdout),
+        table_view(options, result.graph, stderr=not on_stdout),
+    )
     for table in result.tables(view):
         console.print(table)
     for line in (*result.notes(view), *result.lines):
-        console.print(Text(one_line(line)), soft_wrap=True)  # a path is one line however long, and no markup
+        console.print(
+            Text(one_line(line)), soft_wrap=True
+        )  # a path is one line however long, and no markup
     if not on_stdout:
         click.echo(result.text, nl=False)
 
@@ -146,13 +173,20 @@ class Findings:
 
     def tables(self, view: View) -> list[Listing]:
         """What people see first."""
-        widths = [] if self.found is None else [sensitivity.table(self.found, self.picked, view)]
-        return [*([] if self.tensors is None else [sensitivity.ablation_table(self.tensors, view)]), *widths]
+        widths = (
+            [] if self.found is None else [sensitivity.table(self.found, self.picked, view)]
+        )
+        return [
+            *([] if self.tensors is None else [sensitivity.ablation_table(self.tensors, view)]),
+            *widths,
+        ]
 
     def notes(self, view: View) -> list[str]:
         """What is said of the tables."""
         said = [] if self.tensors is None else [sensitivity.ablation_line(self.tensors)]
-        return said if self.found is None else [*said, *sensitivity.kept_lines(self.found, view)]
+        return (
+            said if self.found is None else [*said, *sensitivity.kept_lines(self.found, view)]
+        )
 
 
 def parse_choices(text: str) -> tuple[Width, ...]:
@@ -164,11 +198,16 @@ def parse_choices(text: str) -> tuple[Width, ...]:
     found: list[Width] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         if word not in _FLOATS and not (word.isdecimal() and 2 <= int(word) <= 16):
-            raise UsageError(f"--choices {text!r}: {word!r} is no width", help=f"2 to 16 bits, {', '.join(_FLOATS)}")
+            raise UsageError(
+                f"--choices {text!r}: {word!r} is no width",
+                help=f"2 to 16 bits, {', '.join(_FLOATS)}",
+            )
         found.append(word if word in _FLOATS else int(word))
     if not found:
         raise UsageError(f"--choices {text!r} has no width", help="write for example 2,3,4,8")
-    return tuple(sorted(dict.fromkeys(found), key=lambda width: (width_bits(width), str(width))))
+    return tuple(
+        sorted(dict.fromkeys(found), key=lambda width: (width_bits(width), str(width)))
+    )
 
 
 def parse_budget(options: AnalyzeOptions) -> Budget | None:
@@ -184,14 +223,23 @@ def parse_budget(options: AnalyzeOptions) -> Budget | None:
         return None
     (name, value), *_ = given.items()
     try:
-        number = float(value.strip().removesuffix("%")) / 100 if name == "size" else float(value)
+        number = (
+            float(value.strip().removesuffix("%")) / 100 if name == "size" else float(value)
+        )
     except ValueError:
-        raise UsageError(f"--size {value!r} is no share", help="write for example 60%") from None
+        raise UsageError(
+            f"--size {value!r} is no share", help="write for example 60%"
+        ) from None
     if not 0 < number < math.inf or (name == "size" and not value.strip().endswith("%")):
         raise UsageError(
-            f"--{name} {value} is no size", help="write for example --budget 4.5, --size 60% or --max_mb 20"
+            f"--{name} {value} is no size",
+            help="write for example --budget 4.5, --size 60% or --max_mb 20",
         )
-    sizes = {"budget": Budget(bits=number), "size": Budget(share=number), "max_mb": Budget(max_bytes=int(number * 1e6))}
+    sizes = {
+        "budget": Budget(bits=number),
+        "size": Budget(share=number),
+        "max_mb": Budget(max_bytes=int(number * 1e6)),
+    }
     return sizes[name]
 
 
@@ -209,7 +257,11 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
         if not read.config.algorithms:
             refused = absorption.refused(reported.solution.absorption)
             graph = run_passes(original, read.config.settings, refused=refused)
-            check_plan(reported, read.config, session.make_plan(read, original, quiet=True, graph=graph))
+            check_plan(
+                reported,
+                read.config,
+                session.make_plan(read, original, quiet=True, graph=graph),
+            )
     return Subject(options, read, loaded, batches, original)
 
 
@@ -234,9 +286,13 @@ def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
         write_report(results.open_written(folder, READ))
 
 
-def _run(options: AnalyzeOptions, subject: Subject, widths: tuple[Width, ...], budget: Budget | None) -> Findings:
+def _run(
+    options: AnalyzeOptions, subject: Subject, widths: tuple[Width, ...], budget: Budget | None
+) -> Findings:
     read, original, batches = subject.read, subject.original, subject.batches
-    record = absorption.decide(original, read.config.settings, session.on_device(options, batches))
+    record = absorption.decide(
+        original, read.config.settings, session.on_device(options, batches)
+    )
     graph = run_passes(original, read.config.settings, refused=absorption.refused(record))
     plan = session.make_plan(read, original, quiet=options.json, graph=graph)
     tensors = measured_tensors(subject)[0] if options.tensors else None
@@ -258,14 +314,20 @@ def _run(options: AnalyzeOptions, subject: Subject, widths: tuple[Width, ...], b
     changes = engine.specs_of(plan, found, choices[best])
     changed = patched(read.config.document, changes)
     _check(plan, original, changes, changed)
-    content = sensitivity.analysis_json(found, choices[best]) | {"written": best, "config": changed} | beside
+    content = (
+        sensitivity.analysis_json(found, choices[best])
+        | {"written": best, "config": changed}
+        | beside
+    )
     lines = []
     for label, picked in choices.items():
         content[label] = sensitivity.choice_json(found, picked, noise[label])
         name = label if label == "mixed" else f"uniform {found.widths[picked[0]]}"
         lines.append(sensitivity.choice_line(name, found, picked, noise[label]))
     if best == "uniform":
-        lines.append("note: as measured, the uniform width is better, so the config has that one")
+        lines.append(
+            "note: as measured, the uniform width is better, so the config has that one"
+        )
         lines.append("note: --passes every or other --choices may find better widths")
     if file := options.config_file if options.apply else options.file:
         lines.append(f"config: {file}")
@@ -273,12 +335,16 @@ def _run(options: AnalyzeOptions, subject: Subject, widths: tuple[Width, ...], b
     return Findings(plan.graph, content, text, found, choices[best], tuple(lines), tensors)
 
 
-def _measure(options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches) -> Analysis:
+def _measure(
+    options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches
+) -> Analysis:
     count = len(engine.candidates(plan)[0])
     passes = options.passes or ("network" if count <= MANY else "fast")
     total, unit = engine.units_of_work(passes, count, batches.total)
     with Stage(progress(quiet=options.json), "analyze", total, unit) as stage:
-        return engine.analyze(plan, widths, lambda: session.on_device(options, batches), passes, stage.advance)
+        return engine.analyze(
+            plan, widths, lambda: session.on_device(options, batches), passes, stage.advance
+        )
 
 
 def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any]) -> None:

@@ -59,7 +59,14 @@ class Subject:
     def calibrated(self, config: Config) -> tuple[Calibrated, Plan]:
         """The model calibrated with a config, in memory."""
         target, follower = TracedTarget(self.original), followed(self.read.sources, quiet=True)
-        job = Job(target, config, self.batches, follower, seed=self.options.seed, memory=self.options.memory)
+        job = Job(
+            target,
+            config,
+            self.batches,
+            follower,
+            seed=self.options.seed,
+            memory=self.options.memory,
+        )
         pipeline.run(job)
         return Calibrated(self.original, config.settings, job.solution), job.calibration.plan
 
@@ -70,7 +77,9 @@ def measured_tensors(subject: Subject) -> tuple[Ablation, Plan]:
     quantized, batches = calibrated.network(), subject.batches
     count = sum(1 for _ in quantized.quantizers())
     total = count * min(batches.total or NOISE_BATCHES, NOISE_BATCHES)
-    with Stage(progress(quiet=subject.options.json), "analyze tensors", total, "tensors") as stage:
+    with Stage(
+        progress(quiet=subject.options.json), "analyze tensors", total, "tensors"
+    ) as stage:
         here = few(lambda: session.on_device(subject.options, batches))
         user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
         reference = Network(calibrated.float_graph)
@@ -99,7 +108,13 @@ class Found:
             when: {name: finite(value) for name, value in found.items()}
             for when, found in (("before", self.before), ("after", self.after))
         }
-        return {"metric": gate.text, "float": floats, "metrics": metrics, "runs": self.runs, "config": self.config}
+        return {
+            "metric": gate.text,
+            "float": floats,
+            "metrics": metrics,
+            "runs": self.runs,
+            "config": self.config,
+        }
 
     def lines(self, gate: Gate, paths: Mapping[str, str]) -> list[str]:
         """For people."""
@@ -108,7 +123,9 @@ class Found:
             return [*said, f"{gate.text} holds already: nothing is changed"]
         names = [paths.get(layer, layer) for part in self.chosen for layer in part.layers]
         extra = sum(part.cost for part in self.chosen)
-        more = f"{len(names)} layers, {extra / 1e6:.3f} MB of weights and of one sample's values"
+        more = (
+            f"{len(names)} layers, {extra / 1e6:.3f} MB of weights and of one sample's values"
+        )
         tests = f"{self.runs} test runs"
         return [
             *said,
@@ -140,7 +157,9 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
     runs = dict[tuple[str, ...], Mapping[str, float]]()
 
     def document(chosen: Sequence[Part]) -> dict[str, Any]:
-        return with_float(subject.read.config.document, [name for part in chosen for name in part.layers])
+        return with_float(
+            subject.read.config.document, [name for part in chosen for name in part.layers]
+        )
 
     def check(metrics: Collection[str]) -> None:
         require_known(about_all([gate]), names_in_test(metrics, options, directions))
@@ -148,7 +167,9 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
     def holds(chosen: Sequence[Part]) -> bool:
         key = tuple(name for part in chosen for name in part.layers)
         if key not in runs:
-            config = check_document(Document.of(document(chosen), "the config with layers in float")).require()
+            config = check_document(
+                Document.of(document(chosen), "the config with layers in float")
+            ).require()
             calibrated, _ = subject.calibrated(config)
             follower = progress(quiet=options.json)
             scores = score(calibrated, loaded.module, evaluation, follower, evaluator, check)
@@ -163,6 +184,9 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
     candidates = parts(plan, found)
     chosen = cheapest(candidates, holds)
     if chosen is None:
-        raise GateError(f"{gate.text} does not hold with any of these layers in float", help="lower the bound")
+        raise GateError(
+            f"{gate.text} does not hold with any of these layers in float",
+            help="lower the bound",
+        )
     key = tuple(name for part in chosen for name in part.layers)
     return Found(chosen, document(chosen), runs[()], runs[key], len(runs)), gate, found

@@ -16,7 +16,9 @@ _PLAN = SetKind("plan.json", changed="", missing="", again="")
 
 def layers_of_model(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """Layers of `--model`, once a command has traced it; without one, of the model traced last in this folder."""
-    return [name for name in known_layers(ctx.params.get("model")) if name.startswith(incomplete)]
+    return [
+        name for name in known_layers(ctx.params.get("model")) if name.startswith(incomplete)
+    ]
 
 
 def layers_of_results(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:

@@ -16,7 +16,11 @@ from quantizer.errors import UsageError
 
 @command()
 @click.argument("file", type=Place())
-@click.option("--to", type=click.Choice(list(WRITERS)), help="The form to write.  [default: the other one]")
+@click.option(
+    "--to",
+    type=click.Choice(list(WRITERS)),
+    help="The form to write.  [default: the other one]",
+)
 @output_option(default="-", help="Write to FILE, not to the screen.")
 def convert(file: str, to: Form | None, output: str) -> int:
     """Write a config in the other form. If that form cannot express it, print why and write nothing.
@@ -31,7 +35,10 @@ def convert(file: str, to: Form | None, output: str) -> int:
     config = result.require()
     wanted: Form = to or ("hierarchical" if config.form == "layered" else "layered")
     if wanted == config.form:
-        raise UsageError(f"{file} is of the {wanted} form already", help="leave --to out to write the other form")
+        raise UsageError(
+            f"{file} is of the {wanted} form already",
+            help="leave --to out to write the other form",
+        )
     other = converted(config, wanted)
     told = [found for found in result.diagnostics if found.severity != "note"]
     print_diagnostics(by_place([*told, *other.findings]), result.sources)

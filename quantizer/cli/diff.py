@@ -17,7 +17,10 @@ from quantizer.config.wording import quoted
 from quantizer.errors import GateError, UsageError
 from quantizer.printable import json_text
 
-_OF_MODELS = ("no_cache", *(name for name in LOOK if name not in ("config_file", "output", "json")))
+_OF_MODELS = (
+    "no_cache",
+    *(name for name in LOOK if name not in ("config_file", "output", "json")),
+)
 """The options about a model."""
 
 
@@ -49,12 +52,21 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
     are_folders = [Path(place).is_dir() for place in (first, second)]
     if are_folders[0] or options.model is None:
         tables = () if are_folders[0] else TABLE
-        refuse_typed((*_OF_MODELS, *tables), "with --model two configs are compared by what they do to its layers")
+        refuse_typed(
+            (*_OF_MODELS, *tables),
+            "with --model two configs are compared by what they do to its layers",
+        )
     if are_folders[0] != are_folders[1]:
-        raise UsageError("one is a folder and the other is not", help="give two config files or two result folders")
+        raise UsageError(
+            "one is a folder and the other is not",
+            help="give two config files or two result folders",
+        )
     if not are_folders[0] and options.model is None:
         if options.fail_on:
-            raise UsageError("two configs alone do not tell which is worse", help="give --model, or two result folders")
+            raise UsageError(
+                "two configs alone do not tell which is worse",
+                help="give --model, or two result folders",
+            )
         _show_values(first, second, options)
         return
     from quantizer.cli.diff_layers import of_configs, of_folders  # which need torch
@@ -66,14 +78,19 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
         text = f"note: not judged, as it is not known whether less or more is better: {names}"
         say(f"{text}; {how_to_declare(found.unknown[0])}, and test both again", err=True)
     if options.fail_on and found.worse:
-        raise GateError(f"worse: {', '.join(found.worse)}", help="the table above shows which layers lose most")
+        raise GateError(
+            f"worse: {', '.join(found.worse)}",
+            help="the table above shows which layers lose most",
+        )
 
 
 def _show_values(first: str, second: str, options: DiffOptions) -> None:
     try:
         found = compared(load_config(first).require(), load_config(second).require())
     except ValueError as error:
-        raise UsageError(str(error), help="give --model to compare what they do to its layers") from None
+        raise UsageError(
+            str(error), help="give --model to compare what they do to its layers"
+        ) from None
     if options.json:
         click.echo(json_text({"values": found}))
         return

@@ -14,7 +14,15 @@ from quantizer.errors import UsageError
 from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import needs_values
 from quantizer.printable import json_text
-from quantizer.report.difference import Difference, Side, difference, difference_table, figure_lines, of_folder, of_plan
+from quantizer.report.difference import (
+    Difference,
+    Side,
+    difference,
+    difference_table,
+    figure_lines,
+    of_folder,
+    of_plan,
+)
 
 
 def of_folders(first: str, second: str, options: Options) -> Difference:

@@ -24,7 +24,14 @@ STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red
 
 
 @command()
-@takes(*(name for name in LOOK if name != "output"), "subset_len", "seed", "device", "output_dir", "memory")
+@takes(
+    *(name for name in LOOK if name != "output"),
+    "subset_len",
+    "seed",
+    "device",
+    "output_dir",
+    "memory",
+)
 def doctor(options: Options) -> None:
     """Check machine, config, data and model in one pass: what would be slow, wrong or left in float, with the remedy.
 
@@ -40,12 +47,18 @@ def doctor(options: Options) -> None:
     else:
         console = session.console()
         for check in found:
-            line = Text.assemble((f"{check.level:8}", STYLES[check.level]), one_line(f"{check.part}: {check.text}"))
+            line = Text.assemble(
+                (f"{check.level:8}", STYLES[check.level]),
+                one_line(f"{check.part}: {check.text}"),
+            )
             console.print(line, soft_wrap=True)
             if check.help:
                 console.print(Text(one_line(f"        help: {check.help}")), soft_wrap=True)
     if errors := sum(check.level == "error" for check in found):
-        raise GateError(f"{errors} error{'' if errors == 1 else 's'} found", help="each has its remedy above")
+        raise GateError(
+            f"{errors} error{'' if errors == 1 else 's'} found",
+            help="each has its remedy above",
+        )
 
 
 def _checks(options: Options) -> Iterator[Check]:
@@ -63,13 +76,20 @@ def _checks(options: Options) -> Iterator[Check]:
 
 def _config(result: LoadResult | None) -> Iterator[Check]:
     if result is None:
-        yield Check("config", "note", "no --config_file: the built-in default for the DPU would hold", "quantizer init")
+        yield Check(
+            "config",
+            "note",
+            "no --config_file: the built-in default for the DPU would hold",
+            "quantizer init",
+        )
         return
     for found in result.diagnostics:
         if found.severity != "note":
             where = f"{found.place}: " if found.place else ""
             level: Level = "error" if found.severity == "error" else "warning"
-            yield Check("config", level, f"{where}{found.code}: {found.message}", found.help or "")
+            yield Check(
+                "config", level, f"{where}{found.code}: {found.message}", found.help or ""
+            )
     if result.config is not None:
         yield Check("config", "ok", f"{result.config.source} is valid")
 
@@ -80,7 +100,9 @@ def _model(options: Options, config: Config | None) -> Iterator[Check]:
     yield from checkup.data(batches)
     if loaded.evaluate is None and loaded.evaluation_data is None and options.eval_data is None:
         text = "test mode would compare both networks on the calibration data"
-        yield Check("data", "note", text, "evaluation_data() in the model's file, or --eval_data")
+        yield Check(
+            "data", "note", text, "evaluation_data() in the model's file, or --eval_data"
+        )
     traced = traced_from(options, loaded, batches, tested=config is not None)
     original = traced.graph
     lengths = f", {len(original.lengths)} open lengths" if original.lengths else ""

@@ -44,7 +44,9 @@ def run_exact(
 ) -> Outcome:
     """Run the batches again in integers; adds the metric `exact_equal` and a table, and writes exact.json."""
     with Stage(progress(quiet=options.quiet), "exact", batches.total) as stage:
-        found = compare_exact(graph, info.solution, stage.counted(batch.to("cpu") for batch in batches))
+        found = compare_exact(
+            graph, info.solution, stage.counted(batch.to("cpu") for batch in batches)
+        )
     content = asdict(found) | {"equal": found.equal}
     if place is not None:
         write_json(place / "exact.json", content)
@@ -52,17 +54,31 @@ def run_exact(
     return replace(
         outcome,
         metrics={**outcome.metrics, **metric},
-        content={**outcome.content, "metrics": {**outcome.content["metrics"], **metric}, "exact": content},
+        content={
+            **outcome.content,
+            "metrics": {**outcome.content["metrics"], **metric},
+            "exact": content,
+        },
         shown=[*outcome.shown, exact_table(found, table_view(options, graph)), *_lines(found)],
     )
 
 
 def _lines(found: ExactComparison) -> list[RenderableType]:
     """What the table does not say: overflows, layers in float, and the answer."""
-    overflows = [f"int32 overflow: the accumulator of {name}, batch {batch}" for name, batch in found.overflows.items()]
+    overflows = [
+        f"int32 overflow: the accumulator of {name}, batch {batch}"
+        for name, batch in found.overflows.items()
+    ]
     floats = [f"in float: {name}: {why}" for name, why in found.floats.items()]
-    codes, differing = sum(row.codes for row in found.layers), sum(row.differing for row in found.layers)
-    return [*overflows, *floats, f"exact_equal {found.equal:.6g}: {differing} of {codes} codes differ"]
+    codes, differing = (
+        sum(row.codes for row in found.layers),
+        sum(row.differing for row in found.layers),
+    )
+    return [
+        *overflows,
+        *floats,
+        f"exact_equal {found.equal:.6g}: {differing} of {codes} codes differ",
+    ]
 
 
 def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
@@ -129,7 +145,21 @@ def deploy(
         lines += [check.line for check in found.engines if check.agrees]
     if files or folder.exists():
         write_json(folder / "verify.json", files)
-    shown = [*outcome.shown, *lines, *(str(refusal).partition("\n")[0] for refusal in refusals[1:])]
-    content = {**outcome.content, "metrics": {**outcome.content["metrics"], **metrics}, "deployed": files}
+    shown = [
+        *outcome.shown,
+        *lines,
+        *(str(refusal).partition("\n")[0] for refusal in refusals[1:]),
+    ]
+    content = {
+        **outcome.content,
+        "metrics": {**outcome.content["metrics"], **metrics},
+        "deployed": files,
+    }
     measured = {**outcome.metrics, **metrics}
-    return replace(outcome, metrics=measured, content=content, shown=shown, error=next(iter(refusals), None))
+    return replace(
+        outcome,
+        metrics=measured,
+        content=content,
+        shown=shown,
+        error=next(iter(refusals), None),
+    )

@@ -8,7 +8,14 @@ import click
 from quantizer.cli.completion import layers_of_model
 from quantizer.cli.options import LOOK, Options, command, takes
 from quantizer.cli.typed import refuse_typed
-from quantizer.config.pages import code_page, contents, key_names, key_page, setting_names, setting_page
+from quantizer.config.pages import (
+    code_page,
+    contents,
+    key_names,
+    key_page,
+    setting_names,
+    setting_page,
+)
 from quantizer.config.rules import all_codes
 from quantizer.config.wording import closest, listed, quoted
 from quantizer.errors import UsageError
@@ -21,7 +28,11 @@ def _completed(ctx: click.Context, parameter: click.Parameter, incomplete: str) 
     """For a shell: layers with --model, else codes and keys."""
     if ctx.params.get("model"):
         return layers_of_model(ctx, parameter, incomplete)
-    return [each for each in (*key_names(), *setting_names(), *all_codes()) if each.startswith(incomplete)]
+    return [
+        each
+        for each in (*key_names(), *setting_names(), *all_codes())
+        if each.startswith(incomplete)
+    ]
 
 
 @command()
@@ -53,13 +64,17 @@ def explain(name: str | None, options: Options) -> int | None:
     elif name.lower() in setting_names():
         page = setting_page(name.lower())
     else:
-        raise UsageError(f"there is no code and no config key {quoted(name)}", help=_help_for(name))
+        raise UsageError(
+            f"there is no code and no config key {quoted(name)}", help=_help_for(name)
+        )
     click.echo(_LINK.sub(r"\1", page), nl=False)
     return None
 
 
 def _help_for(name: str) -> str:
-    beginning = [code for code in all_codes() if len(name) > 2 and code.startswith(name.upper())]
+    beginning = [
+        code for code in all_codes() if len(name) > 2 and code.startswith(name.upper())
+    ]
     near = listed(beginning) or closest(name, [*key_names(), *setting_names(), *all_codes()])
     every = "`quantizer explain` lists all codes and keys, and --model M explains a layer"
     return f"did you mean {near}? {every}" if near else every

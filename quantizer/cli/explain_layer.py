@@ -43,7 +43,9 @@ def explain_layer(name: str, options: Options) -> None:
         found = {n: {role: t.to_json() for role, t in plan.of_layer(n).items()} for n in layers}
         click.echo(json_text(found))
         return
-    document = read_document(options.config_file) if options.config_file else Document.of({}, "")
+    document = (
+        read_document(options.config_file) if options.config_file else Document.of({}, "")
+    )
     for layer in layers:
         for line in _lines(plan, layer, document, read.config.form):
             say(line)
@@ -54,7 +56,9 @@ def _lines(plan: Plan, layer: str, document: Document, form: str) -> Iterator[st
     yield layer
     for role, tensor in plan.of_layer(layer).items():
         others = [name for name in tensor.members if name != layer]
-        yield f"  {_word(role, form)}" + (f" (shared with {', '.join(others)})" if others else "")
+        yield f"  {_word(role, form)}" + (
+            f" (shared with {', '.join(others)})" if others else ""
+        )
         for key, (value, origin) in _values(tensor, document, form).items():
             yield f"    {key:<24}{listed([value]):<29}{origin}"
     for role in (role for name, role in plan.off if name == layer):
@@ -67,25 +71,53 @@ def _lines(plan: Plan, layer: str, document: Document, form: str) -> Iterator[st
 
 def _values(tensor: TensorPlan, document: Document, form: str) -> dict[str, tuple[Any, str]]:
     """Each key that decides something, its value, and its place in the file or "default"."""
-    read = {field: origin for field, origin in tensor.origins.items() if tensor.spec.is_scaled or field == "dtype"}
-    paths = {origin: document.paths_at[origin] for origin in read.values() if origin in document.paths_at}
+    read = {
+        field: origin
+        for field, origin in tensor.origins.items()
+        if tensor.spec.is_scaled or field == "dtype"
+    }
+    paths = {
+        origin: document.paths_at[origin]
+        for origin in read.values()
+        if origin in document.paths_at
+    }
     found = {str(path[-1]): (document.at(*path), origin) for origin, path in paths.items()}
     for path in list(paths.values()):
-        element = (*path[:-1], "mx_element_dtype")  # it decides the number format together with dtype
+        element = (
+            *path[:-1],
+            "mx_element_dtype",
+        )  # it decides the number format together with dtype
         if path[-1] == "dtype" and pointer_to(*element) in document:
-            found["mx_element_dtype"] = (document.at(*element), str(document.place(pointer_to(*element))))
+            found["mx_element_dtype"] = (
+                document.at(*element),
+                str(document.place(pointer_to(*element))),
+            )
     fields = frozenset(field for field, origin in read.items() if origin not in paths)
     idle = {"is_dynamic"} if is_parameter(tensor.role) else set()
-    rule = {"symmetric_scale": tensor.spec.symmetric_scale} if tensor.spec.has_symmetric_scale else {}
+    rule = (
+        {"symmetric_scale": tensor.spec.symmetric_scale}
+        if tensor.spec.has_symmetric_scale
+        else {}
+    )
     defaults = _defaults(tensor.spec, fields, form) | rule
-    return found | {key: (value, "default") for key, value in defaults.items() if key not in {*found, *idle}}
+    return found | {
+        key: (value, "default") for key, value in defaults.items() if key not in {*found, *idle}
+    }
 
 
 def _defaults(spec: QuantizationSpec, fields: frozenset[str], form: str) -> dict[str, Any]:
     """The keys that would decide these fields of the spec as they are."""
-    words = specification(spec) if form == "hierarchical" else {"datatype": spec.dtype, **parameters(spec)}
+    words = (
+        specification(spec)
+        if form == "hierarchical"
+        else {"datatype": spec.dtype, **parameters(spec)}
+    )
     decided = FIELDS_OF_KEYS if form == "hierarchical" else FIELDS
-    return {word: value for word, value in words.items() if decided.get(word, word) in fields and value is not None}
+    return {
+        word: value
+        for word, value in words.items()
+        if decided.get(word, word) in fields and value is not None
+    }
 
 
 def _word(role: str, form: str) -> str:

@@ -21,7 +21,11 @@ def progress(*, quiet: bool) -> Events:
     """Who shows how far a run is: a bar on a terminal, but never in CI, else lines; or nobody."""
     if quiet:
         return NOBODY
-    return Bars(session.console(stderr=True)) if sys.stderr.isatty() and not os.environ.get("CI") else Lines()
+    return (
+        Bars(session.console(stderr=True))
+        if sys.stderr.isatty() and not os.environ.get("CI")
+        else Lines()
+    )
 
 
 def followed(sources: Mapping[str, str], *, quiet: bool) -> Forked:
@@ -62,6 +66,10 @@ class Lines(Events):
     def _line(self, stage: Stage) -> str:
         if not stage.total:
             return f"{stage.name} {stage.done} {stage.unit}"
-        left = (time.monotonic() - self._started) / max(stage.done, 1) * (stage.total - stage.done)
+        left = (
+            (time.monotonic() - self._started) / max(stage.done, 1) * (stage.total - stage.done)
+        )
         share = 100 * stage.done // stage.total
-        return f"{stage.name} {stage.done}/{stage.total} {stage.unit} {share} % eta {left:.0f} s"
+        return (
+            f"{stage.name} {stage.done}/{stage.total} {stage.unit} {share} % eta {left:.0f} s"
+        )

@@ -30,7 +30,9 @@ EXACT_EQUAL, INT8_SHARE = "exact_equal", "onnx_int8_share"
 """What `--exact` and `--deploy onnx` find besides."""
 FIGURE_DIGITS, MOST_DIGITS = 3, 17
 """Digits of a metric beside its gate: at least, and so many that they are the number."""
-_GATE = re.compile(r"\s*([A-Za-z_][\w.]*(?:\[.+\])?)\s*(>=|<=|==|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+_GATE = re.compile(
+    r"\s*([A-Za-z_][\w.]*(?:\[.+\])?)\s*(>=|<=|==|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*"
+)
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,12 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
                 text = f"{gate.option} {gate.text!r}: whether less or more of {base!r} is better is not known"
                 raise UsageError(text, help=how_to_declare(base))
             near = closest(gate.metric, known)
-            help_ = f'did you mean "{near}"?' if near else f"known here: {', '.join(sorted(known))}"
-            raise UsageError(f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=help_)
+            help_ = (
+                f'did you mean "{near}"?' if near else f"known here: {', '.join(sorted(known))}"
+            )
+            raise UsageError(
+                f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=help_
+            )
 
 
 def require_known_parts(gates: Iterable[Gate], outputs: Sequence[Output]) -> None:
@@ -133,10 +139,14 @@ def require_measured(gates: Iterable[Gate], not_measured: Mapping[str, str]) -> 
         for name, reason in not_measured.items():
             if gate.metric in paired({name: BOTH}) or gate.metric == name:
                 remedy = "gate a metric that this run measures, or let evaluate() give this one"
-                raise UsageError(f"{gate.option} {gate.text!r} is not measured: {reason}", help=remedy)
+                raise UsageError(
+                    f"{gate.option} {gate.text!r} is not measured: {reason}", help=remedy
+                )
 
 
-def names_in_test(metrics: Iterable[str], options: Options, directions: Directions = BY_NAME) -> set[str]:
+def names_in_test(
+    metrics: Iterable[str], options: Options, directions: Directions = BY_NAME
+) -> set[str]:
     """Return what gates of test mode may ask for.
 
     Args:

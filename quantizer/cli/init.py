@@ -21,7 +21,9 @@ STRATEGIES = {
     "smoothquant": "smoothquant_int8",
     "awq": "awq_int4_group",
     "gptq": "gptq_int4_group",
-    **{name: name for name in ("gguf_q4_0", "gguf_q4_1", "gguf_q5_0", "gguf_q5_1", "gguf_q8_0")},
+    **{
+        name: name for name in ("gguf_q4_0", "gguf_q4_1", "gguf_q5_0", "gguf_q5_1", "gguf_q8_0")
+    },
 }
 """The preset for each device, and for each strategy, all of these in the hierarchical form."""
 
@@ -39,9 +41,18 @@ STRATEGIES = {
     help="Write the hierarchical form: weights only, activations in calibrated (static) or run-time (dynamic) ranges, "
     f"an algorithm, or a type of blocks of llama.cpp: {', '.join(STRATEGIES)}.",
 )
-@click.option("--preset", type=click.Choice(presets()), metavar="NAME", help="Write one of the presets of --list.")
+@click.option(
+    "--preset",
+    type=click.Choice(presets()),
+    metavar="NAME",
+    help="Write one of the presets of --list.",
+)
 @click.option("--list", "list", is_flag=True, help="List every preset and when to use it.")
-@output_option(default="quantize_config.json", show_default=True, help="Where to write it; - for standard output.")
+@output_option(
+    default="quantize_config.json",
+    show_default=True,
+    help="Where to write it; - for standard output.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
 @takes(*MODEL, model="Also say whether another strategy suits this model better.")
 def init(
@@ -73,10 +84,13 @@ def init(
     if Path(output).is_dir():
         raise UsageError(f"{output} is a directory", help="give the path of a file with -o")
     if Path(output).exists() and not overwrite:
-        raise UsageError(f"{output} is there already", help="write another file with -o, or give --overwrite")
+        raise UsageError(
+            f"{output} is there already", help="write another file with -o, or give --overwrite"
+        )
     write_text(output, text)
     click.echo(
-        f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` explains a key", err=True
+        f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` explains a key",
+        err=True,
     )
     if proposed:
         click.echo(proposed, err=True)
@@ -87,7 +101,9 @@ def _proposed(strategy: str | None, options: Options) -> str | None:
     if options.model is None:
         refuse_typed(MODEL, "with --model init looks whether the strategy suits the model")
         return None
-    found: str | None = importlib.import_module("quantizer.cli.proposal").proposal(strategy, options)
+    found: str | None = importlib.import_module("quantizer.cli.proposal").proposal(
+        strategy, options
+    )
     return found
 
 
@@ -95,7 +111,9 @@ def _listing() -> str:
     """Each preset with its comment, which says when to use it; a line each, unless a terminal is too narrow."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     formatter = click.HelpFormatter(indent_increment=0, width=width)
-    formatter.write_dl([(name, load_resource("configs", f"{name}.json")["//"]) for name in presets()])
+    formatter.write_dl(
+        [(name, load_resource("configs", f"{name}.json")["//"]) for name in presets()]
+    )
     return f"{formatter.getvalue()}`quantizer init --preset NAME` writes one of them\n"
 
 
@@ -111,8 +129,13 @@ def _text(device: str | None, strategy: str | None, preset: str | None) -> str:
     if not device or not (strategy or preset):
         return text
     if form == "layered":
-        raise UsageError(f"the preset {name} says its device itself", help="leave out --device, or change the file")
+        raise UsageError(
+            f"the preset {name} says its device itself",
+            help="leave out --device, or change the file",
+        )
     if device == "DPU":
         given = f"--strategy {strategy}" if strategy else f"--preset {preset}"
-        raise UsageError(f"{given} does not go with --device DPU", help="the DPU has the layered form only")
+        raise UsageError(
+            f"{given} does not go with --device DPU", help="the DPU has the layered form only"
+        )
     return text.replace('"target_device": "CPU"', f'"target_device": "{device}"')

@@ -33,10 +33,25 @@ COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 
 @command()
 @takes(*TABLE, "filter", "no_cache", *LOOK)
-@click.option("--target", type=click.Choice(["DPU"]), help="List which layers this device can run, and why not.")
-@click.option("--algorithms", is_flag=True, help="List blocks, layers that share an input, and where factors fold.")
-@click.option("--gate", multiple=True, metavar="TEST", help="Exit with 1 unless TEST holds, e.g. 'cpu_operators<=2'.")
-def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
+@click.option(
+    "--target",
+    type=click.Choice(["DPU"]),
+    help="List which layers this device can run, and why not.",
+)
+@click.option(
+    "--algorithms",
+    is_flag=True,
+    help="List blocks, layers that share an input, and where factors fold.",
+)
+@click.option(
+    "--gate",
+    multiple=True,
+    metavar="TEST",
+    help="Exit with 1 unless TEST holds, e.g. 'cpu_operators<=2'.",
+)
+def inspect(
+    options: Options, target: str | None, algorithms: bool, gate: tuple[str, ...]
+) -> None:
     """List each layer's name, operator and output shape, what is quantized, and why the rest is not.
 
     Without a config it lists the network as it is, and all that can be quantized. With --target DPU, or a config for
@@ -53,17 +68,28 @@ def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[
     gates = [parse_gate(text) for text in gate]
     read = config_to_look(options.config_file)
     settings = read.config.settings
-    for_dpu = target is not None or (options.config_file is not None and settings.target_device == "DPU")
+    for_dpu = target is not None or (
+        options.config_file is not None and settings.target_device == "DPU"
+    )
     if algorithms and for_dpu:
-        raise UsageError("--algorithms and the DPU do not go together", help="leave out --target, or the DPU's config")
+        raise UsageError(
+            "--algorithms and the DPU do not go together",
+            help="leave out --target, or the DPU's config",
+        )
     if algorithms and (given := [n for n in ("names", "top", "filter") if getattr(options, n)]):
-        raise UsageError(f"--{given[0]} is for tables of layers", help="leave it out, or --algorithms")
+        raise UsageError(
+            f"--{given[0]} is for tables of layers", help="leave it out, or --algorithms"
+        )
     if gates and not for_dpu:
-        raise UsageError("--gate asks what the DPU can run", help="add --target DPU, or a config for the DPU")
+        raise UsageError(
+            "--gate asks what the DPU can run", help="add --target DPU, or a config for the DPU"
+        )
     require_known(gates, COUNTS)
     if for_dpu:
         settings = dataclasses.replace(settings, target_device="DPU")
-        read = dataclasses.replace(read, config=dataclasses.replace(read.config, settings=settings))
+        read = dataclasses.replace(
+            read, config=dataclasses.replace(read.config, settings=settings)
+        )
     with session.notes_on_stderr(options.json):
         values = needs_values(settings) or bool(options.file)
         original = traced_model(options, values=values).graph
@@ -77,7 +103,9 @@ def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[
     if for_dpu:
         found = verdicts(plan)
         metrics = _counts(plan.graph, found)
-        content |= metrics | {"support": {name: verdict.to_json() for name, verdict in found.items()}}
+        content |= metrics | {
+            "support": {name: verdict.to_json() for name, verdict in found.items()}
+        }
     if options.json:
         click.echo(json_text(content))
     elif for_dpu:
@@ -92,7 +120,10 @@ def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[
         for line in met(gates, metrics):
             click.echo(line)
     if failed := [each.text for each in gates if not each.holds(metrics)]:
-        raise GateError(f"not met: {', '.join(failed)}", help="the table above says why a layer cannot run on the DPU")
+        raise GateError(
+            f"not met: {', '.join(failed)}",
+            help="the table above says why a layer cannot run on the DPU",
+        )
 
 
 def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) -> None:
@@ -107,18 +138,30 @@ def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) ->
         click.echo(json_text(found or dataclasses.asdict(find_structure(graph))))
         return
     for title, each in (named or {"": find_structure(graph)}).items():
-        for part in filter(None, (f"{title}:" if title else "", *structure_tables(graph, each))):
+        for part in filter(
+            None, (f"{title}:" if title else "", *structure_tables(graph, each))
+        ):
             session.console().print(part) if isinstance(part, Listing) else say(str(part))
 
 
 def _counts(graph: Graph, found: dict[str, Verdict]) -> dict[str, float]:
     """How many operators run on the DPU, how many do not, and in how many pieces."""
     devices = [verdict.device for verdict in found.values()]
-    return dict(zip(COUNTS, (devices.count("DPU"), devices.count("CPU"), subgraphs(graph, found)), strict=True))
+    return dict(
+        zip(
+            COUNTS,
+            (devices.count("DPU"), devices.count("CPU"), subgraphs(graph, found)),
+            strict=True,
+        )
+    )
 
 
 def _show_support(
-    plan: Plan, found: dict[str, Verdict], reference: Graph, metrics: dict[str, float], view: View
+    plan: Plan,
+    found: dict[str, Verdict],
+    reference: Graph,
+    metrics: dict[str, float],
+    view: View,
 ) -> None:
     """The table, what is approximated, the documents, and the sums."""
     session.console().print(dpu_tables.support_table(plan.graph, found, view))

@@ -8,7 +8,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143} | ({signal.SIGHUP: 143} if hasattr(signal, "SIGHUP") else {})
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143} | (
+    {signal.SIGHUP: 143} if hasattr(signal, "SIGHUP") else {}
+)
 """The exit code of each signal."""
 
 

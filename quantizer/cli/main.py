@@ -49,18 +49,45 @@ from quantizer.sources.user_code import imported_once, raised
 
 COMMANDS = {
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
-    "validate": ("quantizer.cli.validate:validate", "Check config files and list all their errors."),
+    "validate": (
+        "quantizer.cli.validate:validate",
+        "Check config files and list all their errors.",
+    ),
     "convert": ("quantizer.cli.convert:convert", "Write a config in the other form."),
-    "explain": ("quantizer.cli.explain:explain", "Explain an error code, a config key, or a layer's settings."),
-    "doctor": ("quantizer.cli.doctor:doctor", "Check machine, config, data and model before a run."),
-    "inspect": ("quantizer.cli.inspect:inspect", "List the layers of a model and what can be quantized."),
+    "explain": (
+        "quantizer.cli.explain:explain",
+        "Explain an error code, a config key, or a layer's settings.",
+    ),
+    "doctor": (
+        "quantizer.cli.doctor:doctor",
+        "Check machine, config, data and model before a run.",
+    ),
+    "inspect": (
+        "quantizer.cli.inspect:inspect",
+        "List the layers of a model and what can be quantized.",
+    ),
     "plan": ("quantizer.cli.plan:plan", "Show what a config does to a model, without data."),
     "report": ("quantizer.cli.report:report", "Write the page about a result folder again."),
-    "analyze": ("quantizer.cli.analyze:analyze", "Find how few bits each layer tolerates, for a given size."),
-    "retune": ("quantizer.cli.retune:retune", "Find scales anew from what calibration has kept."),
-    "diff": ("quantizer.cli.diff:diff", "Show what differs between two configs or two result folders."),
-    "merge": ("quantizer.cli.merge:merge", "Make one calibration of result folders calibrated apart."),
-    "schema": ("quantizer.cli.schema:schema", "Print the JSON Schema of the config, for editors."),
+    "analyze": (
+        "quantizer.cli.analyze:analyze",
+        "Find how few bits each layer tolerates, for a given size.",
+    ),
+    "retune": (
+        "quantizer.cli.retune:retune",
+        "Find scales anew from what calibration has kept.",
+    ),
+    "diff": (
+        "quantizer.cli.diff:diff",
+        "Show what differs between two configs or two result folders.",
+    ),
+    "merge": (
+        "quantizer.cli.merge:merge",
+        "Make one calibration of result folders calibrated apart.",
+    ),
+    "schema": (
+        "quantizer.cli.schema:schema",
+        "Print the JSON Schema of the config, for editors.",
+    ),
 }
 """Each subcommand: where it is, and its help, so that `--help` imports none of them."""
 
@@ -93,20 +120,31 @@ class LazyCommands(GroupedCommand, click.Group):
         if args[0] not in COMMANDS:
             near = closest(args[0], [*COMMANDS, *QUANT_MODES])
             words = f"--quant_mode {near} ..." if near in QUANT_MODES else near
-            ctx.fail(f"No such command '{args[0]}'." + (f" Did you mean 'quantizer {words}'?" if near else ""))
+            ctx.fail(
+                f"No such command '{args[0]}'."
+                + (f" Did you mean 'quantizer {words}'?" if near else "")
+            )
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
+        found = [
+            CompletionItem(name, help=text)
+            for name, (_, text) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write_usage("quantizer", f"--quant_mode {'|'.join(QUANT_MODES)} --model MODEL [OPTIONS]")
+        formatter.write_usage(
+            "quantizer", f"--quant_mode {'|'.join(QUANT_MODES)} --model MODEL [OPTIONS]"
+        )
         formatter.write_usage("quantizer", "COMMAND [ARGS]...", prefix="       ")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name.ljust(NAMES_WIDTH), text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl(
+                [(name.ljust(NAMES_WIDTH), text) for name, (_, text) in COMMANDS.items()]
+            )
         super().format_options(ctx, formatter)
 
 
@@ -140,7 +178,9 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
     my_model.py is a file of yours with two functions: model() returns a torch.nn.Module, calibration_data() an
     iterable of batches.
     """
-    ctx.color = {"always": True, "never": False}.get(color, False if os.environ.get("NO_COLOR") else None)
+    ctx.color = {"always": True, "never": False}.get(
+        color, False if os.environ.get("NO_COLOR") else None
+    )
     if ctx.invoked_subcommand is not None:
         if was_typed(ctx, "quant_mode"):
             raise click.UsageError("--quant_mode does not go with a subcommand.")
@@ -165,10 +205,13 @@ def main() -> NoReturn:
     if output.lost is not None:
         reason = output.lost.strerror or output.lost
         _show(
-            f"standard output cannot be written: {reason}", "what was to be printed is lost; results in files are whole"
+            f"standard output cannot be written: {reason}",
+            "what was to be printed is lost; results in files are whole",
         )
         code = code or ResultError.exit_code
-    if code and torchrun.is_used():  # exchanges with a lost rank are pending, and would keep the interpreter waiting
+    if (
+        code and torchrun.is_used()
+    ):  # exchanges with a lost rank are pending, and would keep the interpreter waiting
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -200,7 +243,10 @@ def _run(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in TORCH:
             return _internal_error(error, arguments)
-        _show(f"this command needs {error.name}, which this Python does not have", pip_line("torch"))
+        _show(
+            f"this command needs {error.name}, which this Python does not have",
+            pip_line("torch"),
+        )
         return UsageError.exit_code
     except Exception as error:  # noqa: BLE001 - the last boundary: whatever it is, the user gets a sentence
         text = lost_worker(error)
@@ -269,7 +315,10 @@ def _internal_error(error: Exception, arguments: list[str]) -> int:
             where = f"the traceback is in {folder / 'run.log'}"
         except OSError:
             pass
-    _show(one_line(f"internal error: {type(error).__name__}: {error}"), f"this is a bug of quantizer; {where}")
+    _show(
+        one_line(f"internal error: {type(error).__name__}: {error}"),
+        f"this is a bug of quantizer; {where}",
+    )
     return QuantizerError.exit_code
 
 

@@ -71,7 +71,12 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
         job = Job(
             TracedTarget(original),
             config,
-            Batches(lambda: iter((batch,)), "an example input", fingerprint=merged_data(infos), stamp=_stamp(infos)),
+            Batches(
+                lambda: iter((batch,)),
+                "an example input",
+                fingerprint=merged_data(infos),
+                stamp=_stamp(infos),
+            ),
             followed({}, quiet=options.quiet),
             seed=infos[0].header["seed"],
             statistics=tuple(statistics_of(info) for info in infos),
@@ -79,12 +84,18 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
             levels=first.solution.levels,
         )
         pipeline.run(job)
-        results.write_results(folder, original, config, job.calibration, job.solution, job.header, origins)
+        results.write_results(
+            folder, original, config, job.calibration, job.solution, job.header, origins
+        )
         opened = results.open_written(folder, READ)
         commands = remember(opened, "merge", words_of_merge(options, places))
         write_report(opened, commands=commands)
     said = f"{len(job.plan.tensors)} tensors calibrated on {job.calibration.batches} batches; results: {folder}"
-    found = {"tensors": len(job.plan.tensors), "batches": job.calibration.batches, "results": str(folder)}
+    found = {
+        "tensors": len(job.plan.tensors),
+        "batches": job.calibration.batches,
+        "results": str(folder),
+    }
     return Outcome({}, found, [said])
 
 

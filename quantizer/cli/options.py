@@ -27,7 +27,10 @@ QUANT_MODES = ("float", "calib", "test")
 FINETUNE_MODES = ("adaround", "adaquant")
 GROUPS = ("", "Model", "Data", "Algorithm", "Output", "Debugging")
 NAMES_WIDTH = 20  # longer names have a line of their own, with the description below
-SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
+SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda word: word.replace("-", "_"),
+}
 """For every command: `-h`, and options spelled with hyphens or underscores alike."""
 
 
@@ -58,7 +61,9 @@ class GroupedCommand(click.Command):
             with formatter.section(group or "Options"):
                 # The width of a column is that of its longest name, so one name as wide as allowed aligns all sections.
                 (name, text), *rest = rows
-                formatter.write_dl([(name.ljust(NAMES_WIDTH), text), *rest], col_max=NAMES_WIDTH)
+                formatter.write_dl(
+                    [(name.ljust(NAMES_WIDTH), text), *rest], col_max=NAMES_WIDTH
+                )
 
 
 command = functools.partial(click.command, cls=GroupedCommand, context_settings=SETTINGS)
@@ -86,7 +91,9 @@ def word_of(name: str) -> str:
     return name.rstrip("_")
 
 
-def option(help: str, *others: str, default: Any = None, group: str = "", **settings: Any) -> Any:  # noqa: A002
+def option(
+    help: str, *others: str, default: Any = None, group: str = "", **settings: Any
+) -> Any:  # noqa: A002
     """A field that is an option of its name, under the heading `group`; `others` are more spellings.
 
     A field that is False by default is a flag, one that is () may be repeated; any other default is shown.
@@ -97,7 +104,10 @@ def option(help: str, *others: str, default: Any = None, group: str = "", **sett
         settings["multiple"] = True
     elif default is not None:
         settings = {"default": default, "show_default": True} | settings
-    return field(default=default, metadata={"names": others, "settings": {**settings, "help": help, "group": group}})
+    return field(
+        default=default,
+        metadata={"names": others, "settings": {**settings, "help": help, "group": group}},
+    )
 
 
 _FILE = Place()
@@ -111,7 +121,8 @@ class Options:
     """What a command is asked to do; options that it does not have keep their defaults."""
 
     quant_mode: str = option(
-        "Run the float model, calibrate it, or test what was calibrated.", type=click.Choice(QUANT_MODES)
+        "Run the float model, calibrate it, or test what was calibrated.",
+        type=click.Choice(QUANT_MODES),
     )
     config_file: str | None = _file("The JSON config.", "--config", type=click.Path())
     model: str | None = _file(
@@ -119,8 +130,14 @@ class Options:
         group="Model",
         metavar="MODEL",
     )
-    weights: str | None = _file("Weights: .safetensors, or a .pth that holds only tensors.", group="Model")
-    trust: bool = option("Load a .pt2 file, or run the Python of a Hugging Face folder.", default=False, group="Model")
+    weights: str | None = _file(
+        "Weights: .safetensors, or a .pth that holds only tensors.", group="Model"
+    )
+    trust: bool = option(
+        "Load a .pt2 file, or run the Python of a Hugging Face folder.",
+        default=False,
+        group="Model",
+    )
     device: str = option(
         "Where the model runs: cpu, cuda, cuda:1, or auto: cuda where there is one.",
         default="cpu",
@@ -134,12 +151,18 @@ class Options:
         metavar="DATA",
     )
     eval_data: str | None = _file(
-        "Data for float and test mode, if not the calibration data.", group="Data", metavar="DATA"
+        "Data for float and test mode, if not the calibration data.",
+        group="Data",
+        metavar="DATA",
     )
     evaluate: str | None = _file(
-        "evaluate(model, data), if it is not in the model's file.", group="Data", metavar="FACTORY"
+        "evaluate(model, data), if it is not in the model's file.",
+        group="Data",
+        metavar="FACTORY",
     )
-    preprocess: str | None = _file("How images are read: JSON text or a file.", group="Data", metavar="JSON")
+    preprocess: str | None = _file(
+        "How images are read: JSON text or a file.", group="Data", metavar="JSON"
+    )
     max_unpacked: int | None = option(
         "What a smaller file of data or weights may unpack to, such as 8GB.  [default: 1GB]",
         type=memory_size,
@@ -147,14 +170,22 @@ class Options:
         group="Data",
     )
     subset_len: int | None = _count("Use only the first N samples.", group="Data")
-    batch_size: int | None = _count("Samples per batch.  [default: 32; for texts 1]", group="Data")
+    batch_size: int | None = _count(
+        "Samples per batch.  [default: 32; for texts 1]", group="Data"
+    )
     tokenizer: str | None = _file(
-        "For texts: a tokenizer.json or its folder, if MODEL has none.", group="Data", metavar="PATH"
+        "For texts: a tokenizer.json or its folder, if MODEL has none.",
+        group="Data",
+        metavar="PATH",
     )
     seq_len: int | None = _count(
-        "For texts: tokens per sample.  [default: as calibrated, or 512]", group="Data", type=click.IntRange(2)
+        "For texts: tokens per sample.  [default: as calibrated, or 512]",
+        group="Data",
+        type=click.IntRange(2),
     )
-    stride: int | None = _count("For texts: tokens between the starts of samples.  [default: --seq_len]", group="Data")
+    stride: int | None = _count(
+        "For texts: tokens between the starts of samples.  [default: --seq_len]", group="Data"
+    )
     fast_finetune: str | None = option(
         "Calibration also learns how to round the weights (adaround, if none is named), and their scales (adaquant).",
         is_flag=False,
@@ -173,15 +204,23 @@ class Options:
         metavar="SIZE",
         group="Algorithm",
     )
-    seed: int = _count("Seed of all randomness.", default=0, type=click.IntRange(0), group="Algorithm")
-    resume: bool = option("Continue a stopped calibration from its checkpoint.", default=False, group="Algorithm")
-    output_dir: str = _file("The result folder.", default="quantize_result", group="Output", metavar="DIR")
+    seed: int = _count(
+        "Seed of all randomness.", default=0, type=click.IntRange(0), group="Algorithm"
+    )
+    resume: bool = option(
+        "Continue a stopped calibration from its checkpoint.", default=False, group="Algorithm"
+    )
+    output_dir: str = _file(
+        "The result folder.", default="quantize_result", group="Output", metavar="DIR"
+    )
     report_dir: str | None = _file(
         "Test mode writes its report, log and exports here, and leaves the result folder as it is.",
         group="Output",
         metavar="DIR",
     )
-    overwrite: bool = option("Replace results of another model in it.", default=False, group="Output")
+    overwrite: bool = option(
+        "Replace results of another model in it.", default=False, group="Output"
+    )
     deploy: tuple[str, ...] = option(
         "Test mode also writes the network for another runtime, to DIR/export; may be repeated.",
         default=(),
@@ -216,7 +255,10 @@ class Options:
         group="Output",
     )
     gate: tuple[str, ...] = option(
-        "Exit with 1 unless TEST holds, e.g. 'sqnr_db>=20'.", default=(), metavar="TEST", group="Output"
+        "Exit with 1 unless TEST holds, e.g. 'sqnr_db>=20'.",
+        default=(),
+        metavar="TEST",
+        group="Output",
     )
     names: str | None = option(
         "Name layers in tables by module path or exactly.  [default: path on a terminal, else exact]",
@@ -235,23 +277,37 @@ class Options:
         group="Output",
         shell_complete=layers_of_model,
     )
-    no_cache: bool = option("Trace the model anew, even if a trace of it is known.", default=False, group="Debugging")
+    no_cache: bool = option(
+        "Trace the model anew, even if a trace of it is known.",
+        default=False,
+        group="Debugging",
+    )
     output: str | None = _file("Write the result to FILE.", "-o", group="Output")
     json: bool = option("Print the result as JSON.", default=False, group="Output")
     quiet: bool = option("No progress and no notes.", "-q", default=False, group="Output")
-    inspect: bool = option("Print the table of layers before the run.", default=False, group="Debugging")
+    inspect: bool = option(
+        "Print the table of layers before the run.", default=False, group="Debugging"
+    )
     rank_timeout: int = _count(
-        "Under torchrun: a rank without a sign of life for N seconds is lost.", default=60, group="Debugging"
+        "Under torchrun: a rank without a sign of life for N seconds is lost.",
+        default=60,
+        group="Debugging",
     )
     exact: bool = option(
-        "Test mode also runs the DPU's integers and compares every code.", default=False, group="Debugging"
+        "Test mode also runs the DPU's integers and compares every code.",
+        default=False,
+        group="Debugging",
     )
-    debug: bool = option("Print the traceback of an internal error.", default=False, group="Debugging")
+    debug: bool = option(
+        "Print the traceback of an internal error.", default=False, group="Debugging"
+    )
 
     @property
     def target_choices(self) -> dict[str, str]:
         """What targets of --deploy leave open."""
-        return {name: getattr(self, name) or choice.values[0] for name, choice in CHOICES.items()}
+        return {
+            name: getattr(self, name) or choice.values[0] for name, choice in CHOICES.items()
+        }
 
     @property
     def file(self) -> str | None:
@@ -259,15 +315,28 @@ class Options:
         return self.output if self.output != "-" else None
 
 
-RUN = tuple(each.name for each in fields(Options) if each.name not in ("filter", "no_cache", "output"))
+RUN = tuple(
+    each.name for each in fields(Options) if each.name not in ("filter", "no_cache", "output")
+)
 """The options of a run."""
-MODEL = ("model", "weights", "trust", "data", "batch_size", "tokenizer", "seq_len", "max_unpacked")
+MODEL = (
+    "model",
+    "weights",
+    "trust",
+    "data",
+    "batch_size",
+    "tokenizer",
+    "seq_len",
+    "max_unpacked",
+)
 LOOK = ("config_file", *MODEL, "output", "json")
 """Those of a command that looks at a model, which `MODEL` say; `TABLE` are those of a table of layers."""
 TABLE = ("names", "top")
 
 
-def takes(*names: str, kind: type[Options] = Options, **helps: str) -> Callable[[Callable[..., Any]], Any]:
+def takes(
+    *names: str, kind: type[Options] = Options, **helps: str
+) -> Callable[[Callable[..., Any]], Any]:
     """A decorator that adds options, in this order; the command gets them as one argument, `options`.
 
     `helps` are texts that replace those of single options.
@@ -283,7 +352,9 @@ def takes(*names: str, kind: type[Options] = Options, **helps: str) -> Callable[
         for name in reversed(names):
             said = by_name[name].metadata
             settings = {**said["settings"], "help": helps.get(name, said["settings"]["help"])}
-            collected = click.option(f"--{word_of(name)}", *said["names"], cls=GroupedOption, **settings)(collected)
+            collected = click.option(
+                f"--{word_of(name)}", *said["names"], cls=GroupedOption, **settings
+            )(collected)
         return collected
 
     return add

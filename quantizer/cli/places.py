@@ -28,7 +28,9 @@ _MISSING = (errno.ENOENT, errno.ENOTDIR)
 class Place(click.Path):
     """A path, which shells complete. Whoever opens it says what is missing there."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         """Return the text of the path.
 
         Raises:
@@ -44,7 +46,9 @@ class Place(click.Path):
         except OSError as error:
             if error.errno not in _MISSING:
                 shown = text if len(text) <= 80 else f"{text[:80]}…"
-                raise ERRORS.get(name, UsageError)(f"{shown} cannot be used: {error.strerror}") from None
+                raise ERRORS.get(name, UsageError)(
+                    f"{shown} cannot be used: {error.strerror}"
+                ) from None
         except ValueError:
             raise click.BadParameter(f"{text!r} is no path.") from None
         return text

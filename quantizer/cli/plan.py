@@ -52,7 +52,9 @@ def plan(options: Options) -> None:
     """
     require_extras(options.for_)
     with session.notes_on_stderr(options.json):
-        read, finetuned = session.config_as_asked(options.config_file, options.dpu_accuracy, options.fast_finetune)
+        read, finetuned = session.config_as_asked(
+            options.config_file, options.dpu_accuracy, options.fast_finetune
+        )
         traced = traced_model(options, values=needs_values(read.config.settings), tested=True)
     original = traced.graph
     found = session.make_plan(read, original)
@@ -75,7 +77,9 @@ def plan(options: Options) -> None:
     }
     refused = {target: planned_refusals(target, found) for target in options.for_}
     if refused:
-        content["refused"] = {target: [asdict(each) for each in rows] for target, rows in refused.items()}
+        content["refused"] = {
+            target: [asdict(each) for each in rows] for target, rows in refused.items()
+        }
     if options.file:
         write_json(Path(options.file), content)
     if options.json:
@@ -87,7 +91,10 @@ def plan(options: Options) -> None:
         _show_refused(refused, found.graph.model, view)
     failed = {target: rows for target, rows in refused.items() if rows}
     if failed:
-        texts = [f"--deploy {target} cannot hold {len(rows)} of these tensors" for target, rows in failed.items()]
+        texts = [
+            f"--deploy {target} cannot hold {len(rows)} of these tensors"
+            for target, rows in failed.items()
+        ]
         helps = dict.fromkeys(each.help for rows in failed.values() for each in rows)
         raise UsageError("; ".join(texts), help="; ".join(helps))
 
@@ -108,13 +115,17 @@ def peaks_of(
 def _show_refused(refused: dict[str, list[Refusal]], model: str, view: View) -> None:
     """Say for each target which tensors it cannot hold, layer by layer; `model` stands for what is about all."""
     for target, rows in refused.items():
-        click.echo(f"\n--deploy {target} can hold {'all but these:' if rows else 'all of them'}")
+        click.echo(
+            f"\n--deploy {target} can hold {'all but these:' if rows else 'all of them'}"
+        )
         if rows:
             named = [(each.layer or model, each.role, each.why) for each in rows]
             session.console().print(tables.refusal_table(named, view))
 
 
-def _show(found: Plan, view: View, content: dict[str, Any], algorithms: Sequence[Algorithm]) -> None:
+def _show(
+    found: Plan, view: View, content: dict[str, Any], algorithms: Sequence[Algorithm]
+) -> None:
     """Print the tables, and the sizes below them."""
     console = session.console()
     console.print(tables.rule_table(found))
@@ -122,14 +133,26 @@ def _show(found: Plan, view: View, content: dict[str, Any], algorithms: Sequence
     console.print(tables.plan_table(found, view))
     console.print()
     before, after = content["weight_bytes"].values()
-    click.echo(f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> {after / _MB:.2f} MB")
+    click.echo(
+        f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> {after / _MB:.2f} MB"
+    )
     click.echo(share_left(content["float_parameters"]))
     if algorithms:
         inserts = any(algorithm.stage == "rescale" for algorithm in algorithms)
         hidden = "; layers that it inserts are not in the table" if inserts else ""
-        click.echo(f"calibration runs {', then '.join(algorithm.name for algorithm in algorithms)}{hidden}")
+        click.echo(
+            f"calibration runs {', then '.join(algorithm.name for algorithm in algorithms)}{hidden}"
+        )
     size, activations = content["peak_activation_bytes"].values()
-    click.echo(f"calibration keeps up to {activations / _MB:.1f} MB of activations at batch size {size}")
-    peaks = {mode: memory.in_words(peak) for mode, peak in content["peak_memory_bytes"].items() if peak is not None}
+    click.echo(
+        f"calibration keeps up to {activations / _MB:.1f} MB of activations at batch size {size}"
+    )
+    peaks = {
+        mode: memory.in_words(peak)
+        for mode, peak in content["peak_memory_bytes"].items()
+        if peak is not None
+    }
     if peaks:
-        click.echo(f"peak memory: {', '.join(f'{mode} {peak}' for mode, peak in peaks.items())}")
+        click.echo(
+            f"peak memory: {', '.join(f'{mode} {peak}' for mode, peak in peaks.items())}"
+        )

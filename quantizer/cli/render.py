@@ -51,8 +51,16 @@ def render_sarif(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) 
     """A SARIF 2.1.0 log (OASIS standard)."""
     rules = [{"id": code} for code in sorted({found.code for found in diagnostics})]
     driver = {"name": "quantizer", "version": __version__, "rules": rules}
-    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": list(map(_sarif, diagnostics))}
-    log = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
+    run = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "results": list(map(_sarif, diagnostics)),
+    }
+    log = {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [run],
+    }
     return json_text(log)
 
 
@@ -65,7 +73,9 @@ RENDERERS: dict[str, Renderer] = {
 
 
 def _text(diagnostic: Diagnostic, sources: Mapping[str, str]) -> str:
-    label = click.style(f"{diagnostic.severity} {diagnostic.code}:", fg=_COLORS[diagnostic.severity], bold=True)
+    label = click.style(
+        f"{diagnostic.severity} {diagnostic.code}:", fg=_COLORS[diagnostic.severity], bold=True
+    )
     where = f"{diagnostic.place}: " if diagnostic.place else ""
     lines = [f"{one_line(where)}{label} {one_line(diagnostic.message)}"]
     color = _COLORS[diagnostic.severity]
@@ -78,7 +88,9 @@ def _text(diagnostic: Diagnostic, sources: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _excerpt(place: Place, sources: Mapping[str, str], mark: tuple[str, str], remark: str) -> list[str]:
+def _excerpt(
+    place: Place, sources: Mapping[str, str], mark: tuple[str, str], remark: str
+) -> list[str]:
     """The source line, cut to a window if it is long, and marks under the place."""
     lines = sources.get(place.file, "").split("\n")
     if place.line > len(lines) or not lines[place.line - 1].strip():
@@ -93,7 +105,10 @@ def _excerpt(place: Place, sources: Mapping[str, str], mark: tuple[str, str], re
     character, color = mark
     marks = click.style(character * max(1, _width(line[start : start + length])), fg=color)
     padding = " " * _width(line[:start])
-    return [f"{place.line:5} | {line}", f"{'':5} | {padding}{marks} {one_line(remark)}".rstrip()]
+    return [
+        f"{place.line:5} | {line}",
+        f"{'':5} | {padding}{marks} {one_line(remark)}".rstrip(),
+    ]
 
 
 def _printable(text: str) -> str:
@@ -113,7 +128,9 @@ def _as_json(diagnostic: Diagnostic) -> dict[str, object]:
         "message": diagnostic.message,
         "help": diagnostic.help,
         **(asdict(diagnostic.place) if diagnostic.place else {}),
-        "related": [{**asdict(place), "remark": remark} for place, remark in diagnostic.related],
+        "related": [
+            {**asdict(place), "remark": remark} for place, remark in diagnostic.related
+        ],
     }
 
 
@@ -122,8 +139,15 @@ def _github(diagnostic: Diagnostic) -> str:
     properties = {"title": diagnostic.code}
     if diagnostic.place:
         place = diagnostic.place
-        properties = {"file": place.file, "line": str(place.line), "col": str(place.column), **properties}
-    return workflow_command(level, properties, one_line(diagnostic.message) + _help(diagnostic.help))
+        properties = {
+            "file": place.file,
+            "line": str(place.line),
+            "col": str(place.column),
+            **properties,
+        }
+    return workflow_command(
+        level, properties, one_line(diagnostic.message) + _help(diagnostic.help)
+    )
 
 
 def workflow_command(level: str, properties: Mapping[str, str], text: str) -> str:
@@ -132,7 +156,9 @@ def workflow_command(level: str, properties: Mapping[str, str], text: str) -> st
     >>> workflow_command("error", {"file": "a,b.json", "line": "3"}, "50 % is too much")
     '::error file=a%2Cb.json,line=3::50 %25 is too much'
     """
-    escaped = ",".join(f"{key}={_github_escape(value, in_property=True)}" for key, value in properties.items())
+    escaped = ",".join(
+        f"{key}={_github_escape(value, in_property=True)}" for key, value in properties.items()
+    )
     return f"::{level} {escaped}::{_github_escape(text)}"
 
 
@@ -147,16 +173,30 @@ def _github_escape(text: str, *, in_property: bool = False) -> str:
 
 def _sarif(diagnostic: Diagnostic) -> dict[str, object]:
     text = diagnostic.message + (f" ({diagnostic.help})" if diagnostic.help else "")
-    result: dict[str, object] = {"ruleId": diagnostic.code, "level": diagnostic.severity, "message": {"text": text}}
+    result: dict[str, object] = {
+        "ruleId": diagnostic.code,
+        "level": diagnostic.severity,
+        "message": {"text": text},
+    }
     if diagnostic.place:
         result["locations"] = [_sarif_place(diagnostic.place)]
     if diagnostic.related:
         result["relatedLocations"] = [
-            {**_sarif_place(place), "message": {"text": remark}} for place, remark in diagnostic.related
+            {**_sarif_place(place), "message": {"text": remark}}
+            for place, remark in diagnostic.related
         ]
     return result
 
 
 def _sarif_place(place: Place) -> dict[str, object]:
-    region = {"startLine": place.line, "startColumn": place.column, "endColumn": place.column + place.length}
-    return {"physicalLocation": {"artifactLocation": {"uri": place.file.replace("\\", "/")}, "region": region}}
+    region = {
+        "startLine": place.line,
+        "startColumn": place.column,
+        "endColumn": place.column + place.length,
+    }
+    return {
+        "physicalLocation": {
+            "artifactLocation": {"uri": place.file.replace("\\", "/")},
+            "region": region,
+        }
+    }

@@ -19,9 +19,13 @@ from quantizer.report.plots import KINDS, write_events, write_plots
 class ReportOptions(Options):
     """Those of all commands, and its own."""
 
-    plots: str | None = option("Write each drawing there as a file, too.", type=Place(), metavar="DIR")
+    plots: str | None = option(
+        "Write each drawing there as a file, too.", type=Place(), metavar="DIR"
+    )
     plots_as: str = option(
-        "What files they are; png needs the extra plots.", default="svg", type=click.Choice(list(KINDS))
+        "What files they are; png needs the extra plots.",
+        default="svg",
+        type=click.Choice(list(KINDS)),
     )
     tensorboard: str | None = option(
         "Write figures and histograms for TensorBoard there, too.", type=Place(), metavar="DIR"

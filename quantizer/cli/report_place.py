@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def report_place(opened: OpenedResults, options: Options, ranks: Ranks) -> Iterator[tuple[Path | None, dict[str, Any]]]:
+def report_place(
+    opened: OpenedResults, options: Options, ranks: Ranks
+) -> Iterator[tuple[Path | None, dict[str, Any]]]:
     """Lock the folder that test mode writes to; of several ranks the first does that alone.
 
     Yields:

@@ -19,7 +19,16 @@ from quantizer.errors import ResultError
 
 CHANGES_NOTHING = frozenset(
     [
-        *("quant_mode", "output_dir", "report_dir", "overwrite", "resume", "json", "quiet", "inspect"),
+        *(
+            "quant_mode",
+            "output_dir",
+            "report_dir",
+            "overwrite",
+            "resume",
+            "json",
+            "quiet",
+            "inspect",
+        ),
         *("debug", "names", "top", "memory", "rank_timeout", "for_"),
     ]
 )
@@ -83,7 +92,9 @@ def without_folders(word: str) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
-def remember(opened: OpenedResults, mode: str, words: Sequence[str], place: Path | None = None) -> dict[str, list[str]]:
+def remember(
+    opened: OpenedResults, mode: str, words: Sequence[str], place: Path | None = None
+) -> dict[str, list[str]]:
     """Add a command to those that made some results, and write them into run.json with a checksum.
 
     Args:

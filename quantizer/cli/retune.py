@@ -29,7 +29,10 @@ class RetuneOptions(Options):
     """Those of all commands, and its own."""
 
     output_dir: str = option(
-        "The result folder to write.  [default: the one that is read]", default="", show_default=False, metavar="DIR"
+        "The result folder to write.  [default: the one that is read]",
+        default="",
+        show_default=False,
+        metavar="DIR",
     )
     method: str | None = option("How ranges are found.", type=click.Choice(list(METHODS)))
     percentage: float | None = option(
@@ -50,7 +53,18 @@ class RetuneOptions(Options):
 @command()
 @click.argument("folder", default="quantize_result", type=Place(), metavar="[DIR]")
 @takes(
-    *("method", "percentage", "statistic", "layer", "dry_run", "output_dir", "overwrite", "output", "json", *TABLE),
+    *(
+        "method",
+        "percentage",
+        "statistic",
+        "layer",
+        "dry_run",
+        "output_dir",
+        "overwrite",
+        "output",
+        "json",
+        *TABLE,
+    ),
     kind=RetuneOptions,
     output="Write the config with the change to FILE.",
 )
@@ -66,9 +80,14 @@ def retune(folder: str, options: RetuneOptions) -> None:
     """
     change = Change(options.method, options.percentage, options.statistic)
     if change == Change():
-        raise UsageError("nothing is changed", help="give --method, --percentage or --statistic")
+        raise UsageError(
+            "nothing is changed", help="give --method, --percentage or --statistic"
+        )
     if options.dry_run and options.output_dir:
-        raise UsageError("--dry_run writes no results", help="leave out --output_dir; -o FILE writes the config")
+        raise UsageError(
+            "--dry_run writes no results",
+            help="leave out --output_dir; -o FILE writes the config",
+        )
     place = Path(folder)
     before = CalibratedFolder(place)
     found = retuned(before, change, _layers(options.layer, before) if options.layer else None)
@@ -81,7 +100,9 @@ def retune(folder: str, options: RetuneOptions) -> None:
             check_owner(target, before.header["model"], overwrite=options.overwrite)
             found.write(target)
             opened, commands = open_written(target, READ), None
-            if command is not None:  # the result is that of a calibration with the changed config
+            if (
+                command is not None
+            ):  # the result is that of a calibration with the changed config
                 changed = with_config(command, Path(found.config.source).name)
                 commands = remember(opened, "calib", changed)
             write_report(opened, commands=commands)
@@ -95,7 +116,9 @@ def retune(folder: str, options: RetuneOptions) -> None:
     texts = [(*(str(row[key]) for key in _SHOWN), _ratio(row)) for row in rows]
     console, view = session.console(), view_of(options, before.plan["paths"])
     console.print(view.listing(titles, texts, numbers=titles[3:], what="tensor"))
-    said = "would change; nothing is written" if options.dry_run else f"retuned; results: {target}"
+    said = (
+        "would change; nothing is written" if options.dry_run else f"retuned; results: {target}"
+    )
     console.print(Text(one_line(f"{len(entries)} tensors {said}")), soft_wrap=True)
 
 
@@ -112,7 +135,11 @@ def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
     names = {name: str(folder.plan["paths"].get(name, name)) for name in known}
     found: set[str] = set()
     for word in words:
-        here = {name for name, path in names.items() if word in (name, path) or fnmatchcase(path, word)}
+        here = {
+            name
+            for name, path in names.items()
+            if word in (name, path) or fnmatchcase(path, word)
+        }
         if not here:
             near = closest(word, names.values())
             raise UsageError(
@@ -139,4 +166,8 @@ def _rows(folder: CalibratedFolder, found: Retuned) -> list[dict[str, object]]:
 
 def _ratio(row: dict[str, object]) -> str:
     before, after = row["scale_before"], row["scale"]
-    return f"{after / before:.4f}" if isinstance(before, float) and isinstance(after, float) and before else ""
+    return (
+        f"{after / before:.4f}"
+        if isinstance(before, float) and isinstance(after, float) and before
+        else ""
+    )

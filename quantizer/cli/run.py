@@ -65,7 +65,9 @@ from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 logger = logging.getLogger(__name__)
 
-FAULT_HELP = "give that layer and those before it more bits or a wider range, or leave them float"
+FAULT_HELP = (
+    "give that layer and those before it more bits or a wider range, or leave them float"
+)
 
 RAISING = ("fast_finetune", "dpu_accuracy")
 """Options of calibration that test mode takes as well, to say that the results were made with them."""
@@ -84,21 +86,35 @@ def run(options: Options) -> int:
     if gates and options.quant_mode == "calib":
         raise UsageError("--gate goes with test or float mode: calibration measures nothing")
     if options.deploy and options.quant_mode != "test":
-        raise UsageError("--deploy goes with test mode: it writes the network that was calibrated and tested")
+        raise UsageError(
+            "--deploy goes with test mode: it writes the network that was calibrated and tested"
+        )
     require_choices(options.target_choices, options.deploy)
     if options.for_ and options.quant_mode != "calib":
-        raise UsageError("--for goes with calib mode and with `quantizer plan`: it looks ahead of a calibration")
+        raise UsageError(
+            "--for goes with calib mode and with `quantizer plan`: it looks ahead of a calibration"
+        )
     if options.report_dir and options.quant_mode != "test":
-        raise UsageError("--report_dir goes with test mode: it says where that writes what it finds")
+        raise UsageError(
+            "--report_dir goes with test mode: it says where that writes what it finds"
+        )
     if options.exact and options.quant_mode != "test":
-        raise UsageError("--exact goes with test mode: it runs the integers of the network that was calibrated")
+        raise UsageError(
+            "--exact goes with test mode: it runs the integers of the network that was calibrated"
+        )
     for name in RAISING:
         if getattr(options, name) and options.quant_mode == "float":
-            raise UsageError(f"--{name} goes with calib mode, and with test mode to say that it was used")
+            raise UsageError(
+                f"--{name} goes with calib mode, and with test mode to say that it was used"
+            )
     if options.memory is not None and options.quant_mode != "calib":
-        raise UsageError("--memory goes with calib mode: the others keep no values of earlier batches")
+        raise UsageError(
+            "--memory goes with calib mode: the others keep no values of earlier batches"
+        )
     if options.resume and options.quant_mode != "calib":
-        raise UsageError("--resume goes with calib mode: it goes on with a calibration that was stopped")
+        raise UsageError(
+            "--resume goes with calib mode: it goes on with a calibration that was stopped"
+        )
     require_extras((*options.deploy, *options.for_))
     seed_everything(options.seed)
     # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
@@ -112,17 +128,31 @@ def run(options: Options) -> int:
     if not ranks.is_first:
         return 0
     session.show(outcome, options)
-    if options.quant_mode != "float" and not (options.json or options.quiet) and (size := memory.peak()):
+    if (
+        options.quant_mode != "float"
+        and not (options.json or options.quiet)
+        and (size := memory.peak())
+    ):
         print(f"peak memory {memory.in_words(size)}")
     if not options.json:
         for line in met(gates, outcome.metrics):
             print(line)
     not_met = failed(gates, outcome.metrics)
-    if options.quant_mode == "test" and outcome.error is None:  # their names are known, but nothing has these figures
-        not_met += [f"{gate.text} (not measured)" for gate in gates if gate.metric not in outcome.metrics]
+    if (
+        options.quant_mode == "test" and outcome.error is None
+    ):  # their names are known, but nothing has these figures
+        not_met += [
+            f"{gate.text} (not measured)"
+            for gate in gates
+            if gate.metric not in outcome.metrics
+        ]
     if not_met:
         annotate(options, not_met, outcome.report)
-        undeployed = "; nothing is deployed" if options.deploy and "deployed" not in outcome.content else ""
+        undeployed = (
+            "; nothing is deployed"
+            if options.deploy and "deployed" not in outcome.content
+            else ""
+        )
         help_ = "the table above shows which layers lose most"
         raise GateError(f"not met: {', '.join(not_met)}{undeployed}", help=help_)
     if outcome.error:
@@ -145,7 +175,9 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
         require_measured(gates, not_measured_by_targets(batches.first()))
     if options.inspect:
         graph = session.trace_model(options, loaded, batches)
-        plan = session.make_plan(config_to_look(options.config_file), graph, quiet=options.quiet)
+        plan = session.make_plan(
+            config_to_look(options.config_file), graph, quiet=options.quiet
+        )
         show_layers(options, plan.graph, plan.tensors, plan.floats)
     device, follower = session.device_of(options), progress(quiet=options.quiet)
     metrics = measure(loaded.module, batches, device, follower, "float", evaluator)
@@ -159,7 +191,9 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
 
 def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
     """Calibrate and write the result folder."""
-    read, finetuned = session.config_as_asked(options.config_file, options.dpu_accuracy, options.fast_finetune)
+    read, finetuned = session.config_as_asked(
+        options.config_file, options.dpu_accuracy, options.fast_finetune
+    )
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     folder = Path(options.output_dir)
@@ -173,11 +207,18 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             TracedTarget(original),
             read.config,
             batches,
-            Forked(*filter(None, (followed(read.sources, quiet=options.quiet), checkpoints)), torchrun.Watched(ranks)),
+            Forked(
+                *filter(None, (followed(read.sources, quiet=options.quiet), checkpoints)),
+                torchrun.Watched(ranks),
+            ),
             checkpoints,
             options.seed,
             finetuned,
-            {"seed": options.seed, "batch_size": options.batch_size, "subset_len": options.subset_len},
+            {
+                "seed": options.seed,
+                "batch_size": options.batch_size,
+                "subset_len": options.subset_len,
+            },
             read.diagnostics,
             lambda job: _confirm(options, job),
             ranks,
@@ -191,7 +232,9 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
         with pointing_into(read.sources):
             pipeline.run(job)
         if checkpoints:
-            results.write_results(folder, original, job.config, job.calibration, job.solution, job.header)
+            results.write_results(
+                folder, original, job.config, job.calibration, job.solution, job.header
+            )
             opened = results.open_written(folder, READ)
             write_report(opened, commands=remember(opened, "calib", words_of(options)))
             checkpoints.remove()
@@ -207,7 +250,11 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     for name in RAISING:
         require_asked(f"--{name}", getattr(options, name), info.header.get(name))
     level = info.header.get("dpu_accuracy")
-    read = session.config_as_asked(options.config_file, level)[0] if options.config_file is not None else None
+    read = (
+        session.config_as_asked(options.config_file, level)[0]
+        if options.config_file is not None
+        else None
+    )
     loaded = session.open_model(options)
     evaluator, gates = _evaluate(options, loaded), [parse_gate(text) for text in options.gate]
     if evaluator is None:
@@ -225,11 +272,15 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
                 "weight": fingerprint.weights(original),
             }
             require_alike(ranks, facts, "the calibrated model")
-        calibrated = reopened(loaded.module, batches.first().to(session.device_of(options)), original, info)
+        calibrated = reopened(
+            loaded.module, batches.first().to(session.device_of(options)), original, info
+        )
         info = replace(info, solution=calibrated.solution)
         graph = calibrated.graph
         if read is not None:
-            check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph))
+            check_plan(
+                info, read.config, session.make_plan(read, original, quiet=True, graph=graph)
+            )
         require_one(options, graph, info)
         if options.exact:
             require_wide(graph, info.solution)
@@ -244,20 +295,37 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
             directions = BY_NAME if evaluator is None else evaluator.directions
             require_known(about_all(gates), names_in_test(metrics, options, directions))
 
-        calibrated = calibrated.with_solution(as_run(options.deploy, graph, calibrated.solution))
-        more = footprint.comparison_bytes(graph, info.solution.specs, session.batch_size(options, batches))
+        calibrated = calibrated.with_solution(
+            as_run(options.deploy, graph, calibrated.solution)
+        )
+        more = footprint.comparison_bytes(
+            graph, info.solution.specs, session.batch_size(options, batches)
+        )
         footprint.require_room("test mode", more, footprint.remedies(graph))
         follower = Forked(progress(quiet=options.quiet), torchrun.Watched(ranks))
-        scores = score(calibrated, loaded.module, batches, follower, evaluator, check, ranks, explained=True)
+        scores = score(
+            calibrated,
+            loaded.module,
+            batches,
+            follower,
+            evaluator,
+            check,
+            ranks,
+            explained=True,
+        )
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
-        held = {gate.text: gate.holds(scores.gated) for gate in gates if gate.metric in scores.gated}
+        held = {
+            gate.text: gate.holds(scores.gated) for gate in gates if gate.metric in scores.gated
+        }
         view = table_view(options, graph)
         noted |= _noted(scores)
         commands = {**info.commands, "test": words_of(options)}
         if place is not None:
             commands = remember(info, "test", words_of(options), place)
-        outcome = _report(view, info, scores, batches.stamp, gates=held, place=place, commands=commands)
+        outcome = _report(
+            view, info, scores, batches.stamp, gates=held, place=place, commands=commands
+        )
         annotate_warnings(options, outcome.report)
         if scores.fault:
             return replace(outcome, error=GateError(scores.fault, help=FAULT_HELP))
@@ -266,7 +334,9 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
         figures, choices, lost = scores.quantization, options.target_choices, scores.lost
-        given = Deployment.of(calibrated, loaded.module, batches, figures, choices, warnings=lost)
+        given = Deployment.of(
+            calibrated, loaded.module, batches, figures, choices, warnings=lost
+        )
         return deploy(options, outcome, given, batches.total, place=place)
 
 
@@ -292,7 +362,11 @@ def _opened(folder: Path, options: Options, ranks: Ranks) -> Iterator[dict[str, 
         yield {}
 
 
-MODES: dict[str, Callable[[Options, Ranks], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}
+MODES: dict[str, Callable[[Options, Ranks], Outcome]] = {
+    "float": run_float,
+    "calib": run_calib,
+    "test": run_test,
+}
 
 
 def _confirm(options: Options, job: Job) -> None:
@@ -311,27 +385,51 @@ def _confirm(options: Options, job: Job) -> None:
         raise session.missing_data()
     size, batches = session.batch_size(options, job.batches), job.batches
     data = footprint.Data(size, batches.total or 1, options.memory)
-    more = footprint.calibration_bytes(job.plan, job.config, data, finetuned=bool(job.fast_finetune))
+    more = footprint.calibration_bytes(
+        job.plan, job.config, data, finetuned=bool(job.fast_finetune)
+    )
     footprint.require_room("calibration", more, footprint.remedies(job.plan.graph))
     if options.resume and job.checkpoints:
         check_checkpoint(job.checkpoints, job.fast_finetune)
         if not job.needs_data:
-            logger.warning("--resume has no effect: this config is calibrated without data, so nothing can be resumed")
+            logger.warning(
+                "--resume has no effect: this config is calibrated without data, so nothing can be resumed"
+            )
         elif not job.checkpoints.exist():
-            logger.warning("there is no checkpoint in %s: starting with the first batch", options.output_dir)
+            logger.warning(
+                "there is no checkpoint in %s: starting with the first batch",
+                options.output_dir,
+            )
 
 
 def _outcome(job: Job, folder: Path) -> Outcome:
     plan, batches = job.plan, job.calibration.batches
     left, _ = left_parameters(plan)
-    content = {"tensors": len(plan.tensors), "float_parameters": left, "batches": batches, "results": str(folder)}
-    how = f"calibrated on {batches} batch{'' if batches == 1 else 'es'}" if job.needs_data else "quantized without data"
+    content = {
+        "tensors": len(plan.tensors),
+        "float_parameters": left,
+        "batches": batches,
+        "results": str(folder),
+    }
+    how = (
+        f"calibrated on {batches} batch{'' if batches == 1 else 'es'}"
+        if job.needs_data
+        else "quantized without data"
+    )
     said = f"{len(plan.tensors)} tensors {how}; results: {folder}"
-    return Outcome({}, content | {"rules": plan.to_json()["rules"]}, [tables.rule_table(plan), said, share_left(left)])
+    return Outcome(
+        {},
+        content | {"rules": plan.to_json()["rules"]},
+        [tables.rule_table(plan), said, share_left(left)],
+    )
 
 
 def _evaluate(options: Options, loaded: LoadedModel) -> Evaluate | None:
-    return load_evaluate(options.evaluate, loaded.directions) if options.evaluate else loaded.evaluate
+    return (
+        load_evaluate(options.evaluate, loaded.directions)
+        if options.evaluate
+        else loaded.evaluate
+    )
 
 
 def _report(
@@ -346,7 +444,9 @@ def _report(
 ) -> Outcome:
     """Write what test mode found, and which gates hold, if there is a place; say what to show of it."""
     compared = scores.comparison
-    rows = tables.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
+    rows = tables.layer_rows(
+        compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()}
+    )
     stamp = stamp or info.header.get("stamp")
     report = tables.report(
         scores.metrics,

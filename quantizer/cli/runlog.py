@@ -37,7 +37,10 @@ def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[st
     try:
         yield noted
     except QuantizerError as error:
-        outcome, log = f"{type(error).__name__}: {error.message}", f"error: {error.message}\nhelp: {error.help}\n"
+        outcome, log = (
+            f"{type(error).__name__}: {error.message}",
+            f"error: {error.message}\nhelp: {error.help}\n",
+        )
         raise
     except BaseException as error:
         outcome, log = type(error).__name__, traceback.format_exc()

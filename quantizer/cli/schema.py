@@ -10,7 +10,9 @@ NAMES = ("layered", "hierarchical", "quantization_spec")
 
 @command()
 @click.argument("name", type=click.Choice(NAMES), default="layered")
-@click.option("--print/--path", "as_text", default=True, help="Print the schema, or the path of its file.")
+@click.option(
+    "--print/--path", "as_text", default=True, help="Print the schema, or the path of its file."
+)
 def schema(name: str, as_text: bool) -> None:
     """Print a JSON Schema, for editors: of a file form, `layered` or `hierarchical`, or of one tensor's
     `quantization_spec`.

@@ -56,13 +56,17 @@ def read_config(path: str | None) -> ReadConfig:
         ConfigError: with all findings, when it cannot be used.
     """
     if path is None:
-        logger.info("no --config_file: the built-in default for the DPU holds; `quantizer init --list` shows others")
+        logger.info(
+            "no --config_file: the built-in default for the DPU holds; `quantizer init --list` shows others"
+        )
         return ReadConfig(default_config(), (), {})
     result = load_config(path)
     return ReadConfig(result.require(), result.diagnostics, dict(result.sources))
 
 
-def config_as_asked(path: str | None, level: str | None, mode: str | None = None) -> tuple[ReadConfig, str | None]:
+def config_as_asked(
+    path: str | None, level: str | None, mode: str | None = None
+) -> tuple[ReadConfig, str | None]:
     """The config of a run with `--dpu_accuracy level` and `--fast_finetune mode`, and how it finetunes.
 
     Raises:
@@ -84,10 +88,14 @@ def open_model(options: Options) -> LoadedModel:
     if options.model is None:
         remedy = "give FILE.py with a function model(), or package.module:factory"
         raise UsageError("Missing option '--model'", help=remedy)
-    loaded = load_model(options.model, options.weights, trust=options.trust, max_unpacked=options.max_unpacked)
+    loaded = load_model(
+        options.model, options.weights, trust=options.trust, max_unpacked=options.max_unpacked
+    )
     device = device_of(options)
     if device.type == "cuda":
-        torch.backends.cudnn.allow_tf32 = False  # else a convolution of float32 has the precision of float16
+        torch.backends.cudnn.allow_tf32 = (
+            False  # else a convolution of float32 has the precision of float16
+        )
     placed(loaded.module, device)
     return loaded
 
@@ -100,16 +108,26 @@ def device_of(options: Options) -> torch.device:
     """
     try:
         found = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.empty(0, device=found if options.device == "auto" else options.device).device
+        device = torch.empty(
+            0, device=found if options.device == "auto" else options.device
+        ).device
     except (RuntimeError, AssertionError) as error:
         said = f"--device {options.device} cannot be used here: {str(error).splitlines()[0]}"
-        here = "cpu or cuda" if torch.cuda.is_available() else "cpu: this torch finds no CUDA device"
+        here = (
+            "cpu or cuda"
+            if torch.cuda.is_available()
+            else "cpu: this torch finds no CUDA device"
+        )
         raise UsageError(said, help=f"use {here}") from error
     return device
 
 
 def open_data(
-    options: Options, loaded: LoadedModel, *, evaluation: bool = False, seq_len: int | None = None
+    options: Options,
+    loaded: LoadedModel,
+    *,
+    evaluation: bool = False,
+    seq_len: int | None = None,
 ) -> Batches:
     """The batches of `--data` (in test mode of `--eval_data` first), else those the model's file offers.
 
@@ -142,7 +160,9 @@ def open_data(
     )
 
 
-def read_windows(options: Options, loaded: LoadedModel, given: str | None, calibrated: int | None = None) -> Windows:
+def read_windows(
+    options: Options, loaded: LoadedModel, given: str | None, calibrated: int | None = None
+) -> Windows:
     """How a text becomes samples: by `--tokenizer` or the model's own, `--seq_len` tokens long.
 
     Failing that as long as `calibrated` says, else 512 tokens or as many as the model can.
@@ -152,14 +172,23 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
     """
     named = [name for name in ("tokenizer", "stride", "seq_len") if getattr(options, name)]
     if given is None and loaded.calibration_data is None and loaded.example is not None:
-        named = [name for name in named if name != "seq_len"]  # the example input has a length, too
+        named = [
+            name for name in named if name != "seq_len"
+        ]  # the example input has a length, too
     if named and (given is None or find_files(given)[0] != TEXTS):
-        raise UsageError(f"--{named[0]} is for texts, and the data are not texts", help="give --data FILE.txt")
+        raise UsageError(
+            f"--{named[0]} is for texts, and the data are not texts",
+            help="give --data FILE.txt",
+        )
     longest = longest_window(loaded.module)
     if options.seq_len and longest and options.seq_len > longest:
-        raise UsageError(f"--seq_len {options.seq_len}: the model was made for at most {longest} positions")
+        raise UsageError(
+            f"--seq_len {options.seq_len}: the model was made for at most {longest} positions"
+        )
     tokenizer = (
-        partial(load_tokenizer, options.tokenizer, trust=options.trust) if options.tokenizer else loaded.tokenizer
+        partial(load_tokenizer, options.tokenizer, trust=options.trust)
+        if options.tokenizer
+        else loaded.tokenizer
     )
     seq_len = options.seq_len or calibrated or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
     return Windows(tokenizer, seq_len, options.stride)
@@ -179,14 +208,18 @@ def missing_data() -> UsageError:
     return UsageError("Missing option '--data'", help=remedy)
 
 
-def trace_model(options: Options, loaded: LoadedModel, batches: Batches, *, compared: bool = False) -> Graph:
+def trace_model(
+    options: Options, loaded: LoadedModel, batches: Batches, *, compared: bool = False
+) -> Graph:
     """The model's graph, traced on the first batch, and perhaps compared with the model on it."""
     first = batches.first().to(device_of(options))
     with memory.importing("torch._dynamo"):  # which torch does to export
         return traced(loaded.module, first, compared=compared)
 
 
-def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: Graph | None = None) -> Plan:
+def make_plan(
+    read: ReadConfig, original: Graph, *, quiet: bool = False, graph: Graph | None = None
+) -> Plan:
     """The plan of a config for a traced graph; warnings and notes go to stderr.
 
     `graph` is what the passes, and algorithms after them, made of `original`; without it the passes run here.
@@ -211,7 +244,11 @@ def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
     Raises:
         ConfigError: a name that the model does not have, or that does not fit.
     """
-    named = {f"{each.name} ({each.label})": each.names for each in read.config.algorithms if each.names != Names()}
+    named = {
+        f"{each.name} ({each.label})": each.names
+        for each in read.config.algorithms
+        if each.names != Names()
+    }
     with pointing_into(read.sources):
         return {title: find_structure(graph, names) for title, names in named.items()}
 
@@ -278,4 +315,7 @@ def show(outcome: Outcome, options: Options) -> None:
         return
     for item in outcome.shown:
         # Paths and layer names are not markup, and a path is one line however long.
-        console().print(Text(one_line(item)) if isinstance(item, str) else item, soft_wrap=isinstance(item, str))
+        console().print(
+            Text(one_line(item)) if isinstance(item, str) else item,
+            soft_wrap=isinstance(item, str),
+        )

@@ -46,10 +46,14 @@ def filtered_view(options: Options, graph: Graph, original: Graph) -> View:
     if options.filter is None:
         return replace(view, remedy=f"{view.remedy}, --filter GLOB those of some layers")
     selector = Selector("name", options.filter)
-    by_path = {name for name, path in path_names(graph).items() if fnmatchcase(path, options.filter)}
+    by_path = {
+        name for name, path in path_names(graph).items() if fnmatchcase(path, options.filter)
+    }
     layers = by_path.union(match(selector, graph, original).layers)
     if not layers:
-        raise UsageError(f"--filter {options.filter!r} matches no layer", help=advice(selector, original))
+        raise UsageError(
+            f"--filter {options.filter!r} matches no layer", help=advice(selector, original)
+        )
     return replace(view, layers=frozenset(layers), top=view.top if options.top else None)
 
 
@@ -64,6 +68,11 @@ def config_to_look(path: str | None) -> session.ReadConfig:
     return session.read_config(path)
 
 
-def show_layers(options: Options, graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str]) -> None:
+def show_layers(
+    options: Options,
+    graph: Graph,
+    tensors: Iterable[tuple[str, str]],
+    floats: Mapping[str, str],
+) -> None:
     """Print the table of all layers, for `--inspect`."""
     session.console().print(layer_table(graph, tensors, floats, table_view(options, graph)))

@@ -49,10 +49,16 @@ def entry_of(asked: Asked) -> Path:
 
 def stored(asked: Asked) -> dict[str, Any] | None:
     """What an earlier command kept for this, if it can be read and everything is as it was."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(
+        OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError
+    ):
         place = entry_of(asked)
         entry: dict[str, Any] = json.loads(place.read_bytes())
-        if entry["format"] == FORMAT and entry["environment"] == environment() and are_unchanged(entry["reads"]):
+        if (
+            entry["format"] == FORMAT
+            and entry["environment"] == environment()
+            and are_unchanged(entry["reads"])
+        ):
             os.utime(place)
             return entry
     return None
@@ -64,7 +70,9 @@ def keep(asked: Asked, entry: dict[str, Any]) -> None:
         place = entry_of(asked)
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(place, json.dumps({"format": FORMAT, **entry}).encode())
-        for old in sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        for old in sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[
+            :-KEPT
+        ]:
             old.unlink()
 
 
@@ -101,7 +109,9 @@ def kept_notes() -> Iterator[list[tuple[int, str]]]:
 
 def say_again(notes: list[list[Any]]) -> None:
     """Log what was said when the trace was made, and that it is not new."""
-    logger.info("the model was traced before, and nothing it came from has changed; --no_cache traces it anew")
+    logger.info(
+        "the model was traced before, and nothing it came from has changed; --no_cache traces it anew"
+    )
     for level, text in notes:
         logger.log(int(level), "%s", text)
 

@@ -34,7 +34,9 @@ class TracedModel:
     filled: Mapping[str, Any]
 
 
-def traced_model(options: Options, *, values: bool = False, tested: bool = False) -> TracedModel:
+def traced_model(
+    options: Options, *, values: bool = False, tested: bool = False
+) -> TracedModel:
     """The model of `--model`, traced on the first batch; unless its `values` are needed, perhaps not anew.
 
     `tested` asks for the size of test mode's batches, too, which may read other data.
@@ -57,8 +59,19 @@ def traced_model(options: Options, *, values: bool = False, tested: bool = False
     except TypeError:
         return found
     layers = sorted({*path_names(found.graph).values()})
-    facts = {"size": found.size, "batches": found.batches, "tested": found.tested, "base": list(found.base)}
-    read = {"environment": around, "cwd": os.getcwd(), "reads": reads.stamps(), "notes": notes, "filled": found.filled}
+    facts = {
+        "size": found.size,
+        "batches": found.batches,
+        "tested": found.tested,
+        "base": list(found.base),
+    }
+    read = {
+        "environment": around,
+        "cwd": os.getcwd(),
+        "reads": reads.stamps(),
+        "notes": notes,
+        "filled": found.filled,
+    }
     trace_cache.keep(asked, {**read, **facts, "layers": layers, "graph": graph})
     return found
 
@@ -68,7 +81,9 @@ def _traced(options: Options, tested: bool) -> TracedModel:
     return traced_from(options, loaded, session.open_data(options, loaded), tested=tested)
 
 
-def traced_from(options: Options, loaded: LoadedModel, batches: Batches, *, tested: bool) -> TracedModel:
+def traced_from(
+    options: Options, loaded: LoadedModel, batches: Batches, *, tested: bool
+) -> TracedModel:
     """The same of a model and data that are open."""
     graph = session.trace_model(options, loaded, batches)
     size = session.batch_size(options, batches)
@@ -84,7 +99,9 @@ def _from_entry(entry: Mapping[str, Any], tested: bool) -> TracedModel | None:
     try:
         graph = graph_from_json(entry["graph"])
         size, batches, other = (entry[name] for name in ("size", "batches", "tested"))
-        return TracedModel(graph, size, batches, other, Base(*entry["base"]), dict(entry["filled"]))
+        return TracedModel(
+            graph, size, batches, other, Base(*entry["base"]), dict(entry["filled"])
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

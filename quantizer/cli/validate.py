@@ -21,7 +21,11 @@ from quantizer.errors import UsageError
     show_default=True,
     help="How findings are printed.",
 )
-@click.option("--fix", is_flag=True, help="Write into the files what has one known answer; the rest stays as it is.")
+@click.option(
+    "--fix",
+    is_flag=True,
+    help="Write into the files what has one known answer; the rest stays as it is.",
+)
 @click.option("--diff", is_flag=True, help="Show what --fix would write, and write nothing.")
 @click.option("--strict", is_flag=True, help="Count warnings as errors.")
 def validate(files: tuple[str, ...], format: str, fix: bool, diff: bool, strict: bool) -> int:  # noqa: A002 - the option
@@ -42,7 +46,9 @@ def validate(files: tuple[str, ...], format: str, fix: bool, diff: bool, strict:
     counts = {name: _fix(name) if fix and not diff else 0 for name in names}
     results = {name: load_config(name) for name in names}
     diagnostics = [found for result in results.values() for found in result.diagnostics]
-    sources = {name: text for result in results.values() for name, text in result.sources.items()}
+    sources = {
+        name: text for result in results.values() for name, text in result.sources.items()
+    }
     if diagnostics or format in ("json", "sarif"):
         click.echo(RENDERERS[format](diagnostics, sources))
     if format == "text":
@@ -74,7 +80,10 @@ def _difference(name: str) -> str:
 
 def _verdict(diagnostics: tuple[Diagnostic, ...], fixes: int) -> str:
     """In a few words: what was fixed, whether the file is valid, what is left, and how much of it --fix would fix."""
-    counts = {kind: sum(found.severity == kind for found in diagnostics) for kind in ("error", "warning")}
+    counts = {
+        kind: sum(found.severity == kind for found in diagnostics)
+        for kind in ("error", "warning")
+    }
     found = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
     words = [f"{fixes} fixed"] if fixes else []
     words += found if counts["error"] else ["valid", *found]

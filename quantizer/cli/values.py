@@ -25,4 +25,6 @@ def memory_size(text: str) -> int:
     try:
         return parsed(text)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no size of memory; write 8GB or 512MB, for example.") from None
+        raise click.BadParameter(
+            f"{text!r} is no size of memory; write 8GB or 512MB, for example."
+        ) from None

@@ -10,7 +10,10 @@ from quantizer.config.algorithm_settings import AlgoConfig, Setting, settings_of
 from quantizer.config.algorithms import entry_kinds
 from quantizer.config.form import Form, block_of
 
-_COMMENTS = {"patternProperties": {"^//": {"description": "A comment."}}, "additionalProperties": False}
+_COMMENTS = {
+    "patternProperties": {"^//": {"description": "A comment."}},
+    "additionalProperties": False,
+}
 _TYPES: Mapping[Any, str] = {
     bool: "boolean",
     int: "integer",
@@ -32,22 +35,37 @@ def form_schema(form: Form) -> Mapping[str, Any]:
 def _form_schema(form: Form, names: tuple[str, ...]) -> Mapping[str, Any]:
     schema = block_of(form)
     definitions = schema["definitions"]
-    generated = {"algorithm", "scaling_layer", *definitions["algorithm"]["properties"]["name"]["enum"]}
+    generated = {
+        "algorithm",
+        "scaling_layer",
+        *definitions["algorithm"]["properties"]["name"]["enum"],
+    }
     kept = {name: entry for name, entry in definitions.items() if name not in generated}
     group = block_of("hierarchical", "scaling_layer")
-    return {**schema, "definitions": {**kept, "scaling_layer": group, **_definitions(form, names)}}
+    return {
+        **schema,
+        "definitions": {**kept, "scaling_layer": group, **_definitions(form, names)},
+    }
 
 
 def _definitions(form: Form, names: tuple[str, ...]) -> dict[str, Any]:
     """The entry that all algorithms have in common, and one for each."""
     choices = [
         {
-            "if": {"type": "object", "properties": {"name": {"const": name}}, "required": ["name"]},
+            "if": {
+                "type": "object",
+                "properties": {"name": {"const": name}},
+                "required": ["name"],
+            },
             "then": {"$ref": f"#/definitions/{name}"},
         }
         for name in names
     ]
-    key = {"title": "quantization algorithm", "enum": list(names), "description": "Which algorithm."}
+    key = {
+        "title": "quantization algorithm",
+        "enum": list(names),
+        "description": "Which algorithm.",
+    }
     whole = {
         "title": "algorithm",
         "type": "object",
@@ -55,7 +73,10 @@ def _definitions(form: Form, names: tuple[str, ...]) -> dict[str, Any]:
         "properties": {"name": {**key, "examples": ["gptq"]}},
         "allOf": choices,
     }
-    return {"algorithm": whole, **{name: algorithm_schema(entry_kinds(form)[name]) for name in names}}
+    return {
+        "algorithm": whole,
+        **{name: algorithm_schema(entry_kinds(form)[name]) for name in names},
+    }
 
 
 def algorithm_schema(kind: type[AlgoConfig]) -> Mapping[str, Any]:
@@ -66,8 +87,16 @@ def algorithm_schema(kind: type[AlgoConfig]) -> Mapping[str, Any]:
         "title": kind.__name__,
         "description": " ".join((kind.__doc__ or "").partition("\n\n")[0].split()),
         "properties": {
-            "name": {"title": "algorithm", "const": kind.name, "default": kind.name, "description": "Which algorithm."},
-            **{key: _entry(key, hints[key], defaults[key], meant) for key, meant in said.items()},
+            "name": {
+                "title": "algorithm",
+                "const": kind.name,
+                "default": kind.name,
+                "description": "Which algorithm.",
+            },
+            **{
+                key: _entry(key, hints[key], defaults[key], meant)
+                for key, meant in said.items()
+            },
         },
         **_COMMENTS,
     }
@@ -91,9 +120,13 @@ def _entry(key: str, hint: Any, default: Any, meant: Setting) -> dict[str, Any]:
         if get_origin(member) is list:
             same = {word: words[word] for word in _OF_ITEMS if word in words}
             found |= {"items": {"type": _json_type(get_args(member)[0]), **same}}
-            found |= {"minItems": 1} if default is not None else {}  # where null may stand, an empty list says as much
+            found |= (
+                {"minItems": 1} if default is not None else {}
+            )  # where null may stand, an empty list says as much
         elif get_origin(member) is Literal:
-            about: dict[str, Any] = {word: words[word] for word in ("title", "help") if word in words}
+            about: dict[str, Any] = {
+                word: words[word] for word in ("title", "help") if word in words
+            }
             choice = {"enum": list(get_args(member)), **about}
             found |= choice if len(members) == 1 else {"if": {"type": "string"}, "then": choice}
     return {**found, **meant.keywords, "description": meant.description}

@@ -113,12 +113,18 @@ def algorithm(
 
     def enter(kind: type[A]) -> type[A]:
         kind.run, kind.stage, kind.needs_data = run, stage, needs_data
-        kind.matrices, kind.networks, kind.eases_activations = matrices, networks, eases_activations
+        kind.matrices, kind.networks, kind.eases_activations = (
+            matrices,
+            networks,
+            eases_activations,
+        )
         known = checked(kind)
         settings_of(known)
         name = known.name
         if name in ALGORITHMS:
-            raise ValueError(f"the algorithm {name} is registered already, by {ALGORITHMS[name].__name__}")
+            raise ValueError(
+                f"the algorithm {name} is registered already, by {ALGORITHMS[name].__name__}"
+            )
         ALGORITHMS[name] = known
         ALIASES.update(dict.fromkeys(aliases, name))
         return known
@@ -133,14 +139,22 @@ def settings_of(kind: type[AlgoConfig]) -> dict[str, Setting]:
         ValueError: nothing is said of one.
     """
     own = {each.name: each for each in dataclasses.fields(kind) if each.name != "name"}
-    if silent := [key for key, each in own.items() if "setting" not in each.metadata and key not in SHARED]:
-        raise ValueError(f"{kind.__name__}.{silent[0]} has no description; give it one with setting(…)")
+    if silent := [
+        key for key, each in own.items() if "setting" not in each.metadata and key not in SHARED
+    ]:
+        raise ValueError(
+            f"{kind.__name__}.{silent[0]} has no description; give it one with setting(…)"
+        )
     return {key: each.metadata.get("setting") or SHARED[key] for key, each in own.items()}
 
 
 def read_keys(kind: type[AlgoConfig]) -> list[str]:
     """The settings that something reads."""
-    return [key for key, meant in settings_of(kind).items() if not meant.unread and not meant.decided_by]
+    return [
+        key
+        for key, meant in settings_of(kind).items()
+        if not meant.unread and not meant.decided_by
+    ]
 
 
 def finds_codes(kind: type[AlgoConfig]) -> bool:

@@ -22,7 +22,9 @@ def read_algorithms(view: ValidDocument, *blocks: str) -> tuple[Algorithm, ...]:
 def read_names(view: ValidDocument, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
     """The name of every entry of the blocks, in order, and where it stands."""
     paths = (_entries(view, block) for block in blocks)
-    named = [(view.get(*path, "name"), view.place(*path, "name")) for path in itertools.chain(*paths)]
+    named = [
+        (view.get(*path, "name"), view.place(*path, "name")) for path in itertools.chain(*paths)
+    ]
     return tuple((name, place) for name, place in named if isinstance(name, str))
 
 
@@ -33,7 +35,10 @@ def written(settings: AlgoConfig) -> dict[str, Any]:
     {'name': 'rotation', 'residual': True, 'values': True, 'online': True, 'seed': 3}
     """
     values = {key: getattr(settings, key) for key in read_keys(type(settings))}
-    return {"name": settings.name, **{key: value for key, value in values.items() if value is not None}}
+    return {
+        "name": settings.name,
+        **{key: value for key, value in values.items() if value is not None},
+    }
 
 
 def _entries(view: ValidDocument, block: str) -> list[Path]:
@@ -58,10 +63,14 @@ def _entry(view: ValidDocument, path: Path) -> Algorithm | None:
         if value is not None and not (value in ("", []) and getattr(kind, key) is None)
     }
     groups = tuple(view.place(*group) for group in _items(view, *path, "scaling_layers"))
-    return Algorithm(kind, path, stated, view.place(*path, "name"), groups, dict(_unread(view, path, kind)))
+    return Algorithm(
+        kind, path, stated, view.place(*path, "name"), groups, dict(_unread(view, path, kind))
+    )
 
 
-def _unread(view: ValidDocument, path: Path, kind: type[AlgoConfig]) -> Iterator[tuple[str, tuple[str, Place | None]]]:
+def _unread(
+    view: ValidDocument, path: Path, kind: type[AlgoConfig]
+) -> Iterator[tuple[str, tuple[str, Place | None]]]:
     for key, meant in settings_of(kind).items():
         if meant.unread and view.get(*path, key) not in (None, getattr(kind, key)):
             yield key, (meant.unread, view.place(*path, key))
@@ -77,7 +86,11 @@ def _sound(view: ValidDocument, *path: str | int) -> Any:
     if isinstance(value, list):
         return [_sound(view, *item) for item in _items(view, *path)]
     if isinstance(value, dict):
-        return {key: item for key in ("prev_op", "layers", "inp") if (item := _sound(view, *path, key))}
+        return {
+            key: item
+            for key in ("prev_op", "layers", "inp")
+            if (item := _sound(view, *path, key))
+        }
     return value
 
 

@@ -31,18 +31,29 @@ __all__ = [
 
 _IGNORED = "The weights' specification decides; another value only draws a warning."
 _HEADS = Setting(
-    "Of older files; not read.", unread="heads are found on the graph", keywords={"minimum": -1, "title": "heads"}
+    "Of older files; not read.",
+    unread="heads are found on the graph",
+    keywords={"minimum": -1, "title": "heads"},
 )
 _LAYERS = {"items": {"title": "layer", "type": "string", "minLength": 1}, "uniqueItems": True}
 
 SHARED |= {
-    "bit": Setting(f"Bits of the weights. {_IGNORED}", decided_by="bit_width", keywords={"minimum": 2, "maximum": 16}),
-    "sym": Setting(f"Whether weights are quantized symmetrically. {_IGNORED}", decided_by="symmetric"),
+    "bit": Setting(
+        f"Bits of the weights. {_IGNORED}",
+        decided_by="bit_width",
+        keywords={"minimum": 2, "maximum": 16},
+    ),
+    "sym": Setting(
+        f"Whether weights are quantized symmetrically. {_IGNORED}", decided_by="symmetric"
+    ),
     "group_size": Setting(
-        f"Weights per scale, -1 for a whole row. {_IGNORED}", decided_by="group_size", keywords={"minimum": -1}
+        f"Weights per scale, -1 for a whole row. {_IGNORED}",
+        decided_by="group_size",
+        keywords={"minimum": -1},
     ),
     "algo_processor": Setting(
-        "The class that runs the algorithm; not read.", unread="an algorithm is run by a function of its own"
+        "The class that runs the algorithm; not read.",
+        unread="an algorithm is run by a function of its own",
     ),
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _HEADS,
@@ -59,14 +70,16 @@ SHARED |= {
         keywords={"items": {"$ref": "#/definitions/scaling_layer"}},
     ),
     "embedding_layers": Setting(
-        "Names of embedding layers; they have to exist, and nothing else is done with them.", keywords=_LAYERS
+        "Names of embedding layers; they have to exist, and nothing else is done with them.",
+        keywords=_LAYERS,
     ),
     "damp_percent": Setting(
         "Share of the mean diagonal added to the Hessian; where that is not enough, ten times as much, up to 1.",
         keywords={"exclusiveMinimum": 0, "maximum": 1},
     ),
     "desc_act": Setting(
-        "Whether columns whose inputs are large are rounded first; needs static_groups.", needs="static_groups"
+        "Whether columns whose inputs are large are rounded first; needs static_groups.",
+        needs="static_groups",
     ),
     "static_groups": Setting(
         "Whether the scales of groups are found before the first weight is rounded; false means that a group's scales "
@@ -85,7 +98,10 @@ SHARED |= {
 
 
 @algorithm(
-    run="quantizer.algorithms.smoothquant:smoothquant", stage="rescale", aliases=["smooth"], eases_activations=True
+    run="quantizer.algorithms.smoothquant:smoothquant",
+    stage="rescale",
+    aliases=["smooth"],
+    eases_activations=True,
 )
 @dataclass
 class SmoothQuantConfig(PreQuantOptConfig):
@@ -112,15 +128,24 @@ class SmoothQuantConfig(PreQuantOptConfig):
     num_key_value_heads: int = -1
 
 
-@algorithm(run="quantizer.algorithms.rotation:rotation", stage="rescale", needs_data=False, aliases=["quarot"])
+@algorithm(
+    run="quantizer.algorithms.rotation:rotation",
+    stage="rescale",
+    needs_data=False,
+    aliases=["quarot"],
+)
 @dataclass
 class RotationConfig(PreQuantOptConfig):
     """Rotation (QuaRot, arXiv 2404.00456): activations are multiplied by Hadamard matrices, which spread outliers over
     all channels; the float network computes the same. Not part of the documented format."""
 
     name: str = "rotation"
-    residual: bool = setting(True, "Whether to rotate what runs between the blocks.", is_part=True)
-    values: bool = setting(True, "Whether to rotate the values of each attention head.", is_part=True)
+    residual: bool = setting(
+        True, "Whether to rotate what runs between the blocks.", is_part=True
+    )
+    values: bool = setting(
+        True, "Whether to rotate the values of each attention head.", is_part=True
+    )
     online: bool = setting(
         True,
         "Whether to rotate the inputs of layers that nothing else can rotate, by an operator of its own.",
@@ -144,8 +169,12 @@ class AWQConfig(AlgoConfig):
     scaling_layers: list[dict[str, Any]] | None = None
     model_decoder_layers: str | None = None
     embedding_layers: list[str] | None = None
-    scale_search: bool = setting(True, "Whether to search for factors of input channels.", is_part=True)
-    clip_search: bool = setting(True, "Whether to search for smaller ranges of the weights.", is_part=True)
+    scale_search: bool = setting(
+        True, "Whether to search for factors of input channels.", is_part=True
+    )
+    clip_search: bool = setting(
+        True, "Whether to search for smaller ranges of the weights.", is_part=True
+    )
     grid: int = setting(20, "Candidates of the search for factors.", minimum=1, maximum=1000)
     num_attention_heads: int = -1
     num_key_value_heads: int = -1
@@ -189,7 +218,10 @@ class GPTAQConfig(ColumnRounding):
 
     name: str = "gptaq"
     alpha: float = setting(
-        0.25, "The share of the inputs' error that is made up for, 0 to 1; 0 is GPTQ.", minimum=0, maximum=1
+        0.25,
+        "The share of the inputs' error that is made up for, 0 to 1; 0 is GPTQ.",
+        minimum=0,
+        maximum=1,
     )
     damp_percent: float = 0.01
     desc_act: bool = True
@@ -209,7 +241,10 @@ class QronosConfig(ColumnRounding):
 
     name: str = "qronos"
     alpha: float = setting(
-        1e-3, "Damping of the Hessian, as a share of its largest eigenvalue.", exclusiveMinimum=0, maximum=1
+        1e-3,
+        "Damping of the Hessian, as a share of its largest eigenvalue.",
+        exclusiveMinimum=0,
+        maximum=1,
     )
     desc_act: bool = True
     static_groups: bool = True
@@ -222,7 +257,9 @@ class QronosConfig(ColumnRounding):
 
 def _only(value: Any, why: str) -> dict[str, Any]:
     """The keywords of a setting that has one value here, which other tools' files may state."""
-    remedy = "remove the key" if value is None else f"write {json.dumps(value)}, or remove the key"
+    remedy = (
+        "remove the key" if value is None else f"write {json.dumps(value)}, or remove the key"
+    )
     return {"enum": [value], "code": "QZ118", "errorMessage": why, "help": remedy}
 
 
@@ -248,7 +285,10 @@ class CLEConfig(PreQuantOptConfig):
     cle_steps: int = setting(
         -1,
         "How often all pairs of layers are equalized: -1, until no factor changes by more than a percent.",
-        **_only(-1, "cle_steps: pairs of layers are equalized until no factor changes by more than a percent, -1"),
+        **_only(
+            -1,
+            "cle_steps: pairs of layers are equalized until no factor changes by more than a percent, -1",
+        ),
     )
     cle_scale_append_bias: bool = setting(
         True,
@@ -258,18 +298,23 @@ class CLEConfig(PreQuantOptConfig):
     cle_scale_use_threshold: bool = setting(
         False,
         "Whether channels with small weights keep them.",
-        **_only(False, "cle_scale_use_threshold: channels with small weights are equalized, too"),
+        **_only(
+            False, "cle_scale_use_threshold: channels with small weights are equalized, too"
+        ),
     )
     cle_weight_threshold: float | None = setting(
         None,
         "Which weights are small; there is no such threshold.",
-        **_only(None, "cle_weight_threshold: no threshold keeps a channel from being equalized"),
+        **_only(
+            None, "cle_weight_threshold: no threshold keeps a channel from being equalized"
+        ),
     )
     cle_total_layer_diff_threshold: float | None = setting(
         None,
         "When there is nothing more to do; that is a percent, whatever the number of layers.",
         **_only(
-            None, "cle_total_layer_diff_threshold: equalization ends when no factor changes by more than a percent"
+            None,
+            "cle_total_layer_diff_threshold: equalization ends when no factor changes by more than a percent",
         ),
     )
 

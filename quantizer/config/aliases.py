@@ -46,7 +46,13 @@ def other_spelling(key: str, path: Sequence[str | int]) -> str:
     >>> other_spelling("dynamic", ("global_quant_config", "weight")), other_spelling("dynamic", ())
     ('is_dynamic', 'dynamic')
     """
-    table = KEYS if path and path[-1] in ROLE_OF else TYPES if tuple(path) == ("layer_type_quant_config",) else {}
+    table = (
+        KEYS
+        if path and path[-1] in ROLE_OF
+        else TYPES
+        if tuple(path) == ("layer_type_quant_config",)
+        else {}
+    )
     return table.get(key, key)
 
 
@@ -55,7 +61,11 @@ def _is_two_stages(value: Any, path: Path) -> bool:
     if not (path and path[-1] in ROLE_OF and isinstance(value, list) and len(value) == 2):
         return False
     first, second = value
-    if not isinstance(first, dict) or not isinstance(second, dict) or second.get("is_scale_quant") is not True:
+    if (
+        not isinstance(first, dict)
+        or not isinstance(second, dict)
+        or second.get("is_scale_quant") is not True
+    ):
         return False
     stated = second.get("dtype"), second.get("qscheme") or "per_tensor"
     return stated in (("fp8_e4m3", "per_tensor"), ("float8_e4m3", "per_tensor"))
@@ -68,7 +78,10 @@ def canonical(document: Document) -> tuple[Document, tuple[Diagnostic, ...]]:
 
     def replaced(spelling: str, word: str, *path: str | int, key: bool = False) -> str:
         if spelling != word:
-            text, place = f"{quoted(spelling)} is read as {quoted(word)}", document.place(pointer_to(*path), key=key)
+            text, place = (
+                f"{quoted(spelling)} is read as {quoted(word)}",
+                document.place(pointer_to(*path), key=key),
+            )
             notes.append(Diagnostic("QZ116", text, place, "note", help=f"write {quoted(word)}"))
         return word
 
@@ -77,15 +90,22 @@ def canonical(document: Document) -> tuple[Document, tuple[Diagnostic, ...]]:
         moved[pointer_to(*new)] = pointer_to(*old)
         if isinstance(value, dict):
             words = {key: other_spelling(key, new) for key in value}
-            words = {key: key if word in value else word for key, word in words.items()}  # with both, each stays
+            words = {
+                key: key if word in value else word for key, word in words.items()
+            }  # with both, each stays
             return {
-                replaced(key, word, *old, key, key=True): copy(value[key], (*old, key), (*new, word))
+                replaced(key, word, *old, key, key=True): copy(
+                    value[key], (*old, key), (*new, word)
+                )
                 for key, word in words.items()
             }
         if _is_two_stages(value, old):
             spec = copy(value[0], (*old, 0), new)
             moved[pointer_to(*new, "scale_format")] = second = pointer_to(*old, 1, "dtype")
-            text, help_ = "a second specification, of scales, is read as scale_format", 'write "scale_format": "e4m3"'
+            text, help_ = (
+                "a second specification, of scales, is read as scale_format",
+                'write "scale_format": "e4m3"',
+            )
             notes.append(Diagnostic("QZ116", text, document.place(second), "note", help=help_))
             return spec | {"scale_format": "e4m3"}
         if isinstance(value, list):

@@ -21,8 +21,10 @@ def check_algorithms(config: Config) -> Iterator[Diagnostic]:
     weights = _everywhere(config, "weights")
     for entry in entries:
         if config.settings.target_device == "DPU":
-            text = f"{entry.name} is not for the DPU: after calibration its scales are moved into the limits of \
+            text = (
+                f"{entry.name} is not for the DPU: after calibration its scales are moved into the limits of \
 shifters, which would undo what the algorithm found"
+            )
             help_ = "remove it, or write another target_device"
             related = related_to(config.settings.places.get("target_device"), "for this device")
             yield Diagnostic("QZ210", text, entry.place, help=help_, related=related)
@@ -32,7 +34,9 @@ shifters, which would undo what the algorithm found"
         yield from _switched(entry)
         yield from _decided_elsewhere(entry, weights)
         for key, (why, place) in entry.unread.items():
-            yield Diagnostic("QZ111", f"{key} has no effect: {why}", place, "note", help="remove the key")
+            yield Diagnostic(
+                "QZ111", f"{key} has no effect: {why}", place, "note", help="remove the key"
+            )
         yield from _idle(entry, config)
         yield from _for_nothing(entry, config)
 
@@ -68,7 +72,14 @@ def _repeated(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
             keys = listed(key for _, key in again)
             text = f"{keys} of {entry.name} is done by an entry before, and nothing is gained by doing it again"
             related = related_to(first[again[0]].place, "done here")
-            yield Diagnostic("QZ128", text, entry.place, "warning", help="keep one of the two", related=related)
+            yield Diagnostic(
+                "QZ128",
+                text,
+                entry.place,
+                "warning",
+                help="keep one of the two",
+                related=related,
+            )
         first = {**dict.fromkeys(on, entry), **first}
 
 
@@ -86,10 +97,15 @@ def _switched(entry: Algorithm) -> Iterator[Diagnostic]:
             related = related_to(stated.place, "because of this")
             text = f"{key} is on and needs {meant.needs}, which is off: it has no effect"
             help_ = f'write "{meant.needs}": true, or "{key}": false'
-            yield Diagnostic("QZ333", text, needed.place, "warning", help=help_, related=related)
+            yield Diagnostic(
+                "QZ333", text, needed.place, "warning", help=help_, related=related
+            )
         else:
             place = (stated or needed or Sourced(None, entry.place)).place
-            text, help_ = f"{key} is off here, as it needs {meant.needs}", f'to say the same: "{key}": false'
+            text, help_ = (
+                f"{key} is off here, as it needs {meant.needs}",
+                f'to say the same: "{key}": false',
+            )
             yield Diagnostic("QZ126", text, place, "note", help=help_)
 
 
@@ -106,8 +122,12 @@ def _decided_elsewhere(entry: Algorithm, weights: dict[str, Sourced]) -> Iterato
         if stated.value != found:
             text = f"{key} {quoted(stated.value)} is not what the weights' specification says: it decides"
             source = weights.get("qscheme" if found == -1 else name, weights.get(name))
-            related = related_to(source.place if source else None, f"here it is {quoted(found)}")
-            yield Diagnostic("QZ127", text, stated.place, "warning", help="remove the key", related=related)
+            related = related_to(
+                source.place if source else None, f"here it is {quoted(found)}"
+            )
+            yield Diagnostic(
+                "QZ127", text, stated.place, "warning", help="remove the key", related=related
+            )
 
 
 def _idle(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
@@ -115,7 +135,13 @@ def _idle(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
     name, parts = entry.name, _parts(entry)
     if finds_codes(entry.kind) and not _quantizes(config, "weights"):
         text = f"no weights are quantized to a format with a scale, so {name} has nothing to do"
-        yield Diagnostic("QZ128", text, entry.place, "warning", help="quantize weights, or remove the algorithm")
+        yield Diagnostic(
+            "QZ128",
+            text,
+            entry.place,
+            "warning",
+            help="quantize weights, or remove the algorithm",
+        )
     elif parts and not any(map(entry.value, parts)):
         off = [entry.stated[key].place for key in parts if key in entry.stated]
         rest = "only rounds to nearest (RTN)" if finds_codes(entry.kind) else "does nothing"
@@ -128,14 +154,22 @@ def _idle(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
 
 def _for_nothing(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
     """Weights made harder to round for the sake of activations that stay float."""
-    chosen = (entry.value(key) for key, meant in settings_of(entry.kind).items() if meant.is_searched)
+    chosen = (
+        entry.value(key) for key, meant in settings_of(entry.kind).items() if meant.is_searched
+    )
     is_chosen = any(not isinstance(value, (int, float)) for value in chosen)
-    if entry.kind.eases_activations and not is_chosen and not any(_quantizes(config, role) for role in ACTIVATIONS):
+    if (
+        entry.kind.eases_activations
+        and not is_chosen
+        and not any(_quantizes(config, role) for role in ACTIVATIONS)
+    ):
         text = (
             f"{entry.name} makes activations easier to quantize and weights harder, and no activations are quantized: \
 it costs a pass over the data and cannot help"
         )
-        help_ = "remove it, or quantize activations; awq scales channels for the sake of weights"
+        help_ = (
+            "remove it, or quantize activations; awq scales channels for the sake of weights"
+        )
         yield Diagnostic("QZ334", text, entry.place, "warning", help=help_)
 
 
@@ -147,7 +181,9 @@ def _quantizes(config: Config, role: Role) -> bool:
     """Whether some tensor of a role gets a format with a scale."""
     inherited = _everywhere(config, role)
     return any(
-        QuantizationSpec(dtype=_value({**inherited, **rule.fields.get(role, {})}, "dtype")).is_scaled
+        QuantizationSpec(
+            dtype=_value({**inherited, **rule.fields.get(role, {})}, "dtype")
+        ).is_scaled
         for rule in config.rules
         if role in (rule.roles or ()) or role in rule.adds
     )
@@ -158,7 +194,9 @@ def _everywhere(config: Config, role: Role) -> dict[str, Sourced]:
     wide = [rule for rule in config.rules if rule.selector.kind in ("all", "weighted")]
     if not any(role in (rule.roles or ()) or role in rule.adds for rule in wide):
         return {}
-    merged = {name: sourced for rule in wide for name, sourced in rule.fields.get(role, {}).items()}
+    merged = {
+        name: sourced for rule in wide for name, sourced in rule.fields.get(role, {}).items()
+    }
     return {"dtype": Sourced("int"), **merged}
 
 

@@ -46,12 +46,19 @@ class _Scope(Words):
             return [dtype.place, *found]
         return sorted(found, key=lambda place: place not in stated)
 
-    def finding(self, code: str, text: str, *keys: str, help_: str, severity: Severity = "error") -> Diagnostic:
+    def finding(
+        self, code: str, text: str, *keys: str, help_: str, severity: Severity = "error"
+    ) -> Diagnostic:
         """A finding at the first of the keys that is stated."""
         return Diagnostic(code, text, self.place(*keys), severity, help=help_)
 
     def conflict(
-        self, code: str, text: str, named: Iterable[Place | None], help_: str, severity: Severity = "error"
+        self,
+        code: str,
+        text: str,
+        named: Iterable[Place | None],
+        help_: str,
+        severity: Severity = "error",
     ) -> Diagnostic:
         """A finding at the value that this level states, about all of these places."""
         at, *others = self.places(named)
@@ -90,11 +97,20 @@ def _observer(scope: _Scope) -> Iterator[Diagnostic]:
     if observer is None or dtype in CAST_ONLY:
         return
     if observer not in METHODS:
-        text, help_ = f"{observer} finds no range, and {dtype} needs one", "a MinMax observer is the default"
+        text, help_ = (
+            f"{observer} finds no range, and {dtype} needs one",
+            "a MinMax observer is the default",
+        )
         yield scope.finding("QZ117", text, "observer_cls", help_=f"remove the key: {help_}")
     elif found not in METHODS[observer][1]:
-        fitting = [name for name, (method, schemes) in METHODS.items() if found in schemes and method == "maxmin"]
-        help_ = f'write "observer_cls": "{fitting[0]}", or "qscheme": "{METHODS[observer][1][0]}"'
+        fitting = [
+            name
+            for name, (method, schemes) in METHODS.items()
+            if found in schemes and method == "maxmin"
+        ]
+        help_ = (
+            f'write "observer_cls": "{fitting[0]}", or "qscheme": "{METHODS[observer][1][0]}"'
+        )
         places = [scope.place("observer_cls"), scope.place("qscheme")]
         yield scope.conflict("QZ117", f"{observer} does not support {found}", places, help_)
 
@@ -103,7 +119,9 @@ def _elements(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
     key = "mx_element_dtype"
     if scope.dtype == "mx" and key not in scope.raw and not levels.is_wrong(key):
         text = "a key is missing here: mx_element_dtype"
-        yield scope.finding("QZ105", text, "dtype", help_='for example "mx_element_dtype": "fp4"')
+        yield scope.finding(
+            "QZ105", text, "dtype", help_='for example "mx_element_dtype": "fp4"'
+        )
 
 
 def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
@@ -112,11 +130,15 @@ def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
         return
     if scope.role in PARAMETERS and scope.value("is_dynamic") is True:
         text = "weights and biases are quantized ahead of time, so is_dynamic has no effect"
-        yield scope.finding("QZ122", text, "is_dynamic", help_='write "is_dynamic": false', severity="note")
+        yield scope.finding(
+            "QZ122", text, "is_dynamic", help_='write "is_dynamic": false', severity="note"
+        )
     if scope.scheme == "per_channel" and scope.is_per_token:
         text = "dynamic per_channel is read as per_token: each row (for convolutions, each sample) has a scale"
         help_ = 'write "qscheme": "per_token"'
-        yield scope.finding("QZ122", text, "qscheme", "observer_cls", help_=help_, severity="note")
+        yield scope.finding(
+            "QZ122", text, "qscheme", "observer_cls", help_=help_, severity="note"
+        )
     if scope.scheme == "per_group" and scope.observer == "PerChannelMinMaxObserver":
         yield from _groups_of_channels(scope)
 
@@ -129,9 +151,17 @@ def _groups_of_channels(scope: _Scope) -> Iterator[Diagnostic]:
         yield scope.finding("QZ117", text, "observer_cls", help_=f"write {instead}")
     elif axis in (0, 1) and "ch_axis" in scope.own:
         text = f"with PerChannelMinMaxObserver, ch_axis {axis} is the channel axis: groups run along axis {1 - axis}"
-        yield scope.finding("QZ122", text, "ch_axis", help_=f'write {instead}, "ch_axis": {1 - axis}', severity="note")
+        yield scope.finding(
+            "QZ122",
+            text,
+            "ch_axis",
+            help_=f'write {instead}, "ch_axis": {1 - axis}',
+            severity="note",
+        )
     elif axis not in (None, 0, 1):
-        text = "with PerChannelMinMaxObserver, ch_axis is the channel axis, so it must be 0 or 1"
+        text = (
+            "with PerChannelMinMaxObserver, ch_axis is the channel axis, so it must be 0 or 1"
+        )
         help_ = f"write 0 or 1, or {instead} with the axis along which groups run"
         yield scope.finding("QZ104", text, "ch_axis", help_=help_)
 
@@ -139,18 +169,31 @@ def _groups_of_channels(scope: _Scope) -> Iterator[Diagnostic]:
 def _idle(scopes: list[_Scope]) -> Iterator[Diagnostic]:
     """Keys that no level reads; what is read at one level has an effect."""
     reasons = [(scope, _unread(scope)) for scope in scopes]
-    used = {sourced.place for scope, unread in reasons for key, sourced in scope.raw.items() if key not in unread}
+    used = {
+        sourced.place
+        for scope, unread in reasons
+        for key, sourced in scope.raw.items()
+        if key not in unread
+    }
     for scope, unread in reasons:
         for key, reason in unread.items():
             if scope.raw[key].place not in used:
-                yield scope.finding("QZ111", f"{key} has no effect", key, help_=f"remove: {reason}", severity="warning")
+                yield scope.finding(
+                    "QZ111",
+                    f"{key} has no effect",
+                    key,
+                    help_=f"remove: {reason}",
+                    severity="warning",
+                )
 
 
 def _unread(scope: _Scope) -> dict[str, str]:
     """The stated keys that have no effect in this scope, and why."""
     raw, found, dtype = scope.raw, scope.scheme, scope.dtype
     if dtype in CAST_ONLY:
-        needless = [key for key in raw if key != "dtype" and raw[key].value != "PlaceholderObserver"]
+        needless = [
+            key for key in raw if key != "dtype" and raw[key].value != "PlaceholderObserver"
+        ]
         return dict.fromkeys(needless, f"{dtype} has no scale")
     percentile = "PerTensorPercentileObserver"
     power_of_two = scope.is_block and scope.value("scale_type") == "pof2"
@@ -166,11 +209,15 @@ def _unread(scope: _Scope) -> dict[str, str]:
         "mx_element_dtype": (dtype == "mx", "only the dtype mx reads it"),
         "scale_calculation_mode": (
             scope.has_scale_mode,
-            f"{dtype} has its own way to find exponents" if scope.is_block else "only block formats read it",
+            f"{dtype} has its own way to find exponents"
+            if scope.is_block
+            else "only block formats read it",
         ),
         "scale_type": (
             not power_of_two and not scope.has_quantized_scales,
-            "a block format's scale is a power of two anyway" if power_of_two else "scale_format says what scales are",
+            "a block format's scale is a power of two anyway"
+            if power_of_two
+            else "scale_format says what scales are",
         ),
         "scale_format": (not other_block, f"the scale of {dtype} is a power of two"),
     }
@@ -186,7 +233,9 @@ def _devices(levels: Hierarchical) -> Iterator[Diagnostic]:
             place = document.place(pointer_to(*level.pointer, "target_device"))
             text = f"the model's device is {device}; a layer cannot have another one"
             help_ = "remove the key, and write it in global_quant_config"
-            related = related_to(levels.config.settings.places.get("target_device"), "the model's device")
+            related = related_to(
+                levels.config.settings.places.get("target_device"), "the model's device"
+            )
             yield Diagnostic("QZ119", text, place, help=help_, related=related)
 
 
@@ -200,7 +249,9 @@ def _passes(levels: Hierarchical) -> Iterator[Diagnostic]:
         elif first:
             text = f"{name} changes the float network before all algorithms, and here it comes after {first[0]}"
             related = related_to(first[1], "comes first here")
-            yield Diagnostic("QZ330", text, place, help=f"write {name} before {first[0]}", related=related)
+            yield Diagnostic(
+                "QZ330", text, place, help=f"write {name} before {first[0]}", related=related
+            )
         elif name in seen:
             text = f"{name} is listed twice, and nothing is gained by doing it again"
             yield Diagnostic("QZ128", text, place, "warning", help="keep one of the two")
@@ -211,7 +262,15 @@ def _nothing(levels: Hierarchical) -> Iterator[Diagnostic]:
     """A file without any spec, right or wrong."""
     place = levels.levels[0].selector.place
     blocks = [levels.document.at(*level.pointer) for level in levels.levels] if place else []
-    stated = [block[key] for block in blocks if isinstance(block, dict) for key in ROLE_OF if key in block]
+    stated = [
+        block[key]
+        for block in blocks
+        if isinstance(block, dict)
+        for key in ROLE_OF
+        if key in block
+    ]
     if place and all(spec is None for spec in stated):
         text = "no tensor has a specification, so nothing is quantized"
-        yield Diagnostic("QZ123", text, place, "warning", help='for example "weight": {"dtype": "int8"}')
+        yield Diagnostic(
+            "QZ123", text, place, "warning", help='for example "weight": {"dtype": "int8"}'
+        )

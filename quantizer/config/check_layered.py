@@ -23,8 +23,16 @@ def check_layered(layered: Layered) -> Iterator[Diagnostic]:
     device = settings.places.get("target_device")
     for scope in scopes:
         found = conflicts(scope.spec, scope.role, settings.target_device if device else "")
-        yield from filter(None, (_conflict(conflict, scope.merged, device) for conflict in found))
-        yield from filter(None, (refused_under_float(block, dtype) for block, dtype in inherits_float(scope.blocks)))
+        yield from filter(
+            None, (_conflict(conflict, scope.merged, device) for conflict in found)
+        )
+        yield from filter(
+            None,
+            (
+                refused_under_float(block, dtype)
+                for block, dtype in inherits_float(scope.blocks)
+            ),
+        )
         yield from _small_percentage(scope)
     yield from _dpu_only(settings)
     yield from _unused(layered, scopes)
@@ -51,7 +59,10 @@ class _Scope:
 
     def reads(self, name: str) -> bool:
         """Whether the spec reads a field."""
-        optional = {"percentage": self.spec.method == "percentile", "symmetric_scale": self.spec.has_symmetric_scale}
+        optional = {
+            "percentage": self.spec.method == "percentile",
+            "symmetric_scale": self.spec.has_symmetric_scale,
+        }
         return name == "dtype" or (self.spec.dtype == "int" and optional.get(name, True))
 
 
@@ -59,10 +70,14 @@ def _scopes(layered: Layered) -> Iterator[_Scope]:
     top = layered.top
     yield from (_Scope(role, top.blocks(role)) for role in top.quantized)
     for level in layered.layers:
-        yield from (_Scope(role, (*top.blocks(role), *level.blocks(role))) for role in level.quantized)
+        yield from (
+            _Scope(role, (*top.blocks(role), *level.blocks(role))) for role in level.quantized
+        )
 
 
-def _conflict(conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None) -> Diagnostic | None:
+def _conflict(
+    conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None
+) -> Diagnostic | None:
     """An error at the value written last, a warning at the idle value; None if one is missing, which is reported."""
     named = [merged[name].place for name in conflict.fields if name in merged]
     places = [place for place in named if place]
@@ -73,7 +88,14 @@ def _conflict(conflict: Conflict, merged: Mapping[str, Sourced], device: Place |
     remark = "because of this" if idle else "in conflict with this"
     related = (*((place, remark) for place in sorted(others)),)
     related += related_to(device if conflict.on_device else None, "for this device")
-    return Diagnostic(conflict.code, conflict.message, at, conflict.severity, help=conflict.help, related=related)
+    return Diagnostic(
+        conflict.code,
+        conflict.message,
+        at,
+        conflict.severity,
+        help=conflict.help,
+        related=related,
+    )
 
 
 def inherits_float(blocks: Sequence[Fields]) -> Iterator[tuple[Fields, Sourced]]:
@@ -88,9 +110,14 @@ def refused_under_float(block: Fields, dtype: Sourced) -> Diagnostic | None:
     place = min((sourced.place for sourced in block.values() if sourced.place), default=None)
     if not place or not dtype.place:
         return None
-    text, help_ = f"these parameters would have no effect: the datatype is {dtype.value}", 'write "datatype": "int"'
+    text, help_ = (
+        f"these parameters would have no effect: the datatype is {dtype.value}",
+        'write "datatype": "int"',
+    )
     related = related_to(dtype.place, "inherited from here")
-    return Diagnostic("QZ306", text, place, help=f"{help_} next to them, or remove them", related=related)
+    return Diagnostic(
+        "QZ306", text, place, help=f"{help_} next to them, or remove them", related=related
+    )
 
 
 def _small_percentage(scope: _Scope) -> Iterator[Diagnostic]:
@@ -98,7 +125,11 @@ def _small_percentage(scope: _Scope) -> Iterator[Diagnostic]:
     found, percentage = scope.merged.get("percentage"), scope.spec.percentage
     if found and scope.reads("percentage") and percentage < LEAST_PERCENTAGE:
         meant = LEAST_PERCENTAGE <= percentage * 100 <= 100
-        help_ = f'did you mean "percentage": {percentage * 100:.10g}?' if meant else 'for example "percentage": 99.9'
+        help_ = (
+            f'did you mean "percentage": {percentage * 100:.10g}?'
+            if meant
+            else 'for example "percentage": 99.9'
+        )
         text = f"this keeps {percentage:.10g} % of the values and clips the rest"
         yield Diagnostic("QZ113", text, found.place, "warning", help=help_)
 
@@ -109,18 +140,40 @@ def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:
         return
     for name, place in settings.places.items():
         if name in DPU_ONLY and getattr(settings, name):
-            text, help_ = f"{name} has no effect: only the DPU has fix positions", "remove it, or set it to false"
-            yield Diagnostic("QZ115", text, place, "warning", help=help_, related=related_to(device, "for this device"))
+            text, help_ = (
+                f"{name} has no effect: only the DPU has fix positions",
+                "remove it, or set it to false",
+            )
+            yield Diagnostic(
+                "QZ115",
+                text,
+                place,
+                "warning",
+                help=help_,
+                related=related_to(device, "for this device"),
+            )
 
 
 def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
     """Parameters that no spec reads, one finding per block; an overall block has to be complete, read or not."""
-    refused = {found.place for scope in scopes for block, _ in inherits_float(scope.blocks) for found in block.values()}
-    read = (sourced for scope in scopes for name, sourced in scope.merged.items() if scope.reads(name))
+    refused = {
+        found.place
+        for scope in scopes
+        for block, _ in inherits_float(scope.blocks)
+        for found in block.values()
+    }
+    read = (
+        sourced
+        for scope in scopes
+        for name, sourced in scope.merged.items()
+        if scope.reads(name)
+    )
     used = {sourced.place for sourced in read} | refused
     for level in (layered.top, *layered.layers):
         blocks = [(level.overall["weights"], True)]
-        blocks += [(level.tensor[role], False) for role in level.tensor if role in level.quantized]
+        blocks += [
+            (level.tensor[role], False) for role in level.tensor if role in level.quantized
+        ]
         for block, complete in blocks:
             floating = "dtype" in block and block["dtype"].value != "int"
             idle = [
@@ -139,7 +192,9 @@ def _idle(places: list[Place], floating: bool) -> Iterator[Diagnostic]:
         message = f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} no effect"
         only = ["a floating-point datatype reads no other parameter"]
         reasons = only if floating else [OPTIONAL[word] for word in words]
-        yield Diagnostic("QZ111", message, min(places), "warning", help=f"remove: {'; '.join(reasons)}")
+        yield Diagnostic(
+            "QZ111", message, min(places), "warning", help=f"remove: {'; '.join(reasons)}"
+        )
 
 
 def _overall_per_channel(level: Level) -> Iterator[Diagnostic]:
@@ -156,7 +211,9 @@ def _unlisted(layered: Layered, level: Level) -> Iterator[Diagnostic]:
     listing = [level] if level.pointer else [level, *layered.layers]
     for role in level.tensor:
         if not any(role in each.quantized for each in listing):
-            place = layered.document.place(pointer_to(*level.pointer, "tensor_quantize_config", role), key=True)
+            place = layered.document.place(
+                pointer_to(*level.pointer, "tensor_quantize_config", role), key=True
+            )
             text = f"{role} is not quantized, so nothing reads these parameters"
             help_ = f'add "{role}" to quantizable_data_type, or remove the block'
             related = related_to(level.roles_place, "not listed here")
@@ -171,4 +228,11 @@ def _repeated(levels: Iterable[Level]) -> Iterator[Diagnostic]:
         if earlier is not level and selector.place and earlier.selector.place:
             text = f'this is a second entry for "{selector.text[:60]}", which overrides the first, key by key'
             related = related_to(earlier.selector.place, "first here")
-            yield Diagnostic("QZ109", text, selector.place, "warning", help="merge the two entries", related=related)
+            yield Diagnostic(
+                "QZ109",
+                text,
+                selector.place,
+                "warning",
+                help="merge the two entries",
+                related=related,
+            )

@@ -17,7 +17,14 @@ from quantizer.config.diagnostics import Diagnostic, Edit, Fix
 from quantizer.config.document import Document, pointer_to
 from quantizer.config.form import Form, form_of
 from quantizer.config.missing_keys import HELP_FOR_MISSING, Path, completions, missing_keys
-from quantizer.config.suggestions import TYPE_WORDS, bounds, help_for_key, help_for_value, key_fixes, value_fixes
+from quantizer.config.suggestions import (
+    TYPE_WORDS,
+    bounds,
+    help_for_key,
+    help_for_value,
+    key_fixes,
+    value_fixes,
+)
 from quantizer.config.wording import listed, quoted
 
 if TYPE_CHECKING:
@@ -47,10 +54,14 @@ def _validator(form: Form, algorithms: tuple[str, ...]) -> Validator:
     from jsonschema.validators import extend
 
     checker: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
-    return checker({key: entry for key, entry in form_schema(form).items() if key != "allOf"})  # the rules
+    return checker(
+        {key: entry for key, entry in form_schema(form).items() if key != "allOf"}
+    )  # the rules
 
 
-def _unique_items(_: Validator, wanted: bool, items: Any, schema: Any) -> Iterator[ValidationError]:
+def _unique_items(
+    _: Validator, wanted: bool, items: Any, schema: Any
+) -> Iterator[ValidationError]:
     """Each repeated item; jsonschema's own check compares all pairs, which a long list turns into minutes."""
     from jsonschema.exceptions import ValidationError
 
@@ -76,7 +87,9 @@ def _explain(document: Document, error: ValidationError) -> Iterator[Diagnostic]
         yield _wrong_value(document, error, schema)
 
 
-def _wrong_value(document: Document, error: ValidationError, schema: dict[str, Any]) -> Diagnostic:
+def _wrong_value(
+    document: Document, error: ValidationError, schema: dict[str, Any]
+) -> Diagnostic:
     path = tuple(error.absolute_path)
     key = next((part for part in reversed(path) if isinstance(part, str)), "")
     keyword, value = str(error.validator), error.instance
@@ -88,44 +101,80 @@ def _wrong_value(document: Document, error: ValidationError, schema: dict[str, A
     elif keyword == "type":
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         name = f'"{key}"' if path[-1:] == (key,) else f'an item of "{key}"'
-        message = f"{name} is {' or '.join(TYPE_WORDS[word] for word in types)}, not {_kind(value)}"
+        message = (
+            f"{name} is {' or '.join(TYPE_WORDS[word] for word in types)}, not {_kind(value)}"
+        )
     elif keyword == "uniqueItems":
         return _repeated_item(document, path, value, schema)
     else:
         message = f"{quoted(value)} is out of range for {key}"
-        remark = "not empty" if keyword in ("minLength", "minItems") else ", ".join(bounds(schema))
-    code, place = {"enum": "QZ101", "type": "QZ103"}.get(keyword, "QZ104"), document.place(pointer_to(*path))
+        remark = (
+            "not empty" if keyword in ("minLength", "minItems") else ", ".join(bounds(schema))
+        )
+    code, place = (
+        {"enum": "QZ101", "type": "QZ103"}.get(keyword, "QZ104"),
+        document.place(pointer_to(*path)),
+    )
     if remedy := schema.get("help"):
         return Diagnostic(code, message, place, remark=remark, help=remedy)
-    remedy, fixes = help_for_value(key, value, form_of(document.value)), value_fixes(document, path, schema)
+    remedy, fixes = (
+        help_for_value(key, value, form_of(document.value)),
+        value_fixes(document, path, schema),
+    )
     return Diagnostic(code, message, place, remark=remark, help=remedy, fixes=fixes)
 
 
-def _repeated_item(document: Document, path: Path, item: Any, schema: dict[str, Any]) -> Diagnostic:
+def _repeated_item(
+    document: Document, path: Path, item: Any, schema: dict[str, Any]
+) -> Diagnostic:
     pointer = pointer_to(*path)
-    before, end = document.values[pointer_to(*path[:-1], int(path[-1]) - 1)][1], document.values[pointer][1]
+    before, end = (
+        document.values[pointer_to(*path[:-1], int(path[-1]) - 1)][1],
+        document.values[pointer][1],
+    )
     remedy = f"name each {schema['items']['title']} once"
     fixes = (Fix(remedy, (Edit(before, end, ""),), (pointer,)),)
     message = f"{quoted(item)} is listed twice"
     return Diagnostic("QZ107", message, document.place(pointer), help=remedy, fixes=fixes)
 
 
-def _unknown_keys(document: Document, error: ValidationError, schema: dict[str, Any]) -> Iterator[Diagnostic]:
+def _unknown_keys(
+    document: Document, error: ValidationError, schema: dict[str, Any]
+) -> Iterator[Diagnostic]:
     members: dict[str, Any] = error.instance if isinstance(error.instance, dict) else {}
     for key in members:
         if key not in schema["properties"] and not key.startswith("//"):
             path = (*error.absolute_path, key)
             place = document.place(pointer_to(*path), key=True)
-            word = other_spelling(key, error.absolute_path) if form_of(document.value) == "hierarchical" else key
+            word = (
+                other_spelling(key, error.absolute_path)
+                if form_of(document.value) == "hierarchical"
+                else key
+            )
             if word != key and word in members:
-                text = f"{quoted(key)} is another spelling of {quoted(word)}, which is here, too"
+                text = (
+                    f"{quoted(key)} is another spelling of {quoted(word)}, which is here, too"
+                )
                 first = document.place(pointer_to(*error.absolute_path, word), key=True)
-                yield Diagnostic("QZ102", text, place, help="remove one of the two", related=((first, "the same key"),))
+                yield Diagnostic(
+                    "QZ102",
+                    text,
+                    place,
+                    help="remove one of the two",
+                    related=((first, "the same key"),),
+                )
                 continue
             # What is accepted and does nothing is not offered.
-            known = [name for name, entry in schema["properties"].items() if "code" not in entry]
-            remedy, fixes = help_for_key(key, known, members, form_of(document.value)), key_fixes(document, path, known)
-            yield Diagnostic("QZ102", f"unknown key {quoted(key)}", place, help=remedy, fixes=fixes)
+            known = [
+                name for name, entry in schema["properties"].items() if "code" not in entry
+            ]
+            remedy, fixes = (
+                help_for_key(key, known, members, form_of(document.value)),
+                key_fixes(document, path, known),
+            )
+            yield Diagnostic(
+                "QZ102", f"unknown key {quoted(key)}", place, help=remedy, fixes=fixes
+            )
 
 
 def _missing(document: Document, path: Path) -> Iterator[Diagnostic]:

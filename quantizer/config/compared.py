@@ -18,10 +18,16 @@ def compared(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
         ValueError: they are of different forms.
     """
     if first.form != second.form:
-        raise ValueError(f"one is of the {first.form} form, the other of the {second.form} form")
+        raise ValueError(
+            f"one is of the {first.form} form, the other of the {second.form} form"
+        )
     before, after = (dict(_leaves(resolved_document(config))) for config in (first, second))
     keys = [*before, *(key for key in after if key not in before)]
-    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+    return {
+        key: (before.get(key), after.get(key))
+        for key in keys
+        if before.get(key) != after.get(key)
+    }
 
 
 def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -30,7 +36,11 @@ def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str,
             yield from _leaves(item, (*path, key))
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         for at, item in enumerate(value):
-            name = next((item[key] for key in NAMED if item.get(key)), at) if isinstance(item, Mapping) else at
+            name = (
+                next((item[key] for key in NAMED if item.get(key)), at)
+                if isinstance(item, Mapping)
+                else at
+            )
             yield from _leaves(item, (*path, name))
     else:
         yield pointer_to(*path), value

@@ -14,7 +14,10 @@ from quantizer.config.model import Config
 
 __all__ = ["WEIGHTED", "WRITERS", "Converted", "converted"]
 
-WRITERS: Mapping[Form, Callable[[Config], Converted]] = {"layered": to_layered, "hierarchical": to_hierarchical}
+WRITERS: Mapping[Form, Callable[[Config], Converted]] = {
+    "layered": to_layered,
+    "hierarchical": to_hierarchical,
+}
 """What writes each form."""
 
 
@@ -31,12 +34,18 @@ def _refused(config: Config, form: Form, found: Converted) -> Iterator[Diagnosti
     for wrong in check_document(Document.of(found.document, config.source)).diagnostics:
         if wrong.severity == "error":
             text = f"the {form} form would refuse it, {wrong.code}: {wrong.message}"
-            yield inexpressible(text, _origin(config, found, wrong.place), wrong.help or "change it")
+            yield inexpressible(
+                text, _origin(config, found, wrong.place), wrong.help or "change it"
+            )
 
 
 def _origin(config: Config, found: Converted, place: Place | None) -> Place | None:
     """Where in the source that comes from which stands at a place of the document; the first rule, if nothing says."""
     pointer = place.pointer if place else ""
-    inside = [origin for part, origin in found.origins.items() if pointer == part or pointer.startswith(f"{part}/")]
+    inside = [
+        origin
+        for part, origin in found.origins.items()
+        if pointer == part or pointer.startswith(f"{part}/")
+    ]
     places = [*inside, *(rule.selector.place or rule.roles_place for rule in config.rules)]
     return next((each for each in places if each), None)

@@ -47,27 +47,37 @@ def inexpressible(text: str, place: Place | None, help_: str) -> Diagnostic:
 
 def may_differ(text: str, place: Place | None) -> Diagnostic:
     """The model or the data decide whether both files mean the same."""
-    return Diagnostic("QZ125", text, place, "warning", help="compare `quantizer plan` with both files")
+    return Diagnostic(
+        "QZ125", text, place, "warning", help="compare `quantizer plan` with both files"
+    )
 
 
 def pooled(role: Role, place: Place | None) -> Diagnostic:
     """One range of several batches is found in another way."""
-    text = f"from several batches of {role}, the layered form takes the largest range, the hierarchical form finds one \
+    text = (
+        f"from several batches of {role}, the layered form takes the largest range, the hierarchical form finds one \
 range for all of them"
-    return Diagnostic("QZ125", text, place, "warning", help="with a MinMax observer they are the same")
+    )
+    return Diagnostic(
+        "QZ125", text, place, "warning", help="with a MinMax observer they are the same"
+    )
 
 
 def joined(place: Place | None) -> Diagnostic:
     """Where an output is quantized that only a concatenation reads."""
-    text = "an output that only a concatenation reads is quantized before it in the hierarchical form, and in the \
+    text = (
+        "an output that only a concatenation reads is quantized before it in the hierarchical form, and in the \
 layered form only where the concatenation is"
+    )
     return may_differ(text, place)
 
 
 def normalized(place: Place | None) -> Diagnostic:
     """Whether a residual stream is quantized."""
-    text = "sums that normalizations alone read, the residual stream of a transformer, stay float in the layered form, \
+    text = (
+        "sums that normalizations alone read, the residual stream of a transformer, stay float in the layered form, \
 and are quantized in the hierarchical form"
+    )
     return may_differ(text, place)
 
 
@@ -78,7 +88,9 @@ def once(findings: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
         known = first.setdefault((found.code, found.message), found)
         places = {known.place, *(place for place, _ in known.related)}
         if found.place and found.place not in places and len(known.related) < MOST_PLACES:
-            first[found.code, found.message] = replace(known, related=(*known.related, (found.place, "and here")))
+            first[found.code, found.message] = replace(
+                known, related=(*known.related, (found.place, "and here"))
+            )
     return tuple(first.values())
 
 
@@ -91,7 +103,9 @@ def specs_of(fields: Mapping[Role, Fields]) -> Specs:
 
 
 def overlapping(
-    rules: Sequence[ConfigRule], merged: Callable[[Sequence[ConfigRule]], Specs], keys: Mapping[Role, str]
+    rules: Sequence[ConfigRule],
+    merged: Callable[[Sequence[ConfigRule]], Specs],
+    keys: Mapping[Role, str],
 ) -> Iterator[Diagnostic]:
     """Rules that say less of a layer than a weaker one that may be about it, too; `rules` are weakest first.
 
@@ -108,7 +122,9 @@ def overlapping(
                 roles = [role for role in ROLES if not alike(alone.get(role), both.get(role))]
                 inherited[before, content] = roles
             roles = inherited[before, content]
-            found = (_inherits(wider, rule, roles, keys) for wider in (alike_rules if roles else ()))
+            found = (
+                _inherits(wider, rule, roles, keys) for wider in (alike_rules if roles else ())
+            )
             if first := next(filter(None, found), None):
                 yield first
                 break
@@ -116,7 +132,10 @@ def overlapping(
 
 
 def _content(rule: ConfigRule) -> str:
-    fields = {role: {name: said.value for name, said in stated.items()} for role, stated in rule.fields.items()}
+    fields = {
+        role: {name: said.value for name, said in stated.items()}
+        for role, stated in rule.fields.items()
+    }
     return repr((fields, sorted(rule.roles or ()), sorted(rule.adds)))
 
 
@@ -140,7 +159,12 @@ def _inherits(
 
 def by_strength(rules: Iterable[ConfigRule]) -> list[ConfigRule]:
     """Rules for types and names, weakest first; equally specific ones in the file's order."""
-    return sorted(rules, key=lambda rule: -1 if rule.selector.kind == "type" else specificity(rule.selector.text))
+    return sorted(
+        rules,
+        key=lambda rule: (
+            -1 if rule.selector.kind == "type" else specificity(rule.selector.text)
+        ),
+    )
 
 
 def specificity(text: str) -> int:
@@ -169,7 +193,11 @@ def _type_word(selector: Selector) -> str:
 def are_apart(selector: Selector, other: Selector) -> bool:
     """Whether no layer is matched by both: two operators, or two modules of which neither is inside the other."""
     if selector.kind == other.kind == "type":
-        return is_weighted(selector) and is_weighted(other) and _type_word(selector) != _type_word(other)
+        return (
+            is_weighted(selector)
+            and is_weighted(other)
+            and _type_word(selector) != _type_word(other)
+        )
     if not _is_path(selector) or not _is_path(other):
         return False
     paths = sorted((f"{selector.text}.", f"{other.text}."))
@@ -182,4 +210,6 @@ def _is_path(selector: Selector) -> bool:
 
 def alike(spec: QuantizationSpec | None, other: QuantizationSpec | None) -> bool:
     """Whether two specs give equal codes; None is a tensor that stays in float."""
-    return spec == other if spec is None or other is None else effective(spec) == effective(other)
+    return (
+        spec == other if spec is None or other is None else effective(spec) == effective(other)
+    )

@@ -24,7 +24,17 @@ from quantizer.config.document import pointer_to, value_at
 from quantizer.config.form import block_of
 from quantizer.config.hierarchical import KEY_OF
 from quantizer.config.layered import entry, parameters
-from quantizer.config.model import CAST_ONLY, POOLED, ROLES, Config, ConfigRule, Fields, QuantizationSpec, Role, Sourced
+from quantizer.config.model import (
+    CAST_ONLY,
+    POOLED,
+    ROLES,
+    Config,
+    ConfigRule,
+    Fields,
+    QuantizationSpec,
+    Role,
+    Sourced,
+)
 from quantizer.config.wording import listed, quoted
 
 _KEEP = "keep the hierarchical form, or change it"
@@ -34,13 +44,25 @@ _LIMITS: Mapping[str, tuple[Callable[[Any, Role], bool], str]] = {
         lambda value, _: value == "int" or value in CAST_ONLY,
         "the layered form has no floating-point formats with a scale",
     ),
-    "is_dynamic": (lambda value, _: not value, "the layered form has no ranges that are found at run time"),
+    "is_dynamic": (
+        lambda value, _: not value,
+        "the layered form has no ranges that are found at run time",
+    ),
     "qscheme": (
-        lambda value, role: value in ("per_tensor", "per_token") or (value == "per_channel" and role == "weights"),
+        lambda value, role: (
+            value in ("per_tensor", "per_token")
+            or (value == "per_channel" and role == "weights")
+        ),
         "the layered form has per_tensor, and for weights per_channel",
     ),
-    "ch_axis": (lambda value, _: value in (None, 0), "per_channel of the layered form means output channels"),
-    "round_mode": (lambda value, _: value != "floor", "the layered form has no rounding to the next code below"),
+    "ch_axis": (
+        lambda value, _: value in (None, 0),
+        "per_channel of the layered form means output channels",
+    ),
+    "round_mode": (
+        lambda value, _: value != "floor",
+        "the layered form has no rounding to the next code below",
+    ),
 }
 """For each field of a spec that has values the layered form lacks, whether it can express one, and why it cannot.
 
@@ -49,7 +71,9 @@ Rows of tokens are dynamic, which says it."""
 
 def to_layered(config: Config) -> Converted:
     """The network as a whole is left in float, and an entry per operator with weights stands for the global block."""
-    rules = {kind: [rule for rule in config.rules if rule.selector.kind in kind] for kind in _KINDS}
+    rules = {
+        kind: [rule for rule in config.rules if rule.selector.kind in kind] for kind in _KINDS
+    }
     (everywhere,), layers, excluded = rules.values()
     entries, origins = _entries(everywhere, layers, excluded)
     required = [key for key in block_of("layered")["required"] if hasattr(config.settings, key)]
@@ -59,11 +83,19 @@ def to_layered(config: Config) -> Converted:
         "layer_quantize_config": entries,
     }
     if config.algorithms:
-        document["algorithms"] = [written_algorithm(algorithm.settings) for algorithm in config.algorithms]
+        document["algorithms"] = [
+            written_algorithm(algorithm.settings) for algorithm in config.algorithms
+        ]
     findings = (
         *_device(config),
-        *(found for rule in (everywhere, *layers) for found in _not_layered(config, _merged(everywhere, rule))),
-        *overlapping(by_strength(layers), lambda found: specs_of(_merged(everywhere, *found)), KEY_OF),
+        *(
+            found
+            for rule in (everywhere, *layers)
+            for found in _not_layered(config, _merged(everywhere, rule))
+        ),
+        *overlapping(
+            by_strength(layers), lambda found: specs_of(_merged(everywhere, *found)), KEY_OF
+        ),
         *_overridden(layers, excluded),
         *_inherited(everywhere, layers),
     )
@@ -73,14 +105,22 @@ def to_layered(config: Config) -> Converted:
 _KINDS = (("weighted",), ("type", "name"), ("exclude",))
 """The kinds of selectors of the global rule, of those for types and names, and of those that exclude."""
 
-_NOTHING: Mapping[str, Any] = {"quantizable_data_type": [], "overall_quantize_config": parameters(QuantizationSpec())}
+_NOTHING: Mapping[str, Any] = {
+    "quantizable_data_type": [],
+    "overall_quantize_config": parameters(QuantizationSpec()),
+}
 
 
 def _merged(*rules: ConfigRule) -> dict[Role, Fields]:
     """The fields of each role that one of the rules quantizes, the widest rule first."""
     adds = frozenset[Role]().union(*(rule.adds for rule in rules))
-    fields = ((role, [rule.fields.get(role, {}) for rule in rules]) for role in ROLES if role in adds)
-    return {role: {name: stated for block in blocks for name, stated in block.items()} for role, blocks in fields}
+    fields = (
+        (role, [rule.fields.get(role, {}) for rule in rules]) for role in ROLES if role in adds
+    )
+    return {
+        role: {name: stated for block in blocks for name, stated in block.items()}
+        for role, blocks in fields
+    }
 
 
 def _entries(
@@ -91,11 +131,18 @@ def _entries(
         *(({"layer_type": word, "required": False}, everywhere) for word in WEIGHTED),
         *(({f"layer_{rule.selector.kind}": rule.selector.text}, rule) for rule in layers),
     ]
-    merged = [(selector, rule, specs_of(_merged(everywhere, rule))) for selector, rule in selected]
+    merged = [
+        (selector, rule, specs_of(_merged(everywhere, rule))) for selector, rule in selected
+    ]
     said = _said([spec for *_, specs in merged for spec in specs.values()])
-    entries = [(entry(selector, specs, said), rule) for selector, rule, specs in merged if specs]
+    entries = [
+        (entry(selector, specs, said), rule) for selector, rule, specs in merged if specs
+    ]
     entries += [({"layer_name": rule.selector.text, **_NOTHING}, rule) for rule in excluded]
-    places = {pointer_to("layer_quantize_config", at): rule.selector.place for at, (_, rule) in enumerate(entries)}
+    places = {
+        pointer_to("layer_quantize_config", at): rule.selector.place
+        for at, (_, rule) in enumerate(entries)
+    }
     return [each for each, _ in entries], places
 
 
@@ -114,16 +161,26 @@ def _device(config: Config) -> Iterator[Diagnostic]:
     device = config.settings.target_device
     if device not in ("CPU", "GPU"):
         place = config.settings.places.get("target_device")
-        yield inexpressible(f"target_device {device}: the layered form has CPU and GPU", place, "write CPU or GPU")
+        yield inexpressible(
+            f"target_device {device}: the layered form has CPU and GPU",
+            place,
+            "write CPU or GPU",
+        )
 
 
 def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Iterator[Diagnostic]:
     for role, stated in merged.items():
         blamed: list[Place | None] = []
         for name, (expressible, why) in _LIMITS.items():
-            if name in stated and not expressible(stated[name].value, role) and stated[name].place not in blamed:
+            if (
+                name in stated
+                and not expressible(stated[name].value, role)
+                and stated[name].place not in blamed
+            ):
                 blamed.append(stated[name].place)
-                yield inexpressible(f"{_written(config, name, stated[name])}: {why}", stated[name].place, _KEEP)
+                yield inexpressible(
+                    f"{_written(config, name, stated[name])}: {why}", stated[name].place, _KEEP
+                )
                 if name == "qscheme":
                     break  # the axis is that of the groups
         if "statistic" in stated and stated["statistic"].value == POOLED:
@@ -144,7 +201,9 @@ def _written(config: Config, name: str, stated: Sourced) -> str:
     return f"{key} {value if isinstance(value, str) else quoted(value)}"
 
 
-def _overridden(layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]) -> Iterator[Diagnostic]:
+def _overridden(
+    layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]
+) -> Iterator[Diagnostic]:
     """Excluded patterns, which in the layered form an exact name overrides."""
     for rule in excluded:
         text = rule.selector.text
@@ -165,8 +224,6 @@ def _inherited(everywhere: ConfigRule, layers: Sequence[ConfigRule]) -> Iterator
         roles = [role for role in both if not alike(both[role], own.get(role))]
         if roles and not is_weighted(rule.selector):
             keys = listed(KEY_OF[role] for role in roles)
-            text = (
-                f"{everywhere.label} is about layers with weights of their own; the layered form gives its {keys} to \
+            text = f"{everywhere.label} is about layers with weights of their own; the layered form gives its {keys} to \
 all layers that this selects"
-            )
             yield may_differ(text, rule.selector.place)

@@ -79,10 +79,18 @@ def related_to(place: Place | None, remark: str) -> tuple[tuple[Place, str], ...
 class ConfigError(UsageError):
     """A config cannot be used: `diagnostics` say why; `sources` maps a file's shown name to its text, for excerpts."""
 
-    def __init__(self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None) -> None:
-        errors = [found for found in diagnostics if found.severity == "error"] or list(diagnostics[:1])
-        *others, last = ((f"{e.place}: {e.message}" if e.place else e.message, e.help) for e in errors)
-        earlier = "".join(f"{line}\nhelp: {help_}\n" if help_ else f"{line}\n" for line, help_ in others)
+    def __init__(
+        self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None
+    ) -> None:
+        errors = [found for found in diagnostics if found.severity == "error"] or list(
+            diagnostics[:1]
+        )
+        *others, last = (
+            (f"{e.place}: {e.message}" if e.place else e.message, e.help) for e in errors
+        )
+        earlier = "".join(
+            f"{line}\nhelp: {help_}\n" if help_ else f"{line}\n" for line, help_ in others
+        )
         super().__init__(earlier + last[0], help=last[1])
         self.diagnostics = tuple(diagnostics)
         self.sources = dict(sources or {})

@@ -30,9 +30,17 @@ class Text:
         """The place of the characters `span[0]` to `span[1]`; of several lines only the first counts."""
         start, end = span
         line = bisect_right(self._line_starts, start)
-        line_end = self._line_starts[line] - 1 if line < len(self._line_starts) else len(self.text)
+        line_end = (
+            self._line_starts[line] - 1 if line < len(self._line_starts) else len(self.text)
+        )
         last = min(end, line_end)
-        return Place(self.name, line, start - self._line_starts[line - 1] + 1, max(last - start, 1), pointer)
+        return Place(
+            self.name,
+            line,
+            start - self._line_starts[line - 1] + 1,
+            max(last - start, 1),
+            pointer,
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,11 @@ class ValidDocument:
         """The value at `path`; None if it is not there, null, or to be ignored."""
         value: Any = self.document.value
         for depth, part in enumerate(path):
-            reached = isinstance(value, list) if isinstance(part, int) else isinstance(value, dict) and part in value
+            reached = (
+                isinstance(value, list)
+                if isinstance(part, int)
+                else isinstance(value, dict) and part in value
+            )
             if not reached or (self.ignored and pointer_to(*path[: depth + 1]) in self.ignored):
                 return None
             value = value[part]
@@ -100,7 +112,11 @@ class ValidDocument:
     def items(self, *path: str | int) -> list[int]:
         """The indices of the sound items of the list at `path`; none if there is no list."""
         found = self.get(*path)
-        return [at for at in range(len(found)) if self.get(*path, at) is not None] if isinstance(found, list) else []
+        return (
+            [at for at in range(len(found)) if self.get(*path, at) is not None]
+            if isinstance(found, list)
+            else []
+        )
 
     def place(self, *path: str | int, key: bool = False) -> Place | None:
         """Where the value (or the key) at `path` stands, if it is there."""
@@ -130,10 +146,18 @@ def value_at(value: Any, path: Iterable[str | int]) -> Any:
 
 def _paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     yield path
-    members = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    members = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in members:
         yield from _paths(item, (*path, key))
 
 
 def _step(part: str | int) -> str:
-    return f".{part}" if isinstance(part, str) and part.isidentifier() else f"[{json.dumps(part)}]"
+    return (
+        f".{part}" if isinstance(part, str) and part.isidentifier() else f"[{json.dumps(part)}]"
+    )

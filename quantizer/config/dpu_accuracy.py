@@ -25,13 +25,17 @@ def raised(config: Config, level: str | None) -> Config:
     if level is None:
         return config
     if level not in LEVELS:
-        raise UsageError(f"dpu_accuracy={level!r} is no level", help=f"it is {', '.join(LEVELS)}, or None")
+        raise UsageError(
+            f"dpu_accuracy={level!r} is no level", help=f"it is {', '.join(LEVELS)}, or None"
+        )
     if config.settings.target_device != "DPU":
         raise UsageError(
             f"--dpu_accuracy {level} is for the DPU, and this config is for {config.settings.target_device}",
             help="set include_cle and include_bias_corr in it, and add --fast_finetune",
         )
-    places = {name: place for name, place in config.settings.places.items() if name not in RAISED}  # not the file's
+    places = {
+        name: place for name, place in config.settings.places.items() if name not in RAISED
+    }  # not the file's
     settings = replace(config.settings, include_cle=True, include_bias_corr=True, places=places)
     return replace(config, settings=settings)
 

@@ -19,5 +19,7 @@ def effective(spec: QuantizationSpec) -> QuantizationSpec:
         signed=is_signed,
         narrow_range=spec.narrow_range and is_signed,
         percentage=spec.percentage if spec.method == "percentile" else usual.percentage,
-        symmetric_scale=spec.symmetric_scale if spec.has_symmetric_scale else usual.symmetric_scale,
+        symmetric_scale=spec.symmetric_scale
+        if spec.has_symmetric_scale
+        else usual.symmetric_scale,
     )

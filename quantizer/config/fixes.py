@@ -23,11 +23,15 @@ def tried(source: Text, found: Sequence[Diagnostic], check: Check) -> tuple[Diag
     candidates = {at: iter(finding.fixes) for at, finding in enumerate(found)}
     sound = _sound(source, found, candidates, check)
     known = {at: fix for at, fix in sound.items() if fix.is_known}
-    if len(known) < len(sound):  # the examples are not written, so the others have to hold without them
+    if len(known) < len(
+        sound
+    ):  # the examples are not written, so the others have to hold without them
         known = _sound(source, found, {at: iter((fix,)) for at, fix in known.items()}, check)
     helps = {at: fix.help for at, fix in sound.items() if at in known or not fix.is_known}
     return tuple(
-        replace(finding, help=helps.get(at, finding.help), fixes=(known[at],) if at in known else ())
+        replace(
+            finding, help=helps.get(at, finding.help), fixes=(known[at],) if at in known else ()
+        )
         for at, finding in enumerate(found)
     )
 
@@ -43,7 +47,10 @@ def applied(source: Text, fixes: Iterable[Fix]) -> Text:
 
 
 def _sound(
-    source: Text, found: Sequence[Diagnostic], candidates: Mapping[int, Iterator[Fix]], check: Check
+    source: Text,
+    found: Sequence[Diagnostic],
+    candidates: Mapping[int, Iterator[Fix]],
+    check: Check,
 ) -> dict[int, Fix]:
     """One candidate for each finding, all of which hold together; none for a finding whose candidates all fail."""
     trials = min(MAX_TRIALS, MAX_CHECKED // (len(source.text) + 1))
@@ -61,16 +68,30 @@ def _sound(
     return {}
 
 
-def _blamed(before: Sequence[Diagnostic], after: Sequence[Diagnostic], chosen: Mapping[int, Fix]) -> set[int]:
+def _blamed(
+    before: Sequence[Diagnostic], after: Sequence[Diagnostic], chosen: Mapping[int, Fix]
+) -> set[int]:
     """The findings whose fix does not remove them, or adds an error: of several, the one that is easiest to replace."""
     left = {_cause(finding) for finding in after if finding.severity == "error"}
     blamed = {at for at in chosen if _cause(before[at]) in left} | _rivals(chosen)
     known = {_cause(finding) for finding in before}
     for finding in after:
-        pointers = [place.pointer for place in (finding.place, *(place for place, _ in finding.related)) if place]
-        if finding.severity != "error" or _cause(finding) in known or _is_uncovered(finding, pointers, chosen.values()):
+        pointers = [
+            place.pointer
+            for place in (finding.place, *(place for place, _ in finding.related))
+            if place
+        ]
+        if (
+            finding.severity != "error"
+            or _cause(finding) in known
+            or _is_uncovered(finding, pointers, chosen.values())
+        ):
             continue
-        at_fault = [at for at, fix in chosen.items() if any(_meet(*pair) for pair in product(pointers, fix.touches))]
+        at_fault = [
+            at
+            for at, fix in chosen.items()
+            if any(_meet(*pair) for pair in product(pointers, fix.touches))
+        ]
         blamed.add(max(at_fault or chosen, key=lambda at: _doubt(chosen[at])))
     return blamed
 
@@ -81,7 +102,11 @@ def _rivals(chosen: Mapping[int, Fix]) -> set[int]:
     for at in sorted(chosen, key=lambda at: _doubt(chosen[at])):
         for pointer in chosen[at].touches:
             owners.setdefault(pointer, at)
-    return {at for at, fix in chosen.items() if any(owners[pointer] != at for pointer in fix.touches)}
+    return {
+        at
+        for at, fix in chosen.items()
+        if any(owners[pointer] != at for pointer in fix.touches)
+    }
 
 
 def _cause(finding: Diagnostic) -> tuple[str, str | None]:
@@ -92,7 +117,9 @@ def _is_uncovered(finding: Diagnostic, pointers: Sequence[str], fixes: Iterable[
     """Whether an error is inside what was not read before, or is the value itself, whatever stands around it."""
     members = [fix.uncovers for fix in fixes if fix.uncovers is not None]
     is_value = finding.code.startswith("QZ10") and pointers[:1] != [] and pointers[0] in members
-    return is_value or any(pointer.startswith(f"{member}/") for pointer in pointers for member in members)
+    return is_value or any(
+        pointer.startswith(f"{member}/") for pointer in pointers for member in members
+    )
 
 
 def _meet(pointer: str, other: str) -> bool:

@@ -21,7 +21,9 @@ HIERARCHICAL_KEYS = frozenset(
 )
 """Source: AMD Quark for PyTorch, documentation of `Config`."""
 
-LAYERED_BLOCKS = frozenset({"overall_quantize_config", "tensor_quantize_config", "layer_quantize_config"})
+LAYERED_BLOCKS = frozenset(
+    {"overall_quantize_config", "tensor_quantize_config", "layer_quantize_config"}
+)
 """Source: Vitis AI, quantization configuration."""
 
 

@@ -30,7 +30,11 @@ ROLE_OF: Mapping[str, Role] = {
 KEY_OF = {role: key for key, role in ROLE_OF.items()}
 """The role of each of the form's keys for a tensor, and back."""
 
-SPEC_KEYS = tuple(key for key, said in block_of("hierarchical", "spec")["properties"].items() if "code" not in said)
+SPEC_KEYS = tuple(
+    key
+    for key, said in block_of("hierarchical", "spec")["properties"].items()
+    if "code" not in said
+)
 """The keys of a spec that say something."""
 
 _WHOLE = frozenset({"ch_axis", "group_size"})
@@ -39,7 +43,10 @@ _WHOLE = frozenset({"ch_axis", "group_size"})
 LISTS = ("pre_quant_opt_config", "algo_config")
 """The lists of algorithms, in the order in which they run."""
 
-_KINDS: Mapping[str, Literal["type", "name"]] = {"layer_type_quant_config": "type", "layer_quant_config": "name"}
+_KINDS: Mapping[str, Literal["type", "name"]] = {
+    "layer_type_quant_config": "type",
+    "layer_quant_config": "name",
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,9 @@ class Level:
         for name, value in QuantizationSpec().to_json().items():
             default = Sourced(value, self.specs[role].get("dtype", Sourced(None)).place)
             now, then = after.get(name, default), before.get(name, default)
-            if now.value != then.value or (name in after and (now.place is None or now.place in own)):
+            if now.value != then.value or (
+                name in after and (now.place is None or now.place in own)
+            ):
                 yield name, now
 
 
@@ -105,10 +114,22 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Hierarchical
     """
     file = _Translator(document, frozenset(ignored))
     levels = tuple(file.levels())
-    rules = (ConfigRule(Selector("all"), "default", roles=frozenset()), *map(Level.rule, levels), *file.excludes())
+    rules = (
+        ConfigRule(Selector("all"), "default", roles=frozenset()),
+        *map(Level.rule, levels),
+        *file.excludes(),
+    )
     listed, algorithms = read_names(file, *LISTS), read_algorithms(file, *LISTS)
     source = document.source
-    config = Config(file.settings(listed), rules, source.name, document.value, "hierarchical", algorithms, source.text)
+    config = Config(
+        file.settings(listed),
+        rules,
+        source.name,
+        document.value,
+        "hierarchical",
+        algorithms,
+        source.text,
+    )
     return Hierarchical(document, config, levels, listed, file.ignored)
 
 
@@ -118,22 +139,34 @@ class _Translator(ValidDocument):
     def settings(self, listed: Sequence[tuple[str, Place | None]]) -> Settings:
         path = ("global_quant_config", "target_device")
         device, places = self.get(*path), {"target_device": self.place(*path)}
-        switched = {SWITCHES[name].switch: place for name, place in reversed(listed) if name in SWITCHES}
+        switched = {
+            SWITCHES[name].switch: place for name, place in reversed(listed) if name in SWITCHES
+        }
         known = {key: place for key, place in (places | switched).items() if place}
-        stated: dict[str, Any] = dict.fromkeys(switched, True) | ({"target_device": device} if device else {})
+        stated: dict[str, Any] = dict.fromkeys(switched, True) | (
+            {"target_device": device} if device else {}
+        )
         return Settings(**stated, places=known)
 
     def levels(self) -> Iterator[Level]:
         name = "global_quant_config"
         everywhere = self._specs(name)
-        yield Level(Selector("weighted", place=self.place(name, key=True)), name, (name,), everywhere, {})
+        yield Level(
+            Selector("weighted", place=self.place(name, key=True)),
+            name,
+            (name,),
+            everywhere,
+            {},
+        )
         for block, kind in _KINDS.items():
             members = self.get(block)
             for text in members if isinstance(members, dict) else ():
                 if not text.startswith("//") and isinstance(self.get(block, text), dict):
                     selector = Selector(kind, text, self.place(block, text, key=True))
                     path = (block, text)
-                    yield Level(selector, f'{block}["{text}"]', path, self._specs(*path), everywhere)
+                    yield Level(
+                        selector, f'{block}["{text}"]', path, self._specs(*path), everywhere
+                    )
 
     def excludes(self) -> Iterator[ConfigRule]:
         for number, at in enumerate(self.items("exclude")):
@@ -145,7 +178,9 @@ class _Translator(ValidDocument):
         """What is stated of each role at a level that states anything of it."""
         stated = {
             role: {
-                key: Sourced(int(value) if key in _WHOLE else value, self.place(*path, word, key))
+                key: Sourced(
+                    int(value) if key in _WHOLE else value, self.place(*path, word, key)
+                )
                 for key in SPEC_KEYS
                 if (value := self.get(*path, word, key)) is not None
             }

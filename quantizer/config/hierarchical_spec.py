@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.config.dtypes import BLOCK_FORMATS, GROUP_SIZES, INTEGERS, BlockFormat, dtype_word
+from quantizer.config.dtypes import (
+    BLOCK_FORMATS,
+    GROUP_SIZES,
+    INTEGERS,
+    BlockFormat,
+    dtype_word,
+)
 from quantizer.config.model import (
     CAST_ONLY,
     POOLED,
@@ -44,7 +50,14 @@ METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 def observer_word(spec: QuantizationSpec) -> str | None:
     """The observer that stands for a method and a granularity, if there is one."""
     known = ((method, schemes[0], name) for name, (method, schemes) in METHODS.items())
-    return next((name for method, scheme, name in known if (method, scheme) == (spec.method, spec.qscheme)), None)
+    return next(
+        (
+            name
+            for method, scheme, name in known
+            if (method, scheme) == (spec.method, spec.qscheme)
+        ),
+        None,
+    )
 
 
 def specification(spec: QuantizationSpec) -> dict[str, Any]:
@@ -111,13 +124,20 @@ class Words:
     @property
     def has_scale_mode(self) -> bool:
         """Whether there are several ways to find the shared exponent."""
-        return self.is_block and (self.dtype not in BLOCK_FORMATS or BLOCK_FORMATS[self.dtype].scale_type == "e8m0")
+        return self.is_block and (
+            self.dtype not in BLOCK_FORMATS or BLOCK_FORMATS[self.dtype].scale_type == "e8m0"
+        )
 
     @property
     def scheme(self) -> str:
         """The granularity as the file says it, or as its observer or block format implies it."""
         implied = METHODS[self.observer][1][0] if self.observer in METHODS else "per_tensor"
-        return str(self.value("qscheme", "per_group" if self.is_block or self.has_quantized_scales else implied))
+        return str(
+            self.value(
+                "qscheme",
+                "per_group" if self.is_block or self.has_quantized_scales else implied,
+            )
+        )
 
     @property
     def is_per_token(self) -> bool:
@@ -134,7 +154,9 @@ class Words:
         """The fields that differ from those of a default `QuantizationSpec`, or that the file states."""
         if self.dtype in CAST_ONLY:
             return {"dtype": self.raw["dtype"]}
-        return self._with_symmetric_scale({**self._number(), **self._scale(), **self._granularity(), **self._range()})
+        return self._with_symmetric_scale(
+            {**self._number(), **self._scale(), **self._granularity(), **self._range()}
+        )
 
     def _number(self) -> dict[str, Sourced]:
         """Number format and rounding."""
@@ -144,12 +166,18 @@ class Words:
             bits, signed = INTEGERS[self.dtype]
             fields["symmetric"] = self.raw.get("symmetric", Sourced(signed, place))
             # Asymmetric codes begin at 0, whatever the sign in the dtype's name.
-            words = {"dtype": "int", "bit_width": bits, "signed": signed and fields["symmetric"].value}
+            words = {
+                "dtype": "int",
+                "bit_width": bits,
+                "signed": signed and fields["symmetric"].value,
+            }
             fields |= {name: Sourced(value, place) for name, value in words.items()}
         elif self.dtype is not None:
             element = self.value("mx_element_dtype")
             block = "mx_int8" if element in ("int8", None) else element
-            fields["dtype"] = _mapped(self.raw["dtype"], block if self.dtype == "mx" else self.dtype)
+            fields["dtype"] = _mapped(
+                self.raw["dtype"], block if self.dtype == "mx" else self.dtype
+            )
             fields |= {key: self.raw[key] for key in ("symmetric",) if key in self.raw}
         if stated := self.raw.get("round_method"):
             fields["round_mode"] = _mapped(stated, RoundType[stated.value].value)
@@ -184,14 +212,24 @@ class Words:
         cause = next((self.raw[key] for key in causes if key in self.raw), Sourced(None))
         if self.is_per_token:
             return {"qscheme": _mapped(cause, "per_token")}
-        fields = {"qscheme": _mapped(cause, found)} if found != "per_tensor" or "qscheme" in self.raw else {}
+        fields = (
+            {"qscheme": _mapped(cause, found)}
+            if found != "per_tensor" or "qscheme" in self.raw
+            else {}
+        )
         if found in ("per_channel", "per_group") and "ch_axis" in self.raw:
             axis = self.raw["ch_axis"]
-            across = turned(axis, self.role) if found == "per_group" and self.is_channel_axis else None
+            across = (
+                turned(axis, self.role)
+                if found == "per_group" and self.is_channel_axis
+                else None
+            )
             fields["ch_axis"] = across or axis
         if found == "per_group":
             default = GROUP_SIZES.get(self.value("scale_format"))
-            default = BLOCK_FORMATS[self.dtype].group_size if self.dtype in BLOCK_FORMATS else default
+            default = (
+                BLOCK_FORMATS[self.dtype].group_size if self.dtype in BLOCK_FORMATS else default
+            )
             size = self.raw.get("group_size", _mapped(cause, default) if default else None)
             fields |= {"group_size": size} if size else {}
         return fields
@@ -207,7 +245,9 @@ class Words:
             if self.role not in PARAMETERS:
                 fields["statistic"] = _mapped(self.raw["observer_cls"], usual_statistic(method))
         if "percentage" in self.raw and self.observer == "PerTensorPercentileObserver":
-            fields["percentage"] = _mapped(self.raw["percentage"], float(self.raw["percentage"].value))
+            fields["percentage"] = _mapped(
+                self.raw["percentage"], float(self.raw["percentage"].value)
+            )
         return fields
 
     def over(self, wider: Words) -> Words:
@@ -220,9 +260,19 @@ class Words:
         foreign = KINDRED if is_foreign(wider._kind, kept._kind) else frozenset()
         if wider.observer == "PlaceholderObserver" and kept.dtype not in CAST_ONLY:
             foreign |= {"observer_cls"}
-        merged = {key: sourced for key, sourced in kept.raw.items() if key in self.raw or key not in foreign}
+        merged = {
+            key: sourced
+            for key, sourced in kept.raw.items()
+            if key in self.raw or key not in foreign
+        }
         meant, read = wider._axis, Words(self.role, merged)._axis
-        if "ch_axis" in wider.raw and "ch_axis" not in self.raw and meant and read and meant != read:
+        if (
+            "ch_axis" in wider.raw
+            and "ch_axis" not in self.raw
+            and meant
+            and read
+            and meant != read
+        ):
             axis = turned(merged.pop("ch_axis"), self.role)
             merged |= {"ch_axis": axis} if axis else {}
         return Words(self.role, merged)
@@ -245,7 +295,9 @@ def usual_symmetric_scale(spec: QuantizationSpec) -> SymmetricScale:
     >>> usual_symmetric_scale(QuantizationSpec(bit_width=4)), usual_symmetric_scale(QuantizationSpec(bit_width=8))
     ('half_range', 'quant_max')
     """
-    return "half_range" if spec.has_symmetric_scale and spec.bit_width < FULL_BITS else "quant_max"
+    return (
+        "half_range" if spec.has_symmetric_scale and spec.bit_width < FULL_BITS else "quant_max"
+    )
 
 
 def usual_statistic(method: str) -> str:

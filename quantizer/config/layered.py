@@ -76,7 +76,9 @@ class Level:
 
     def rule(self) -> ConfigRule:
         """A layer entry as a rule."""
-        merged = {role: {**self.overall[role], **self.tensor.get(role, {})} for role in self.quantized}
+        merged = {
+            role: {**self.overall[role], **self.tensor.get(role, {})} for role in self.quantized
+        }
         return ConfigRule(self.selector, self.label, self.roles, self.roles_place, merged)
 
 
@@ -96,7 +98,10 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
     `ignored` are pointers whose values are wrong: they are left out, so that the rest can be checked.
     """
     file = _Translator(document, frozenset(ignored))
-    top, layers = file.level(Selector("all"), "overall_quantize_config", ()), tuple(file.entries())
+    top, layers = (
+        file.level(Selector("all"), "overall_quantize_config", ()),
+        tuple(file.entries()),
+    )
     rules = (
         ConfigRule(top.selector, top.label, top.roles, top.roles_place, top.overall),
         ConfigRule(top.selector, "tensor_quantize_config", fields=top.tensor),
@@ -104,7 +109,12 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
     )
     algorithms = read_algorithms(file, "algorithms")
     config = Config(
-        file.settings(), rules, document.source.name, document.value, algorithms=algorithms, text=document.source.text
+        file.settings(),
+        rules,
+        document.source.name,
+        document.value,
+        algorithms=algorithms,
+        text=document.source.text,
     )
     return Layered(document, config, top, layers)
 
@@ -133,24 +143,38 @@ class _Translator(ValidDocument):
 
     def level(self, selector: Selector, label: str, path: tuple[str | int, ...]) -> Level:
         overall = self._block(*path, "overall_quantize_config")
-        for_others = {name: sourced for name, sourced in overall.items() if sourced.value != "per_channel"}
+        for_others = {
+            name: sourced for name, sourced in overall.items() if sourced.value != "per_channel"
+        }
         roles = self.get(*path, "quantizable_data_type")
-        if roles and None in (self.get(*path, "quantizable_data_type", at) for at in range(len(roles))):
-            roles = None  # with one of them misspelt, nothing is known of those that are not there
+        if roles and None in (
+            self.get(*path, "quantizable_data_type", at) for at in range(len(roles))
+        ):
+            roles = (
+                None  # with one of them misspelt, nothing is known of those that are not there
+            )
         return Level(
             selector=selector,
             label=label,
             pointer=path,
             roles=None if roles is None else frozenset(role for role in ROLES if role in roles),
-            roles_place=self.place(*path, "quantizable_data_type") if roles is not None else None,
+            roles_place=self.place(*path, "quantizable_data_type")
+            if roles is not None
+            else None,
             overall={role: overall if role == "weights" else for_others for role in ROLES},
-            tensor={role: block for role in ROLES if (block := self._block(*path, "tensor_quantize_config", role))},
+            tensor={
+                role: block
+                for role in ROLES
+                if (block := self._block(*path, "tensor_quantize_config", role))
+            },
         )
 
     def _block(self, *path: str | int) -> Fields:
         found = {word: value for word in FIELDS if (value := self.get(*path, word)) is not None}
         return {
-            FIELDS[word]: Sourced(_VALUES.get(FIELDS[word], lambda same: same)(value), self.place(*path, word))
+            FIELDS[word]: Sourced(
+                _VALUES.get(FIELDS[word], lambda same: same)(value), self.place(*path, word)
+            )
             for word, value in found.items()
         }
 
@@ -166,17 +190,26 @@ def parameters(spec: QuantizationSpec, said: Collection[str] = ()) -> dict[str, 
     values = {**spec.to_json(), "qscheme": spec.qscheme == "per_channel"}
     values |= {"statistic": "max"} if spec.statistic == POOLED else {}
     idle = {"datatype"} - {*said} | ({"percentage"} if spec.method != "percentile" else set())
-    if not spec.has_symmetric_scale or (spec.symmetric_scale == "quant_max" and "symmetric_scale" not in said):
+    if not spec.has_symmetric_scale or (
+        spec.symmetric_scale == "quant_max" and "symmetric_scale" not in said
+    ):
         idle |= {"symmetric_scale"}
     return {word: values[field] for word, field in FIELDS.items() if word not in idle}
 
 
 def entry(
-    selector: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec], said: Collection[str] = ()
+    selector: Mapping[str, Any],
+    specs: Mapping[Role, QuantizationSpec],
+    said: Collection[str] = (),
 ) -> dict[str, Any]:
     """A complete layer entry: an overall block, and what differs from it for single roles; `said` as above."""
     by_role = {role: parameters(specs[role], said) for role in ROLES if role in specs}
-    overall = dict(next((block for block in by_role.values() if "bit_width" in block), next(iter(by_role.values()))))
+    overall = dict(
+        next(
+            (block for block in by_role.values() if "bit_width" in block),
+            next(iter(by_role.values())),
+        )
+    )
     for word in OPTIONAL:
         overall.pop(word, None)  # the roles that read it say so themselves
     overall |= {"per_channel": False} if "per_channel" in overall else {}
@@ -192,20 +225,28 @@ def entry(
     }
 
 
-def with_entries(document: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def with_entries(
+    document: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     """A copy of the document with these layer entries, by the name of their layer, in place of those of the same names
     and behind all others; comments ("//" keys) of replaced ones stay."""
     changed = copy.deepcopy(dict(document))
     known = changed.get("layer_quantize_config") or []
     written = [each for each in known if each.get("layer_name") not in entries]
     for name, said in entries.items():
-        old: Mapping[str, Any] = next((each for each in known if each.get("layer_name") == name), {})
+        old: Mapping[str, Any] = next(
+            (each for each in known if each.get("layer_name") == name), {}
+        )
         comments = {key: value for key, value in old.items() if key.startswith("//")}
-        written.append({**comments, "layer_type": None, "layer_name": name, **copy.deepcopy(dict(said))})
+        written.append(
+            {**comments, "layer_type": None, "layer_name": name, **copy.deepcopy(dict(said))}
+        )
     return changed | {"layer_quantize_config": written}
 
 
-def specified(document: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec]) -> dict[str, Any]:
+def specified(
+    document: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec]
+) -> dict[str, Any]:
     """What an entry of this document says to give a layer's tensors these specs, whatever wider blocks say."""
     rules = {"symmetric_scale"} if "symmetric_scale" in str(document) else set()
     return entry({}, specs, {"datatype", *rules})

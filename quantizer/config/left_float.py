@@ -15,5 +15,10 @@ def with_float(document: Mapping[str, Any], layers: Collection[str]) -> dict[str
         known = changed.get("exclude") or []
         added = [name for name in layers if name not in known]
         return changed | ({"exclude": [*known, *added]} if added else {})
-    block = {"overall_quantize_config": {"datatype": "float32"}, "tensor_quantize_config": {}}  # which nothing reads
-    return with_entries(document, {name: {"quantizable_data_type": [], **block} for name in layers})
+    block = {
+        "overall_quantize_config": {"datatype": "float32"},
+        "tensor_quantize_config": {},
+    }  # which nothing reads
+    return with_entries(
+        document, {name: {"quantizable_data_type": [], **block} for name in layers}
+    )

@@ -87,14 +87,20 @@ def checked(document: Document) -> tuple[Config | None, Findings]:
     structure = [*notes, *check_structure(known)]
     if len(structure) > MANY:
         return None, in_order(structure)
-    wrong = {found.place.pointer for found in structure if found.place and found.code not in _NO_VALUE}
+    wrong = {
+        found.place.pointer
+        for found in structure
+        if found.place and found.code not in _NO_VALUE
+    }
     config, meaning = _meaning(form, known, wrong)
     findings = (*structure, *meaning, *check_algorithms(config), *_wrong_patterns(config.rules))
     found = in_order(findings)
     return (None if any(finding.severity == "error" for finding in found) else config), found
 
 
-def _meaning(form: Form, document: Document, wrong: Collection[str]) -> tuple[Config, Iterable[Diagnostic]]:
+def _meaning(
+    form: Form, document: Document, wrong: Collection[str]
+) -> tuple[Config, Iterable[Diagnostic]]:
     """What the values that are not wrong say, and the findings on it."""
     if form == "layered":
         flat = layered.translate(document, wrong)
@@ -114,7 +120,12 @@ def _wrong_patterns(rules: Iterable[ConfigRule]) -> Iterator[Diagnostic]:
                 re.compile(selector.text[3:])
             except (re.error, RecursionError, OverflowError) as error:
                 message = f"this is not a regular expression: {error}"
-                yield Diagnostic("QZ104", message, selector.place, help="the syntax is that of Python's re module")
+                yield Diagnostic(
+                    "QZ104",
+                    message,
+                    selector.place,
+                    help="the syntax is that of Python's re module",
+                )
 
 
 def _with_fixes(document: Document, found: Findings) -> Findings:
@@ -124,9 +135,16 @@ def _with_fixes(document: Document, found: Findings) -> Findings:
     if not any(finding.fixes for finding in found):
         return found
     source = Text(document.source.name, json.dumps(document.value, default=str))
-    helps = {(other.code, other.place and other.place.pointer): other.help for other in load_text(source).diagnostics}
+    helps = {
+        (other.code, other.place and other.place.pointer): other.help
+        for other in load_text(source).diagnostics
+    }
     return tuple(
-        replace(finding, help=helps.get((finding.code, finding.place and finding.place.pointer)), fixes=())
+        replace(
+            finding,
+            help=helps.get((finding.code, finding.place and finding.place.pointer)),
+            fixes=(),
+        )
         for finding in found
     )
 
@@ -146,7 +164,13 @@ def default_config() -> Config:
     Source: Vitis AI, quantization configuration, table "Default Configurations", with `half_up` for activations as the
     restrictions of the same page ask.
     """
-    ready = {key: value for key, value in load_resource("configs", "dpu.json").items() if key[0] not in "$/"}
+    ready = {
+        key: value
+        for key, value in load_resource("configs", "dpu.json").items()
+        if key[0] not in "$/"
+    }
     overall = ready["overall_quantize_config"] | {"narrow_range": False}
     value = ready | {"include_cle": True, "overall_quantize_config": overall}
-    return layered.translate(Document(Text("<built-in default>", ""), value, values={}, keys={})).config
+    return layered.translate(
+        Document(Text("<built-in default>", ""), value, values={}, keys={})
+    ).config

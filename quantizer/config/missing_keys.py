@@ -15,9 +15,15 @@ from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest, listed
 
 OVERALL, TENSOR = "overall_quantize_config", "tensor_quantize_config"
-HELP_FOR_MISSING = "no default fits the rest of the file; `quantizer explain KEY` lists the values of a key"
+HELP_FOR_MISSING = (
+    "no default fits the rest of the file; `quantizer explain KEY` lists the values of a key"
+)
 
-_ALGORITHMS = {"algo_config": "awq", "pre_quant_opt_config": "smoothquant", "algorithms": "gptq"}
+_ALGORITHMS = {
+    "algo_config": "awq",
+    "pre_quant_opt_config": "smoothquant",
+    "algorithms": "gptq",
+}
 """The keys that list algorithms, and the name to offer first where an entry has none."""
 
 _DEFAULTS_TURN, _ENTRIES_TURN = 1, 2
@@ -34,7 +40,9 @@ def missing_keys(value: Mapping[str, Any], path: Path) -> tuple[str, ...]:
     """The required keys that the object at `path` lacks. A misspelt key is there: it is reported as unknown."""
     here, (required, known) = value_at(value, path), _keys(value, path)
     missing = [key for key in required if key not in here]
-    misspelt = {closest(key, missing) for key in here if key not in known and not key.startswith("//")}
+    misspelt = {
+        closest(key, missing) for key in here if key not in known and not key.startswith("//")
+    }
     return tuple(key for key in missing if key not in misspelt)
 
 
@@ -46,12 +54,18 @@ def completions(document: Document, path: Path) -> Iterator[Fix]:
             known = entry_kinds(form_of(document.value))
             others = f"; the algorithms are {listed(known)}" if "name" in members else ""
             text = f"{'paste' if is_known else 'for example'} {paste(members)}{others}"
-            yield Fix(text, *_insertions(document, path, members), is_known, turn=_DEFAULTS_TURN)
+            yield Fix(
+                text, *_insertions(document, path, members), is_known, turn=_DEFAULTS_TURN
+            )
         return
     inside = path[-1:] == (OVERALL,)
     level = path[:-1] if inside else path
     for members in _members(document.value, level, missing, inside):
-        aside = f", and in {TENSOR} {paste(members[TENSOR])}" if inside and TENSOR in members else ""
+        aside = (
+            f", and in {TENSOR} {paste(members[TENSOR])}"
+            if inside and TENSOR in members
+            else ""
+        )
         text = paste(members[OVERALL] if inside else members) + aside
         turn = _ENTRIES_TURN if level else _DEFAULTS_TURN
         yield Fix(f"paste {text}", *_insertions(document, level, members), turn=turn)
@@ -75,15 +89,23 @@ def _keys(value: Mapping[str, Any], path: Path) -> tuple[Sequence[str], Collecti
         names = ("scaling_layer", *entry_kinds(form_of(value)))
         return block["required"], {key for name in names for key in blocks[name]["properties"]}
     if path[-1:] == (OVERALL,):
-        return blocks["complete_parameters"]["allOf"][1]["then"]["required"], blocks["parameters"]["properties"]
+        return blocks["complete_parameters"]["allOf"][1]["then"]["required"], blocks[
+            "parameters"
+        ]["properties"]
     block = schema if not path else blocks.get("layer_entry") or blocks["spec"]
     return block["required"], block["properties"]
 
 
-def _members(value: Mapping[str, Any], level: Path, missing: Sequence[str], inside: bool) -> Iterator[Members]:
+def _members(
+    value: Mapping[str, Any], level: Path, missing: Sequence[str], inside: bool
+) -> Iterator[Members]:
     """The members to add to the top or to a layer entry of the layered form."""
     here = value_at(value, level)
-    settings = {key: value.get(key, _preset(value)[key]) for key in missing if not inside and key != OVERALL}
+    settings = {
+        key: value.get(key, _preset(value)[key])
+        for key in missing
+        if not inside and key != OVERALL
+    }
     if not inside and OVERALL not in missing:
         yield settings
     else:
@@ -98,32 +120,48 @@ def _preset(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _parameters(value: Mapping[str, Any], level: Mapping[str, Any], missing: Sequence[str]) -> Iterator[Members]:
+def _parameters(
+    value: Mapping[str, Any], level: Mapping[str, Any], missing: Sequence[str]
+) -> Iterator[Members]:
     """What to add to `level`, the file or one of its layer entries, so that its overall block states what is missing.
 
     First what holds there anyway, of each tensor role by itself: for a layer entry what the top of the file says, for
     the top what the ready config does. What follows differs from it in one value, then in two.
     """
-    blocks = [_blocks(source) for source in ([_preset(value)] if level is value else [value, _preset(value)])]
+    blocks = [
+        _blocks(source)
+        for source in ([_preset(value)] if level is value else [value, _preset(value)])
+    ]
     own, own_tensors = _blocks(level)
     wide = ChainMap({}, *(overall for overall, _ in blocks), {"datatype": "int"})
     roles = level.get("quantizable_data_type", value.get("quantizable_data_type"))
     by_role = {
-        role: ChainMap({}, *(part for overall, tensors in blocks for part in (tensors.get(role, {}), overall)), wide)
+        role: ChainMap(
+            {},
+            *(part for overall, tensors in blocks for part in (tensors.get(role, {}), overall)),
+            wide,
+        )
         for role in ROLES
         if not isinstance(roles, list) or role in roles
     }
     first = _overall(missing, own, wide, [found["datatype"] for found in by_role.values()])
-    if own.get("symmetry") is False and not any(block.get("symmetry") for block in own_tensors.values()):
+    if own.get("symmetry") is False and not any(
+        block.get("symmetry") for block in own_tensors.values()
+    ):
         # Asymmetric quantization reads neither.
         first |= dict.fromkeys({"signed", "narrow_range"} & first.keys(), False)
-    aside = {role: _aside(first, found, wide, own_tensors.get(role, {})) for role, found in by_role.items()}
+    aside = {
+        role: _aside(first, found, wide, own_tensors.get(role, {}))
+        for role, found in by_role.items()
+    }
     tensors = {role: block for role, block in aside.items() if block}
     for changes in _changes(first):
         yield {OVERALL: first | changes, **({TENSOR: tensors} if tensors else {})}
 
 
-def _overall(missing: Sequence[str], own: Members, wide: Mapping[str, Any], datatypes: Sequence[Any]) -> Members:
+def _overall(
+    missing: Sequence[str], own: Members, wide: Mapping[str, Any], datatypes: Sequence[Any]
+) -> Members:
     """Under a floating-point datatype of the top an empty block has that, and one about integers has to say so."""
     if _is_cast(wide["datatype"]) and not own:
         return {"datatype": wide["datatype"]}
@@ -136,15 +174,23 @@ def _is_cast(datatype: Any) -> bool:
     return isinstance(datatype, str) and datatype in CAST_ONLY
 
 
-def _aside(first: Members, found: Mapping[str, Any], wide: Mapping[str, Any], own: Members) -> Members:
+def _aside(
+    first: Members, found: Mapping[str, Any], wide: Mapping[str, Any], own: Members
+) -> Members:
     """What a role's block has to state, so that the overall values `first` do not replace what holds for the role."""
     read = first.keys() if found["datatype"] == "int" else first.keys() & {"datatype"}
-    return {word: found[word] for word in first if word in read - own.keys() and found[word] != wide[word]}
+    return {
+        word: found[word]
+        for word in first
+        if word in read - own.keys() and found[word] != wide[word]
+    }
 
 
 def _changes(first: Members) -> Iterator[Members]:
     """None, then each change of one value to another option, then each of two."""
-    choices = [(word, option) for word in first for option in _options(word) if option != first[word]]
+    choices = [
+        (word, option) for word in first for option in _options(word) if option != first[word]
+    ]
     for count in range(CHANGES + 1):
         yield from map(dict, itertools.combinations(choices, count))
 
@@ -153,27 +199,37 @@ def _options(word: str) -> list[Any]:
     """The values that may stand for a wider block's; how precise and what kind of numbers is not for us to change."""
     if word in ("datatype", "bit_width"):
         return []
-    options: list[Any] = block_of("layered", "parameters")["properties"][word].get("enum", [True, False])
+    options: list[Any] = block_of("layered", "parameters")["properties"][word].get(
+        "enum", [True, False]
+    )
     return options
 
 
 def _blocks(level: Mapping[str, Any]) -> tuple[Members, dict[str, Members]]:
     """The overall block, and the blocks of tensor roles, as far as they are there."""
-    overall, tensors = (found if isinstance(found := level.get(key), dict) else {} for key in (OVERALL, TENSOR))
+    overall, tensors = (
+        found if isinstance(found := level.get(key), dict) else {} for key in (OVERALL, TENSOR)
+    )
     return overall, {role: block for role, block in tensors.items() if isinstance(block, dict)}
 
 
 def _examples(value: Mapping[str, Any], path: Path, key: str) -> Iterator[tuple[Members, bool]]:
     """Values for a key of the hierarchical form or of an algorithm; the one that all wider levels state is known."""
     if key == "name":
-        yield from (({key: name}, False) for name in dict.fromkeys((_ALGORITHMS[str(path[0])], *ALGORITHMS)))
+        yield from (
+            ({key: name}, False)
+            for name in dict.fromkeys((_ALGORITHMS[str(path[0])], *ALGORITHMS))
+        )
     elif key == "dtype":
         wider = _wider_dtypes(value, path)
         yield from (({key: dtype}, len(wider) == 1) for dtype in wider)
         options = block_of("hierarchical", "spec")["properties"][key]["enum"]
         yield from (({key: dtype}, False) for dtype in ("int8", *options))
     else:
-        yield {key: ["self_attn.o_proj"] if key == "layers" else {"weight": {"dtype": "int8"}}}, False
+        yield (
+            {key: ["self_attn.o_proj"] if key == "layers" else {"weight": {"dtype": "int8"}}},
+            False,
+        )
 
 
 def _wider_dtypes(value: Mapping[str, Any], path: Path) -> tuple[str, ...]:
@@ -187,7 +243,9 @@ def _wider_dtypes(value: Mapping[str, Any], path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(dtype for dtype in dtypes if isinstance(dtype, str)))
 
 
-def _insertions(document: Document, path: Path, members: Mapping[str, Any]) -> tuple[tuple[Edit, ...], tuple[str, ...]]:
+def _insertions(
+    document: Document, path: Path, members: Mapping[str, Any]
+) -> tuple[tuple[Edit, ...], tuple[str, ...]]:
     """The edits that add members to the object at `path` and to blocks in it, and the pointers of what is new."""
     here = value_at(document.value, path)
     new = {key: member for key, member in members.items() if key not in here}
@@ -208,13 +266,20 @@ def _insertion(document: Document, path: Path, members: Mapping[str, Any]) -> Ed
     inside = [key for key in document.keys if key.rpartition("/")[0] == pointer]
     if not inside:
         indent = newline + _indent(text, start) + "  "
-        added = indent + ("," + indent).join(_written(members, indent)) + newline + _indent(text, start)
+        added = (
+            indent
+            + ("," + indent).join(_written(members, indent))
+            + newline
+            + _indent(text, start)
+        )
         return Edit(start + 1, start + 1, added)
     last = max(inside, key=lambda key: document.values[key])
     key_start, end = document.keys[last][0], document.values[last][1]
     own_line = not text[text.rfind("\n", 0, key_start) + 1 : key_start].strip()
     indent = newline + _indent(text, key_start) if own_line else ""
-    return Edit(end, end, "".join(f",{indent or ' '}{member}" for member in _written(members, indent)))
+    return Edit(
+        end, end, "".join(f",{indent or ' '}{member}" for member in _written(members, indent))
+    )
 
 
 def _written(members: Mapping[str, Any], indent: str) -> list[str]:
@@ -224,7 +289,9 @@ def _written(members: Mapping[str, Any], indent: str) -> list[str]:
 def _dumped(value: Any, indent: str) -> str:
     if not isinstance(value, dict) or not indent:
         return json.dumps(value, ensure_ascii=False)
-    members = [f"{indent}  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
+    members = [
+        f"{indent}  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()
+    ]
     return "{" + ",".join(members) + indent + "}"
 
 

@@ -265,22 +265,34 @@ class Algorithm:
     def settings(self) -> AlgoConfig:
         """What runs: everything that is read, without switches that need one which is off."""
         found = {key: self.value(key) for key in read_keys(self.kind)}
-        needed = {key: meant.needs for key, meant in settings_of(self.kind).items() if meant.needs}
-        return self.kind(**{**found, **{key: found[key] and found[needs] for key, needs in needed.items()}})
+        needed = {
+            key: meant.needs for key, meant in settings_of(self.kind).items() if meant.needs
+        }
+        return self.kind(
+            **{**found, **{key: found[key] and found[needs] for key, needs in needed.items()}}
+        )
 
     @property
     def names(self) -> Names:
         """The parts of the model that it names."""
         found = {name: self.stated[key] for key, name in _NAMES.items() if key in self.stated}
         values: dict[str, Any] = {
-            name: tuple(said.value) if isinstance(said.value, list) else said.value for name, said in found.items()
+            name: tuple(said.value) if isinstance(said.value, list) else said.value
+            for name, said in found.items()
         }
         if "scaling" in values:
             values["scaling"] = tuple(
-                ScalingLayer(tuple(group.get("layers", ())), group.get("prev_op", ""), group.get("inp", ""), place)
+                ScalingLayer(
+                    tuple(group.get("layers", ())),
+                    group.get("prev_op", ""),
+                    group.get("inp", ""),
+                    place,
+                )
                 for group, place in zip(values["scaling"], self.groups, strict=True)
             )
-        return Names(**values, places={name: said.place for name, said in found.items() if said.place})
+        return Names(
+            **values, places={name: said.place for name, said in found.items() if said.place}
+        )
 
 
 @dataclass(frozen=True)

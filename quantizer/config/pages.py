@@ -37,12 +37,17 @@ _FIELDS: Mapping[Form, Mapping[str, str]] = {"layered": FIELDS, "hierarchical": 
 
 def key_names() -> tuple[str, ...]:
     """Every key that has a page, those of the layered form first; then the algorithms."""
-    return (*dict.fromkeys(key for form in FORMS for key in _keys(form)), *entry_kinds("hierarchical"))
+    return (
+        *dict.fromkeys(key for form in FORMS for key in _keys(form)),
+        *entry_kinds("hierarchical"),
+    )
 
 
 def setting_names() -> tuple[str, ...]:
     """Every setting of an algorithm that is no key elsewhere."""
-    names = dict.fromkeys(key for name in entry_kinds("hierarchical") for key in _settings(name))
+    names = dict.fromkeys(
+        key for name in entry_kinds("hierarchical") for key in _settings(name)
+    )
     return tuple(key for key in names if key not in key_names())
 
 
@@ -51,7 +56,9 @@ def setting_page(key: str) -> str:
     having = [name for name in entry_kinds("hierarchical") if key in _settings(name)]
     rows = [f"- {name}: {_settings(name)[key]['description']}" for name in having]
     pages = " and ".join(f"`quantizer explain {name}`" for name in having)
-    return f"# {key}\n\nA setting of algorithms; more is in {pages}.\n\n" + "\n".join(rows) + "\n"
+    return (
+        f"# {key}\n\nA setting of algorithms; more is in {pages}.\n\n" + "\n".join(rows) + "\n"
+    )
 
 
 def key_page(key: str) -> str:
@@ -62,7 +69,11 @@ def key_page(key: str) -> str:
     title = f"# {key}"
     if len(pages) == 1:
         return "\n\n".join([title, *next(iter(pages.values()))]) + "\n"
-    both = [section for form, sections in pages.items() for section in (f"## In the {form} form", *sections)]
+    both = [
+        section
+        for form, sections in pages.items()
+        for section in (f"## In the {form} form", *sections)
+    ]
     return "\n\n".join([title, "Both file forms have this key.", *both]) + "\n"
 
 
@@ -73,7 +84,10 @@ def example_name(key: str, form: Form) -> str:
 
 def example_names() -> tuple[str, ...]:
     """Every worked example that there has to be."""
-    return (*(example_name(key, form) for form in FORMS for key in _keys(form)), *entry_kinds("hierarchical"))
+    return (
+        *(example_name(key, form) for form in FORMS for key in _keys(form)),
+        *entry_kinds("hierarchical"),
+    )
 
 
 def _key_sections(key: str, form: Form) -> Iterator[str]:
@@ -88,9 +102,16 @@ def _key_sections(key: str, form: Form) -> Iterator[str]:
         yield "Options: `true`, `false`."
     if "default" in entry:
         yield f"Default: `{json.dumps(entry['default'])}`."
-    example = json.dumps({key: entry["examples"][0]}, indent=2, ensure_ascii=False)[2:-2].replace("\n  ", "\n").strip()
+    example = (
+        json.dumps({key: entry["examples"][0]}, indent=2, ensure_ascii=False)[2:-2]
+        .replace("\n  ", "\n")
+        .strip()
+    )
     yield f"Example:\n\n```json\n{example}\n```"
-    rules = [f"- [{code}](../rules.md#{code.lower()}): {rule['title']}" for code, rule in _rules_of(key, form).items()]
+    rules = [
+        f"- [{code}](../rules.md#{code.lower()}): {rule['title']}"
+        for code, rule in _rules_of(key, form).items()
+    ]
     if rules:
         yield "Restrictions and conflicts:\n\n" + "\n".join(rules)
     yield from _worked_example(example_name(key, form))
@@ -104,7 +125,9 @@ def _algorithm_sections(name: str) -> Iterator[str]:
     yield f"Where: an entry of {lists}; in the layered form, {other}."
     rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
     for key, entry in _settings(name).items():
-        rows.append(f"| `{key}` | {_values(entry)} | `{json.dumps(entry['default'])}` | {entry['description']} |")
+        rows.append(
+            f"| `{key}` | {_values(entry)} | `{json.dumps(entry['default'])}` | {entry['description']} |"
+        )
     yield "\n".join(rows)
     if "scaling_layers" in _settings(name):
         groups = block_of("hierarchical", "scaling_layer")["properties"]
@@ -117,7 +140,9 @@ def _algorithm_sections(name: str) -> Iterator[str]:
 def _settings(name: str) -> Mapping[str, Any]:
     return {
         key: entry
-        for key, entry in algorithm_schema(entry_kinds("hierarchical")[name])["properties"].items()
+        for key, entry in algorithm_schema(entry_kinds("hierarchical")[name])[
+            "properties"
+        ].items()
         if key != "name"
     }
 
@@ -127,7 +152,10 @@ def _values(entry: Mapping[str, Any]) -> str:
     if "code" in entry:
         return json.dumps(entry["default"])
     types = entry["type"] if isinstance(entry["type"], list) else [entry["type"]]
-    options = [json.dumps(option) for option in entry.get("enum", entry.get("then", {}).get("enum", ()))]
+    options = [
+        json.dumps(option)
+        for option in entry.get("enum", entry.get("then", {}).get("enum", ()))
+    ]
     words = [TYPE_WORDS[kind] for kind in types if kind != "string" or not options]
     return ", ".join([" or ".join([*words, *options]), *bounds(entry)])
 
@@ -141,8 +169,15 @@ def contents() -> str:
     """Every code and every key, a line each, with its title or description."""
     rows = {code: entry["title"] for code, entry in all_codes().items()}
     for form in FORMS:
-        rows |= {key: entry["description"] for key, (entry, _) in _keys(form).items() if key not in rows}
-    rows |= {name: algorithm_schema(kind)["description"] for name, kind in entry_kinds("hierarchical").items()}
+        rows |= {
+            key: entry["description"]
+            for key, (entry, _) in _keys(form).items()
+            if key not in rows
+        }
+    rows |= {
+        name: algorithm_schema(kind)["description"]
+        for name, kind in entry_kinds("hierarchical").items()
+    }
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {meaning}\n" for name, meaning in rows.items())
 
@@ -210,7 +245,10 @@ def _keys(form: Form) -> Mapping[str, tuple[Mapping[str, Any], str]]:
     found: dict[str, tuple[Mapping[str, Any], str]] = {}
     for where, block in _PLACES[form].items():
         for key, entry in block_of(form, block)["properties"].items():
-            resolved = {**definitions.get(entry.get("$ref", "").rpartition("/")[2], {}), **entry}
+            resolved = {
+                **definitions.get(entry.get("$ref", "").rpartition("/")[2], {}),
+                **entry,
+            }
             if key in found:
                 found[key] = (found[key][0], f"{found[key][1]}, or {where}")
             elif "markdownDescription" in resolved:

@@ -55,12 +55,18 @@ class Parser:
             value, at = self._value(self.start, (), 0)
             at = self._space(at)
             if at < len(self.text):
-                self._fail("there is text after the end of the JSON value", at, "check the brackets above it")
+                self._fail(
+                    "there is text after the end of the JSON value",
+                    at,
+                    "check the brackets above it",
+                )
         except _StopError:
             return None
         return value
 
-    def report(self, code: str, message: str, span: Span, remedy: str, instead: str | None = None) -> None:
+    def report(
+        self, code: str, message: str, span: Span, remedy: str, instead: str | None = None
+    ) -> None:
         """Note a problem and go on, unless there are so many that the file is something else.
 
         `instead` is the text that is meant, where only one can be.
@@ -74,7 +80,14 @@ class Parser:
             raise _StopError
 
     def _fail(
-        self, message: str, at: int, remedy: str, *, end: int = 0, code: str = "QZ004", instead: str | None = None
+        self,
+        message: str,
+        at: int,
+        remedy: str,
+        *,
+        end: int = 0,
+        code: str = "QZ004",
+        instead: str | None = None,
     ) -> NoReturn:
         self.report(code, message, (at, end or at + 1), remedy, instead)
         raise _StopError
@@ -110,7 +123,9 @@ class Parser:
         self.values[pointer_to(*path)] = (at, end)
         return value, end
 
-    def _object(self, start: int, path: tuple[str | int, ...], depth: int) -> tuple[dict[str, Any], int]:
+    def _object(
+        self, start: int, path: tuple[str | int, ...], depth: int
+    ) -> tuple[dict[str, Any], int]:
         members: dict[str, Any] = {}
         at = self._space(start + 1)
         while self.text[at : at + 1] != "}":
@@ -124,12 +139,16 @@ class Parser:
                 self.keys[pointer] = (key_at, at)
             at = self._space(at)
             if self.text[at : at + 1] != ":":
-                self._fail("a colon is missing after this key", key_at, 'write "key": value', end=at)
+                self._fail(
+                    "a colon is missing after this key", key_at, 'write "key": value', end=at
+                )
             members[key], at = self._value(self._space(at + 1), (*path, key), depth + 1)
             at = self._separator(at, "}", start)
         return members, at + 1
 
-    def _array(self, start: int, path: tuple[str | int, ...], depth: int) -> tuple[list[Any], int]:
+    def _array(
+        self, start: int, path: tuple[str | int, ...], depth: int
+    ) -> tuple[list[Any], int]:
         items: list[Any] = []
         at = self._space(start + 1)
         while self.text[at : at + 1] != "]":
@@ -149,12 +168,22 @@ class Parser:
             self._fail(message, value_end - 1, "write a comma between members")
         following = self._space(at + 1)
         if self.text[following : following + 1] == close:
-            self.report("QZ006", "JSON has no trailing commas", (at, at + 1), f'remove the comma before "{close}"', "")
+            self.report(
+                "QZ006",
+                "JSON has no trailing commas",
+                (at, at + 1),
+                f'remove the comma before "{close}"',
+                "",
+            )
         return following
 
     def _not_ended(self, at: int, start: int, close: str) -> None:
         if at >= len(self.text):
-            self._fail(f'this bracket is never closed: a "{close}" is missing', start, "is the file cut off?")
+            self._fail(
+                f'this bracket is never closed: a "{close}" is missing',
+                start,
+                "is the file cut off?",
+            )
 
     def _key(self, at: int) -> tuple[str, int]:
         if self.text[at] == "'":
@@ -170,19 +199,36 @@ class Parser:
     def _single_quoted(self, at: int) -> NoReturn:
         text = _SINGLE_QUOTED.match(self.text, at)
         end, instead = (text.end(), f'"{text[1]}"') if text else (0, None)
-        self._fail("JSON strings are in double quotes", at, 'write "…"', end=end, instead=instead)
+        self._fail(
+            "JSON strings are in double quotes", at, 'write "…"', end=end, instead=instead
+        )
 
     def _duplicate(self, key: str, first: Span, second: Span) -> None:
         place, again = self.source.place(first), self.source.place(second)
-        lines = f"on lines {place.line} and {again.line}" if again.line != place.line else f"on line {again.line}"
+        lines = (
+            f"on lines {place.line} and {again.line}"
+            if again.line != place.line
+            else f"on line {again.line}"
+        )
         message = f'the key "{key[:60]}" appears twice, {lines}'
-        self._note(Diagnostic("QZ007", message, again, help="keep one of the two", related=((place, "first here"),)))
+        self._note(
+            Diagnostic(
+                "QZ007",
+                message,
+                again,
+                help="keep one of the two",
+                related=((place, "first here"),),
+            )
+        )
 
     def _string(self, at: int) -> tuple[str, int]:
         try:
             value, end = self._decoder.raw_decode(self.text, at)
         except json.JSONDecodeError as error:
-            reason = {"Unterminated": "this string is never closed", "Invalid \\": "JSON has no such escape sequence"}
+            reason = {
+                "Unterminated": "this string is never closed",
+                "Invalid \\": "JSON has no such escape sequence",
+            }
             message = next(
                 (text for start, text in reason.items() if error.msg.startswith(start)),
                 "this string is not closed on its line, or contains a control character",
@@ -200,7 +246,9 @@ class Parser:
         if number:
             return self._number(number, (at, end)), end
         if word[:1].isdecimal() or word[:1] == ".":
-            self._fail(f"{word[:40]} is not a JSON number", at, "write it like 8, -1 or 99.99", end=end)
+            self._fail(
+                f"{word[:40]} is not a JSON number", at, "write it like 8, -1 or 99.99", end=end
+            )
         if word in _LITERALS:
             return _LITERALS[word], end
         if word in _NOT_FINITE:
@@ -211,7 +259,9 @@ class Parser:
             self._single_quoted(at)
         else:
             shown = word[:40] or self.text[at : at + 1] or "the end of the file"
-            self._fail(f"expected a value, not {shown}", at, 'text goes in double quotes: "…"', end=end)
+            self._fail(
+                f"expected a value, not {shown}", at, 'text goes in double quotes: "…"', end=end
+            )
         return None, end
 
     def _number(self, number: re.Match[str], span: Span) -> int | float | None:
@@ -220,4 +270,8 @@ class Parser:
             self.report("QZ008", message, span, "write a smaller number")
             return None
         fraction, exponent = number.groups()
-        return int(number.group()) if fraction is None and exponent is None else float(number.group())
+        return (
+            int(number.group())
+            if fraction is None and exponent is None
+            else float(number.group())
+        )

@@ -22,7 +22,12 @@ Field = tuple[str, str | None, str | None]
 Paths = Mapping[Field, Path | None]
 """Where the document says something; None where it does not."""
 _WORDS = {field: word for word, field in FIELDS.items()}
-_LEVELS = {"layer_quantize_config": 2, "global_quant_config": 1, "layer_type_quant_config": 2, "layer_quant_config": 2}
+_LEVELS = {
+    "layer_quantize_config": 2,
+    "global_quant_config": 1,
+    "layer_type_quant_config": 2,
+    "layer_quant_config": 2,
+}
 """How many steps of a path lead to a level of the file, by the first; other paths are at the top."""
 
 
@@ -37,17 +42,27 @@ class Restated:
     @property
     def changes(self) -> list[str]:
         """The fields that differ."""
-        return [field for field in RANGE_FIELDS if getattr(self.before, field) != getattr(self.after, field)]
+        return [
+            field
+            for field in RANGE_FIELDS
+            if getattr(self.before, field) != getattr(self.after, field)
+        ]
 
 
 def in_place(
-    document: Document, changed: Mapping[Key, Restated], others: Iterable[tuple[str, Mapping[str, str]]]
+    document: Document,
+    changed: Mapping[Key, Restated],
+    others: Iterable[tuple[str, Mapping[str, str]]],
 ) -> tuple[dict[str, Any], Paths] | None:
     """The document with the new words at the levels that say the old ones, and the path of each new word.
 
     None where such a level also speaks of activations that stay as they are: `others`, their roles and origins.
     """
-    levels = {(*key, field): _level(document, each, field) for key, each in changed.items() for field in each.changes}
+    levels = {
+        (*key, field): _level(document, each, field)
+        for key, each in changed.items()
+        for field in each.changes
+    }
     spoken = {(base_role(role), level) for (_, role, _), level in levels.items()}
     for role, origins in others:
         for field in RANGE_FIELDS:
@@ -64,15 +79,23 @@ def in_place(
             block = (*level, KEY_OF[base_role(role)])
             path = (*block, "observer_cls")
             _set(value, path, observer_word(after))
-            _set(value, (*block, "percentage"), after.percentage if after.method == "percentile" else None)
-            paths[layer, role, "percentage"] = (*block, "percentage") if after.method == "percentile" else None
+            _set(
+                value,
+                (*block, "percentage"),
+                after.percentage if after.method == "percentile" else None,
+            )
+            paths[layer, role, "percentage"] = (
+                (*block, "percentage") if after.method == "percentile" else None
+            )
         if is_layered or field != "percentage":
             paths[layer, role, field] = path
     return value, paths
 
 
 def by_layer(
-    document: Mapping[str, Any], layers: Mapping[str, Mapping[Role, QuantizationSpec]], changed: Mapping[Key, Restated]
+    document: Mapping[str, Any],
+    layers: Mapping[str, Mapping[Role, QuantizationSpec]],
+    changed: Mapping[Key, Restated],
 ) -> tuple[dict[str, Any], Paths]:
     """The document with an entry of its own for each of `layers`, which has the specs of all its tensors."""
     paths = dict[Field, Path | None]()
@@ -84,14 +107,20 @@ def by_layer(
             for role in layers[name]:
                 own = complete["tensor_quantize_config"].get(role, {})
                 for word, field in FIELDS.items():
-                    block = ("tensor_quantize_config", role) if word in own else ("overall_quantize_config",)
+                    block = (
+                        ("tensor_quantize_config", role)
+                        if word in own
+                        else ("overall_quantize_config",)
+                    )
                     if word in own or word in complete["overall_quantize_config"]:
                         paths[name, role, field] = ("layer_quantize_config", at, *block, word)
         return value, paths
     value = copy.deepcopy(dict(document))
     named = value.setdefault("layer_quant_config", {})
     for (layer, tensor), each in changed.items():
-        own = named.pop(layer, {})  # and to the end: of equally specific entries the last one holds
+        own = named.pop(
+            layer, {}
+        )  # and to the end: of equally specific entries the last one holds
         key = KEY_OF[base_role(tensor)]
         named[layer] = {**own, key: {**(own.get(key) or {}), **specification(each.after)}}
         paths[layer, tensor, None] = ("layer_quant_config", layer, key)
@@ -100,7 +129,9 @@ def by_layer(
 
 def _level(document: Document, tensor: Restated, field: str) -> Path:
     """The level that says a field, or where none does, the method; the top if all is by default."""
-    found = (_level_of(document, tensor.origins.get(name, "")) for name in (field, "method", "dtype"))
+    found = (
+        _level_of(document, tensor.origins.get(name, "")) for name in (field, "method", "dtype")
+    )
     return next((level for level in found if level is not None), ())
 
 

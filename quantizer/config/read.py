@@ -47,7 +47,9 @@ def _read_bytes(path: str | os.PathLike[str]) -> bytes:
     try:
         data = read_start(path, MAX_BYTES + 1)
     except FileNotFoundError:
-        raise _unreadable(name, "there is no such file", _help_for_missing(Path(path))) from None
+        raise _unreadable(
+            name, "there is no such file", _help_for_missing(Path(path))
+        ) from None
     except IsADirectoryError:
         raise _unreadable(name, "this is a directory", "give the path of a JSON file") from None
     except (OSError, ValueError) as error:
@@ -65,7 +67,9 @@ def _decode(name: str, data: bytes) -> Text:
         raise _unreadable(name, message, "save it as UTF-8", code="QZ002")
     if b"\0" in data:
         at = data.index(b"\0")
-        raise _undecodable(name, data, at, f"the file is not UTF-8 text at byte {at}: there is a NUL byte")
+        raise _undecodable(
+            name, data, at, f"the file is not UTF-8 text at byte {at}: there is a NUL byte"
+        )
     encoding = "utf-8-sig" if data.startswith(b"\xef\xbb\xbf") else "utf-8"
     try:
         text = data.decode(encoding)
@@ -79,11 +83,15 @@ def _undecodable(name: str, data: bytes, at: int, message: str) -> ConfigError:
     """The finding at the line and column of byte `at`; in the excerpt a mark stands for what is not UTF-8."""
     shown = Text(name, data.decode("utf-8-sig", errors="replace"))
     start = len(data[:at].decode("utf-8-sig", errors="replace"))
-    found = Diagnostic("QZ002", message, shown.place((start, start + 1)), help="save it as UTF-8")
+    found = Diagnostic(
+        "QZ002", message, shown.place((start, start + 1)), help="save it as UTF-8"
+    )
     return ConfigError([found], {name: shown.text})
 
 
-def _unreadable(name: str, message: str, help_: str | None = None, *, code: str = "QZ001") -> ConfigError:
+def _unreadable(
+    name: str, message: str, help_: str | None = None, *, code: str = "QZ001"
+) -> ConfigError:
     return ConfigError([Diagnostic(code, message, Place(name, 1, 1), help=help_)])
 
 
@@ -93,4 +101,8 @@ def _help_for_missing(path: Path) -> str:
     except (OSError, ValueError):
         neighbours = []
     found = closest(path.name, neighbours)
-    return f'did you mean "{path.parent / found}"?' if found else "`quantizer init` writes a config to start from"
+    return (
+        f'did you mean "{path.parent / found}"?'
+        if found
+        else "`quantizer init` writes a config to start from"
+    )

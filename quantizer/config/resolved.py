@@ -30,15 +30,26 @@ def resolved_document(config: Config) -> dict[str, Any]:
     document = _without_comments(config.document)
     if config.form == "hierarchical":
         return _hierarchical(document, config.settings) | _lists(config, *LISTS)
-    switches = {f.name: getattr(config.settings, f.name) for f in fields(Settings) if f.name != "places"}
+    switches = {
+        f.name: getattr(config.settings, f.name) for f in fields(Settings) if f.name != "places"
+    }
     return {**switches, **document, **_lists(config, "algorithms")}
 
 
 def _lists(config: Config, *keys: str) -> dict[str, Any]:
     """The lists of algorithms that are not empty, each with all its settings as they took effect."""
-    lists = {key: [written(each.settings) for each in config.algorithms if each.label.startswith(key)] for key in keys}
+    lists = {
+        key: [
+            written(each.settings) for each in config.algorithms if each.label.startswith(key)
+        ]
+        for key in keys
+    }
     passes = {key: list(_passes(config.document.get(key))) for key in keys}
-    return {key: [*passes[key], *entries] for key, entries in lists.items() if passes[key] or entries}
+    return {
+        key: [*passes[key], *entries]
+        for key, entries in lists.items()
+        if passes[key] or entries
+    }
 
 
 def _passes(entries: Any) -> Iterator[dict[str, Any]]:
@@ -71,12 +82,22 @@ def _spec(spec: Mapping[str, Any], filled: bool) -> dict[str, Any]:
     stated = {key: spec.get(key) for key in SPEC_KEYS}
     if not filled or stated["dtype"] in CAST_ONLY:
         return stated
-    return stated | {key: value for key, value in _FIXED_DEFAULTS.items() if stated[key] is None}
+    return stated | {
+        key: value for key, value in _FIXED_DEFAULTS.items() if stated[key] is None
+    }
 
 
 def _without_comments(value: Any) -> Any:
     """Without `$schema` and the keys that begin with `//`."""
     if isinstance(value, Mapping):
-        kept = {key: item for key, item in value.items() if key != "$schema" and not key.startswith("//")}
+        kept = {
+            key: item
+            for key, item in value.items()
+            if key != "$schema" and not key.startswith("//")
+        }
         return {key: _without_comments(item) for key, item in kept.items()}
-    return [_without_comments(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return (
+        [_without_comments(item) for item in value]
+        if isinstance(value, (list, tuple))
+        else value
+    )

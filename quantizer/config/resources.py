@@ -26,7 +26,9 @@ def resource(folder: str, name: str) -> Path:
 
 def presets() -> tuple[str, ...]:
     """The names of the shipped configs."""
-    return tuple(sorted(path.stem for path in resource("configs", "default.json").parent.glob("*.json")))
+    return tuple(
+        sorted(path.stem for path in resource("configs", "default.json").parent.glob("*.json"))
+    )
 
 
 @cache

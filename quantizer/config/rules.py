@@ -50,7 +50,9 @@ def all_codes() -> Mapping[str, Mapping[str, Any]]:
 
 
 @lru_cache(maxsize=4096)
-def conflicts(spec: QuantizationSpec, role: Role, device: str, form: str = "layered") -> tuple[Conflict, ...]:
+def conflicts(
+    spec: QuantizationSpec, role: Role, device: str, form: str = "layered"
+) -> tuple[Conflict, ...]:
     """The rules that `spec` breaks as the spec of a `role` tensor on `device` ("DPU", "CPU", "GPU", "IPU").
 
     `form` is that of the file. Formats without a scale break none, and other floating-point formats none of those
@@ -72,14 +74,18 @@ def conflicts(spec: QuantizationSpec, role: Role, device: str, form: str = "laye
 
 
 @cache
-def _validators(integers: bool, form: str) -> tuple[tuple[Mapping[str, Any], Draft7Validator], ...]:
+def _validators(
+    integers: bool, form: str
+) -> tuple[tuple[Mapping[str, Any], Draft7Validator], ...]:
     """The rules that are about the kind of format and the form, compiled."""
     from jsonschema import Draft7Validator  # takes as long to import as a fifteenth of torch
 
     schema = load_resource("schemas", "quantization_spec.schema.json")
     rules = [*(schema["then"]["allOf"] if integers else ()), *schema["allOf"]]
     held = [rule for rule in rules if rule.get("form", form) == form]
-    return tuple((rule, Draft7Validator({"if": rule["if"], "then": rule["then"]})) for rule in held)
+    return tuple(
+        (rule, Draft7Validator({"if": rule["if"], "then": rule["then"]})) for rule in held
+    )
 
 
 def _conflict(rule: Mapping[str, Any], message: str, form: str) -> Conflict:

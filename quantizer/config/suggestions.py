@@ -44,7 +44,10 @@ _BLOCKS: Mapping[Form, Mapping[str, str]] = {
 }
 """The blocks whose keys have values of their own, as messages call them, and their names in the schema."""
 
-_ENTRIES = {"tensor_quantize_config": "tensor_quantize_config", "an entry of layer_quantize_config": "layer_entry"}
+_ENTRIES = {
+    "tensor_quantize_config": "tensor_quantize_config",
+    "an entry of layer_quantize_config": "layer_entry",
+}
 """The other blocks of the layered form."""
 
 _SYNONYMS = {
@@ -56,7 +59,11 @@ _SYNONYMS = {
 }
 """Words of other tools, without case and punctuation, for options of keys."""
 
-_SWITCHES = {"equalization": "include_cle", "cle": "include_cle", "bias_correction": "include_bias_corr"}
+_SWITCHES = {
+    "equalization": "include_cle",
+    "cle": "include_cle",
+    "bias_correction": "include_bias_corr",
+}
 """What other tools list among their algorithms."""
 
 
@@ -66,22 +73,40 @@ def bounds(schema: Mapping[str, Any]) -> list[str]:
     >>> bounds({"exclusiveMinimum": 0, "maximum": 1})
     ['more than 0', 'at most 1']
     """
-    words = {"exclusiveMinimum": "more than", "minimum": "at least", "exclusiveMaximum": "less than"}
-    return [f"{word} {schema[key]}" for key, word in {**words, "maximum": "at most"}.items() if key in schema]
+    words = {
+        "exclusiveMinimum": "more than",
+        "minimum": "at least",
+        "exclusiveMaximum": "less than",
+    }
+    return [
+        f"{word} {schema[key]}"
+        for key, word in {**words, "maximum": "at most"}.items()
+        if key in schema
+    ]
 
 
 def help_for_value(key: str, value: Any, form: Form) -> str:
     """Whose word a wrong value of `key` is, or else where the right ones are listed."""
     if _is_switch(key, value):
         switch = _SWITCHES[value]
-        listed_as = [name for name, kind in SWITCHES.items() if kind.switch == switch and form == "hierarchical"]
+        listed_as = [
+            name
+            for name, kind in SWITCHES.items()
+            if kind.switch == switch and form == "hierarchical"
+        ]
         if listed_as:
             return f'write "{listed_as[0]}", the switch {switch} of the layered form'
-        return f'it is the switch "{switch}"' + (" of the layered form" if form == "hierarchical" else "")
+        return f'it is the switch "{switch}"' + (
+            " of the layered form" if form == "hierarchical" else ""
+        )
     if owner := _owner(key, value, form):
         return f'{quoted(value)} is a value of "{owner}"'
     is_explained = any(key in keys for keys in _homes(form).values())
-    return f"`quantizer explain {key}` says what it may be" if is_explained else "`quantizer schema` prints all keys"
+    return (
+        f"`quantizer explain {key}` says what it may be"
+        if is_explained
+        else "`quantizer schema` prints all keys"
+    )
 
 
 def _is_switch(key: str, value: Any) -> bool:
@@ -92,22 +117,49 @@ def _is_switch(key: str, value: Any) -> bool:
 def value_fixes(document: Document, path: Path, schema: Mapping[str, Any]) -> Iterator[Fix]:
     """What to write for the value at `path`, whose entry in the schema is `schema`: what it means, then examples."""
     key = next((part for part in reversed(path) if isinstance(part, str)), "")
-    pointer, value, form = pointer_to(*path), value_at(document.value, path), form_of(document.value)
+    pointer, value, form = (
+        pointer_to(*path),
+        value_at(document.value, path),
+        form_of(document.value),
+    )
     span = document.values[pointer]
     for text, edits in _literals(document, path, schema):
-        yield Fix(f"write {text}", edits, (pointer,), uncovers=pointer if isinstance(value, dict) else None)
+        yield Fix(
+            f"write {text}",
+            edits,
+            (pointer,),
+            uncovers=pointer if isinstance(value, dict) else None,
+        )
     if isinstance(value, str):
         words = [word for word in schema.get("enum", ()) if isinstance(word, str)]
         meant = misspelt(value, words) or _synonym(value, words)
         for word in dict.fromkeys(filter(None, (meant, closest(value, words)))):
-            yield Fix(f'did you mean "{word}"?', (Edit(*span, json.dumps(word)),), (pointer,), word == meant)
-    reason = f'{quoted(value)} is a value of "{owner}"; ' if (owner := _owner(key, value, form)) else ""
+            yield Fix(
+                f'did you mean "{word}"?',
+                (Edit(*span, json.dumps(word)),),
+                (pointer,),
+                word == meant,
+            )
+    reason = (
+        f'{quoted(value)} is a value of "{owner}"; '
+        if (owner := _owner(key, value, form))
+        else ""
+    )
     if _is_switch(key, value):
         return
-    for example in (schema.get("default"), *schema.get("examples", ()), *schema.get("enum", ())):
+    for example in (
+        schema.get("default"),
+        *schema.get("examples", ()),
+        *schema.get("enum", ()),
+    ):
         if example not in (None, {}, []):
             text = quoted(example) if path[-1:] != (key,) else f'"{key}": {quoted(example)}'
-            yield Fix(f"{reason}for example {text}", (Edit(*span, json.dumps(example)),), (pointer,), is_known=False)
+            yield Fix(
+                f"{reason}for example {text}",
+                (Edit(*span, json.dumps(example)),),
+                (pointer,),
+                is_known=False,
+            )
 
 
 def help_for_key(key: str, known: Collection[str], here: Collection[str], form: Form) -> str:
@@ -145,12 +197,20 @@ def _synonym(value: str, words: Collection[str]) -> str | None:
     return word if word in words else None
 
 
-def _literals(document: Document, path: Path, schema: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Edit, ...]]]:
+def _literals(
+    document: Document, path: Path, schema: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[Edit, ...]]]:
     """The literal of the wanted type that a value of another type means, as it is shown and as it is written."""
     value, types = value_at(document.value, path), schema.get("type", ())
     wanted = {types} if isinstance(types, str) else {*types}
     start, end = document.values[pointer_to(*path)]
-    text = value.strip().lower() if isinstance(value, str) else json.dumps(value) if isinstance(value, int) else ""
+    text = (
+        value.strip().lower()
+        if isinstance(value, str)
+        else json.dumps(value)
+        if isinstance(value, int)
+        else ""
+    )
     if "boolean" in wanted and text in _BOOLEANS:
         yield _BOOLEANS[text], (Edit(start, end, _BOOLEANS[text]),)
     if wanted & {"integer", "number"} and isinstance(value, str) and _is_number(text):
@@ -182,16 +242,28 @@ def _owners(form: Form) -> Mapping[str, str]:
             for word in entry.get("enum", ()):
                 if isinstance(word, str):
                     owners.setdefault(word, key)
-    roles = block_of("layered", "quantizable_data_type")["items"]["enum"] if form == "layered" else ()
+    roles = (
+        block_of("layered", "quantizable_data_type")["items"]["enum"]
+        if form == "layered"
+        else ()
+    )
     return {**owners, **dict.fromkeys(roles, "quantizable_data_type")}
 
 
 def _homes(form: Form) -> Mapping[str, frozenset[str]]:
     """Each block of the form, and its keys; those of the other form are named as such."""
-    homes = {home: frozenset(block_of(form, block)["properties"]) for home, block in _BLOCKS[form].items()}
-    homes |= {f"the algorithm {name}": frozenset(settings_of(kind)) for name, kind in entry_kinds(form).items()}
+    homes = {
+        home: frozenset(block_of(form, block)["properties"])
+        for home, block in _BLOCKS[form].items()
+    }
+    homes |= {
+        f"the algorithm {name}": frozenset(settings_of(kind))
+        for name, kind in entry_kinds(form).items()
+    }
     if form == "hierarchical":
         layered = frozenset(block_of("layered")["properties"]) - {"target_device"}
         return homes | {"the layered form, and a file has one form": layered}
-    homes |= {home: frozenset(block_of(form, block)["properties"]) for home, block in _ENTRIES.items()}
+    homes |= {
+        home: frozenset(block_of(form, block)["properties"]) for home, block in _ENTRIES.items()
+    }
     return homes | {"the hierarchical form, and a file has one form": HIERARCHICAL_KEYS}

@@ -62,7 +62,9 @@ def check(value: Any) -> None:
             if get_origin(hint) is dict and isinstance(found, dict):
                 where, found, hint = _misfit(where, found, *get_args(hint))
             shown = text if len(text := repr(found)) <= 60 else a_kind(found)
-            raise UsageError(f"{where} is {shown}, not {_expected(hint)}", help=_help(found, hint))
+            raise UsageError(
+                f"{where} is {shown}, not {_expected(hint)}", help=_help(found, hint)
+            )
 
 
 def _misfit(where: str, found: dict[Any, Any], keys: Any, values: Any) -> tuple[str, Any, Any]:
@@ -90,7 +92,9 @@ def fits(value: Any, hint: Any, *, within: bool = False) -> bool:
         return isinstance(value, type) and issubclass(value, arguments[0])
     if origin in (dict, Mapping):
         keys, values = arguments
-        return isinstance(value, dict) and all(inner(k, keys) and inner(v, values) for k, v in value.items())
+        return isinstance(value, dict) and all(
+            inner(k, keys) and inner(v, values) for k, v in value.items()
+        )
     if origin is list:
         return isinstance(value, list) and all(inner(item, arguments[0]) for item in value)
     if origin is tuple:  # of any length
@@ -98,9 +102,13 @@ def fits(value: Any, hint: Any, *, within: bool = False) -> bool:
     if origin is Literal:
         return value in arguments
     if hint in (int, float):
-        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+        return isinstance(value, int if hint is int else (int, float)) and not isinstance(
+            value, bool
+        )
     if within and isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return isinstance(value, hint) and all(inner(getattr(value, name), own) for name, own in _fields(hint).items())
+        return isinstance(value, hint) and all(
+            inner(getattr(value, name), own) for name, own in _fields(hint).items()
+        )
     return hint is Any or isinstance(value, origin or hint)
 
 
@@ -129,8 +137,14 @@ def _expected(hint: Any) -> str:
 
 def _help(value: Any, hint: Any) -> str | None:
     """What to write instead, where that can be told."""
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and dataclasses.is_dataclass(value):
-        takers = [f"{name}=" for name, taken in get_type_hints(hint).items() if fits(value, taken)]
+    if (
+        isinstance(hint, type)
+        and dataclasses.is_dataclass(hint)
+        and dataclasses.is_dataclass(value)
+    ):
+        takers = [
+            f"{name}=" for name, taken in get_type_hints(hint).items() if fits(value, taken)
+        ]
         return f"write {hint.__name__}(…) with it as {', '.join(takers)}" if takers else None
     if hint is str and isinstance(value, type):
         return f'write "{value.__name__}"'
@@ -138,5 +152,7 @@ def _help(value: Any, hint: Any) -> str | None:
         if isinstance(wanted, type) and issubclass(wanted, Enum):
             names = list(wanted.__members__)
             near = difflib.get_close_matches(str(value), names, 1, 0.5)
-            return f"write {wanted.__name__}.{near[0]}" if near else f"one of {', '.join(names)}"
+            return (
+                f"write {wanted.__name__}.{near[0]}" if near else f"one of {', '.join(names)}"
+            )
     return None

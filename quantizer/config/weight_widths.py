@@ -28,10 +28,14 @@ def patched(document: Mapping[str, Any], layers: Mapping[str, Specs]) -> dict[st
         changed = copy.deepcopy(dict(document))
         for name, specs in layers.items():
             named = changed.setdefault("layer_quant_config", {})
-            own = named.pop(name, {})  # and to the end: of equally specific entries the last one holds
+            own = named.pop(
+                name, {}
+            )  # and to the end: of equally specific entries the last one holds
             named[name] = {**own, "weight": _weight(own.get("weight") or {}, specs["weights"])}
         return changed
-    return with_entries(document, {name: specified(document, specs) for name, specs in layers.items()})
+    return with_entries(
+        document, {name: specified(document, specs) for name, specs in layers.items()}
+    )
 
 
 def _weight(own: Mapping[str, Any], spec: QuantizationSpec) -> dict[str, Any]:
@@ -42,7 +46,10 @@ def _weight(own: Mapping[str, Any], spec: QuantizationSpec) -> dict[str, Any]:
     if word is None:
         wanted = f"{'' if spec.signed and spec.symmetric else 'u'}int{spec.bit_width}"
         known = ", ".join(INTEGERS)
-        raise UsageError(f"the hierarchical form has no dtype {wanted}", help=f"it has {known}: change --choices")
+        raise UsageError(
+            f"the hierarchical form has no dtype {wanted}",
+            help=f"it has {known}: change --choices",
+        )
     changed = {**own, "dtype": word, "symmetric": spec.symmetric}
     usual = spec.symmetric_scale == usual_symmetric_scale(spec)
     return changed if usual else {**changed, "symmetric_scale": spec.symmetric_scale}

@@ -71,7 +71,11 @@ def misspelt(word: str, known: Iterable[str]) -> str | None:
     True
     """
     letters = _letters(word[:100])
-    slips = {name: _slips(letters, _letters(name)) for name in known if _format(name) == _format(word)}
+    slips = {
+        name: _slips(letters, _letters(name))
+        for name in known
+        if _format(name) == _format(word)
+    }
     least = min(slips.values(), default=math.inf)
     near = [name for name, count in slips.items() if count == least]
     may_have = (len(letters) >= _SHORT) + (len(letters) >= _LONG)

@@ -55,9 +55,13 @@ class ProcessGroup(Ranks):
             self._store = PrefixStore("quantizer", store)
             shared = PrefixStore("group", store)
             self._meet()
-            dist.init_process_group(backend, store=shared, rank=self.rank, world_size=self.world_size, timeout=NEVER)
+            dist.init_process_group(
+                backend, store=shared, rank=self.rank, world_size=self.world_size, timeout=NEVER
+            )
         except (RuntimeError, ValueError) as error:
-            raise RankError(f"the ranks did not find each other within {timeout:g} s: {_line(error)}") from error
+            raise RankError(
+                f"the ranks did not find each other within {timeout:g} s: {_line(error)}"
+            ) from error
         self.failed: BaseException | None = None
         self._stopped = threading.Event()
         self._error: QuantizerError | None = None
@@ -75,8 +79,14 @@ class ProcessGroup(Ranks):
         self._run(dist.all_gather, sizes, torch.tensor([len(content)]))
         longest = max(int(size) for size in sizes)
         padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        self._run(dist.all_gather, padded, torch.nn.functional.pad(content, (0, longest - len(content))))
-        found = [self._unpacked(row, int(size)) for row, size in zip(padded, sizes, strict=True)]
+        self._run(
+            dist.all_gather,
+            padded,
+            torch.nn.functional.pad(content, (0, longest - len(content))),
+        )
+        found = [
+            self._unpacked(row, int(size)) for row, size in zip(padded, sizes, strict=True)
+        ]
         self._compare([there for there, _ in found])
         return [given for _, given in found]
 
@@ -112,10 +122,16 @@ class ProcessGroup(Ranks):
         self.failed = error
         if error is self._error or isinstance(error, RankError | KeyboardInterrupt):
             return
-        said = {"rank": self.rank, "message": f"rank {self.rank}: {type(error).__name__}: {error}", "help": None}
+        said = {
+            "rank": self.rank,
+            "message": f"rank {self.rank}: {type(error).__name__}: {error}",
+            "help": None,
+        }
         said["code"] = QuantizerError.exit_code
         if isinstance(error, QuantizerError):
-            if not self.is_first or isinstance(error, DataError):  # of other errors of rank 0 there is nothing to tell
+            if not self.is_first or isinstance(
+                error, DataError
+            ):  # of other errors of rank 0 there is nothing to tell
                 error.message = f"rank {self.rank}: {error.message}"
             said |= {"message": error.message, "help": error.help, "code": error.exit_code}
         with contextlib.suppress(RuntimeError):  # there is nobody any more
@@ -138,7 +154,9 @@ class ProcessGroup(Ranks):
             dist.destroy_process_group()
 
     def _unpacked(self, content: Tensor, length: int) -> Any:
-        return _Unpickler(ctypes.string_at(content.data_ptr(), length), self._device).load()  # without numpy
+        return _Unpickler(
+            ctypes.string_at(content.data_ptr(), length), self._device
+        ).load()  # without numpy
 
     def _run(self, collective: Callable[..., Any], *given: Any) -> None:
         """A collective that ends when another rank has stopped, and on Ctrl-C."""
@@ -157,9 +175,15 @@ class ProcessGroup(Ranks):
         began = {rank: count for rank, (count, _) in self._seen.items()}
         time.sleep(3 * self._beat_s)
         self.check()
-        silent = [str(rank) for rank, count in began.items() if rank != self.rank and self._seen[rank][0] == count]
+        silent = [
+            str(rank)
+            for rank, count in began.items()
+            if rank != self.rank and self._seen[rank][0] == count
+        ]
         who = f"rank {' and '.join(silent)} has" if silent else "another rank has"
-        raise RankError(f"{who} ended or cannot be reached: {_line(error)}", help=HELP) from error
+        raise RankError(
+            f"{who} ended or cannot be reached: {_line(error)}", help=HELP
+        ) from error
 
     def _watch(self) -> None:
         """Show that this rank lives, and look after the others, until it leaves."""
@@ -182,7 +206,14 @@ class ProcessGroup(Ranks):
 
     def _lost(self) -> int | None:
         late = time.monotonic() - self.timeout
-        return next((rank for rank, (_, when) in self._seen.items() if rank != self.rank and when < late), None)
+        return next(
+            (
+                rank
+                for rank, (_, when) in self._seen.items()
+                if rank != self.rank and when < late
+            ),
+            None,
+        )
 
     def _compare(self, places: list[str]) -> None:
         """Ranks that are not at the same exchange have read other data, or have another config or version."""
@@ -208,7 +239,9 @@ def _error_of(said: dict[str, Any], rank: int) -> QuantizerError | None:
     if said["rank"] == rank:
         return None
     kinds = {kind.exit_code: kind for kind in QuantizerError.__subclasses__()}
-    error = kinds.get(said["code"], QuantizerError)(said["message"], help=said["help"] and said["help"].split("\n"))
+    error = kinds.get(said["code"], QuantizerError)(
+        said["message"], help=said["help"] and said["help"].split("\n")
+    )
     error.exit_code = said["code"]
     return error
 
@@ -223,11 +256,15 @@ class _Pickler(pickle.Pickler):
     """Sends tensors as their bytes, and says which are on a GPU; torch's own way is slow for small ones. Those of
     another class say themselves how they are sent."""
 
-    def persistent_id(self, value: Any) -> tuple[torch.dtype, tuple[int, ...], bytes, bool] | None:
+    def persistent_id(
+        self, value: Any
+    ) -> tuple[torch.dtype, tuple[int, ...], bytes, bool] | None:
         if type(value) not in (Tensor, nn.Parameter):
             return None
         own = value.detach().cpu().contiguous()
-        content = ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())  # without numpy
+        content = ctypes.string_at(
+            own.data_ptr(), own.numel() * own.element_size()
+        )  # without numpy
         return own.dtype, tuple(own.shape), content, value.device.type != "cpu"
 
 
@@ -243,7 +280,9 @@ class _Unpickler(pickle.Unpickler):
         if not content:
             tensor = torch.empty(shape, dtype=dtype)
         else:
-            tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
+            tensor = (
+                torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
+            )
         return tensor.to(self._device) if on_gpu else tensor
 
 

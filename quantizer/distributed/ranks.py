@@ -98,4 +98,9 @@ def in_turn(lists: Iterable[Iterable[T]]) -> list[T]:
     >>> in_turn([["0", "3", "6"], ["1", "4"], ["2", "5"]])
     ['0', '1', '2', '3', '4', '5', '6']
     """
-    return [each for row in zip_longest(*lists, fillvalue=_NONE) for each in row if each is not _NONE]
+    return [
+        each
+        for row in zip_longest(*lists, fillvalue=_NONE)
+        for each in row
+        if each is not _NONE
+    ]

@@ -88,7 +88,11 @@ def ablate(
     Raises:
         DataError: no batch, or an output of the float network that is not finite.
     """
-    wanted = [(name, role) for name, role, _ in quantized.quantizers() if keys is None or (name, role) in keys]
+    wanted = [
+        (name, role)
+        for name, role, _ in quantized.quantizers()
+        if keys is None or (name, role) in keys
+    ]
     alone: dict[Key, list[float]] = {key: [] for key in wanted}
     without: dict[Key, list[float]] = {key: [] for key in wanted}
     signal, noise = list[float](), list[float]()
@@ -100,7 +104,9 @@ def ablate(
     with torch.no_grad():
         for batch in batches:
             with naming_batch(len(signal)):
-                left, right = (each.start(batch.args, batch.kwargs) for each in (reference, quantized))
+                left, right = (
+                    each.start(batch.args, batch.kwargs) for each in (reference, quantized)
+                )
                 signal.append(passed.expect(left.branch()))
                 if user is not None:
                     signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
@@ -116,7 +122,9 @@ def ablate(
                 left.step()
                 right.step()
     if not signal:
-        raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+        raise DataError(
+            "the calibration data has no batches", help="check --data and --subset_len"
+        )
     effects = tuple(Effect(key, tuple(alone[key]), tuple(without[key])) for key in wanted)
     return Ablation(effects, tuple(signal), tuple(noise), measure.sqnr_db)
 

@@ -132,7 +132,9 @@ def _rounded_db(signal: float, error: float) -> float | None:
     return None if ratio == math.inf else max(LEAST_DB, round(ratio, 2))
 
 
-def _add(energies: _Energies, absorption: Absorption, execution: Execution, coarse: Network) -> None:
+def _add(
+    energies: _Energies, absorption: Absorption, execution: Execution, coarse: Network
+) -> None:
     """Add one batch to the energies of a pair.
 
     Args:

@@ -130,23 +130,37 @@ def analyze(
     """
     found, kept = candidates(plan)
     if not found:
-        first = next((f"for example {name}: {why}" for name, why in kept.items()), "the config quantizes none")
-        raise GateError("no weight can get another width", help=f"{first}; quantizer plan shows all")
+        first = next(
+            (f"for example {name}: {why}" for name, why in kept.items()),
+            "the config quantizes none",
+        )
+        raise GateError(
+            "no weight can get another width", help=f"{first}; quantizer plan shows all"
+        )
     network = Network(plan.graph)
     alike = _alike(network, batches)
     if passes == "fast":
-        noise, energy = predicted_noise(network, found, widths, few(batches), after_layer, outputs_of=alike)
+        noise, energy = predicted_noise(
+            network, found, widths, few(batches), after_layer, outputs_of=alike
+        )
     elif passes == "network":
         errors = layer_errors(network, found, widths, batches(), after_layer)
-        smallest, energy = output_noise(network, found, widths[:1], few(batches), after_layer, outputs_of=alike)
+        smallest, energy = output_noise(
+            network, found, widths[:1], few(batches), after_layer, outputs_of=alike
+        )
         # What was measured at the first width, times what the layer's error shrinks.
         noise = [
             tuple(known * error / each[0] if each[0] else 0.0 for error in each)
             for (known,), each in zip(smallest, errors, strict=True)
         ]
     else:
-        noise, energy = output_noise(network, found, widths, few(batches), after_layer, outputs_of=alike)
-    rows = tuple(_row(plan, candidate, widths, each) for candidate, each in zip(found, noise, strict=True))
+        noise, energy = output_noise(
+            network, found, widths, few(batches), after_layer, outputs_of=alike
+        )
+    rows = tuple(
+        _row(plan, candidate, widths, each)
+        for candidate, each in zip(found, noise, strict=True)
+    )
     rest = weight_bytes(plan)[1] - sum(row.own_bytes for row in rows)
     return Analysis(tuple(widths), rows, kept, energy, rest, passes)
 
@@ -181,7 +195,11 @@ def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
         node = plan.graph.by_name[name]
         if base_role(role) != "weights":
             continue
-        layers = tuple(dict.fromkeys(sharing[node.params["weight"]])) if "weight" in node.params else (name,)
+        layers = (
+            tuple(dict.fromkeys(sharing[node.params["weight"]]))
+            if "weight" in node.params
+            else (name,)
+        )
         if why := _why_kept(plan, name):
             kept[name] = why
         elif other := next(filter(lambda other: _why_kept(plan, other), layers), None):
@@ -189,7 +207,9 @@ def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
         elif layers[0] == name:
             specs = tuple(plan.tensors[other, "weights"].spec for other in layers)
             origins = [plan.tensors[other, "weights"].origins for other in layers]
-            implied = all(each["symmetric_scale"] == each["dtype"] != "default" for each in origins)
+            implied = all(
+                each["symmetric_scale"] == each["dtype"] != "default" for each in origins
+            )
             found[name] = Candidate(layers, specs, implied)
     order = {node.name: at for at, node in enumerate(plan.graph.nodes)}
     return sorted(found.values(), key=lambda candidate: order[candidate.layers[0]]), kept
@@ -206,13 +226,19 @@ def _why_kept(plan: Plan, name: str) -> str | None:
     return None
 
 
-def _row(plan: Plan, candidate: Candidate, widths: Sequence[Width], noise: tuple[float, ...]) -> Row:
+def _row(
+    plan: Plan, candidate: Candidate, widths: Sequence[Width], noise: tuple[float, ...]
+) -> Row:
     name, spec = candidate.layers[0], candidate.specs[0]
     values = plan.graph.tensors[plan.graph.by_name[name].params["weight"]].numel()
     scales = plan.tensors[name, "weights"].scales
     specs = [candidate.with_width(spec, width) for width in widths]
-    sizes = tuple(parameter_bytes(values, each, scales if each.is_scaled else 0) for each in specs)
-    return Row(candidate, values, bits_of(spec), parameter_bytes(values, spec, scales), sizes, noise)
+    sizes = tuple(
+        parameter_bytes(values, each, scales if each.is_scaled else 0) for each in specs
+    )
+    return Row(
+        candidate, values, bits_of(spec), parameter_bytes(values, spec, scales), sizes, noise
+    )
 
 
 def chosen(found: Analysis, budget: Budget) -> tuple[int, ...]:
@@ -237,14 +263,20 @@ def chosen(found: Analysis, budget: Budget) -> tuple[int, ...]:
 def uniform(found: Analysis, budget: Budget) -> tuple[int, ...] | None:
     """The widest single width for all weights within the budget; None if there is none."""
     costs, limit = _costs(found, budget)
-    fitting = [at for at in range(len(found.widths)) if sum(sizes[at] for sizes in costs) <= limit]
+    fitting = [
+        at for at in range(len(found.widths)) if sum(sizes[at] for sizes in costs) <= limit
+    ]
     return (max(fitting, key=found.bits.__getitem__),) * len(found.rows) if fitting else None
 
 
 def curve(found: Analysis) -> list[tuple[int, ...]]:
     """The best choices under ever larger budgets of bytes, from the smallest widths to the largest."""
-    least, most = (found.rest + sum(pick(row.sizes) for row in found.rows) for pick in (min, max))
-    budgets = (Budget(max_bytes=least + (most - least) * at // (POINTS - 1)) for at in range(POINTS))
+    least, most = (
+        found.rest + sum(pick(row.sizes) for row in found.rows) for pick in (min, max)
+    )
+    budgets = (
+        Budget(max_bytes=least + (most - least) * at // (POINTS - 1)) for at in range(POINTS)
+    )
     return list(dict.fromkeys(chosen(found, budget) for budget in budgets))
 
 
@@ -252,13 +284,17 @@ def _costs(found: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
     """What each row costs at each width, and how much there is: in bits without scales, or in bytes with them."""
     if budget.bits is not None:
         values = sum(row.values for row in found.rows)
-        return [[row.values * bits for bits in found.bits] for row in found.rows], math.floor(budget.bits * values)
+        return [[row.values * bits for bits in found.bits] for row in found.rows], math.floor(
+            budget.bits * values
+        )
     own = found.rest + sum(row.own_bytes for row in found.rows)
     most = math.floor(budget.share * own) if budget.share is not None else budget.max_bytes or 0
     return [list(row.sizes) for row in found.rows], most - found.rest
 
 
-def measured(plan: Plan, found: Analysis, picked: Sequence[int], batches: Callable[[], Iterable[Batch]]) -> float:
+def measured(
+    plan: Plan, found: Analysis, picked: Sequence[int], batches: Callable[[], Iterable[Batch]]
+) -> float:
     """Energy of the noise of the network's output when all weights have the widths of a choice, on the few batches."""
     network = Network(plan.graph)
     weights: dict[str, Tensor] = {}
@@ -278,19 +314,27 @@ def _alike(network: Network, batches: Callable[[], Iterable[Batch]]) -> OutputsO
         return AlikeOutputs(outputs, network, first)
 
 
-def specs_of(plan: Plan, found: Analysis, picked: Sequence[int]) -> dict[str, dict[Role, QuantizationSpec]]:
+def specs_of(
+    plan: Plan, found: Analysis, picked: Sequence[int]
+) -> dict[str, dict[Role, QuantizationSpec]]:
     """For each layer whose width is not the config's, the specs of all its tensors, its weights' as chosen."""
     changed: dict[str, dict[Role, QuantizationSpec]] = {}
     for row, at in zip(found.rows, picked, strict=True):
         for name, own in zip(row.candidate.layers, row.candidate.specs, strict=True):
             spec = row.candidate.with_width(own, found.widths[at])
             if spec != own:
-                others = {base_role(t.role): t.spec for t in plan.tensors.values() if name in t.members}
+                others = {
+                    base_role(t.role): t.spec
+                    for t in plan.tensors.values()
+                    if name in t.members
+                }
                 changed[name] = {**others, "weights": spec}
     return changed
 
 
-def differing(before: Plan, after: Plan, changed: Mapping[str, Mapping[Role, QuantizationSpec]]) -> list[str]:
+def differing(
+    before: Plan, after: Plan, changed: Mapping[str, Mapping[Role, QuantizationSpec]]
+) -> list[str]:
     """The tensors that differ after a patch and should not: all but the weights of `changed` stay as they were."""
     wanted = {key: tensor.spec for key, tensor in before.tensors.items()}
     for name, specs in changed.items():

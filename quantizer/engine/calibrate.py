@@ -22,7 +22,13 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.deferred import beside
 from quantizer.numerics.formats import format_named
-from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer, find_ranges
+from quantizer.observers import (
+    NegativeValuesError,
+    NonFiniteError,
+    ObservationError,
+    Observer,
+    find_ranges,
+)
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.sources.batches import Batch
 
@@ -71,14 +77,19 @@ class Calibration:
             parts.setdefault((layer, role), {})[name] = tensor
         known = self._parts()
         if set(parts) - set(known):
-            raise ResultError("the checkpoint is of another model or config", help="run without --resume")
+            raise ResultError(
+                "the checkpoint is of another model or config", help="run without --resume"
+            )
         for where, tensors in parts.items():
             found, shape = known[where], self._shape_of(where)
             found.load_state_dict(tensors)
             if isinstance(found, ChannelMean):
                 own = self.plan.graph.by_name[where[0]].shape
                 if own and found.batches and len(tensors["sum"]) != own[found.ch_axis]:
-                    raise ResultError(f"the checkpoint has other channels of {where[0]}", help="run without --resume")
+                    raise ResultError(
+                        f"the checkpoint has other channels of {where[0]}",
+                        help="run without --resume",
+                    )
             elif shape is not None:
                 found.expect(shape)
 
@@ -93,7 +104,11 @@ class Calibration:
     def fresh(self) -> Calibration:
         """Another one of activations and means alone, which has seen nothing."""
         observers = {id(each): Observer(each.spec) for each in self.calibrated.values()}
-        shared = {key: observers[id(each)] for key, each in self.observers.items() if id(each) in observers}
+        shared = {
+            key: observers[id(each)]
+            for key, each in self.observers.items()
+            if id(each) in observers
+        }
         histograms = {name: observers[id(each)] for name, each in self.histograms.items()}
         means = {layer: ChannelMean(mean.ch_axis) for layer, mean in self.means.items()}
         return Calibration(self.plan, shared, histograms, means)
@@ -107,29 +122,60 @@ class Calibration:
     def without(self, layers: Collection[str]) -> Calibration:
         """Without the calibrated activations of these layers, which stay float."""
         tensors = self.plan.tensors
-        kept = {key: tensor for key, tensor in tensors.items() if key[0] not in layers or not tensor.is_calibrated}
+        kept = {
+            key: tensor
+            for key, tensor in tensors.items()
+            if key[0] not in layers or not tensor.is_calibrated
+        }
         observers = {key: observer for key, observer in self.observers.items() if key in kept}
         sources = {tensor.place for tensor in kept.values() if tensor.is_calibrated}
-        histograms = {name: observer for name, observer in self.histograms.items() if name in sources}
-        return replace(self, plan=replace(self.plan, tensors=kept), observers=observers, histograms=histograms)
+        histograms = {
+            name: observer for name, observer in self.histograms.items() if name in sources
+        }
+        return replace(
+            self,
+            plan=replace(self.plan, tensors=kept),
+            observers=observers,
+            histograms=histograms,
+        )
 
     def _shape_of(self, key: Key) -> tuple[int, ...] | None:
         """The shape of the value that is observed, as far as the graph has one; the batch counts as 1."""
         tensor = self.plan.tensors.get(key)
-        node = self.plan.graph.by_name[tensor.source] if tensor is not None and tensor.is_calibrated else None
-        return None if node is None or node.shape is None else tuple(1 if size is None else size for size in node.shape)
+        node = (
+            self.plan.graph.by_name[tensor.source]
+            if tensor is not None and tensor.is_calibrated
+            else None
+        )
+        return (
+            None
+            if node is None or node.shape is None
+            else tuple(1 if size is None else size for size in node.shape)
+        )
 
     @property
     def calibrated(self) -> dict[Key, Observer]:
         """The observers of activations, each once, and their histograms."""
-        found = {id(observer): key for key, observer in reversed(self.observers.items()) if not is_parameter(key[1])}
-        return {key: self.observers[key] for key in reversed(found.values())} | self._histograms()
+        found = {
+            id(observer): key
+            for key, observer in reversed(self.observers.items())
+            if not is_parameter(key[1])
+        }
+        return {
+            key: self.observers[key] for key in reversed(found.values())
+        } | self._histograms()
 
     def _parts(self) -> dict[Key, Observer | ChannelMean]:
         """What has statistics to keep, each once; groups of weights have so many that they are found anew."""
         owners = {id(observer): key for key, observer in reversed(self.observers.items())}
-        kept = {key: self.observers[key] for key in self.observers if owners[id(self.observers[key])] == key}
-        observers = {key: found for key, found in kept.items() if found.spec.qscheme != "per_group"}
+        kept = {
+            key: self.observers[key]
+            for key in self.observers
+            if owners[id(self.observers[key])] == key
+        }
+        observers = {
+            key: found for key, found in kept.items() if found.spec.qscheme != "per_group"
+        }
         means = {(layer, "output"): mean for layer, mean in self.means.items()}
         return {**observers, **self._histograms(), **means}
 
@@ -145,7 +191,9 @@ def start(plan: Plan) -> Calibration:
     """
     _warn_of_saturation(plan)
     nodes = plan.graph.by_name
-    calibration = Calibration(plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected})
+    calibration = Calibration(
+        plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected}
+    )
     shared: dict[tuple[str, QuantizationSpec], Observer] = {}
     for key, tensor in plan.tensors.items():
         if is_parameter(tensor.role):
@@ -153,12 +201,16 @@ def start(plan: Plan) -> Calibration:
             with _located(tensor, ModelError):
                 if tensor.spec.is_scaled:
                     calibration.observers[key] = Observer(tensor.spec)
-                    calibration.observers[key].observe(parameter)  # refuses NaN and infinity itself
+                    calibration.observers[key].observe(
+                        parameter
+                    )  # refuses NaN and infinity itself
                     calibration.observers[key].set_aside(partial(beside, parameter))
                 else:
                     check_finite(parameter)
         elif tensor.is_calibrated:
-            calibration.observers[key] = shared.setdefault((tensor.place, tensor.spec), Observer(tensor.spec))
+            calibration.observers[key] = shared.setdefault(
+                (tensor.place, tensor.spec), Observer(tensor.spec)
+            )
             if not calibration.observers[key].has_histogram:
                 calibration.histograms.setdefault(tensor.place, Observer(DISTRIBUTION))
     _warn_of_zeros(calibration.observers)
@@ -187,7 +239,10 @@ def _warn_of_zeros(observers: Mapping[Key, Observer]) -> None:
             if zero.any():
                 found.append(f"{layer} ({int(zero.sum())} of {zero.numel()} scales)")
     if found:
-        logger.warning("where all weights of a scale are zero it is 1, and they stay zero: %s", shortened(found))
+        logger.warning(
+            "where all weights of a scale are zero it is 1, and they stay zero: %s",
+            shortened(found),
+        )
 
 
 def run(calibration: Calibration, network: Observable, batches: Iterable[Batch]) -> None:
@@ -207,7 +262,9 @@ def run(calibration: Calibration, network: Observable, batches: Iterable[Batch])
         except BaseException as error:
             calibration.forget_after(calibration.batches)
             if isinstance(error, DataError):
-                raise DataError(f"batch {calibration.batches}: {error.message}", help=error.help) from error
+                raise DataError(
+                    f"batch {calibration.batches}: {error.message}", help=error.help
+                ) from error
             raise
     require_batches(calibration)
 
@@ -219,7 +276,9 @@ def require_batches(calibration: Calibration) -> None:
         DataError: so it is.
     """
     if not calibration.batches and calibration.plan.needs_data:
-        raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+        raise DataError(
+            "the calibration data has no batches", help="check --data and --subset_len"
+        )
 
 
 def check_finite(value: Tensor) -> None:
@@ -237,7 +296,9 @@ def check_finite(value: Tensor) -> None:
 
 def watchers(calibration: Calibration) -> Watchers:
     """Who looks at each node's value: every observer once, and where there is none, whether it is finite."""
-    watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {name: {} for name in calibration.means}
+    watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {
+        name: {} for name in calibration.means
+    }
     histograms = dict(calibration.histograms)
     for key, tensor in calibration.plan.tensors.items():
         if not is_parameter(tensor.role):
@@ -249,14 +310,19 @@ def watchers(calibration: Calibration) -> Watchers:
                 look = partial(_look_at_channels, look, *tensor.channels)
             watched.setdefault(tensor.source, {}).setdefault(id(observer), (tensor, look))
     means = calibration.means
-    return {name: partial(_show, [*looks.values()], means.get(name)) for name, looks in watched.items()}
+    return {
+        name: partial(_show, [*looks.values()], means.get(name))
+        for name, looks in watched.items()
+    }
 
 
 def _look_at_channels(look: Watch, axis: int, first: int, length: int, value: Tensor) -> None:
     look(value.narrow(axis, first, length))
 
 
-def _show(looks: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None, value: Tensor) -> None:
+def _show(
+    looks: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None, value: Tensor
+) -> None:
     for tensor, look in looks:
         with _located(tensor, DataError):
             look(value)
@@ -273,7 +339,9 @@ def _located(tensor: TensorPlan, error: type[QuantizerError]) -> Iterator[None]:
         signs = isinstance(found, NegativeValuesError)
         remedy = "make it signed, or asymmetric" if signs else "check the data and the weights"
         where = f"{tensor.role} of {tensor.layer}"
-        raise error(f"{where}: {found}", help=f"{remedy}, or leave this tensor float") from found
+        raise error(
+            f"{where}: {found}", help=f"{remedy}, or leave this tensor float"
+        ) from found
 
 
 def solution(calibration: Calibration) -> Solution:

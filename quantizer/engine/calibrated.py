@@ -19,7 +19,12 @@ from quantizer.config.roles import is_parameter
 from quantizer.engine import absorption
 from quantizer.engine.faithful import compare_with_model
 from quantizer.engine.fingerprint import input_shapes
-from quantizer.engine.fits_model import check_absorption, check_insertions, check_levels, check_solution
+from quantizer.engine.fits_model import (
+    check_absorption,
+    check_insertions,
+    check_levels,
+    check_solution,
+)
 from quantizer.engine.result_files import read_json
 from quantizer.engine.results import RESOLVED, OpenedResults, QuantInfo
 from quantizer.engine.same_calibration import check_model
@@ -60,7 +65,11 @@ class Calibrated:
     def graph(self) -> Graph:
         """The graph that was planned, with the layers that algorithms inserted; scales of positions fix lengths."""
         graph = inserted(self.passed, self.solution.insertions)
-        return graph.replaced(lengths=()) if _has_scales_of_positions(graph, self.solution) else graph
+        return (
+            graph.replaced(lengths=())
+            if _has_scales_of_positions(graph, self.solution)
+            else graph
+        )
 
     @cached_property
     def float_graph(self) -> Graph:
@@ -129,8 +138,14 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     ranks = [leaf.dim() for _, leaf in batch.tensors()]
     if len(ranks) == len(shapes) and ranks != [len(shape or ()) for shape in shapes]:
         check_model(info, original)  # another model is said to be that
-        raise ResultError(f"calibrated with inputs of the shapes {shapes}", help="give data of that shape")
-    call = call_of_shapes(batch.args, batch.kwargs, shapes) if shapes != input_shapes(original) else None
+        raise ResultError(
+            f"calibrated with inputs of the shapes {shapes}", help="give data of that shape"
+        )
+    call = (
+        call_of_shapes(batch.args, batch.kwargs, shapes)
+        if shapes != input_shapes(original)
+        else None
+    )
     calibrated = original
     if call is not None:
         try:
@@ -146,7 +161,9 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     check_insertions(solution.insertions, calibrated, info.path)
     found = Calibrated(calibrated, info.settings, solution)
     check_levels(solution.levels, found.passed, info.path)
-    check_solution(solution, info.entries, inserted(found.passed, solution.insertions), info.path)
+    check_solution(
+        solution, info.entries, inserted(found.passed, solution.insertions), info.path
+    )
     if calibrated is original:
         return found
     check_sizes(calibrated, original, info.solution)
@@ -155,7 +172,10 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
 
 def _say_other_torch(info: QuantInfo) -> None:
     """Warn of a calibration by another version of torch; whether it was built for GPUs makes no difference."""
-    then, now = (str(version).partition("+")[0] for version in (info.header.get("torch"), torch.__version__))
+    then, now = (
+        str(version).partition("+")[0]
+        for version in (info.header.get("torch"), torch.__version__)
+    )
     if then != now:
         logger.warning(
             "calibrated with torch %s, and this is %s: outputs may differ in their last bits, codes by a step",
@@ -174,7 +194,9 @@ def stored_config(opened: OpenedResults) -> Config:
     stored = read_json(file)
     for level in (None, *LEVELS):
         rules = raised(default_config(), level)
-        if stored == resolved_document(rules):  # the built-in default is none that a file could state
+        if stored == resolved_document(
+            rules
+        ):  # the built-in default is none that a file could state
             return rules
     return check_document(Document.of(stored, str(file.path))).require()
 
@@ -200,7 +222,9 @@ def example_batch(header: Mapping[str, Any]) -> Batch:
         inside = roots
         for key in path[:-1]:
             inside = inside.setdefault(key, {})
-        inside[path[-1]] = torch.zeros([2 if size is None else size for size in shape], dtype=getattr(torch, dtype))
+        inside[path[-1]] = torch.zeros(
+            [2 if size is None else size for size in shape], dtype=getattr(torch, dtype)
+        )
     return Batch(_nested(roots[0]), dict(_nested(roots[1])), None, None)
 
 
@@ -212,7 +236,9 @@ def _nested(value: Any) -> Any:
     return tuple(items.values()) if all(isinstance(key, int) for key in items) else items
 
 
-def call_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Shapes) -> Call | None:
+def call_of_shapes(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Shapes
+) -> Call | None:
     """The same call with zeros of other sizes; None if it has not as many inputs."""
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     if len(leaves) != len(shapes):
@@ -235,10 +261,19 @@ def check_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
     """
     for why in _differences(calibrated, now, solution):
         shapes = [input_shapes(graph) for graph in (calibrated, now)]
-        said, here = (" and ".join(_text(shape) for shape in some if shape is not None) for some in shapes)
+        said, here = (
+            " and ".join(_text(shape) for shape in some if shape is not None) for some in shapes
+        )
         length = window_length(shapes[0])
-        remedy = f"give --seq_len {length}, or data of that shape" if length else f"give data of the shape {said}"
-        raise ResultError(f"calibrated with inputs of the shape {said}, this run has {here}: then {why}", help=remedy)
+        remedy = (
+            f"give --seq_len {length}, or data of that shape"
+            if length
+            else f"give data of the shape {said}"
+        )
+        raise ResultError(
+            f"calibrated with inputs of the shape {said}, this run has {here}: then {why}",
+            help=remedy,
+        )
 
 
 def _differences(calibrated: Graph, now: Graph, solution: Solution) -> Iterator[str]:
@@ -256,14 +291,25 @@ def _differences(calibrated: Graph, now: Graph, solution: Solution) -> Iterator[
 
 def _has_scales_of_positions(graph: Graph, solution: Solution) -> bool:
     """Whether a value has a scale for each index of an axis that follows a length."""
-    fixed = ((key, tensor.spec) for key, tensor in solution.tensors.items() if not tensor.spec.is_dynamic)
-    return any(not is_parameter(role) and s.ch_axis in _value(graph, at, role).open_axes for (at, role), s in fixed)
+    fixed = (
+        (key, tensor.spec)
+        for key, tensor in solution.tensors.items()
+        if not tensor.spec.is_dynamic
+    )
+    return any(
+        not is_parameter(role) and s.ch_axis in _value(graph, at, role).open_axes
+        for (at, role), s in fixed
+    )
 
 
 def _value(graph: Graph, layer: str, role: str) -> Node:
     """The node that makes the activation in a role of a layer."""
     node = graph.by_name[layer]
-    return node if role == "activation" or node.op == "input" else graph.by_name[node.input_roles()[role]]
+    return (
+        node
+        if role == "activation" or node.op == "input"
+        else graph.by_name[node.input_roles()[role]]
+    )
 
 
 def _structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
@@ -273,7 +319,12 @@ def _structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
     """
     floats = {node.name: node for node in graph.nodes if node.is_float}
     return {
-        name: (node.op, node.target, tuple(node.params.items()), tuple(ref for ref in node.refs() if ref in floats))
+        name: (
+            node.op,
+            node.target,
+            tuple(node.params.items()),
+            tuple(ref for ref in node.refs() if ref in floats),
+        )
         for name, node in floats.items()
     }
 

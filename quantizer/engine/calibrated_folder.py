@@ -39,11 +39,17 @@ class CalibratedFolder:
         self.plan, self.header = self.opened.plan, self.opened.header
         self.joins = results.stored_joins(self.header)
         self.entries: dict[str, dict[str, Json]] = {}
-        for entries in (self.opened.entries, *(join["left"] for join in self.header["joins"].values())):
+        for entries in (
+            self.opened.entries,
+            *(join["left"] for join in self.header["joins"].values()),
+        ):
             for layer, roles in entries.items():
                 self.entries.setdefault(layer, {}).update(roles)
         for why in self._dependent():
-            raise ResultError(f"{place} cannot be retuned: {why}", help="calibrate again with the other config")
+            raise ResultError(
+                f"{place} cannot be retuned: {why}",
+                help="calibrate again with the other config",
+            )
         self.specs = {
             (layer, role): QuantizationSpec(**entry["spec"])
             for layer, roles in self.entries.items()
@@ -52,13 +58,20 @@ class CalibratedFolder:
         self.planned: dict[Key, Json] = {
             (row["name"], role): tensor
             for row in self.plan["layers"]
-            for role, tensor in {**row.get("tensors", {}), **row.get("left_by_joins", {})}.items()
+            for role, tensor in {
+                **row.get("tensors", {}),
+                **row.get("left_by_joins", {}),
+            }.items()
         }
 
     @property
     def activations(self) -> list[Key]:
         """Those with a scale that was found on data, in the order of execution."""
-        return [key for key in self.quantized if self.specs[key].is_scaled and not self.specs[key].is_dynamic]
+        return [
+            key
+            for key in self.quantized
+            if self.specs[key].is_scaled and not self.specs[key].is_dynamic
+        ]
 
     @property
     def quantized(self) -> list[Key]:
@@ -70,9 +83,16 @@ class CalibratedFolder:
         """The config that it was calibrated with, as far as there is a file; else as it took effect."""
         if file := self.plan.get("config"):
             return parse_document(Text(file["name"], file["text"]))
-        said = (place for tensor in self.planned.values() for place in tensor["origins"].values() if place != "default")
+        said = (
+            place
+            for tensor in self.planned.values()
+            for place in tensor["origins"].values()
+            if place != "default"
+        )
         name = re.match(r"\w+", next(said, "config"))
-        return Document.of(read_json(self.opened.files[RESOLVED]), name[0] if name else "config")
+        return Document.of(
+            read_json(self.opened.files[RESOLVED]), name[0] if name else "config"
+        )
 
     def source(self, key: Key) -> str:
         """The layer whose value is quantized."""
@@ -113,7 +133,9 @@ class CalibratedFolder:
         """
         header = {**self.header, "files": dict(self.header["files"])}
         tensors: dict[str, Tensor] = dict(deferred_shards(WEIGHTS, self.opened.files))
-        info: dict[str, dict[str, Json]] = {layer: dict(roles) for layer, roles in self.entries.items()}
+        info: dict[str, dict[str, Json]] = {
+            layer: dict(roles) for layer, roles in self.entries.items()
+        }
         for (layer, role), entry in entries.items():
             info[layer][role] = entry
             for part in ("scale", "zero_point"):
@@ -121,10 +143,14 @@ class CalibratedFolder:
                 if name in tensors and part in entry:
                     tensors[name] = torch.tensor(entry[part], dtype=tensors[name].dtype)
         flat = {
-            f"{layer}|{role}|{name}": each for (layer, role), own in statistics.items() for name, each in own.items()
+            f"{layer}|{role}|{name}": each
+            for (layer, role), own in statistics.items()
+            for name, each in own.items()
         }
         specs = {
-            (layer, role): QuantizationSpec(**each["spec"]) for layer, own in info.items() for role, each in own.items()
+            (layer, role): QuantizationSpec(**each["spec"])
+            for layer, own in info.items()
+            for role, each in own.items()
         }
         header["config"] = fingerprint.decided(header["settings"], specs)
         header["joins"], left = self._joins(info)
@@ -134,10 +160,15 @@ class CalibratedFolder:
         }
         for row in self.plan["layers"]:
             _replan(row, planned, left)
-        plan = {name: value for name, value in self.plan.items() if name != "rules"}  # whom they reach, the model says
+        plan = {
+            name: value for name, value in self.plan.items() if name != "rules"
+        }  # whom they reach, the model says
         plan["config"] = {"name": Path(config.source).name, "text": config.text}
         with results.replaced_results(place) as new:
-            written = {**write_shards(new / WEIGHTS, tensors), STATISTICS: write_tensors(new / STATISTICS, flat)}
+            written = {
+                **write_shards(new / WEIGHTS, tensors),
+                STATISTICS: write_tensors(new / STATISTICS, flat),
+            }
             old_weights = shard_files(WEIGHTS, header["files"])
             others = header["files"].keys() - {*old_weights, *written}
             for name in others:
@@ -145,16 +176,22 @@ class CalibratedFolder:
             header["files"] = {name: header["files"][name] for name in others} | written
             write_json(new / PLAN, plan)
             write_json(new / RESOLVED, resolved_document(config))
-            results.write_info(new, header, {layer: roles for layer, roles in info.items() if roles})
+            results.write_info(
+                new, header, {layer: roles for layer, roles in info.items() if roles}
+            )
 
-    def _joins(self, entries: Mapping[str, Mapping[str, Json]]) -> tuple[dict[str, Json], set[Key]]:
+    def _joins(
+        self, entries: Mapping[str, Mapping[str, Json]]
+    ) -> tuple[dict[str, Json], set[Key]]:
         """What quant_info.json says of joins with these entries, and the tensors that they do without."""
         widths: dict[Key, float] = {}
         for layer, roles in entries.items():
             for role, entry in roles.items():
                 if not is_parameter(role) and _is_ranged(entry):
                     scales = torch.tensor(entry["scale"])
-                    widths[layer, role] = float(scales.max()) * 2.0 ** entry["spec"]["bit_width"]
+                    widths[layer, role] = (
+                        float(scales.max()) * 2.0 ** entry["spec"]["bit_width"]
+                    )
         rows: dict[str, Json] = {}
         without: set[Key] = set()
         for name, decision in decided_again(self.joins, widths).items():
@@ -169,7 +206,9 @@ class CalibratedFolder:
 def _is_ranged(entry: Json) -> bool:
     """Whether a tensor of quant_info.json has a range of integers, and is not all zero."""
     ends = [entry.get("observed_min", 0), entry.get("observed_max", 0)]
-    return entry["spec"]["dtype"] == "int" and "scale" in entry and bool(torch.tensor(ends).any())
+    return (
+        entry["spec"]["dtype"] == "int" and "scale" in entry and bool(torch.tensor(ends).any())
+    )
 
 
 def _replan(row: Json, planned: Mapping[Key, Json], left: Container[Key]) -> None:

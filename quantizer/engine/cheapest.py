@@ -26,7 +26,9 @@ class Part:
 
 def parts(plan: Plan, found: Ablation) -> list[Part]:
     """All that can be left in float, those first that gain most for a byte of weights and of one sample's values."""
-    owner = {name: name for key in plan.tensors for name in (key[0], *plan.tensors[key].members)}
+    owner = {
+        name: name for key in plan.tensors for name in (key[0], *plan.tensors[key].members)
+    }
 
     def root(name: str) -> str:
         while owner[name] != name:
@@ -46,11 +48,16 @@ def parts(plan: Plan, found: Ablation) -> list[Part]:
     for name in owner:
         members.setdefault(root(name), []).append(name)
     order = plan.graph.index
-    made = [Part(tuple(sorted(members[at], key=order.__getitem__)), gains[at], costs[at]) for at in gains]
+    made = [
+        Part(tuple(sorted(members[at], key=order.__getitem__)), gains[at], costs[at])
+        for at in gains
+    ]
     return sorted(made, key=lambda part: (-part.noise / max(1, part.cost), part.layers))
 
 
-def cheapest(candidates: Sequence[Part], holds: Callable[[Sequence[Part]], bool]) -> list[Part] | None:
+def cheapest(
+    candidates: Sequence[Part], holds: Callable[[Sequence[Part]], bool]
+) -> list[Part] | None:
     """The first few candidates with which the metric holds, and of these none that it holds without; None if it does
     not even with all.
 

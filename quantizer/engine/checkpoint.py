@@ -18,7 +18,13 @@ from torch.utils import _pytree as pytree
 from quantizer.config.typed_fields import fits
 from quantizer.distributed import Ranks
 from quantizer.engine.events import Events, Snapshot, Stage
-from quantizer.engine.result_files import deferred_tensors, read_json, sha256, write_json, write_tensors
+from quantizer.engine.result_files import (
+    deferred_tensors,
+    read_json,
+    sha256,
+    write_json,
+    write_tensors,
+)
 from quantizer.errors import DataError, QuantizerError, ResultError
 from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
@@ -38,19 +44,30 @@ class Checkpoint:
 
     def __init__(self, folder: Path, name: str, key: Mapping[str, Any]) -> None:
         self._info, self._key = folder / f"checkpoint.{name}.json", {"format": FORMAT, **key}
-        self._stored: dict[int, tuple[Tensor, str, str]] = {}  # by id: the tensor, its file's digest, its name there
+        self._stored: dict[
+            int, tuple[Tensor, str, str]
+        ] = {}  # by id: the tensor, its file's digest, its name there
 
     def save(self, snapshot: Snapshot) -> None:
         """Write it; a stop in the middle leaves the snapshot before."""
-        new = {name: tensor for name, tensor in snapshot.tensors.items() if id(tensor) not in self._stored}
+        new = {
+            name: tensor
+            for name, tensor in snapshot.tensors.items()
+            if id(tensor) not in self._stored
+        }
         if new:
             part = self._info.with_suffix(".part.safetensors")
             digest = write_tensors(part, new)
             os.replace(part, self._path(digest))
             self._stored |= {id(tensor): (tensor, digest, name) for name, tensor in new.items()}
-        self._stored = {id(tensor): self._stored[id(tensor)] for tensor in snapshot.tensors.values()}
+        self._stored = {
+            id(tensor): self._stored[id(tensor)] for tensor in snapshot.tensors.values()
+        }
         tensors = snapshot.tensors.items()
-        places = {name: [*self._stored[id(tensor)][1:], *_whereabouts(tensor)] for name, tensor in tensors}
+        places = {
+            name: [*self._stored[id(tensor)][1:], *_whereabouts(tensor)]
+            for name, tensor in tensors
+        }
         content = {"key": self._key, "state": snapshot.state, "tensors": places}
         write_json(self._info, content | {"checksum": _checksum(content)})
         used = {self._path(digest) for _, digest, _ in self._stored.values()}
@@ -70,7 +87,9 @@ class Checkpoint:
             for name, value in self._key.items():
                 if info["key"].get(name) != value:
                     raise other_run(f"{name} differs")
-            if _checksum({name: info[name] for name in ("key", "state", "tensors")}) != info.get("checksum"):
+            if _checksum(
+                {name: info[name] for name in ("key", "state", "tensors")}
+            ) != info.get("checksum"):
                 raise ValueError("it was changed after it was written")
             return self._read(info)
 
@@ -146,7 +165,9 @@ class Checkpoints(Events):
 
     def remove(self) -> None:
         """The run is complete."""
-        for path in sorted(self.folder.glob("checkpoint.*.json")) + sorted(self.folder.glob("checkpoint.*")):
+        for path in sorted(self.folder.glob("checkpoint.*.json")) + sorted(
+            self.folder.glob("checkpoint.*")
+        ):
             path.unlink(missing_ok=True)
 
     def started(self, stage: Stage) -> None:
@@ -165,7 +186,9 @@ class Checkpoints(Events):
             return
         if isinstance(error, DataError) and stage.needs_same_data:
             return
-        done = self._save(stage).state.get("batches", stage.done)  # which several ranks exchange now and then only
+        done = self._save(stage).state.get(
+            "batches", stage.done
+        )  # which several ranks exchange now and then only
         of_all = f" of {stage.total}" if stage.total and stage.unit != "batches" else ""
         text = f"{stage.name} stopped after {done}{of_all} {stage.unit}; --resume goes on from there"
         stage.events.message(logging.WARNING, text)
@@ -183,7 +206,12 @@ def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
     leaves, structure = pytree.tree_flatten(value)
     tensors = {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    state = {"structure": pytree.treespec_dumps(structure), "values": others, "tensors": sorted(tensors), "data": data}
+    state = {
+        "structure": pytree.treespec_dumps(structure),
+        "values": others,
+        "tensors": sorted(tensors),
+        "data": data,
+    }
     return Snapshot(tensors, state)
 
 
@@ -191,7 +219,9 @@ def shared(snapshot: Snapshot, ranks: Ranks, place: str) -> Snapshot:
     """Rank 0's on all ranks, tensor by tensor, so that none has more of them in memory than it keeps there."""
     names, state = ranks.broadcast((list(snapshot.tensors), snapshot.state), place)
     own = snapshot.tensors if ranks.is_first else dict.fromkeys(names, torch.empty(0))
-    return Snapshot({name: ranks.broadcast(own[name], f"{place}, {name}") for name in names}, state)
+    return Snapshot(
+        {name: ranks.broadcast(own[name], f"{place}, {name}") for name in names}, state
+    )
 
 
 def value_of(snapshot: Snapshot, kind: type[T]) -> T:
@@ -201,12 +231,19 @@ def value_of(snapshot: Snapshot, kind: type[T]) -> T:
         ResultError: it is of something else.
     """
     with telling_damage("the checkpoint"):
-        leaves = [snapshot.tensors.get(str(at), value) for at, value in enumerate(snapshot.state["values"])]
+        leaves = [
+            snapshot.tensors.get(str(at), value)
+            for at, value in enumerate(snapshot.state["values"])
+        ]
         structure = snapshot.state["structure"]
         if sorted(snapshot.tensors) != snapshot.state["tensors"]:
             raise ValueError("it lacks tensors, or has others")
-        if strange := sorted({*filter(None, _types(json.loads(structure)[1]))} - {*_CONTAINERS, *_registered}):
-            raise ValueError(f"it holds a {strange[0]}")  # torch imports the module that some types name
+        if strange := sorted(
+            {*filter(None, _types(json.loads(structure)[1]))} - {*_CONTAINERS, *_registered}
+        ):
+            raise ValueError(
+                f"it holds a {strange[0]}"
+            )  # torch imports the module that some types name
         value = pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
         if not fits(value, kind, within=True):
             raise ValueError("its values are of other kinds")
@@ -218,8 +255,18 @@ def telling_damage(what: str) -> Iterator[None]:
     """What no checkpoint that was written here leads to is an error about the checkpoint."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
-        raise ResultError(f"{what} is damaged: {type(error).__name__}: {error}", help=AGAIN) from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+        AssertionError,
+    ) as error:
+        raise ResultError(
+            f"{what} is damaged: {type(error).__name__}: {error}", help=AGAIN
+        ) from error
 
 
 def _types(structure: Mapping[str, Any]) -> Iterator[str | None]:

@@ -54,27 +54,50 @@ class Check:
 
 def environment(device: str, folder: Path) -> Iterator[Check]:
     """Processor, memory, disk, packages."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     threads, (load, *_) = torch.get_num_threads(), os.getloadavg()
-    yield Check("machine", "ok", f"torch {torch.__version__}, {threads} threads on {cores} cores")
+    yield Check(
+        "machine", "ok", f"torch {torch.__version__}, {threads} threads on {cores} cores"
+    )
     if threads > cores:
         text = f"torch uses {threads} threads, and this process may use {cores} cores"
         yield Check("machine", "warning", text, f"set OMP_NUM_THREADS={cores}")
     if load > 0.5 * cores:
-        text = f"other processes load the machine: {load:.1f} of {cores} cores in the last minute"
+        text = (
+            f"other processes load the machine: {load:.1f} of {cores} cores in the last minute"
+        )
         yield Check("machine", "note", text, "runs take longer, and times vary")
     if torch.cuda.is_available() and device == "cpu":
-        yield Check("machine", "note", "there is a GPU, and the run would be on the CPU", "add --device cuda")
+        yield Check(
+            "machine",
+            "note",
+            "there is a GPU, and the run would be on the CPU",
+            "add --device cuda",
+        )
     free = memory.available()
     if free is not None:
         yield Check("machine", "ok", f"{memory.in_words(free)} of memory are free")
-    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    place = next(
+        each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()
+    )
     if not os.access(place, os.W_OK):
-        yield Check("machine", "error", f"{place} cannot be written", "choose another --output_dir")
+        yield Check(
+            "machine", "error", f"{place} cannot be written", "choose another --output_dir"
+        )
     disk = shutil.disk_usage(place).free
     level: Level = "warning" if disk < 1 << 30 else "ok"
-    remedy = "results and what does not fit in memory go there and to TMPDIR" if level == "warning" else ""
-    yield Check("machine", level, f"{memory.in_words(disk)} of disk are free at {place}", remedy)
+    remedy = (
+        "results and what does not fit in memory go there and to TMPDIR"
+        if level == "warning"
+        else ""
+    )
+    yield Check(
+        "machine", level, f"{memory.in_words(disk)} of disk are free at {place}", remedy
+    )
     for extra, packages in EXTRAS.items():
         missing = [name for name in packages if find_spec(name) is None]
         if missing:
@@ -102,23 +125,47 @@ def data(batches: Batches) -> Iterator[Check]:
     more = "" if total is None or total <= count else f" (the first {count} of {total} batches)"
     yield Check("data", "ok", f"{batches.label}: {samples} samples in {count} batches{more}")
     if batches.stands_in or batches.stamp:
-        text = "there are no data but an example input" if batches.stands_in else f"{batches.label} are {batches.stamp}"
-        yield Check("data", "warning", text, "ranges of activations need data as the model will meet them: --data")
+        text = (
+            "there are no data but an example input"
+            if batches.stands_in
+            else f"{batches.label} are {batches.stamp}"
+        )
+        yield Check(
+            "data",
+            "warning",
+            text,
+            "ranges of activations need data as the model will meet them: --data",
+        )
     elif totals and samples < FEW and not more:
         text = f"{samples} samples are few: ranges may still change with more"
-        yield Check("data", "warning", text, f"give {FEW} or more; the report shows after how many nothing changes")
+        yield Check(
+            "data",
+            "warning",
+            text,
+            f"give {FEW} or more; the report shows after how many nothing changes",
+        )
     repeated = sum(times - 1 for times in seen.values())
     if repeated:
         text = f"{repeated} of {count} batches are the same as another"
         yield Check("data", "warning", text, "look at the loader: do indices or seeds repeat?")
     if sizes == {1} and totals and count > 8:
-        yield Check("data", "note", "each batch has one sample", "larger batches run faster: 16 or 32 images")
+        yield Check(
+            "data",
+            "note",
+            "each batch has one sample",
+            "larger batches run faster: 16 or 32 images",
+        )
     for name, spreads in totals.items():
         if max(spreads) == 0:
             yield Check("data", "error", f"{name} is constant", "look at the loader")
         elif sum(spreads) / len(spreads) > WIDE:
             text = f"{name} has a standard deviation of {sum(spreads) / len(spreads):.3g}"
-            yield Check("data", "warning", text, "is it normalized as in training? Pixels from 0 to 255 are not")
+            yield Check(
+                "data",
+                "warning",
+                text,
+                "is it normalized as in training? Pixels from 0 to 255 are not",
+            )
 
 
 def _digest(batch: Batch) -> str:
@@ -132,29 +179,45 @@ def plan(found: Plan) -> Iterator[Check]:
     before, after = weight_bytes(found)
     text = f"{len(found.tensors)} tensors would be quantized, weights {before / 1e6:.2f} to {after / 1e6:.2f} MB"
     yield Check(
-        "plan", "ok" if found.tensors else "error", text, "" if found.tensors else "the config quantizes nothing"
+        "plan",
+        "ok" if found.tensors else "error",
+        text,
+        "" if found.tensors else "the config quantizes nothing",
     )
-    unknown = Counter(node.op for node in found.graph.nodes if found.floats.get(node.name) == NO_RULES)
+    unknown = Counter(
+        node.op for node in found.graph.nodes if found.floats.get(node.name) == NO_RULES
+    )
     if unknown:
         names = shortened([f"{name} ({count})" for name, count in sorted(unknown.items())])
-        yield Check("plan", "note", f"stay in float, as there are no rules for them: {names}", "docs/operators.md")
+        yield Check(
+            "plan",
+            "note",
+            f"stay in float, as there are no rules for them: {names}",
+            "docs/operators.md",
+        )
     shared = [name for name in _one_scale(found) if _spread(found, name) > SPREAD]
     if shared:
-        text = (
-            f"one scale for channels whose ranges differ more than {SPREAD:g} times: weights of {shortened(shared, 3)}"
-        )
+        text = f"one scale for channels whose ranges differ more than {SPREAD:g} times: weights of {shortened(shared, 3)}"
         yield Check("plan", "warning", text, "per_channel: true for weights, or include_cle")
     tokens = [node for node in found.graph.nodes if node.op == "input" and not node.is_float]
     static = [key for key, tensor in found.tensors.items() if tensor.is_calibrated]
     if tokens and static:
         text = f"{len(static)} activations of a model of tokens have one range each, found once"
-        yield Check("plan", "note", text, "a few channels are often far wider: is_dynamic, or SmoothQuant before it")
+        yield Check(
+            "plan",
+            "note",
+            text,
+            "a few channels are often far wider: is_dynamic, or SmoothQuant before it",
+        )
 
 
 def _one_scale(found: Plan) -> Iterator[str]:
     """The layers whose weight has one scale for all channels."""
     for (name, role), tensor in found.tensors.items():
-        if role == "weights" and (tensor.spec.qscheme, tensor.spec.dtype) == ("per_tensor", "int"):
+        if role == "weights" and (tensor.spec.qscheme, tensor.spec.dtype) == (
+            "per_tensor",
+            "int",
+        ):
             yield name
 
 

@@ -144,7 +144,11 @@ class Comparison:
         found: dict[str, float] = {}
         lowest, cosine = worst(self.outputs), lowest_cosine(self.outputs)
         if lowest is not None and lowest.sqnr_db is not None and cosine is not None:
-            found = {"sqnr_db": lowest.sqnr_db, "cosine": cosine, POOLED_FIGURE: self.output.sqnr_db}
+            found = {
+                "sqnr_db": lowest.sqnr_db,
+                "cosine": cosine,
+                POOLED_FIGURE: self.output.sqnr_db,
+            }
         kinds = ("integer",) if lowest is not None else ("integer", "constant")
         shares: list[float] = []
         for output in self.outputs:
@@ -153,7 +157,11 @@ class Comparison:
                 shares.append(share)
         if shares:
             found["equal_outputs"] = min(shares)
-        orders = [output.order.share for output in self.outputs if output.order is not None and output.order.rows]
+        orders = [
+            output.order.share
+            for output in self.outputs
+            if output.order is not None and output.order.rows
+        ]
         if orders:
             found[ROWS_KEPT] = min(orders)
         if self.rankable and self.samples:
@@ -183,12 +191,16 @@ class Comparison:
     def first_spoiled(self) -> str | None:
         """The first layer whose values quantization makes NaN or infinity, if they are compared."""
         rows = (row for row in self.layers if row.accumulated is not None)
-        return next((row.layer for row in rows if not math.isfinite(row.accumulated.error)), None)  # type: ignore[union-attr]
+        return next(
+            (row.layer for row in rows if not math.isfinite(row.accumulated.error)), None
+        )  # type: ignore[union-attr]
 
     def pairs(self) -> dict[str, dict[str, float]]:
         """Top-1 accuracy or perplexity of both networks, where the data has labels or is text."""
         before, after = (score.metrics() for score in self.scores)
-        return {name: {"float": value, "quantized": after[name]} for name, value in before.items()}
+        return {
+            name: {"float": value, "quantized": after[name]} for name, value in before.items()
+        }
 
 
 def measure(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
@@ -223,7 +235,9 @@ def over_batches(
             if count % (APART * ranks.world_size) == 0:
                 exchange(count)
     if not count:
-        raise DataError("the evaluation data has no batches", help="check --data and --subset_len")
+        raise DataError(
+            "the evaluation data has no batches", help="check --data and --subset_len"
+        )
     exchange(count)
 
 
@@ -268,7 +282,10 @@ def compare(
     def one_batch(batch: Batch) -> None:
         """Both networks in step, so that each pair of values is compared while it exists."""
         found.append(nothing())
-        left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
+        left, right = (
+            reference.start(batch.args, batch.kwargs),
+            quantized.start(batch.args, batch.kwargs),
+        )
         recorders = compared.recorders()
         for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
             recorders[0].see(name, x)
@@ -326,9 +343,16 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
     for name, role, quantizer in quantized.quantizers():
         if is_parameter(role):
             key = parameter_name(role)
-            row, exact = LayerNoise(name, role), loaded(reference.layers[name].get_parameter(key))
+            row, exact = (
+                LayerNoise(name, role),
+                loaded(reference.layers[name].get_parameter(key)),
+            )
             is_bias = base_role(role) == "bias"
-            other = quantizer(exact.clone()) if is_bias else loaded(quantized.layers[name].get_parameter(key))
+            other = (
+                quantizer(exact.clone())
+                if is_bias
+                else loaded(quantized.layers[name].get_parameter(key))
+            )
             row.add(exact, other)
             rows.append(row)
     return rows

@@ -68,7 +68,10 @@ class Stage:
             self.advance()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         lost = self._lost_worker(error)
         self.events.stopped(self, lost or error)

@@ -66,7 +66,9 @@ class ExactComparison:
         return 1 - sum(layer.differing for layer in self.layers) / codes if codes else 1.0
 
 
-def compare_exact(graph: Graph, solution: Solution, batches: Iterable[Batch]) -> ExactComparison:
+def compare_exact(
+    graph: Graph, solution: Solution, batches: Iterable[Batch]
+) -> ExactComparison:
     """Run every batch in integers and in simulation, and compare all codes of activations.
 
     Raises:
@@ -76,8 +78,14 @@ def compare_exact(graph: Graph, solution: Solution, batches: Iterable[Batch]) ->
     require_wide(graph, solution)
     result = ExactComparison()
     network = _IntegerNetwork(graph, solution, result)
-    keys = [(node.name, "input" if node.op == "input" else "activation") for node in graph.nodes]
-    rows = {key: LayerCodes(*key, network.positions[key]) for key in keys if key in network.positions}
+    keys = [
+        (node.name, "input" if node.op == "input" else "activation") for node in graph.nodes
+    ]
+    rows = {
+        key: LayerCodes(*key, network.positions[key])
+        for key in keys
+        if key in network.positions
+    }
 
     def one_batch(batch: Batch) -> None:
         inputs = network.simulation.inputs(batch.args, batch.kwargs)
@@ -129,7 +137,9 @@ class _IntegerNetwork:
     def _put_codes(self, name: str, role: str, position: int) -> None:
         """Weight codes in the plain layer; the bias beside it, as it is added at a position of its own."""
         layer, key = self.plain.layers[name], parameter_name(role)
-        codes = self.simulation.layers[name].get_parameter(key).detach().double() * 2.0**position
+        codes = (
+            self.simulation.layers[name].get_parameter(key).detach().double() * 2.0**position
+        )
         if key == "bias":
             self.biases[name] = Fixed(codes, position)
             layer.register_parameter("bias", None)
@@ -143,16 +153,25 @@ class _IntegerNetwork:
         output, rule, why = (node.name, "activation"), rule_of(node), self._why_float(node)
         if rule is not None and not why:
             inputs = self._own_codes(node, arguments(node, values))
-            weight, bias = self.positions.get((node.name, "weights")), self.biases.get(node.name)
+            weight, bias = (
+                self.positions.get((node.name, "weights")),
+                self.biases.get(node.name),
+            )
             step = IntegerCall(node, self.plain.layers[node.name], inputs, weight, bias)
             wide = rule(step)
             if step.overflowed:
                 self.result.overflows.setdefault(node.name, self.batch)
             if wide is not None:
-                return self._shift(wide, output) if isinstance(wide, Fixed) and output in self.positions else wide
+                return (
+                    self._shift(wide, output)
+                    if isinstance(wide, Fixed) and output in self.positions
+                    else wide
+                )
         if node.row.kind not in ("structural", "passthrough"):
             self.result.floats.setdefault(node.name, why or "what it reads has no codes")
-        floats = {name: _floats(values[name], self.graph.by_name[name].dtype) for name in node.refs()}
+        floats = {
+            name: _floats(values[name], self.graph.by_name[name].dtype) for name in node.refs()
+        }
         return self._codes_of(output, self.simulation.run_node(node, floats))
 
     def _why_float(self, node: Node) -> str:
@@ -160,7 +179,11 @@ class _IntegerNetwork:
         if rule_of(node) is None:
             return f"{node.op} has no integer form here"
         if node.row.weight:
-            missing = [key for key in node.params if (node.name, parameter_role(key)) not in self.positions]
+            missing = [
+                key
+                for key in node.params
+                if (node.name, parameter_role(key)) not in self.positions
+            ]
             if missing or set(node.inputs) & {"weight", "bias"}:
                 return "its parameters have no single power-of-two scale"
         output = (node.name, "activation")
@@ -172,13 +195,20 @@ class _IntegerNetwork:
         found = {}
         for index, (name, value) in enumerate(call.items()):
             key = (node.name, f"input_{index}" if index else "input")
-            found[name] = self._shift(value, key) if isinstance(value, Fixed) and key in self.positions else value
+            found[name] = (
+                self._shift(value, key)
+                if isinstance(value, Fixed) and key in self.positions
+                else value
+            )
         return found
 
     def _shift(self, wide: Fixed, key: Key) -> Fixed:
         spec, position = self.solution.tensors[key].spec, self.positions[key]
         shift = wide.position - position
-        return Fixed(requantize(wide.codes, shift, spec.quant_min, spec.quant_max, spec.round_mode), position)
+        return Fixed(
+            requantize(wide.codes, shift, spec.quant_min, spec.quant_max, spec.round_mode),
+            position,
+        )
 
     def _codes_of(self, key: Key, value: Any) -> Any:
         """The codes of a value that a quantizer of the simulation has made."""
@@ -188,4 +218,6 @@ class _IntegerNetwork:
 
 def _floats(value: Any, dtype: torch.dtype | None) -> Any:
     """A node's value as the simulation has it; several outputs stay several."""
-    return pytree.tree_map(lambda leaf: leaf.float(dtype) if isinstance(leaf, Fixed) else leaf, value)
+    return pytree.tree_map(
+        lambda leaf: leaf.float(dtype) if isinstance(leaf, Fixed) else leaf, value
+    )

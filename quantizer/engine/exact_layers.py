@@ -13,7 +13,14 @@ from torch import Tensor
 
 from quantizer.graph.ir import Node
 from quantizer.nn.layer import Layer
-from quantizer.numerics.integer import HARDSWISH_POSITION, INT32, LEAKY_SLOPE, SIXTH, requantize, wrap_int32
+from quantizer.numerics.integer import (
+    HARDSWISH_POSITION,
+    INT32,
+    LEAKY_SLOPE,
+    SIXTH,
+    requantize,
+    wrap_int32,
+)
 
 FINEST_CONSTANT = 24
 
@@ -95,7 +102,9 @@ def _accumulate(step: IntegerCall) -> Fixed | None:
     if step.bias is None:
         return step.accumulated(products, position)
     finest = max(position, step.bias.position)
-    bias = step.bias.at(finest).reshape(-1, *[1] * (step.layer.get_parameter("weight").ndim - 2))
+    bias = step.bias.at(finest).reshape(
+        -1, *[1] * (step.layer.get_parameter("weight").ndim - 2)
+    )
     return step.accumulated(products * 2.0 ** (finest - position) + bias, finest)
 
 
@@ -127,17 +136,26 @@ def _moved(step: IntegerCall) -> Any:
     fixed = [value for value in step.inputs.values() if isinstance(value, Fixed)]
     if len(fixed) != 1 or (step.node.op == "pad" and step.node.attrs.get("value")):
         return None
-    inputs = {key: value.codes if isinstance(value, Fixed) else value for key, value in step.inputs.items()}
+    inputs = {
+        key: value.codes if isinstance(value, Fixed) else value
+        for key, value in step.inputs.items()
+    }
     found, position = step.layer(**inputs), fixed[0].position
     if isinstance(found, Tensor):
         return Fixed(found, position)
-    return [Fixed(part, position) if part.is_floating_point() else part for part in found]  # indices have no codes
+    return [
+        Fixed(part, position) if part.is_floating_point() else part for part in found
+    ]  # indices have no codes
 
 
 def _pick(step: IntegerCall) -> Any:
     """One of several outputs."""
     several, index = (value for _, value in sorted({**step.inputs, **step.node.attrs}.items()))
-    return several[index] if isinstance(several, list) and isinstance(several[index], Fixed) else None
+    return (
+        several[index]
+        if isinstance(several, list) and isinstance(several[index], Fixed)
+        else None
+    )
 
 
 @_reads("input")
@@ -148,7 +166,10 @@ def _relu(step: IntegerCall, x: Fixed) -> Fixed:
 @_reads("input")
 def _relu6(step: IntegerCall, x: Fixed) -> Fixed | None:
     attrs = step.node.attrs
-    bounds = attrs.get("min_val", attrs.get("min", 0)), attrs.get("max_val", attrs.get("max", 6))
+    bounds = (
+        attrs.get("min_val", attrs.get("min", 0)),
+        attrs.get("max_val", attrs.get("max", 6)),
+    )
     if step.node.op == "relu6" or bounds == (0, 6):
         return Fixed(x.codes.clamp(0, 6 * 2.0**x.position), x.position)
     return None
@@ -159,7 +180,9 @@ def _leaky_relu(step: IntegerCall, x: Fixed) -> Fixed | None:
     multiplier, shift = LEAKY_SLOPE
     if step.node.attrs.get("negative_slope") != multiplier / 2**shift:
         return None
-    return Fixed(torch.where(x.codes < 0, x.codes * multiplier, x.codes * 2.0**shift), x.position + shift)
+    return Fixed(
+        torch.where(x.codes < 0, x.codes * multiplier, x.codes * 2.0**shift), x.position + shift
+    )
 
 
 @_reads("input")
@@ -197,7 +220,15 @@ def _constant(value: Any) -> Fixed | None:
     return None
 
 
-_MULTIPLYING = ("conv1d", "conv2d", "conv3d", "linear", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_MULTIPLYING = (
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "linear",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+)
 _RULES: dict[str, IntegerRule] = {
     **dict.fromkeys(_MULTIPLYING, _accumulate),
     "add": _add,

@@ -87,7 +87,9 @@ def _small(graph: Graph, batch: Batch) -> Call:
 
 
 def _copied(call: Any) -> Any:
-    return pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, call)
+    return pytree.tree_map(
+        lambda each: each.clone() if isinstance(each, Tensor) else each, call
+    )
 
 
 def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
@@ -95,13 +97,19 @@ def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
     seed_everything(seed)
     args, kwargs = _copied(call)
     with _FirstOfEqual():
-        return [each.clone() for each in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(each, Tensor)]
+        return [
+            each.clone()
+            for each in pytree.tree_leaves(model(*args, **kwargs))
+            if isinstance(each, Tensor)
+        ]
 
 
 class _FirstOfEqual(TorchFunctionMode):
     """Picks the first of equal values in `topk`, as a network does; torch leaves it open."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         picks = func in (torch.topk, Tensor.topk) and "out" not in (kwargs or {})
         return (topk if picks else func)(*args, **(kwargs or {}))
 
@@ -118,14 +126,18 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return math.inf
-    largest = max((_mean_square(tensor) for tensor in ours if tensor.is_floating_point()), default=0.0)
+    largest = max(
+        (_mean_square(tensor) for tensor in ours if tensor.is_floating_point()), default=0.0
+    )
     shares: list[float] = [0.0]
     for one, other in zip(ours, theirs, strict=True):
         is_equal = (one == other) | (one.isnan() & other.isnan())
         if bool(is_equal.all()):
             continue
         if one.is_floating_point():
-            error = float(torch.where(is_equal, 0.0, one.double() - other.double()).square().mean())
+            error = float(
+                torch.where(is_equal, 0.0, one.double() - other.double()).square().mean()
+            )
             least = largest * torch.finfo(one.dtype).eps ** 2
             size = max(_mean_square(one), least)
         else:
@@ -146,7 +158,9 @@ def _is_near(found: float, output: Sequence[Tensor]) -> bool:
     return found <= math.sqrt(max(digits, default=0.0))
 
 
-def _say_what_changes(module: nn.Module, graph: Graph, call: Call, state: ModuleState, first: list[Tensor]) -> None:
+def _say_what_changes(
+    module: nn.Module, graph: Graph, call: Call, state: ModuleState, first: list[Tensor]
+) -> None:
     """Tell random numbers, with which a model can be quantized, from what is kept from call to call.
 
     Raises:
@@ -173,7 +187,10 @@ def _first_random(graph: Graph, call: Call) -> str:
     sums: list[dict[str, float]] = [{}, {}]
     for seed, found in enumerate(sums):
         _watch(graph, call, seed, partial(_add_up, found))
-    return next((name for name, one in sums[0].items() if one != sums[1][name] and not math.isnan(one)), "")
+    return next(
+        (name for name, one in sums[0].items() if one != sums[1][name] and not math.isnan(one)),
+        "",
+    )
 
 
 def _add_up(found: dict[str, float], name: str, value: Tensor) -> None:
@@ -187,7 +204,11 @@ def _first_difference(module: nn.Module, graph: Graph, call: Call) -> str:
     def keep(path: str, _part: nn.Module, _args: Any, output: Any) -> None:
         made.setdefault(path, []).extend([output.clone()] if isinstance(output, Tensor) else [])
 
-    inner = [(path, part) for path, part in module.named_modules() if path and not any(part.children())]
+    inner = [
+        (path, part)
+        for path, part in module.named_modules()
+        if path and not any(part.children())
+    ]
     hooks = [part.register_forward_hook(partial(keep, path)) for path, part in inner]
     try:
         _output(module, call, seed=1)
@@ -195,7 +216,11 @@ def _first_difference(module: nn.Module, graph: Graph, call: Call) -> str:
         for hook in hooks:
             hook.remove()
     last = {node.scope: node.name for node in graph.nodes}
-    places = {last[path]: outputs for path, outputs in made.items() if path in last and len(outputs) == 1}
+    places = {
+        last[path]: outputs
+        for path, outputs in made.items()
+        if path in last and len(outputs) == 1
+    }
     far: list[str] = []
 
     def compare(name: str, value: Tensor) -> None:

@@ -49,9 +49,13 @@ def finetune_weights(job: Job) -> None:
         text = f"finetuning on {samples} samples: weights fit these and not others; give it at least {FEW_SAMPLES}"
         job.events.message(logging.WARNING, text)
     digest = fingerprint.tensor_digest
-    scales = fingerprint.digest([[*key, digest(t.scale), digest(t.zero_point)] for key, t in found.tensors.items()])
+    scales = fingerprint.digest(
+        [[*key, digest(t.scale), digest(t.zero_point)] for key, t in found.tensors.items()]
+    )
     restored = job.restored("finetune", mode=mode, data=data, scales=scales)
-    layers: Mapping[str, FinetunedLayer] = value_of(restored, dict[str, FinetunedLayer]) if restored else {}
+    layers: Mapping[str, FinetunedLayer] = (
+        value_of(restored, dict[str, FinetunedLayer]) if restored else {}
+    )
     for name, layer in layers.items():
         check_weight(graph, name, layer.weight, "the checkpoint of finetuning")
         tensor = found.tensors.get((name, "weights"))
@@ -74,11 +78,17 @@ def finetune_weights(job: Job) -> None:
 
     saved = {"saved_as": "finetune", "snapshot": lambda: snapshot_of(dict(layers))}
     with job.stage("fast finetune", len(graph.nodes), "layers", **saved) as stage:
-        stage.advance(0, at_boundary=True)  # from now on, this run can be resumed in this mode alone
+        stage.advance(
+            0, at_boundary=True
+        )  # from now on, this run can be resumed in this mode alone
         read = partial(job.read_again, "fast finetuning", "leave --fast_finetune out")
         store = ActivationStore(job.memory)
-        made = finetune(graph, found, read, mode, store, seed=job.seed, done=begun, after_layer=after_layer)
-    job.events.message(logging.WARNING if made.undone or not made.layers else logging.INFO, made.summary)
+        made = finetune(
+            graph, found, read, mode, store, seed=job.seed, done=begun, after_layer=after_layer
+        )
+    job.events.message(
+        logging.WARNING if made.undone or not made.layers else logging.INFO, made.summary
+    )
     job.solution, job.is_finetuned = made.solution, bool(made.layers) and not made.undone
 
 
@@ -104,15 +114,27 @@ class Finetuned:
     def summary(self) -> str:
         """One line: how much of the layers' errors is left, and what the output gained."""
         if not self.layers:
-            return (
-                "there is nothing to finetune: no layer has integer weights of at most 8 bits with a scale per channel"
-            )
-        figures = f"output SQNR on the calibration data {self.before.worst} -> {self.after.worst} dB"
+            return "there is nothing to finetune: no layer has integer weights of at most 8 bits with a scale per channel"
+        figures = (
+            f"output SQNR on the calibration data {self.before.worst} -> {self.after.worst} dB"
+        )
         if self.undone:
             return f"finetuning undone, as the output became worse: {figures}"
-        changed = [layer.after / layer.before for layer in self.layers.values() if layer.after < layer.before]
-        left = f"median output error {statistics.median(changed):.0%} of round-to-nearest; " if changed else ""
-        rest = f"{self.plain} with weights in groups or other formats keep round-to-nearest; " if self.plain else ""
+        changed = [
+            layer.after / layer.before
+            for layer in self.layers.values()
+            if layer.after < layer.before
+        ]
+        left = (
+            f"median output error {statistics.median(changed):.0%} of round-to-nearest; "
+            if changed
+            else ""
+        )
+        rest = (
+            f"{self.plain} with weights in groups or other formats keep round-to-nearest; "
+            if self.plain
+            else ""
+        )
         return f"{len(changed)} of {len(self.layers)} layers finetuned; {rest}{left}{figures}"
 
 
@@ -200,14 +222,23 @@ def finetune(
 
     with torch.no_grad():
         reference = SequentialRunner(Network(graph), with_outputs(), store)
-        quantized = SequentialRunner(placed(quantized_network(graph, found), graph.device), batches(), store)
-    layers = fast_finetune(reference, quantized, mode, seed=seed, done=done, after_layer=after_layer)
+        quantized = SequentialRunner(
+            placed(quantized_network(graph, found), graph.device), batches(), store
+        )
+    layers = fast_finetune(
+        reference, quantized, mode, seed=seed, done=done, after_layer=after_layer
+    )
     targets = list(reference.outputs())
     named = output_parts(graph)
-    before, after = _noises(named, targets, outputs), _noises(named, targets, quantized.outputs())
+    before, after = (
+        _noises(named, targets, outputs),
+        _noises(named, targets, quantized.outputs()),
+    )
     quantized_weights = {name for name, role in found.tensors if role == "weights"}
     left = quantized_weights - layers.keys()
-    rest = [node for node in graph.nodes if node.row.is_linear_or_convolution and node.name in left]
+    rest = [
+        node for node in graph.nodes if node.row.is_linear_or_convolution and node.name in left
+    ]
     made = Finetuned(finetuned(found, layers), layers, before, after, len(rest))
     return dataclasses.replace(made, solution=found) if made.undone else made
 
@@ -221,7 +252,9 @@ def finetuned(found: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution
     return found.with_rounded(rounded)
 
 
-def _noises(named: Sequence[Output], targets: Iterable[Any], outputs: Iterable[Any]) -> OutputNoises:
+def _noises(
+    named: Sequence[Output], targets: Iterable[Any], outputs: Iterable[Any]
+) -> OutputNoises:
     """Over all floating-point outputs of all batches."""
     noises = OutputNoises(named)
     for target, output in zip(targets, outputs, strict=True):

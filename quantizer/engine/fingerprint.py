@@ -31,20 +31,33 @@ def layers(graph: Graph) -> dict[str, str]:
     """A digest per layer: operator, constants and what it reads; devices are left out, so results move between them."""
     found = {}
     for node in graph.nodes:
-        attrs = {key: value for key, value in node.attrs.items() if not isinstance(value, torch.device)}
-        found[node.name] = digest([node.op, node.target, repr(node.inputs), repr(attrs), dict(node.params)])
+        attrs = {
+            key: value
+            for key, value in node.attrs.items()
+            if not isinstance(value, torch.device)
+        }
+        found[node.name] = digest(
+            [node.op, node.target, repr(node.inputs), repr(attrs), dict(node.params)]
+        )
     return found
 
 
 def input_shapes(graph: Graph) -> list[list[int | None] | None]:
     """The shape of each input, in the order of the call; None for the batch, and for what is no tensor."""
-    return [None if node.shape is None else list(node.shape) for node in graph.nodes if node.op == "input"]
+    return [
+        None if node.shape is None else list(node.shape)
+        for node in graph.nodes
+        if node.op == "input"
+    ]
 
 
 def call_paths(graph: Graph) -> list[tuple[list[Any], str | None]]:
     """Where each input stands in (args, kwargs), and its dtype; None for what is no tensor."""
     inputs = (node for node in graph.nodes if node.op == "input")
-    dtypes = (None if node.dtype is None else str(node.dtype).removeprefix("torch.") for node in inputs)
+    dtypes = (
+        None if node.dtype is None else str(node.dtype).removeprefix("torch.")
+        for node in inputs
+    )
     return [(list(path), dtype) for path, dtype in zip(graph.input_paths, dtypes, strict=True)]
 
 
@@ -58,12 +71,20 @@ def decisions(plan: Plan) -> str:
     what calibration decided of joins.
     """
     settings = {key: value for key, value in asdict(plan.settings).items() if key != "places"}
-    return decided(settings, {key: tensor.spec for key, tensor in (*plan.tensors.items(), *plan.left.items())})
+    return decided(
+        settings,
+        {key: tensor.spec for key, tensor in (*plan.tensors.items(), *plan.left.items())},
+    )
 
 
 def decided(settings: Mapping[str, Any], specs: Mapping[Key, QuantizationSpec]) -> str:
     """The same of its parts."""
-    return digest([settings, [[*key, spec.to_json()] for key, spec in sorted(specs.items(), key=itemgetter(0))]])
+    return digest(
+        [
+            settings,
+            [[*key, spec.to_json()] for key, spec in sorted(specs.items(), key=itemgetter(0))],
+        ]
+    )
 
 
 def first_difference(stored: Mapping[str, str], current: Mapping[str, str]) -> str | None:
@@ -83,4 +104,6 @@ def tensor_digest(tensor: Tensor) -> str:
 
 def digest(value: Any) -> str:
     """A digest of nested values that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[
+        :16
+    ]

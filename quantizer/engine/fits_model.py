@@ -32,7 +32,9 @@ def check_absorption(absorption: Mapping[str, Any], original: Graph, path: Path 
     for name, row in absorption.get("layers", {}).items():
         strange = [layer for layer in (name, row["into"]) if layer not in original.by_name]
         if strange:
-            raise damaged(path, f"header/absorption/layers/{name}", f"there is no layer {strange[0]}")
+            raise damaged(
+                path, f"header/absorption/layers/{name}", f"there is no layer {strange[0]}"
+            )
 
 
 def check_levels(levels: Mapping[str, Any], passed: Graph, path: Path | str) -> None:
@@ -47,12 +49,20 @@ def check_levels(levels: Mapping[str, Any], passed: Graph, path: Path | str) -> 
         if node is None or not node.is_multiplying:
             raise damaged(path, place, "there is no such layer with weights")
         channels, _ = channels_of(node, passed.weight(node))
-        is_list = isinstance(exponents, list) and all(type(exponent) is int for exponent in exponents)
-        if not is_list or len(exponents) != channels or max(map(abs, exponents)) > LARGEST_EXPONENT:
+        is_list = isinstance(exponents, list) and all(
+            type(exponent) is int for exponent in exponents
+        )
+        if (
+            not is_list
+            or len(exponents) != channels
+            or max(map(abs, exponents)) > LARGEST_EXPONENT
+        ):
             raise damaged(path, place, f"expected {channels} integers up to {LARGEST_EXPONENT}")
 
 
-def check_insertions(insertions: Sequence[Insertion], original: Graph, path: Path | str) -> None:
+def check_insertions(
+    insertions: Sequence[Insertion], original: Graph, path: Path | str
+) -> None:
     """Refuse layers that cannot be inserted into a graph.
 
     Raises:
@@ -64,18 +74,30 @@ def check_insertions(insertions: Sequence[Insertion], original: Graph, path: Pat
         strange = [name for name in (row.source, *row.readers) if name not in known]
         if strange or row.name in known or not row.readers:
             what = strange[0] if strange else row.name
-            raise damaged(path, f"header/insertions/{row.name}", f"{what} does not fit the model")
+            raise damaged(
+                path, f"header/insertions/{row.name}", f"{what} does not fit the model"
+            )
         shape = shapes[row.source]
         axis = row.attrs.get("axis", -1)
-        if not fits(axis, int) or not -len(shape) <= axis < len(shape) or tuple(row.weight.shape) != (shape[axis],):
-            raise damaged(path, f"header/insertions/{row.name}", "it does not have the channels of what it reads")
+        if (
+            not fits(axis, int)
+            or not -len(shape) <= axis < len(shape)
+            or tuple(row.weight.shape) != (shape[axis],)
+        ):
+            raise damaged(
+                path,
+                f"header/insertions/{row.name}",
+                "it does not have the channels of what it reads",
+            )
         if not _is_sound(row.weight):
             raise damaged(path, f"header/insertions/{row.name}", "its weight is not finite")
         known.add(row.name)
         shapes[row.name] = shape
 
 
-def check_solution(solution: Solution, entries: Mapping[str, Any], graph: Graph, path: Path) -> None:
+def check_solution(
+    solution: Solution, entries: Mapping[str, Any], graph: Graph, path: Path
+) -> None:
     """Refuse values that do not fit the layers that they are for.
 
     Raises:
@@ -99,8 +121,17 @@ def check_solution(solution: Solution, entries: Mapping[str, Any], graph: Graph,
     for layer, value in solution.corrections.items():
         node = graph.by_name.get(layer)
         fits_layer = node is not None and tuple(value.shape) == _channels(graph, node)
-        if node is None or not fits_layer or value.dtype != graph.weight(node).dtype or not _is_sound(value):
-            raise damaged(path.with_name("bias_corr.safetensors"), layer, "it is no correction of a layer's bias")
+        if (
+            node is None
+            or not fits_layer
+            or value.dtype != graph.weight(node).dtype
+            or not _is_sound(value)
+        ):
+            raise damaged(
+                path.with_name("bias_corr.safetensors"),
+                layer,
+                "it is no correction of a layer's bias",
+            )
 
 
 def _unfit(graph: Graph, node: Node, role: str, tensor: QuantizedTensor) -> str | None:
@@ -112,7 +143,9 @@ def _unfit(graph: Graph, node: Node, role: str, tensor: QuantizedTensor) -> str 
             return "the layer has no such parameter"
         value = graph.tensors[path]
         shape = tuple(value.shape)
-        if tensor.codes is not None and (tuple(tensor.codes.shape) != shape or tensor.dtype != value.dtype):
+        if tensor.codes is not None and (
+            tuple(tensor.codes.shape) != shape or tensor.dtype != value.dtype
+        ):
             found = f"{tuple(tensor.codes.shape)} of {tensor.dtype}"
             return f"its codes are {found}, and the parameter is {shape} of {value.dtype}"
         if tensor.codes is not None and tensor.codes.dtype != storage_dtype(spec):
@@ -126,7 +159,9 @@ def _unfit(graph: Graph, node: Node, role: str, tensor: QuantizedTensor) -> str 
     return qparams_fault(spec, shape, scale, zero_point)
 
 
-def qparams_fault(spec: QuantizationSpec, shape: tuple[int, ...], scale: Tensor, zero_point: Tensor) -> str | None:
+def qparams_fault(
+    spec: QuantizationSpec, shape: tuple[int, ...], scale: Tensor, zero_point: Tensor
+) -> str | None:
     """Why these cannot be the scale and the zero point of a tensor of this shape."""
     if not spec.is_scaled or spec.is_dynamic:
         return None
@@ -145,7 +180,11 @@ def qparams_fault(spec: QuantizationSpec, shape: tuple[int, ...], scale: Tensor,
         return f"it has {tuple(zero_point.shape)} zero points, not {wanted}"
     if spec.dtype == "int" and zero_point.numel():
         low, high = int(zero_point.min()), int(zero_point.max())
-        if low < spec.quant_min or high > spec.quant_max or (spec.symmetric and spec.signed and (low or high)):
+        if (
+            low < spec.quant_min
+            or high > spec.quant_max
+            or (spec.symmetric and spec.signed and (low or high))
+        ):
             return f"its zero point is not between {spec.quant_min} and {spec.quant_max}, or not 0 where it has to be"
     return None
 
@@ -154,7 +193,9 @@ def _channels(graph: Graph, node: Node) -> tuple[int, ...] | None:
     """The shape of a bias of a layer, a batch norm that could not fold included; None for one that cannot have any."""
     if node.is_multiplying:
         return channels_of(node, graph.weight(node))[:1]
-    scales = node.row.kind == "mac" and node.row.channels is not None and "weight" in node.params
+    scales = (
+        node.row.kind == "mac" and node.row.channels is not None and "weight" in node.params
+    )
     return tuple(graph.weight(node).shape) if scales else None
 
 
@@ -175,7 +216,10 @@ def _unlike(graph: Graph, layer: str, key: str, value: Tensor) -> str | None:
 
 
 def check_adjustment(
-    found: Adjustment, graph: Graph, specs: Mapping[tuple[str, str], QuantizationSpec], what: str
+    found: Adjustment,
+    graph: Graph,
+    specs: Mapping[tuple[str, str], QuantizationSpec],
+    what: str,
 ) -> None:
     """Refuse what a checkpoint says that algorithms have found, where it does not fit the model.
 
@@ -184,16 +228,38 @@ def check_adjustment(
     """
     check_insertions(found.insertions, graph, what)
     graph = inserted(graph, found.insertions)
-    named = [(layer, key, value) for layer, own in found.parameters.items() for key, value in own.items()]
-    for layer, key, value in [*named, *((layer, "weight", row.weight) for layer, row in found.rounded.items())]:
+    named = [
+        (layer, key, value)
+        for layer, own in found.parameters.items()
+        for key, value in own.items()
+    ]
+    for layer, key, value in [
+        *named,
+        *((layer, "weight", row.weight) for layer, row in found.rounded.items()),
+    ]:
         if why := _unlike(graph, layer, key, value):
             raise damaged(what, layer, why)
-    if not all(math.isfinite(each) for row in found.rounded.values() for each in (row.before, row.after)):
+    if not all(
+        math.isfinite(each)
+        for row in found.rounded.values()
+        for each in (row.before, row.after)
+    ):
         raise damaged(what, "the errors of layers", "they are not finite")
-    for layer, qparams in [*found.qparams.items(), *((layer, row.qparams) for layer, row in found.rounded.items())]:
+    for layer, qparams in [
+        *found.qparams.items(),
+        *((layer, row.qparams) for layer, row in found.rounded.items()),
+    ]:
         spec, node = specs.get((layer, "weights")), graph.by_name.get(layer)
-        shape = tuple(graph.weight(node).shape) if node is not None and "weight" in node.params else ()
-        why = "its weights are not quantized" if spec is None else qparams_fault(spec, shape, *vars(qparams).values())
+        shape = (
+            tuple(graph.weight(node).shape)
+            if node is not None and "weight" in node.params
+            else ()
+        )
+        why = (
+            "its weights are not quantized"
+            if spec is None
+            else qparams_fault(spec, shape, *vars(qparams).values())
+        )
         if why:
             raise damaged(what, layer, why)
 
@@ -210,4 +276,6 @@ def check_weight(graph: Graph, layer: str, value: Tensor, what: str) -> None:
 
 def _is_sound(value: Tensor) -> bool:
     """Whether a tensor is of numbers, finite; of one that is deferred its dtype has to do."""
-    return value.is_floating_point() and (isinstance(value, DeferredTensor) or bool(torch.isfinite(value).all()))
+    return value.is_floating_point() and (
+        isinstance(value, DeferredTensor) or bool(torch.isfinite(value).all())
+    )

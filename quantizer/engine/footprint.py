@@ -47,7 +47,9 @@ class Data:
     budget: int | None = None
 
 
-def calibration_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool = False) -> int:
+def calibration_bytes(
+    plan: Plan, config: Config, data: Data, *, finetuned: bool = False
+) -> int:
     """What calibration adds to a process that has the model, its graph and its plan: its hungriest step, and what the
     steps before it leave.
     """
@@ -55,11 +57,17 @@ def calibration_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool
     steps = [_weights_bytes(graph, rounded)]
     if plan.needs_data or finetuned or any(each.needs_data for each in algorithms):
         steps.append(_reordered_bytes(graph) + _pass_bytes(graph, data))
-    steps += [_algorithm_bytes(graph, rounded, each, data) for each in algorithms if each.kind.matrices]
+    steps += [
+        _algorithm_bytes(graph, rounded, each, data)
+        for each in algorithms
+        if each.kind.matrices
+    ]
     if finetuned or plan.corrected:
         steps.append(_layer_by_layer_bytes(graph, data, both=finetuned))
     left = 0
-    if not graph.is_deferred:  # codes of one byte, and another float weight for each algorithm that changes it
+    if (
+        not graph.is_deferred
+    ):  # codes of one byte, and another float weight for each algorithm that changes it
         left = _values(graph, rounded) * (1 + 4 * (len(algorithms) + finetuned))
     return left + max(steps)
 
@@ -74,7 +82,9 @@ def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: 
         value = value_bytes(graph, node.name, size)
         subtracted = 2 * after + 3 * value  # quantized, and subtracted from the float one
         most = max(most, _in_heap(graph, step, value, 2), _in_heap(graph, subtracted, value, 5))
-    left = 0 if graph.is_deferred else 5 * _values(graph, rounded)  # codes, and what they stand for
+    left = (
+        0 if graph.is_deferred else 5 * _values(graph, rounded)
+    )  # codes, and what they stand for
     return left + max(_weights_bytes(graph, rounded), most)
 
 
@@ -117,7 +127,11 @@ def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
 
 def remedies(graph: Graph) -> list[str]:
     """What takes less memory."""
-    from_folder = [] if graph.is_deferred else ["give a Hugging Face folder, whose weights stay in their files"]
+    from_folder = (
+        []
+        if graph.is_deferred
+        else ["give a Hugging Face folder, whose weights stay in their files"]
+    )
     return ["use a smaller --batch_size", *from_folder]
 
 
@@ -136,13 +150,28 @@ def _weights_bytes(graph: Graph, rounded: Collection[str]) -> int:
     """Of the largest weight while it is rounded, and of the largest that is only read from its file."""
     paths = [path for name in rounded for path in graph.by_name[name].params.values()]
     found = COPIES * max((graph.tensors[path].nbytes for path in paths), default=0)
-    return max([found, *(each.nbytes for each in graph.tensors.values() if isinstance(each, DeferredTensor))])
+    return max(
+        [
+            found,
+            *(
+                each.nbytes
+                for each in graph.tensors.values()
+                if isinstance(each, DeferredTensor)
+            ),
+        ]
+    )
 
 
 def _reordered_bytes(graph: Graph) -> int:
     """Of the weights that `weights_last` copies."""
-    layers = [node for node in graph.nodes if node.row.spatial == PLANE and not node.row.transposed]
-    weights = [graph.weight(node) for node in layers if "weight" in node.params and not graph.is_deferred]
+    layers = [
+        node for node in graph.nodes if node.row.spatial == PLANE and not node.row.transposed
+    ]
+    weights = [
+        graph.weight(node)
+        for node in layers
+        if "weight" in node.params and not graph.is_deferred
+    ]
     return sum(each.nbytes for each in weights if each.shape[2:].numel() > 1)
 
 
@@ -156,7 +185,9 @@ def _pass_bytes(graph: Graph, data: Data, upto: int | None = None) -> int:
     return most
 
 
-def _algorithm_bytes(graph: Graph, rounded: Collection[str], algorithm: Algorithm, data: Data) -> int:
+def _algorithm_bytes(
+    graph: Graph, rounded: Collection[str], algorithm: Algorithm, data: Data
+) -> int:
     """Of one that sums up Gram matrices: what it keeps of all batches, and the matrices and weights of a group."""
     groups: dict[str, list[Node]] = {}
     for node in (graph.by_name[name] for name in rounded):
@@ -167,15 +198,21 @@ def _algorithm_bytes(graph: Graph, rounded: Collection[str], algorithm: Algorith
         sizes = [graph.weight(node).numel() for node in nodes]
         matrix = max(_groups(node) * _depth(graph, node) ** 2 for node in nodes)
         kind, searched = algorithm.kind, SEARCHED * max(sizes)
-        if algorithm.stage == "round":  # first the matrix is factored, then weights are rounded with what is left of it
+        if (
+            algorithm.stage == "round"
+        ):  # first the matrix is factored, then weights are rounded with what is left of it
             factored = kind.matrices * matrix + COPIES * sum(sizes)
             searched = max(factored, (1 + kind.networks) * matrix + IN_COLUMNS * sum(sizes))
         else:
             searched += kind.matrices * matrix
         solving = max(solving, 4 * searched)
         kept = max(kept, alive[source][1])
-    last = max((graph.index[node.name] for nodes in groups.values() for node in nodes), default=0)
-    return _within(data, algorithm.kind.networks * kept) + max(solving, _pass_bytes(graph, data, last))
+    last = max(
+        (graph.index[node.name] for nodes in groups.values() for node in nodes), default=0
+    )
+    return _within(data, algorithm.kind.networks * kept) + max(
+        solving, _pass_bytes(graph, data, last)
+    )
 
 
 def _layer_by_layer_bytes(graph: Graph, data: Data, *, both: bool) -> int:
@@ -184,7 +221,9 @@ def _layer_by_layer_bytes(graph: Graph, data: Data, *, both: bool) -> int:
     for node in graph.nodes:
         during, after = alive[node.name]
         most, before = max(most, during + (before if both else 0)), after
-    return _within(data, most) + max((working_bytes(graph, node, data.size) for node in graph.nodes), default=0)
+    return _within(data, most) + max(
+        (working_bytes(graph, node, data.size) for node in graph.nodes), default=0
+    )
 
 
 def _within(data: Data, kept: int) -> int:
@@ -196,7 +235,9 @@ def _within(data: Data, kept: int) -> int:
 def _depth(graph: Graph, node: Node) -> int:
     """Inputs of an output channel of a layer."""
     weight = graph.weight(node)
-    return weight.numel() // (weight.shape[1] * _groups(node) if node.row.transposed else weight.shape[0])
+    return weight.numel() // (
+        weight.shape[1] * _groups(node) if node.row.transposed else weight.shape[0]
+    )
 
 
 def _groups(node: Node) -> int:

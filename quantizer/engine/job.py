@@ -90,7 +90,9 @@ class Job:
     @property
     def needs_data(self) -> bool:
         """Whether batches are read for their values, and not only the first one for its shape."""
-        return self.plan.needs_data or self.fast_finetune is not None or self.algorithms_need_data
+        return (
+            self.plan.needs_data or self.fast_finetune is not None or self.algorithms_need_data
+        )
 
     @property
     def header(self) -> dict[str, Any]:
@@ -128,7 +130,11 @@ class Job:
         Raises:
             ResultError: it is damaged, or belongs to another run.
         """
-        found = self.checkpoints.restore(saved_as, {**self.key, **more}) if self.checkpoints else None
+        found = (
+            self.checkpoints.restore(saved_as, {**self.key, **more})
+            if self.checkpoints
+            else None
+        )
         place = f"the checkpoint of {saved_as}"
         if not self.ranks.broadcast(found is not None, place):
             return None

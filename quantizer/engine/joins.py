@@ -62,7 +62,11 @@ def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
 
 def _scale_parts(job: Job, decisions: Mapping[str, JoinDecision]) -> list[str]:
     """Scale the parts of joins that have lost too much, as far as it can be done; return these joins."""
-    far = [join for join in job.plan.joins if decisions[join.name].lost_db > CLOSE_DB and not join.is_single]
+    far = [
+        join
+        for join in job.plan.joins
+        if decisions[join.name].lost_db > CLOSE_DB and not join.is_single
+    ]
     rounded = {} if job.adjustment is None else job.adjustment.rounded
     wanted = scaled_joins.scalings(job.calibration, far, rounded)
     found = _possible(job, wanted)
@@ -125,13 +129,18 @@ def remarks(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Iterator[tuple
         bits = plan.tensors[join.single].spec.bit_width
         left = bits - decision.lost_bits[smallest]
         if left < FEW_BITS:
-            yield logging.WARNING, _few_bits(plan, join, smallest, f"{max(0.0, left):.1f} of {bits} bits")
+            yield (
+                logging.WARNING,
+                _few_bits(plan, join, smallest, f"{max(0.0, left):.1f} of {bits} bits"),
+            )
 
 
 def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
     """A sentence on a part that one scale leaves few bits to, and what to do about it."""
     if plan.settings.target_device == "DPU":
-        remedy = "return its parts one by one, or bring them to one range before they are joined"
+        remedy = (
+            "return its parts one by one, or bring them to one range before they are joined"
+        )
     else:
         remedy = f"remove the entry for {join.name}, and each part keeps its own scale"
     return f"{join.name} has one scale for all that it joins, which leaves {bits} to {smallest}: {remedy}"
@@ -149,7 +158,9 @@ def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, floa
     return widths
 
 
-def decided_again(stored: Mapping[str, JoinDecision], widths: Mapping[Key, float]) -> dict[str, JoinDecision]:
+def decided_again(
+    stored: Mapping[str, JoinDecision], widths: Mapping[Key, float]
+) -> dict[str, JoinDecision]:
     """Return how joins are quantized where the ranges have changed and the weights cannot.
 
     Parts that are scaled stay so.
@@ -191,7 +202,9 @@ def _weight_gains(join: JoinPlan, graph: Graph, layer: str) -> dict[str, float]:
         squares = by_channel(node, weight).square().sum((1, 3)).flatten()
     count = sum(length for _, length in runs)
     if len(squares) != count:
-        squares = squares.mean().expand(count)  # parts are rows, which all meet the same weights
+        squares = squares.mean().expand(
+            count
+        )  # parts are rows, which all meet the same weights
     gains: dict[str, float] = {}
     first = 0
     for key, length in runs:

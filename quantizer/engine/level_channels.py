@@ -50,7 +50,9 @@ def candidates(plan: Plan) -> list[Pair]:
     for pair in find_pairs(graph):
         if not _reads_one_by_one(graph, pair.second):
             continue
-        has_room = graph.weight(pair.first).dtype in _WIDE and graph.weight(pair.second).dtype in _WIDE
+        has_room = (
+            graph.weight(pair.first).dtype in _WIDE and graph.weight(pair.second).dtype in _WIDE
+        )
         if has_room and _has_one_scale(plan, pair) and _has_scale_by_channel(plan, pair):
             pairs.append(pair)
     return pairs if any(_is_far_apart(_row_sizes(graph, pair)) for pair in pairs) else []
@@ -69,7 +71,9 @@ def _has_one_scale(plan: Plan, pair: Pair) -> bool:
     if not tensors:
         return False
     is_free = all(tensor.is_calibrated or tensor.spec.is_dynamic for tensor in tensors)
-    return is_free and all(tensor.spec.dtype == "int" and tensor.spec.qscheme == "per_tensor" for tensor in tensors)
+    return is_free and all(
+        tensor.spec.dtype == "int" and tensor.spec.qscheme == "per_tensor" for tensor in tensors
+    )
 
 
 def _has_scale_by_channel(plan: Plan, pair: Pair) -> bool:
@@ -120,9 +124,13 @@ def decide(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
     ranges = _channel_ranges(plan.graph, pairs, batches)
     if not ranges:
         return {}  # observing says that there are no data
-    weights = {pair.second.name: loaded(plan.graph.weight(pair.second)).detach() for pair in pairs}
+    weights = {
+        pair.second.name: loaded(plan.graph.weight(pair.second)).detach() for pair in pairs
+    }
     exponents: dict[str, list[int]] = {}
-    for pair in reversed(pairs):  # factors of a later pair change what the channels of an earlier one are worth
+    for pair in reversed(
+        pairs
+    ):  # factors of a later pair change what the channels of an earlier one are worth
         columns = _column_sizes(weights[pair.second.name], pair)
         count, _ = channels_of(pair.first, plan.graph.weight(pair.first))
         levels = _exponents(ranges[pair.second.name], columns, pair, count)
@@ -131,11 +139,15 @@ def decide(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
         exponents[pair.first.name] = levels
         if pair.first.name in weights:
             rows = torch.exp2(torch.tensor(levels, dtype=torch.float32))
-            weights[pair.first.name] = rescaled(pair.first, weights[pair.first.name], outputs=rows)
+            weights[pair.first.name] = rescaled(
+                pair.first, weights[pair.first.name], outputs=rows
+            )
     return exponents
 
 
-def _channel_ranges(graph: Graph, pairs: Iterable[Pair], batches: Iterable[Batch]) -> dict[str, Tensor]:
+def _channel_ranges(
+    graph: Graph, pairs: Iterable[Pair], batches: Iterable[Batch]
+) -> dict[str, Tensor]:
     """The largest magnitude of each input channel of second layers, on the CPU."""
     ranges: dict[str, Tensor] = {}
 
@@ -174,7 +186,9 @@ def _exponents(ranges: Tensor, columns: Tensor, pair: Pair, count: int) -> list[
     if not bool((is_lost & matters).any()):
         return [0] * count
     is_heard = products * 2**HEARD_BITS >= products.max()
-    exponents = torch.where(is_heard, torch.log2(widest / sizes).round(), 0.0).clamp_max(LARGEST_EXPONENT)
+    exponents = torch.where(is_heard, torch.log2(widest / sizes).round(), 0.0).clamp_max(
+        LARGEST_EXPONENT
+    )
     return [int(exponent) for exponent in exponents.tolist()]
 
 
@@ -191,10 +205,16 @@ def adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
         changes = changes.with_parameters(pair.first.name, weight=beside(first, scaled_first))
         if "bias" in pair.first.params:
             bias = loaded(_parameter(graph, changes, pair.first, "bias"))
-            changes = changes.with_parameters(pair.first.name, bias=(bias * factors).to(bias.dtype))
+            changes = changes.with_parameters(
+                pair.first.name, bias=(bias * factors).to(bias.dtype)
+            )
         second = _parameter(graph, changes, pair.second, "weight")
-        scaled_second = rescaled(pair.second, loaded(second), inputs=1 / factors[list(pair.channels)])
-        changes = changes.with_parameters(pair.second.name, weight=beside(second, scaled_second))
+        scaled_second = rescaled(
+            pair.second, loaded(second), inputs=1 / factors[list(pair.channels)]
+        )
+        changes = changes.with_parameters(
+            pair.second.name, weight=beside(second, scaled_second)
+        )
     return changes
 
 

@@ -33,7 +33,11 @@ def remark_on_passes(passes: PassLoss | None) -> str | None:
     if passes is None or passes.passes.db >= LOW_DB:
         return None
     names = ", ".join(passes.names)
-    output = "the model's output" if passes.passes.name is None else f"the model's output {passes.passes.name}"
+    output = (
+        "the model's output"
+        if passes.passes.name is None
+        else f"the model's output {passes.passes.name}"
+    )
     return (
         f"before anything is quantized, {names} leave {passes.passes.db:.1f} dB of {output} on one batch: "
         "switch them off, or train the model with what they put in"
@@ -51,13 +55,21 @@ def remark(compared: Comparison, networks: Networks) -> str | None:
     lowest = worst(compared.outputs)
     if lowest is None or compared.spoiled is not None or (lowest.sqnr_db or 0.0) >= LOW_DB:
         return None
-    what = "the output's SQNR" if len(list(leaves(compared.outputs))) == 1 else f"the SQNR of {lowest.name}"
+    what = (
+        "the output's SQNR"
+        if len(list(leaves(compared.outputs))) == 1
+        else f"the SQNR of {lowest.name}"
+    )
     said = f"{what} is {lowest.sqnr_db:.1f} dB, and below {LOW_DB:g} few networks are of use"
     first = next((noise for noise in compared.layers if _reached(noise) < LOW_DB), None)
     if first is not None:
         said += f". It is below that from the {first.role} of {first.layer} on ({_reached(first):.1f} dB)"
-    sources = set(_sources(first.layer, networks.reference, compared)) if first is not None else set()
-    tried = sorted(compared.layers, key=lambda noise: (noise.layer not in sources, noise.local.sqnr_db))[:TRIED]
+    sources = (
+        set(_sources(first.layer, networks.reference, compared)) if first is not None else set()
+    )
+    tried = sorted(
+        compared.layers, key=lambda noise: (noise.layer not in sources, noise.local.sqnr_db)
+    )[:TRIED]
     best = _most_helpful(tried, networks)
     if best is not None:
         (layer, role), gain = best
@@ -65,7 +77,10 @@ def remark(compared: Comparison, networks: Networks) -> str | None:
             f". Of {len(tried)} tensors that were tried in float, the {role} of {layer} helps most: "
             f"{gain:.1f} dB more on the first batch"
         )
-    return said + ". `quantizer analyze` measures all tensors, and with --metric what has to stay in float"
+    return (
+        said
+        + ". `quantizer analyze` measures all tensors, and with --metric what has to stay in float"
+    )
 
 
 def _reached(noise: LayerNoise) -> float:

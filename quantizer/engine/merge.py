@@ -80,7 +80,12 @@ def merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:
     """The fingerprint of all data; its digest is one of the digests."""
     prints = [info.header["data"] for info in infos]
     names = sorted({name for each in prints for name in each["inputs"]})
-    inputs = {name: sorted({kind for each in prints for kind in each["inputs"].get(name, ())}) for name in names}
-    digest = hashlib.blake2b("".join(each["digest"] for each in prints).encode(), digest_size=16).hexdigest()
+    inputs = {
+        name: sorted({kind for each in prints for kind in each["inputs"].get(name, ())})
+        for name in names
+    }
+    digest = hashlib.blake2b(
+        "".join(each["digest"] for each in prints).encode(), digest_size=16
+    ).hexdigest()
     samples, batches = (sum(each[key] for each in prints) for key in ("samples", "batches"))
     return {"samples": samples, "batches": batches, "inputs": inputs, "digest": digest}

@@ -56,7 +56,9 @@ class TracedModules:
     plan: Plan
 
     @classmethod
-    def of(cls, model: nn.Module, plan: Plan, first: Batch, why: str, help_: str) -> TracedModules:
+    def of(
+        cls, model: nn.Module, plan: Plan, first: Batch, why: str, help_: str
+    ) -> TracedModules:
         """Trace a model; `why` and `help_` are said where that fails.
 
         Raises:
@@ -85,9 +87,19 @@ class TracedModules:
             for key, name in node.params.items():
                 path, *changes = name.split("@")
                 if path in known:
-                    own = self.modules[node.scope]._parameters.items() if node.scope in self.modules else ()
-                    attribute = next((attribute for attribute, value in own if value is known[path]), None)
-                    home = (node.scope, attribute) if attribute else (path.rpartition(".")[0], path.rpartition(".")[2])
+                    own = (
+                        self.modules[node.scope]._parameters.items()
+                        if node.scope in self.modules
+                        else ()
+                    )
+                    attribute = next(
+                        (attribute for attribute, value in own if value is known[path]), None
+                    )
+                    home = (
+                        (node.scope, attribute)
+                        if attribute
+                        else (path.rpartition(".")[0], path.rpartition(".")[2])
+                    )
                     experts = node.attrs["groups"] if node.row.experts else 0
                     found[node.name, key] = Home(*home, TRANSPOSED[1:] in changes, experts)
         return found
@@ -102,20 +114,35 @@ class TracedModules:
         """The module whose weight a layer multiplies, if it is that module's forward that does."""
         home = self.homes.get((name, "weight"))
         module = self.modules.get(home.path) if home else None
-        if home is None or module is None or parameters_of(module).get("weight") != home.attribute:
+        if (
+            home is None
+            or module is None
+            or parameters_of(module).get("weight") != home.attribute
+        ):
             return None
-        return module if is_called(module) and home.path == self.graph.by_name[name].scope else None
+        return (
+            module
+            if is_called(module) and home.path == self.graph.by_name[name].scope
+            else None
+        )
 
     @cached_property
     def names(self) -> dict[str, str]:
         """The plan's layer for each node of the trace that multiplies by its weight."""
         layers = [node for node in self.plan.graph.nodes if node.params]
         owned = {node.name: parameters_of(self.modules[node.scope]) for node in layers}
-        owners = {(n.scope, owned[n.name].get(key_in_module(n, "weight"))): n.name for n in layers}
+        owners = {
+            (n.scope, owned[n.name].get(key_in_module(n, "weight"))): n.name for n in layers
+        }
         found = {}
         for node in self.graph.nodes:
             home = self.homes.get((node.name, "weight"))
-            if node.row.weight and node.op != "parameter" and home and (home.path, home.attribute) in owners:
+            if (
+                node.row.weight
+                and node.op != "parameter"
+                and home
+                and (home.path, home.attribute) in owners
+            ):
                 found[node.name] = owners[home.path, home.attribute]
         return found
 
@@ -123,14 +150,20 @@ class TracedModules:
     def specs(self) -> dict[Key, QuantizationSpec]:
         """Of the plan, by nodes of the trace."""
         layers = self.names.items()
-        return {(node, role): t.spec for node, name in layers for role, t in self.plan.of_layer(name).items()}
+        return {
+            (node, role): t.spec
+            for node, name in layers
+            for role, t in self.plan.of_layer(name).items()
+        }
 
     def fitting(self, algorithm: Algorithm, structure: Structure) -> Structure:
         """The structure without what cannot be done to modules."""
         groups, again = [], set[Home]()
         for group in structure.groups:
             if self.shared.intersection(group.layers):
-                again |= {self.homes[name, "weight"] for name in group.layers if name in self.shared}
+                again |= {
+                    self.homes[name, "weight"] for name in group.layers if name in self.shared
+                }
                 continue
             fold = group.fold
             if fold is not None and self.shared & {fold.node, *fold.extra}:
@@ -139,9 +172,13 @@ class TracedModules:
             if algorithm.stage == "round" or group.fold is not None or takes_insertions:
                 groups.append(group)
             elif all(self.graph.by_name[name].row.experts for name in group.layers):
-                groups.append(replace(group, is_fixed=True))  # its weights can be rounded all the same
+                groups.append(
+                    replace(group, is_fixed=True)
+                )  # its weights can be rounded all the same
         for home in sorted(again, key=lambda home: home.path):
-            logger.warning("%s runs more than once, so %s leaves it as it is", home.path, algorithm.name)
+            logger.warning(
+                "%s runs more than once, so %s leaves it as it is", home.path, algorithm.name
+            )
         return replace(structure, groups=tuple(groups))
 
     def write(self, found: Adjustment) -> dict[str, Rounded]:
@@ -183,7 +220,9 @@ class TracedModules:
                 home = self.homes.get((name, key))
                 if home is not None and not (name in self.shared and values[home]):
                     values[home].append(tensor)
-                elif home is None and key == "bias" and module is not None and lacks_bias(module):
+                elif (
+                    home is None and key == "bias" and module is not None and lacks_bias(module)
+                ):
                     add_bias(module, tensor)
                 else:
                     raise ModelError(
@@ -192,10 +231,16 @@ class TracedModules:
                     )
         for home, (tensor, *_) in values.items():
             if _set(self.model, home, home.stored(tensor)):
-                logger.warning("%s.%s is not tied any more: an algorithm changed it", home.path, home.attribute)
+                logger.warning(
+                    "%s.%s is not tied any more: an algorithm changed it",
+                    home.path,
+                    home.attribute,
+                )
 
 
-def write_rounded(model: nn.Module, graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+def write_rounded(
+    model: nn.Module, graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]
+) -> None:
     """Put weights, by layer and key, into the layers of a module graph."""
     for name, own in weights.items():
         node = graph.by_name[name]
@@ -208,10 +253,14 @@ def _set(model: nn.Module, home: Home, value: Tensor) -> bool:
     """Change a parameter, in its own memory no more; whether it was tied, and is a parameter of its own now."""
     module = model.get_submodule(home.path)
     parameter = module.get_parameter(home.attribute)
-    holders = sum(value is parameter for child in model.modules() for value in child._parameters.values())
+    holders = sum(
+        value is parameter for child in model.modules() for value in child._parameters.values()
+    )
     value = value.to(parameter.device, parameter.dtype).contiguous().clone()
     if holders == 1:
         parameter.data = value
     else:
-        setattr(module, home.attribute, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        setattr(
+            module, home.attribute, nn.Parameter(value, requires_grad=parameter.requires_grad)
+        )
     return holders > 1

@@ -57,13 +57,19 @@ def rectified(traced: TracedModules, settings: Settings) -> frozenset[str]:
                 raise _refused(text, _FOLD if each in graph.absorbed else "")
         found.setdefault(name, set()).add(any(row.rectifies for row in rows.values()))
         if len(found[name]) > 1:
-            raise _refused(f"{place}: {name} runs more than once, and a ReLU does not always follow")
+            raise _refused(
+                f"{place}: {name} runs more than once, and a ReLU does not always follow"
+            )
     return frozenset(name for name, follows in found.items() if True in follows)
 
 
 def _folded(traced: Graph, graph: Graph, node: str) -> list[str]:
     """The norms after a node that are folded into it."""
-    taken = [traced.by_name[name] for name, taker in graph.absorbed.items() if taker == node and name in traced.by_name]
+    taken = [
+        traced.by_name[name]
+        for name, taker in graph.absorbed.items()
+        if taker == node and name in traced.by_name
+    ]
     return [norm.name for norm in taken if norm.row.kind != "structural"]
 
 

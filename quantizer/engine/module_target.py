@@ -58,10 +58,16 @@ class ModuleTarget(Target):
 
     def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
         """Refuse what only a trace can do."""
-        listed = {kind.switch: name for name, kind in SWITCHES.items() if config.form == "hierarchical"}
+        listed = {
+            kind.switch: name
+            for name, kind in SWITCHES.items()
+            if config.form == "hierarchical"
+        }
         for name, what in NEEDS_TRACE.items():
             if getattr(config.settings, name):
-                text = f"{what}, which modules in place do not show: it needs a trace of the model"
+                text = (
+                    f"{what}, which modules in place do not show: it needs a trace of the model"
+                )
                 remedy = "remove it" if name in listed else "set it to false"
                 help_ = f"{remedy}, or use quantizer.calibrate, which traces the model"
                 raise UsageError(f"{listed.get(name, name)} {text}", help=help_)
@@ -103,7 +109,10 @@ class ModuleTarget(Target):
         """How many layers each rule found, and what stays float although the config may be read otherwise."""
         for rule in plan.rules:
             layers = [name for name in rule.layers if plan.graph.by_name[name].params]
-            yield logging.INFO, f"{rule.label}: {len(layers)} layers, {rule.took_effect} tensors set"
+            yield (
+                logging.INFO,
+                f"{rule.label}: {len(layers)} layers, {rule.took_effect} tensors set",
+            )
         unseen = left_float(left_out(self.model, plan.graph).values())
         for text in (*ungrouped(plan), *unseen, *_unshown(config, plan)):
             yield logging.WARNING, text
@@ -117,8 +126,12 @@ class ModuleTarget(Target):
         for name, role in filter(lambda key: is_parameter(key[1]), plan.tensors):
             node = self.graph.by_name[name]
             key = key_in_module(node, parameter_name(role))
-            covered.add(id(modules[node.scope].get_parameter(parameters_of(modules[node.scope])[key])))
-        return sum(size for at, size in sizes if at not in covered) / (sum(size for _, size in sizes) or 1)
+            covered.add(
+                id(modules[node.scope].get_parameter(parameters_of(modules[node.scope])[key]))
+            )
+        return sum(size for at, size in sizes if at not in covered) / (
+            sum(size for _, size in sizes) or 1
+        )
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
         """A trace of the model, without what cannot be done to its modules."""
@@ -199,10 +212,19 @@ def _unshown(config: Config, plan: Plan) -> Iterator[str]:
         for name in found.layers
         if (name, role) not in plan.tensors
     ]
-    unread = [name for role, name in wanted if role == "input" and not plan.graph.by_name[name].inputs]
-    tuples = [name for role, name in wanted if role == "activation" and plan.graph.by_name[name].dtype is None]
+    unread = [
+        name for role, name in wanted if role == "input" and not plan.graph.by_name[name].inputs
+    ]
+    tuples = [
+        name
+        for role, name in wanted
+        if role == "activation" and plan.graph.by_name[name].dtype is None
+    ]
     for names, reason in (
-        (unread, "attention and experts read their weights themselves, so their inputs stay float"),
+        (
+            unread,
+            "attention and experts read their weights themselves, so their inputs stay float",
+        ),
         (tuples, "what recurrent layers and attention return is not quantized"),
     ):
         layers = [name for name in dict.fromkeys(names) if plan.of_layer(name)]

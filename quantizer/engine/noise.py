@@ -47,7 +47,11 @@ class Noise:
         norm = math.sqrt(self.signal) * math.sqrt(self.other)
         if not math.isfinite(norm):
             return math.nan
-        return (self.signal + self.other - self.error) / 2 / norm if norm else float(self.signal == self.other)
+        return (
+            (self.signal + self.other - self.error) / 2 / norm
+            if norm
+            else float(self.signal == self.other)
+        )
 
 
 def beside_far_values(x: Tensor) -> Tensor | None:

@@ -138,7 +138,9 @@ class OutputNoises:
     def error(self) -> float:
         """The errors of all, each weighted so that all count alike."""
         weights = _weights({name: noise.signal for name, noise in self.noises.items()})
-        return math.fsum(weights.get(name, 1.0) * noise.error for name, noise in self.noises.items())
+        return math.fsum(
+            weights.get(name, 1.0) * noise.error for name, noise in self.noises.items()
+        )
 
     @property
     def worst(self) -> str:

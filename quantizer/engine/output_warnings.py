@@ -195,7 +195,9 @@ def _of_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
     name, layer = figures.whole.name, figures.whole.layer
     if order is not None and order.unmatched:
         text = f"{name}: {order.unmatched} rows that are selected by values cannot be matched with those of the float "
-        text += "network, as it is not known where they were; its figures compare them by place, "
+        text += (
+            "network, as it is not known where they were; its figures compare them by place, "
+        )
         text += "so that another order counts as an error"
         yield OutputWarning("unmatched", name, text, layer)
     if order is None or not (order.moved or order.exchanged):

@@ -66,7 +66,9 @@ class PassLoss:
 
     def to_json(self) -> dict[str, Any]:
         """Return what report.json and run.json say, infinite figures as null."""
-        figures = dict(zip(FIGURES, (self.passes, self.quantization, self.together), strict=True))
+        figures = dict(
+            zip(FIGURES, (self.passes, self.quantization, self.together), strict=True)
+        )
         content: dict[str, Any] = {"names": list(self.names)}
         for key, figure in figures.items():
             content[key] = figure.to_json()
@@ -131,15 +133,21 @@ class _Run:
     def __init__(self, network: Network, batch: Batch, watched: Sequence[Output]) -> None:
         self.recorder = Recorder(watched)
         with torch.no_grad():
-            execution = network.start(batch.args, batch.kwargs).advance(watch=self.recorder.watchers)
+            execution = network.start(batch.args, batch.kwargs).advance(
+                watch=self.recorder.watchers
+            )
         self.outputs: list[Tensor] = execution.outputs()
 
 
-def _compared(outputs: Sequence[Output], reference: _Run, other: _Run) -> list[OutputFigures] | None:
+def _compared(
+    outputs: Sequence[Output], reference: _Run, other: _Run
+) -> list[OutputFigures] | None:
     """Return the figures of outputs; None if they cannot be compared, as they are not finite or have other shapes."""
     comparison = OutputComparison(outputs)
     try:
-        return comparison.figures(reference.outputs, other.outputs, reference.recorder, other.recorder)
+        return comparison.figures(
+            reference.outputs, other.outputs, reference.recorder, other.recorder
+        )
     except (DataError, ModelError):
         return None
 
@@ -156,7 +164,9 @@ def _worst(figures: Sequence[OutputFigures] | None) -> WorstOutput:
     return WorstOutput(lowest.sqnr_db, name)
 
 
-def _by_output(figures: Sequence[OutputFigures] | None, outputs: Sequence[Output]) -> dict[str, float]:
+def _by_output(
+    figures: Sequence[OutputFigures] | None, outputs: Sequence[Output]
+) -> dict[str, float]:
     """Return the SQNR of each output and part; of an output with parts, the highest of these."""
     if figures is None:
         names = [output.name for output in outputs]

@@ -52,7 +52,9 @@ class TokenLoss:
             )
         step = max(1, CHUNK // rows.shape[1])
         for some in (slice(start, start + step) for start in range(0, len(rows), step)):
-            loss = F.cross_entropy(rows[some].float(), targets[some], ignore_index=UNSCORED, reduction="sum")
+            loss = F.cross_entropy(
+                rows[some].float(), targets[some], ignore_index=UNSCORED, reduction="sum"
+            )
             self.nll += float(loss)
         self.tokens += int((targets != UNSCORED).sum())
 

@@ -60,7 +60,11 @@ def make_plan(job: Job) -> None:
     for finding in findings:
         level = logging.INFO if finding.severity == "note" else logging.WARNING
         where = f"{finding.place}: " if finding.place else ""
-        job.events.message(level, f"{where}{finding.message}{f' ({finding.help})' if finding.help else ''}", finding)
+        job.events.message(
+            level,
+            f"{where}{finding.message}{f' ({finding.help})' if finding.help else ''}",
+            finding,
+        )
     for level, text in job.target.remarks(job.config, job.plan):
         job.events.message(level, text)
     job.confirm(job)
@@ -117,9 +121,17 @@ def observe(job: Job) -> None:
     seen: Any = None
     if restored := job.restored("calibration"):
         with telling_damage("the checkpoint of calibration"):
-            calibration.load_state_dict(checked_statistics(restored.tensors, "the checkpoint of calibration"))
-            calibration.batches, seen = operator.index(restored.state["batches"]), restored.state["data"]
-            if calibration.batches < 0 or restored.tensors.keys() != calibration.state_dict().keys():
+            calibration.load_state_dict(
+                checked_statistics(restored.tensors, "the checkpoint of calibration")
+            )
+            calibration.batches, seen = (
+                operator.index(restored.state["batches"]),
+                restored.state["data"],
+            )
+            if (
+                calibration.batches < 0
+                or restored.tensors.keys() != calibration.state_dict().keys()
+            ):
                 raise ValueError("it lacks tensors, or has others")
     done = calibration.batches
 
@@ -134,7 +146,9 @@ def observe(job: Job) -> None:
         for count, batch in enumerate(job.read(), 1):
             if count > done:
                 yield batch
-                if calibration.batches == count:  # several ranks exchange what they have seen now and then
+                if (
+                    calibration.batches == count
+                ):  # several ranks exchange what they have seen now and then
                     seen = batches.seen
                 stage.advance()
             elif count == done and batches.seen != seen:
@@ -143,7 +157,10 @@ def observe(job: Job) -> None:
             raise other_run("the data differ")
 
     saved: dict[str, Any] = {"saved_as": "calibration", "snapshot": snapshot}
-    with job.stage("calib", batches.total, done=done, **saved) as stage, job.target.observed() as model:
+    with (
+        job.stage("calib", batches.total, done=done, **saved) as stage,
+        job.target.observed() as model,
+    ):
         if job.ranks.is_alone:
             calibrate.run(calibration, model, unseen())
         else:
@@ -154,9 +171,13 @@ def observe(job: Job) -> None:
         if job.fast_finetune:
             stage.advance(stage.done, at_boundary=True)
     unreached = job.target.unreached()
-    for layer in dict.fromkeys(tensor.layer for tensor in job.plan.tensors.values() if tensor.is_calibrated):
+    for layer in dict.fromkeys(
+        tensor.layer for tensor in job.plan.tensors.values() if tensor.is_calibrated
+    ):
         if layer in unreached:
-            text = f"{layer} was not reached by the calibration data: its activations stay float"
+            text = (
+                f"{layer} was not reached by the calibration data: its activations stay float"
+            )
             job.events.message(logging.WARNING, text)
     job.calibration = calibration.without(unreached)
 
@@ -165,7 +186,13 @@ def take_up(job: Job) -> None:
     """Merge what calibrations before have seen, instead of reading data."""
     for part in job.statistics:
         other = job.calibration.fresh()
-        other.load_state_dict({name: each for name, each in part.state.items() if _owner(name) in other.calibrated})
+        other.load_state_dict(
+            {
+                name: each
+                for name, each in part.state.items()
+                if _owner(name) in other.calibrated
+            }
+        )
         other.batches = part.batches
         job.calibration.merge(other)
 
@@ -177,7 +204,11 @@ def _owner(name: str) -> Key:
 
 def find_scales(job: Job) -> None:
     """Scales and zero points, of what was observed or what algorithms have found."""
-    if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
+    if (
+        job.algorithms_need_data
+        and not job.calibration.batches
+        and job.batches.fingerprint is not None
+    ):
         job.calibration.batches = job.batches.fingerprint["batches"]
     decide_joins(job)
     job.solution = replace(
@@ -200,7 +231,9 @@ def align_to_dpu(job: Job) -> None:
         job.events.message(logging.INFO, f"note: {move}")
 
 
-def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution, tuple[Move, ...]]:
+def aligned(
+    found: Solution, graph: Graph, settings: Settings
+) -> tuple[Solution, tuple[Move, ...]]:
     """The solution at aligned positions, with a note at each tensor that was moved, and the moves."""
     positions, moves = align(
         graph,
@@ -213,7 +246,10 @@ def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution
         key = (move.layer, move.role)
         scale = torch.full_like(found.tensors[key].scale, 2.0 ** -positions[key])
         tensors[key] = replace(found.tensors[key], scale=scale)
-        notes[key] = (*notes.get(key, ()), f"position {move.before} -> {move.after}: {move.why}")
+        notes[key] = (
+            *notes.get(key, ()),
+            f"position {move.before} -> {move.after}: {move.why}",
+        )
     return replace(found, tensors=tensors, notes=notes), moves
 
 
@@ -229,10 +265,14 @@ def correct_biases(job: Job) -> None:
     runner = SequentialRunner(network, data, ActivationStore(job.memory), job.ranks)
     with job.stage("bias correction", len(graph.nodes), "layers") as stage:
         means, advance = job.calibration.means, stage.advance
-        found = bias_correction.correct_biases(runner, means, as_codes=as_codes, after_layer=advance)
+        found = bias_correction.correct_biases(
+            runner, means, as_codes=as_codes, after_layer=advance
+        )
     sizes = {layer: float(correction.abs().max()) for layer, correction in found.items()}
     largest = max(sizes, key=sizes.__getitem__)
-    text = f"biases of {len(found)} layers corrected, by at most {sizes[largest]:.3g} in {largest}"
+    text = (
+        f"biases of {len(found)} layers corrected, by at most {sizes[largest]:.3g} in {largest}"
+    )
     job.events.message(logging.INFO, text)
     job.solution = replace(job.solution, corrections=found)
 
@@ -244,7 +284,9 @@ def finetune(job: Job) -> None:
         job.ranks = ALONE
         finetune_weights(job)
         job.ranks = ranks
-    job.solution, job.is_finetuned = ranks.broadcast((job.solution, job.is_finetuned), "fast finetuning")
+    job.solution, job.is_finetuned = ranks.broadcast(
+        (job.solution, job.is_finetuned), "fast finetuning"
+    )
 
 
 def finish(job: Job) -> None:
@@ -255,13 +297,24 @@ def finish(job: Job) -> None:
 STEPS: tuple[Step, ...] = (
     Step(run_passes),
     Step(make_plan),
-    Step(check_absorption, when=lambda job: job.config.settings.include_cle and job.absorption is None),
-    Step(level_far_channels, when=lambda job: job.target.is_traced and job.plan.settings.target_device != "DPU"),
+    Step(
+        check_absorption,
+        when=lambda job: job.config.settings.include_cle and job.absorption is None,
+    ),
+    Step(
+        level_far_channels,
+        when=lambda job: job.target.is_traced and job.plan.settings.target_device != "DPU",
+    ),
     Step(run_algorithms, when=lambda job: bool(job.config.algorithms)),
     Step(plan_again, when=lambda job: bool(job.config.algorithms)),
     Step(start_observers),
     Step(take_up, when=lambda job: bool(job.statistics)),
-    Step(observe, when=lambda job: (job.plan.needs_data or bool(job.fast_finetune)) and not job.statistics),
+    Step(
+        observe,
+        when=lambda job: (
+            (job.plan.needs_data or bool(job.fast_finetune)) and not job.statistics
+        ),
+    ),
     Step(find_scales),
     Step(align_to_dpu, when=lambda job: job.plan.settings.target_device == "DPU"),
     Step(finetune, when=lambda job: bool(job.fast_finetune)),

@@ -48,7 +48,10 @@ def cannot_write(path: Path, error: OSError) -> ResultError:
     free, help_ = "", "choose another place"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = next(each for each in path.absolute().parents if each.exists())
-        free, help_ = f", {in_words(shutil.disk_usage(place).free)} are free", "choose another place or free some space"
+        free, help_ = (
+            f", {in_words(shutil.disk_usage(place).free)} are free",
+            "choose another place or free some space",
+        )
     return ResultError(f"cannot write {path}: {error.strerror or error}{free}", help=help_)
 
 
@@ -72,18 +75,24 @@ def json_parts(value: Any) -> Iterator[bytes]:
     yield b"\n"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> str:
     """A safetensors file, written tensor by tensor; its bytes depend on the tensors alone."""
     return write_bytes(path, _safetensors(tensors, metadata))
 
 
-def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[bytes]:
+def _safetensors(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> Iterator[bytes]:
     """The parts of a file: a header of JSON, then the values, the widest first, so that all are aligned.
 
     Source: the format's description in the README of safetensors, which itself writes only what is all in memory.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    header: dict[str, Any] = (
+        {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    )
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -137,7 +146,9 @@ def read_tensors(place: Path | OpenFile) -> dict[str, Tensor]:
     Raises:
         ResultError: missing or damaged.
     """
-    tensors: dict[str, Tensor] = _parsed(place, lambda file: load(_content(file)), "safetensors")
+    tensors: dict[str, Tensor] = _parsed(
+        place, lambda file: load(_content(file)), "safetensors"
+    )
     return tensors
 
 
@@ -183,7 +194,9 @@ def read_bytes(path: Path) -> bytes:
 
 def cannot_read(path: Path, error: OSError) -> ResultError:
     """Return what to say of a file that the system refuses to read."""
-    return ResultError(f"cannot read {path}: {error.strerror or error}", help="run --quant_mode calib again")
+    return ResultError(
+        f"cannot read {path}: {error.strerror or error}", help="run --quant_mode calib again"
+    )
 
 
 CHUNK = 1 << 20
@@ -202,4 +215,6 @@ def _parsed(place: Path | OpenFile, parse: Callable[[Any], Any], kind: str) -> A
         raise cannot_read(path, error) from error
     except Exception as error:  # of whatever class the parser has
         help_ = "run --quant_mode calib again"
-        raise ResultError(f"{path} is not a readable {kind} file: {error}", help=help_) from error
+        raise ResultError(
+            f"{path} is not a readable {kind} file: {error}", help=help_
+        ) from error

@@ -116,7 +116,9 @@ def _require_ours(folder: Path, name: str) -> None:
     else:
         is_ours = OURS.fullmatch(name) is not None
     if not is_ours or target.is_dir() or source.is_dir():
-        help_ = f"move it to another folder; if there is none of this name, remove {folder / ASIDE}"
+        help_ = (
+            f"move it to another folder; if there is none of this name, remove {folder / ASIDE}"
+        )
         raise ResultError(f"{target} is not a file that quantizer writes", help=help_)
 
 
@@ -144,7 +146,9 @@ def _refuse_links(folder: Path) -> None:
     places = [folder, *(place for place in inner if place.is_dir() and not place.is_symlink())]
     links = [path for place in places for path in place.iterdir() if path.is_symlink()]
     if links:
-        raise ResultError(f"{min(links)} is a link, and would be written through", help="remove the link")
+        raise ResultError(
+            f"{min(links)} is a link, and would be written through", help="remove the link"
+        )
 
 
 def _folders_in(folder: Path) -> Iterator[Path]:
@@ -159,13 +163,19 @@ def _refuse_folders(folder: Path) -> None:
     Raises:
         ResultError: naming the first.
     """
-    names = (path.name for path in folder.iterdir() if path.is_dir() and path.suffix in SUFFIXES)
+    names = (
+        path.name for path in folder.iterdir() if path.is_dir() and path.suffix in SUFFIXES
+    )
     first = min(names, default=None)
     if first is not None:
-        raise ResultError(f"{folder / first} is a folder in place of a file", help="move it elsewhere")
+        raise ResultError(
+            f"{folder / first} is a folder in place of a file", help="move it elsewhere"
+        )
     export = folder / "export"
     if export.exists() and not export.is_dir():
-        raise ResultError(f"{export} is no folder, and exports are written there", help="move it elsewhere")
+        raise ResultError(
+            f"{export} is no folder, and exports are written there", help="move it elsewhere"
+        )
 
 
 @contextmanager
@@ -180,7 +190,9 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)
         _refuse_folders(folder)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        handle = os.open(
+            folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+        )
     except OSError as error:
         kind = ReadOnlyError if error.errno in READ_ONLY else ResultError
         text = f"cannot use {folder} for results: {error.strerror}"
@@ -213,7 +225,9 @@ def locked_as_opened(opened: OpenedFiles) -> Iterator[None]:
 def _take(handle: int, folder: Path) -> None:
     """Lock the open file, if it is still the folder's: its last owner may have removed it in the meantime."""
     if not stat.S_ISREG(os.fstat(handle).st_mode):
-        raise ResultError(f"{folder / '.lock'} is no file, so it cannot be locked", help="remove it")
+        raise ResultError(
+            f"{folder / '.lock'} is no file, so it cannot be locked", help="remove it"
+        )
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owned = os.fstat(handle).st_ino == (folder / ".lock").stat().st_ino
@@ -222,7 +236,10 @@ def _take(handle: int, folder: Path) -> None:
     if not owned:
         owner = os.pread(handle, OWNER, 0).decode(errors="replace")
         said = f", {owner}" if owner.isprintable() and owner else ""
-        raise ResultError(f"{folder} is in use by another run{said}", help="wait for it or choose another --output_dir")
+        raise ResultError(
+            f"{folder} is in use by another run{said}",
+            help="wait for it or choose another --output_dir",
+        )
     # A full disk has no room for the text, which is for people alone: the lock holds without it.
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)

@@ -51,7 +51,11 @@ def _packed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
     if not isinstance(codes, DeferredTensor):
         return pack(codes, spec)
     shape = packed_shape(codes.shape, spec)
-    return DeferredTensor(shape, codes.dtype if shape == codes.shape else torch.uint8, lambda: pack(codes.load(), spec))
+    return DeferredTensor(
+        shape,
+        codes.dtype if shape == codes.shape else torch.uint8,
+        lambda: pack(codes.load(), spec),
+    )
 
 
 def header_of(network: Network, found: Solution) -> dict[str, Any]:
@@ -70,14 +74,17 @@ def header_of(network: Network, found: Solution) -> dict[str, Any]:
             for name in sorted({*found.weights, *found.rescaled})
         },
         "insertions": [
-            {key: value for key, value in vars(row).items() if key != "weight"} | {"module": modules[row.name]}
+            {key: value for key, value in vars(row).items() if key != "weight"}
+            | {"module": modules[row.name]}
             for row in found.insertions
         ],
         "algorithms": list(found.algorithms.get("algorithms", ())),
     }
 
 
-def solution_of(opened: OpenedFiles, header: Mapping[str, Any], entries: Mapping[str, Any]) -> Solution:
+def solution_of(
+    opened: OpenedFiles, header: Mapping[str, Any], entries: Mapping[str, Any]
+) -> Solution:
     """The inverse of `tensors_of` and `header_of`, its tensors deferred; `entries` are those of quant_info.json.
 
     Raises:
@@ -88,7 +95,10 @@ def solution_of(opened: OpenedFiles, header: Mapping[str, Any], entries: Mapping
 
     def replaced(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         rows = {name: entry for name, entry in header["replaced"].items() if entry[kind]}
-        return {name: {key: tensors[f"{row['module']}.{key}"] for key in row[kind]} for name, row in rows.items()}
+        return {
+            name: {key: tensors[f"{row['module']}.{key}"] for key in row[kind]}
+            for name, row in rows.items()
+        }
 
     tensors = {
         (layer, role): quantized_tensor(entry, role, {**stored, **files[GROUP_SCALES]})
@@ -98,7 +108,16 @@ def solution_of(opened: OpenedFiles, header: Mapping[str, Any], entries: Mapping
     insertions = []
     for row in header["insertions"]:
         weight = stored[f"{row['module']}.weight"]
-        insertions.append(Insertion(row["name"], row["op"], row["source"], tuple(row["readers"]), weight, row["attrs"]))
+        insertions.append(
+            Insertion(
+                row["name"],
+                row["op"],
+                row["source"],
+                tuple(row["readers"]),
+                weight,
+                row["attrs"],
+            )
+        )
     return Solution(
         tensors,
         weights=replaced("weights", stored),

@@ -114,7 +114,11 @@ class OpenedResults:
             return {}
         try:
             sealed = read_json(self.files[RUN_FILE])[COMMANDS]
-            commands = {mode: words for mode, words in sealed.items() if mode not in ("calibration", "checksum")}
+            commands = {
+                mode: words
+                for mode, words in sealed.items()
+                if mode not in ("calibration", "checksum")
+            }
             is_whole = self.sealed(commands) == sealed
         except (ResultError, LookupError, TypeError, AttributeError):
             return {}
@@ -164,7 +168,9 @@ class QuantInfo(OpenedResults):
     def settings(self) -> Settings:
         """The global settings calibration ran with."""
         known = {f.name for f in fields(Settings)} - {"places"}
-        return Settings(**{key: value for key, value in self.header["settings"].items() if key in known})
+        return Settings(
+            **{key: value for key, value in self.header["settings"].items() if key in known}
+        )
 
 
 def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
@@ -176,7 +182,9 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
     code = folder / f"{model}.py"
     if code.is_file() and not is_emitted(code.read_text("utf-8", "replace")):
         help_ = "move it to another folder, or choose another --output_dir"
-        raise ResultError(f"{code} is not a file that quantizer wrote, and would be replaced", help=help_)
+        raise ResultError(
+            f"{code} is not a file that quantizer wrote, and would be replaced", help=help_
+        )
     if overwrite or not (folder / INFO).exists():
         return
     try:
@@ -185,7 +193,8 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
         return  # nothing anyone could use
     if owner != model:
         raise ResultError(
-            f"{folder} holds results of {owner}, not of {model}", help="choose another --output_dir or add --overwrite"
+            f"{folder} holds results of {owner}, not of {model}",
+            help="choose another --output_dir or add --overwrite",
         )
 
 
@@ -241,21 +250,30 @@ def _write(
         "call": fingerprint.call_paths(original),
         "config": fingerprint.decisions(plan),
         "files": files,
-        "joins": {name: _join_entry(calibration, network, decision) for name, decision in found.joins.items()},
+        "joins": {
+            name: _join_entry(calibration, network, decision)
+            for name, decision in found.joins.items()
+        },
         **header_of(network, found),
         **run,
     }
     entries: dict[str, dict[str, Any]] = {}
     for (layer, role), tensor in found.tensors.items():
-        notes = {"notes": list(found.notes[layer, role])} if (layer, role) in found.notes else {}
-        entries.setdefault(layer, {})[role] = _entry(calibration, network, (layer, role), tensor) | notes
+        notes = (
+            {"notes": list(found.notes[layer, role])} if (layer, role) in found.notes else {}
+        )
+        entries.setdefault(layer, {})[role] = (
+            _entry(calibration, network, (layer, role), tensor) | notes
+        )
     write_info(folder, header, entries)
 
 
 def write_info(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
     """Write quant_info.json and checksums.json, after which the folder is a complete calibration."""
     content = {"header": header, "tensors": entries}
-    digest = write_json(folder / INFO, content | {"checksum": json_digest(content), "complete": True})
+    digest = write_json(
+        folder / INFO, content | {"checksum": json_digest(content), "complete": True}
+    )
     origins = {name: sha256(folder / name) for name in ORIGINS}
     write_json(folder / CHECKSUMS, {"files": {**header["files"], **origins, INFO: digest}})
 
@@ -280,13 +298,21 @@ def replaced_results(folder: Path) -> Iterator[Path]:
         ResultError: they cannot be written; then the other is as it was.
     """
     tensors = [name for each in TENSORS for name in left_files(folder / each)]
-    with replaced_set(folder, (INFO, *tensors, STATISTICS, ALGORITHMS, *ORIGINS, *TESTED, *_generated(folder))) as new:
+    with replaced_set(
+        folder, (INFO, *tensors, STATISTICS, ALGORITHMS, *ORIGINS, *TESTED, *_generated(folder))
+    ) as new:
         yield new
 
 
 def _origins(plan: Plan, config: Config) -> dict[str, Iterable[bytes]]:
     """The files of ORIGINS."""
-    return dict(zip(ORIGINS, map(json_parts, (_planned(plan, config), resolved_document(config))), strict=True))
+    return dict(
+        zip(
+            ORIGINS,
+            map(json_parts, (_planned(plan, config), resolved_document(config))),
+            strict=True,
+        )
+    )
 
 
 def _planned(plan: Plan, config: Config) -> dict[str, Any]:
@@ -294,7 +320,11 @@ def _planned(plan: Plan, config: Config) -> dict[str, Any]:
     before, after = weight_bytes(plan)
     paths = {"paths": path_names(plan.graph)}
     sizes = {"weight_bytes": {"float": before, "quantized": after}}
-    file = {"config": {"name": Path(config.source).name, "text": config.text}} if config.text else {}
+    file = (
+        {"config": {"name": Path(config.source).name, "text": config.text}}
+        if config.text
+        else {}
+    )
     return plan.to_json() | paths | sizes | file
 
 
@@ -302,13 +332,19 @@ def _generated(folder: Path) -> list[str]:
     """The network's code that a calibration of any model has left, which says so itself."""
     try:
         name = f"{read_json(folder / INFO)['header']['model']}.py"
-        is_ours = name.isprintable() and is_emitted(read_bytes(folder / name).decode()) and "/" not in name
+        is_ours = (
+            name.isprintable()
+            and is_emitted(read_bytes(folder / name).decode())
+            and "/" not in name
+        )
     except (ResultError, KeyError, TypeError, OSError, ValueError):
         return []
     return [name] if is_ours else []
 
 
-def _entry(calibration: Calibration, network: Network, key: tuple[str, str], tensor: QuantizedTensor) -> dict[str, Any]:
+def _entry(
+    calibration: Calibration, network: Network, key: tuple[str, str], tensor: QuantizedTensor
+) -> dict[str, Any]:
     """One tensor of quant_info.json."""
     layer, role = key
     plan = calibration.plan
@@ -318,7 +354,10 @@ def _entry(calibration: Calibration, network: Network, key: tuple[str, str], ten
         "inplace": writes_inplace(plan.graph, layer, role),
     }
     if tensor.codes is not None:
-        entry["codes"] = {"shape": list(tensor.codes.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        entry["codes"] = {
+            "shape": list(tensor.codes.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
     observer, spec, scale = calibration.observers.get(key), tensor.spec, tensor.scale
     if observer is None:
         return entry
@@ -337,18 +376,28 @@ def _entry(calibration: Calibration, network: Network, key: tuple[str, str], ten
     return entry | {"observed_min": low.tolist(), "observed_max": high.tolist()}
 
 
-def _join_entry(calibration: Calibration, network: Network, decision: JoinDecision) -> dict[str, Any]:
+def _join_entry(
+    calibration: Calibration, network: Network, decision: JoinDecision
+) -> dict[str, Any]:
     """How a join was decided, with the tensors that are not quantized for it as they would be."""
     left: dict[str, dict[str, Any]] = {}
     for key in decision.left:
-        tensor = QuantizedTensor(calibration.plan.left[key].spec).at(calibration.observers[key].qparams())
+        tensor = QuantizedTensor(calibration.plan.left[key].spec).at(
+            calibration.observers[key].qparams()
+        )
         left.setdefault(key[0], {})[key[1]] = _entry(calibration, network, key, tensor)
     return joins_entry(decision, left)
 
 
-def joins_entry(decision: JoinDecision, left: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def joins_entry(
+    decision: JoinDecision, left: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return what quant_info.json says of a join; `left` are the entries of the tensors that it does without."""
-    join = {key: value for key, value in asdict(decision.join).items() if key not in ("name", "parts")}
+    join = {
+        key: value
+        for key, value in asdict(decision.join).items()
+        if key not in ("name", "parts")
+    }
     known = {key: value for key, value in vars(decision).items() if key not in ("join", "left")}
     return {**known, "join": join, "left": left}
 
@@ -381,7 +430,14 @@ def read_info(folder: Path) -> QuantInfo:
     files, header, entries = opened.files, opened.header, opened.entries
     try:
         return QuantInfo(files, header, entries, solution_of(files, header, entries))
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
         raise _useless(f"{opened.path} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -406,7 +462,9 @@ def open_written(folder: Path, names: Collection[str]) -> OpenedResults:
     """
 
     def digests(index: OpenFile) -> Mapping[str, str]:
-        return {name: digest for name, digest in _listed(index).items() if name in (INFO, *names)}
+        return {
+            name: digest for name, digest in _listed(index).items() if name in (INFO, *names)
+        }
 
     files = open_files(folder, KIND, digests, (*SEALED, RUN_FILE))
     content = read_json(files[INFO])
@@ -419,7 +477,10 @@ def _listed(index: OpenFile) -> dict[str, str]:
     listed = content.get("files") if isinstance(content, dict) else None
     if not isinstance(listed, dict) or INFO not in listed:
         raise _useless(f"{index.path} is damaged: it is no list of files")
-    if not all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in listed.values()):
+    if not all(
+        isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
+        for digest in listed.values()
+    ):
         raise _useless(f"{index.path} is damaged: it has no digest of a file")
     return listed
 
@@ -428,7 +489,11 @@ def _checked_info(files: OpenedFiles) -> dict[str, Any]:
     """The content of quant_info.json, if calibration can have written it together with the other files."""
     file = files[INFO]
     content: Any = read_json(file)
-    if not isinstance(content, dict) or content.get("complete") is not True or "header" not in content:
+    if (
+        not isinstance(content, dict)
+        or content.get("complete") is not True
+        or "header" not in content
+    ):
         raise _useless(f"{file.path} is not complete: calibration did not finish")
     header = content["header"]
     if not isinstance(header, dict) or header.get("format") != FORMAT:

@@ -49,9 +49,13 @@ class Change:
         known: Json = {"method": method}
         if form == "hierarchical":
             if observer_word(replace(spec, **known)) is None:
-                raise UsageError(f"the hierarchical form has no observer for {method} {spec.qscheme}")
+                raise UsageError(
+                    f"the hierarchical form has no observer for {method} {spec.qscheme}"
+                )
             known["statistic"] = usual_statistic(method)
-            known["percentage"] = spec.percentage if method == spec.method else QuantizationSpec().percentage
+            known["percentage"] = (
+                spec.percentage if method == spec.method else QuantizationSpec().percentage
+            )
         elif self.statistic:
             known["statistic"] = self.statistic
         if self.percentage is not None and method == "percentile":
@@ -59,7 +63,9 @@ class Change:
         return replace(spec, **known)
 
 
-def retuned(folder: CalibratedFolder, change: Change, layers: Collection[str] | None = None) -> Retuned:
+def retuned(
+    folder: CalibratedFolder, change: Change, layers: Collection[str] | None = None
+) -> Retuned:
     """What another way to find ranges does to the activations of these layers, or of all.
 
     Raises:
@@ -72,7 +78,9 @@ def retuned(folder: CalibratedFolder, change: Change, layers: Collection[str] | 
     if change.percentage is not None and change.method not in (None, "percentile"):
         raise UsageError(f"--percentage is for the percentile method, not for {change.method}")
     if form == "hierarchical" and change.statistic:
-        raise UsageError("--statistic is for the layered form: here the observers of activations decide it")
+        raise UsageError(
+            "--statistic is for the layered form: here the observers of activations decide it"
+        )
     keys = [key for key in folder.activations if layers is None or key[0] in layers]
     after = {key: change.of(folder.specs[key], form) for key in keys}
     changed = {
@@ -126,18 +134,26 @@ class Retuned:
                 continue
             after = self.tensors[owner].after
             try:
-                observer = _observer(spec, kept[owner]).restated(after, _beside(kept.get((source, "histogram"))))
+                observer = _observer(spec, kept[owner]).restated(
+                    after, _beside(kept.get((source, "histogram")))
+                )
             except (LookupError, ValueError) as error:
                 missing.setdefault(str(error), []).append(f"{owner[1]} of {owner[0]}")
                 continue
-            entries |= {key: _entry(folder.entries[key[0]][key[1]], after, observer) for key in keys}
+            entries |= {
+                key: _entry(folder.entries[key[0]][key[1]], after, observer) for key in keys
+            }
             if (source, "histogram") not in kept and not observer.has_histogram:
                 kept[source, "histogram"] = kept[owner]
             kept[owner] = observer.state_dict()
         for why, names in missing.items():
             raise ResultError(f"{why}: {shortened(names, 3)}", help=AGAIN)
-        ranged = {source for (source, _), keys in groups.items() if "counts" not in _first(kept, keys)}
-        return entries, {key: own for key, own in kept.items() if key[1] != "histogram" or key[0] in ranged}
+        ranged = {
+            source for (source, _), keys in groups.items() if "counts" not in _first(kept, keys)
+        }
+        return entries, {
+            key: own for key, own in kept.items() if key[1] != "histogram" or key[0] in ranged
+        }
 
     def write(self, place: Path) -> None:
         """Write the result folder; test mode runs it as that of a calibration with this config.
@@ -152,7 +168,10 @@ class Retuned:
         """The entries of plan.json, all their places in the new text."""
         found: dict[Key, Json] = {}
         for key, planned in self._folder.planned.items():
-            origins = {field: self._origin(key, field, origin) for field, origin in planned["origins"].items()}
+            origins = {
+                field: self._origin(key, field, origin)
+                for field, origin in planned["origins"].items()
+            }
             found[key] = {**planned, "origins": origins}
             if key in self.tensors:
                 found[key]["spec"] = self.tensors[key].after.to_json()
@@ -193,17 +212,24 @@ def _require_alike(folder: CalibratedFolder, changed: Mapping[Key, Restated]) ->
     for key in folder.activations:
         spec = folder.specs[key]
         before.setdefault((folder.source(key), spec), set()).add(key)
-        after.setdefault((folder.source(key), changed[key].after if key in changed else spec), set()).add(key)
+        after.setdefault(
+            (folder.source(key), changed[key].after if key in changed else spec), set()
+        ).add(key)
     for (source, _), keys in after.items():
         if keys not in before.values():
             what = f"the value of {source} would be quantized once where it is quantized twice, or the other way round"
             raise ResultError(
-                f"{what}: {shortened([f'{role} of {layer}' for layer, role in sorted(keys)], 3)}", help=AGAIN
+                f"{what}: {shortened([f'{role} of {layer}' for layer, role in sorted(keys)], 3)}",
+                help=AGAIN,
             )
 
 
 def _document(
-    folder: CalibratedFolder, document: Document, changed: Mapping[Key, Restated], *, whole: bool
+    folder: CalibratedFolder,
+    document: Document,
+    changed: Mapping[Key, Restated],
+    *,
+    whole: bool,
 ) -> tuple[dict[str, Any], Paths]:
     """The config that says so: at the levels that say it now if all activations change, else layer by layer."""
     others = [
@@ -217,7 +243,11 @@ def _document(
     layers: dict[str, dict[Role, QuantizationSpec]] = {}
     for key, tensor in changed.items():
         for name in folder.members(key):
-            own = {base_role(role): spec for (layer, role), spec in folder.specs.items() if layer == name}
+            own = {
+                base_role(role): spec
+                for (layer, role), spec in folder.specs.items()
+                if layer == name
+            }
             layers.setdefault(name, own)[base_role(key[1])] = tensor.after
     return by_layer(document.value, layers, changed)
 
@@ -250,5 +280,7 @@ def _entry(entry: Json, spec: QuantizationSpec, observer: Observer) -> Json:
     if "zero_point" in entry:
         changed["zero_point"] = qparams.zero_point.view(shape).tolist()
     if "position" in entry:
-        changed["position"] = (-torch.log2(qparams.scale.view(shape))).round().to(torch.int32).tolist()
+        changed["position"] = (
+            (-torch.log2(qparams.scale.view(shape))).round().to(torch.int32).tolist()
+        )
     return changed

@@ -21,7 +21,14 @@ from quantizer.config.model import Algorithm
 from quantizer.config.wording import shortened
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import check_finite
-from quantizer.engine.checkpoint import other_run, register, shared, snapshot_of, telling_damage, value_of
+from quantizer.engine.checkpoint import (
+    other_run,
+    register,
+    shared,
+    snapshot_of,
+    telling_damage,
+    value_of,
+)
 from quantizer.engine.events import Snapshot
 from quantizer.engine.fits_model import check_adjustment
 from quantizer.engine.job import Job
@@ -71,12 +78,16 @@ def run_algorithms(job: Job) -> None:
     """
     algorithms, scope = job.config.algorithms, job.target.scope(job.plan, job.first_batch())
     _check_weights(scope.graph)
-    structures = [find_structure(scope.graph, each.names) for each in algorithms]  # before more data are read
+    structures = [
+        find_structure(scope.graph, each.names) for each in algorithms
+    ]  # before more data are read
     progress = _restored(job)
     with telling_damage(CHECKPOINT):
         for found in (progress.found, progress.before):
             check_adjustment(found, scope.graph, scope.specs, CHECKPOINT)
-    for algorithm, structure in zip(algorithms[progress.index :], structures[progress.index :], strict=True):
+    for algorithm, structure in zip(
+        algorithms[progress.index :], structures[progress.index :], strict=True
+    ):
         before = progress.before
         progress = _run(job, scope, algorithm, scope.fitting(algorithm, structure), progress)
         for level, line in _summary_lines(algorithm, before, progress.found):
@@ -111,12 +122,16 @@ def _restored(job: Job) -> Progress:
     return start
 
 
-def _run(job: Job, scope: AlgorithmScope, algorithm: Algorithm, structure: Structure, start: Progress) -> Progress:
+def _run(
+    job: Job, scope: AlgorithmScope, algorithm: Algorithm, structure: Structure, start: Progress
+) -> Progress:
     """One algorithm, whose groups are the units of its progress; each block of the network ends in a checkpoint."""
     progress, groups = start, structure.groups
 
     def snapshot() -> Snapshot:
-        return snapshot_of(progress, job.batches.fingerprint)  # of a pass over the data, once one is complete
+        return snapshot_of(
+            progress, job.batches.fingerprint
+        )  # of a pass over the data, once one is complete
 
     def after_group(found: Adjustment, done: int) -> None:
         nonlocal progress
@@ -124,11 +139,23 @@ def _run(job: Job, scope: AlgorithmScope, algorithm: Algorithm, structure: Struc
         ends_block = not 0 < done < len(groups) or groups[done - 1].block != groups[done].block
         stage.advance(done, at_boundary=ends_block or groups[done].block is None)
 
-    saved: dict[str, Any] = {"saved_as": "algorithms", "snapshot": snapshot, "needs_same_data": True}
+    saved: dict[str, Any] = {
+        "saved_as": "algorithms",
+        "snapshot": snapshot,
+        "needs_same_data": True,
+    }
     with job.stage(algorithm.name, len(groups), "groups", done=start.done, **saved) as stage:
         batches = partial(_read_again, job)
         task = Task(
-            scope.graph, scope.specs, structure, batches, after_group, start.done, start.before, job.ranks, job.memory
+            scope.graph,
+            scope.specs,
+            structure,
+            batches,
+            after_group,
+            start.done,
+            start.before,
+            job.ranks,
+            job.memory,
         )
         found = _agreed(job, load_run(algorithm.name)(task, algorithm.settings, start.found))
         progress = Progress(start.index + 1, 0, found, found)
@@ -142,8 +169,12 @@ def _agreed(job: Job, found: Adjustment) -> Adjustment:
         return found
     job.batches.require_same(job.ranks)
     snapshot = snapshot_of(found)
-    tensors = {name: fingerprint.tensor_digest(tensor) for name, tensor in snapshot.tensors.items()}
-    digests = job.ranks.gather(fingerprint.digest([tensors, snapshot.state]), "the end of an algorithm")
+    tensors = {
+        name: fingerprint.tensor_digest(tensor) for name, tensor in snapshot.tensors.items()
+    }
+    digests = job.ranks.gather(
+        fingerprint.digest([tensors, snapshot.state]), "the end of an algorithm"
+    )
     if len(set(digests)) == 1:
         return found
     return value_of(shared(snapshot, job.ranks, "what an algorithm has found"), Adjustment)
@@ -159,14 +190,21 @@ def load_run(name: str) -> Run:
 def report(algorithms: Sequence[Algorithm], found: Adjustment) -> dict[str, Any]:
     """algorithms.json: what ran, and what it did to each layer; errors as shares of the energy of a layer's outputs."""
     layers = {
-        name: {"error_rtn": layer.before, "error": layer.after, "is_rtn": not layer.after < layer.before}
+        name: {
+            "error_rtn": layer.before,
+            "error": layer.after,
+            "is_rtn": not layer.after < layer.before,
+        }
         for name, layer in found.rounded.items()
     }
     return {
         "algorithms": [written(each.settings) for each in algorithms],
         "rounded": layers,
         "rescaled": {name: sorted(own) for name, own in found.parameters.items()},
-        "inserted": [{"layer": i.name, "reads": i.source, "readers": list(i.readers)} for i in found.insertions],
+        "inserted": [
+            {"layer": i.name, "reads": i.source, "readers": list(i.readers)}
+            for i in found.insertions
+        ],
         "remarks": [{"layer": remark.layer, "text": remark.text} for remark in found.remarks],
     }
 
@@ -177,12 +215,19 @@ def _check_weights(graph: Graph) -> None:
             try:
                 check_finite(graph.tensors[node.params["weight"]])
             except NonFiniteError as error:
-                raise ModelError(f"weights of {node.name}: {error}", help="check the checkpoint") from error
+                raise ModelError(
+                    f"weights of {node.name}: {error}", help="check the checkpoint"
+                ) from error
 
 
-def _summary_lines(algorithm: Algorithm, before: Adjustment, after: Adjustment) -> Iterator[tuple[int, str]]:
+def _summary_lines(
+    algorithm: Algorithm, before: Adjustment, after: Adjustment
+) -> Iterator[tuple[int, str]]:
     """What an algorithm did, and what it remarked, each text once: lines with their logging levels."""
-    yield logging.INFO, f"{algorithm.name}: {'; '.join(_done(algorithm, before, after)) or 'nothing to quantize'}"
+    yield (
+        logging.INFO,
+        f"{algorithm.name}: {'; '.join(_done(algorithm, before, after)) or 'nothing to quantize'}",
+    )
     texts: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for remark in after.remarks[len(before.remarks) :]:
         texts[remark.text, remark.is_warning].append(remark.layer)
@@ -193,15 +238,27 @@ def _summary_lines(algorithm: Algorithm, before: Adjustment, after: Adjustment) 
 def _done(algorithm: Algorithm, before: Adjustment, after: Adjustment) -> Iterator[str]:
     """What an algorithm did, in parts of a sentence."""
     if algorithm.stage == "rescale":
-        changed = [name for name, own in after.parameters.items() if before.parameters.get(name) is not own]
+        changed = [
+            name
+            for name, own in after.parameters.items()
+            if before.parameters.get(name) is not own
+        ]
         inserted = len(after.insertions) - len(before.insertions)
         yield f"{_layers(len(changed))} rescaled, {_layers(inserted)} inserted"
-    rounded = [layer for name, layer in after.rounded.items() if before.rounded.get(name) is not layer]
+    rounded = [
+        layer for name, layer in after.rounded.items() if before.rounded.get(name) is not layer
+    ]
     if rounded:
         better = [layer.after / layer.before for layer in rounded if layer.after < layer.before]
-        left = f"; median output error {statistics.median(better):.0%} of round-to-nearest" if better else ""
+        left = (
+            f"; median output error {statistics.median(better):.0%} of round-to-nearest"
+            if better
+            else ""
+        )
         plain = len(rounded) - len(better)
-        kept = f"; {plain} {'keeps' if plain == 1 else 'keep'} round-to-nearest" if plain else ""
+        kept = (
+            f"; {plain} {'keeps' if plain == 1 else 'keep'} round-to-nearest" if plain else ""
+        )
         yield f"{_layers(len(rounded))} quantized{left}{kept}"
 
 
@@ -213,9 +270,17 @@ def _difference_line(graph: Graph, found: Adjustment, batch: Batch) -> tuple[int
     """How far the outputs of the adjusted float network are from the model's, with a logging level."""
     with torch.no_grad():
         want = Network(graph).start(batch.args, batch.kwargs).advance().float_outputs()
-        have = Network(adjusted(graph, found)).start(batch.args, batch.kwargs).advance().float_outputs()
+        have = (
+            Network(adjusted(graph, found))
+            .start(batch.args, batch.kwargs)
+            .advance()
+            .float_outputs()
+        )
     pairs = [(x, y) for x, y in zip(want, have, strict=True) if x.numel()]
-    shares = [(x - y).abs().max() / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny) for x, y in pairs]
+    shares = [
+        (x - y).abs().max() / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny)
+        for x, y in pairs
+    ]
     share = max([0.0, *map(float, shares)])
     text = f"the rescaled float network's outputs differ by {share:.1e} of the largest"
     if share <= KEPT:

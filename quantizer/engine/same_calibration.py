@@ -23,11 +23,14 @@ def check_model(info: QuantInfo, original: Graph) -> None:
     layer = fingerprint.first_difference(info.header["layers"], fingerprint.layers(original))
     if layer is not None:
         raise ResultError(
-            f"the model is not the calibrated one: layer {layer} differs", help="calibrate this model first"
+            f"the model is not the calibrated one: layer {layer} differs",
+            help="calibrate this model first",
         )
     path = fingerprint.first_difference(info.header["weights"], fingerprint.weights(original))
     if path is not None:
-        owner = next((node.name for node in original.nodes if path in node.params.values()), path)
+        owner = next(
+            (node.name for node in original.nodes if path in node.params.values()), path
+        )
         raise ResultError(
             f"the weights are not those that were calibrated: {path} of layer {owner} differs",
             help="calibrate again, or pass the same --weights",
@@ -49,7 +52,9 @@ def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:
     return plan
 
 
-def _differences(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]) -> Iterator[str]:
+def _differences(
+    info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]
+) -> Iterator[str]:
     for name in (f.name for f in fields(Settings) if f.name != "places"):
         mine, stored = getattr(config.settings, name), getattr(info.settings, name)
         if mine != stored:

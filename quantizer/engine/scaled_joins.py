@@ -57,7 +57,9 @@ class Scaling:
         return torch.tensor([part.factor for part in self.parts]).repeat_interleave(channels)
 
 
-def scalings(calibration: Calibration, joins: Iterable[JoinPlan], fixed: Container[str]) -> list[Scaling]:
+def scalings(
+    calibration: Calibration, joins: Iterable[JoinPlan], fixed: Container[str]
+) -> list[Scaling]:
     """Return the factors for joins that have lost too much on one scale.
 
     Args:
@@ -68,7 +70,11 @@ def scalings(calibration: Calibration, joins: Iterable[JoinPlan], fixed: Contain
     graph = calibration.plan.graph
     found: list[Scaling] = []
     for join in joins:
-        if join.is_of_channels and not join.inputs and any(layer in fixed for layer in join.scalable):
+        if (
+            join.is_of_channels
+            and not join.inputs
+            and any(layer in fixed for layer in join.scalable)
+        ):
             continue  # others would read what is not quantized
         by_value: dict[str, list[str]] = {}
         for layer in join.scalable:
@@ -87,12 +93,18 @@ def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[Part, 
     sizes: dict[Key, float] = {}
     whole = calibration.plan.tensors[join.single or join.inputs[0]].spec
     for key, _ in runs:
-        if key is None or key not in calibration.observers or calibration.observers[key].spec != whole:
+        if (
+            key is None
+            or key not in calibration.observers
+            or calibration.observers[key].spec != whole
+        ):
             return ()
         sizes[key] = _largest(calibration.observers[key])
     widest = max(sizes.values())
     dtype = calibration.plan.graph.by_name[layer].dtype or torch.float32
-    largest = -math.log2(torch.finfo(dtype).tiny)  # of exponents whose powers of two have inverses in this format
+    largest = -math.log2(
+        torch.finfo(dtype).tiny
+    )  # of exponents whose powers of two have inverses in this format
     parts: list[Part] = []
     for key, channels in runs:
         assert key is not None  # or it had returned
@@ -106,7 +118,10 @@ def _largest(observer: Observer) -> float:
     if not bool((observer.low != 0).any() or (observer.high != 0).any()):
         return 0.0
     qparams, spec = observer.qparams(), observer.spec
-    ends = [(limit - qparams.zero_point) * qparams.scale for limit in (spec.quant_min, spec.quant_max)]
+    ends = [
+        (limit - qparams.zero_point) * qparams.scale
+        for limit in (spec.quant_min, spec.quant_max)
+    ]
     return max(float(end.abs().max()) for end in ends)
 
 
@@ -134,7 +149,9 @@ def adjustment(graph: Graph, found: Iterable[Scaling]) -> Adjustment:
 def _taken_back(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
     """A layer's weight, divided by the factors of its input channels."""
     inverse = 1 / factors.to(weight)
-    return weight * inverse if node.row.scales_channels else rescaled(node, weight, inputs=inverse)
+    return (
+        weight * inverse if node.row.scales_channels else rescaled(node, weight, inputs=inverse)
+    )
 
 
 def _free_name(name: str, taken: Container[str]) -> str:
@@ -146,7 +163,9 @@ def _free_name(name: str, taken: Container[str]) -> str:
     return free
 
 
-def is_seen(before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]) -> bool:
+def is_seen(
+    before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]
+) -> bool:
     """Return whether a calibration has seen all that a plan for the scaled graph needs, parts as the whole is planned.
 
     Another entry of the config may be for the scaled value than for its parts, and then they were observed otherwise.
@@ -165,17 +184,23 @@ def is_seen(before: Calibration, plan: Plan, found: Iterable[Scaling], inserted:
         for part in parts[tensor.source]:
             place = before.plan.tensors[part.key].place
             is_alike = before.observers[part.key].spec == tensor.spec
-            has_histogram = before.observers[part.key].has_histogram or place in before.histograms
+            has_histogram = (
+                before.observers[part.key].has_histogram or place in before.histograms
+            )
             if not is_alike or not has_histogram:
                 return False
     return True
 
 
-def taken_over(before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]) -> Calibration:
+def taken_over(
+    before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]
+) -> Calibration:
     """Return a calibration of the plan for the scaled graph that has seen what the one before saw, if `is_seen`."""
     parts = {row.name: scaling.parts for row, scaling in zip(inserted, found, strict=True)}
     after = calibrate.start(plan)
-    observers: dict[Key, Observer] = {key: each for key, each in before.observers.items() if not is_parameter(key[1])}
+    observers: dict[Key, Observer] = {
+        key: each for key, each in before.observers.items() if not is_parameter(key[1])
+    }
     together: dict[str, Observer] = {}
     for key, observer in after.observers.items():
         tensor = plan.tensors[key]
@@ -183,12 +208,20 @@ def taken_over(before: Calibration, plan: Plan, found: Iterable[Scaling], insert
             observers[key] = observer
         elif tensor.source in parts:
             seen = [(before.observers[part.key], part.factor) for part in parts[tensor.source]]
-            observers[key] = together.setdefault(tensor.source, Observer.of_parts(tensor.spec, seen))
+            observers[key] = together.setdefault(
+                tensor.source, Observer.of_parts(tensor.spec, seen)
+            )
     histograms = dict(before.histograms)
     for source in after.histograms:
         if source in parts:
             histograms[source] = _histogram(before, parts[source])
-    return replace(after, observers=observers, histograms=histograms, means=before.means, batches=before.batches)
+    return replace(
+        after,
+        observers=observers,
+        histograms=histograms,
+        means=before.means,
+        batches=before.batches,
+    )
 
 
 def _histogram(before: Calibration, parts: Iterable[Part]) -> Observer:

@@ -72,7 +72,11 @@ class Scores:
     @property
     def lost(self) -> list[str]:
         """Sentences on the outputs and parts that have lost."""
-        return [warning.text for warning in self.warnings if warning.kind not in ("rows", "unmatched")]
+        return [
+            warning.text
+            for warning in self.warnings
+            if warning.kind not in ("rows", "unmatched")
+        ]
 
     @property
     def is_task_held(self) -> bool:
@@ -100,10 +104,16 @@ class Scores:
         for name, pair in self.pairs.items():
             if math.isnan(pair["quantized"]) and not math.isnan(pair["float"]):
                 return f"the metric {name} of the quantized network is no number"
-        return None if self.metrics else "the model returns no tensors, and there is no evaluate(): nothing is compared"
+        return (
+            None
+            if self.metrics
+            else "the model returns no tensors, and there is no evaluate(): nothing is compared"
+        )
 
 
-def paired(pairs: Mapping[str, Mapping[str, float]], directions: Directions = BY_NAME) -> dict[str, float]:
+def paired(
+    pairs: Mapping[str, Mapping[str, float]], directions: Directions = BY_NAME
+) -> dict[str, float]:
     """Return the metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single names.
 
     `X_drop` is what X has lost in quality, whichever way X is good; there is none if that is unknown.
@@ -156,15 +166,23 @@ def score(
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
         outputs = calibrated.outputs
-        compared = evaluate.compare(reference, quantized, on_device, ranks, user, outputs=outputs)
+        compared = evaluate.compare(
+            reference, quantized, on_device, ranks, user, outputs=outputs
+        )
     batches.require_same(ranks)
-    passes = pass_loss(calibrated, quantized, batches.first().to(device)) if ranks.is_first else None
+    passes = (
+        pass_loss(calibrated, quantized, batches.first().to(device)) if ranks.is_first else None
+    )
     pairs: Mapping[str, Mapping[str, float]] = compared.pairs()
     directions = BY_NAME
     if function is not None:
         directions = function.directions
         after = measure(quantized, batches, device, events, "evaluate quantized", function)
-        pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
+        pairs = {
+            name: {"float": value, "quantized": after[name]}
+            for name, value in before.items()
+            if name in after
+        }
     scores = Scores(compared, pairs, directions, passes)
     if not explained or not ranks.is_first:
         return scores
@@ -180,7 +198,9 @@ def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     lost_to_passes = low_sqnr.lost_to_passes(scores.passes)
     warnings = tuple(output_warnings(scores.comparison, networks, lost_to_passes))
     for warning in warnings:
-        logger.log(logging.INFO if warning.kind == "rows" else logging.WARNING, "%s", warning.text)
+        logger.log(
+            logging.INFO if warning.kind == "rows" else logging.WARNING, "%s", warning.text
+        )
     is_named = any(warning.kind in ("constant", "below") for warning in warnings)
     if is_named or scores.is_task_held or remark_on_passes is not None:
         return warnings
@@ -198,7 +218,9 @@ def _warn_of_unknown(directions: Directions, metrics: Mapping[str, float]) -> No
         logger.warning("evaluate() gives no metric %s, whose direction is declared", names)
 
 
-def _evaluated(function: Evaluate, model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
+def _evaluated(
+    function: Evaluate, model: Callable[..., Any], data: Iterable[Any]
+) -> dict[str, float]:
     """Return what the user's `evaluate(model, data)` does.
 
     Raises:

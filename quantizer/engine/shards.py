@@ -19,7 +19,9 @@ APART_S = 15.0
 MOST = 64  # batches of a rank between two exchanges
 
 
-def observe(calibration: Calibration, network: Observable, batches: Iterable[Batch], ranks: Ranks) -> None:
+def observe(
+    calibration: Calibration, network: Observable, batches: Iterable[Batch], ranks: Ranks
+) -> None:
     """Observe every batch, on the rank that it belongs to; afterwards the calibration of each rank has seen all.
 
     Raises:
@@ -36,7 +38,9 @@ def observe(calibration: Calibration, network: Observable, batches: Iterable[Bat
         if since == apart * ranks.world_size:
             shard.exchange(ranks, since)
             if not shard.seconds:
-                shard.seconds = max(ranks.gather(time.monotonic() - began, "the time of a batch")) or 1e-3
+                shard.seconds = (
+                    max(ranks.gather(time.monotonic() - began, "the time of a batch")) or 1e-3
+                )
             apart, since = min(MOST, max(1, int(APART_S / shard.seconds))), 0
     shard.exchange(ranks, since)
 

@@ -61,18 +61,26 @@ class Solution:
             tensors={key: tensor.mapped(loaded) for key, tensor in self.tensors.items()},
             weights=loaded(dict(self.weights)),
             corrections=loaded(dict(self.corrections)),
-            insertions=tuple(replace(row, weight=loaded(row.weight)) for row in self.insertions),
+            insertions=tuple(
+                replace(row, weight=loaded(row.weight)) for row in self.insertions
+            ),
             rescaled=loaded(dict(self.rescaled)),
         )
 
     def by_rows(self) -> Solution:
         """Return the same values with scales along the first axis where runs of it share one, which no runtime has."""
-        return replace(self, tensors={key: tensor.by_rows() for key, tensor in self.tensors.items()})
+        return replace(
+            self, tensors={key: tensor.by_rows() for key, tensor in self.tensors.items()}
+        )
 
     @property
     def positions(self) -> dict[Key, int]:
         """The fix positions of symmetric tensors that have one."""
-        known = {key: tensor.position for key, tensor in self.tensors.items() if tensor.spec.symmetric}
+        known = {
+            key: tensor.position
+            for key, tensor in self.tensors.items()
+            if tensor.spec.symmetric
+        }
         return {key: at for key, at in known.items() if at is not None}
 
     def parameters(self) -> dict[str, dict[str, Tensor]]:
@@ -90,13 +98,18 @@ class Solution:
 
     def with_qparams(self, qparams: Mapping[str, QParams]) -> Solution:
         """With other scales and zero points of layers' weights."""
-        changed = {(name, "weights"): self.tensors[name, "weights"].at(own) for name, own in qparams.items()}
+        changed = {
+            (name, "weights"): self.tensors[name, "weights"].at(own)
+            for name, own in qparams.items()
+        }
         return replace(self, tensors={**self.tensors, **changed})
 
     def with_rounded(self, layers: Mapping[str, Rounded]) -> Solution:
         """With weights that are rounded, on their scales."""
         made = self.with_qparams({name: layer.qparams for name, layer in layers.items()})
-        return made.with_weights({name: {"weight": layer.weight} for name, layer in layers.items()})
+        return made.with_weights(
+            {name: {"weight": layer.weight} for name, layer in layers.items()}
+        )
 
 
 def quantized_network(graph: Graph, solution: Solution) -> Network:
@@ -127,7 +140,9 @@ def encoded(graph: Graph, solution: Solution) -> Solution:
             tensors[name, role] = found.mapped(partial(beside, value))
             if tensors[name, role].codes is not None:
                 weights.get(name, {}).pop(parameter_name(role), None)
-    return replace(solution, tensors=tensors, weights={name: own for name, own in weights.items() if own})
+    return replace(
+        solution, tensors=tensors, weights={name: own for name, own in weights.items() if own}
+    )
 
 
 def writes_inplace(graph: Graph, name: str, role: str) -> bool:

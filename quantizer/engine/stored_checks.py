@@ -50,7 +50,9 @@ def check_content(content: Any, path: Path) -> None:
             raise damaged(path, f"header/settings/{name}", f"{value!r} is no such setting")
     for index, shape in enumerate(header["inputs"]):
         if math.prod(size or 1 for size in shape or ()) > LARGEST:
-            raise damaged(path, f"header/inputs/{index}", f"{shape} has more than {LARGEST} values")
+            raise damaged(
+                path, f"header/inputs/{index}", f"{shape} has more than {LARGEST} values"
+            )
     first_sizes = {shape[0] for shape in header["inputs"] if shape}
     if first_sizes == {0}:
         raise damaged(path, "header/inputs", "a batch without samples")
@@ -96,10 +98,15 @@ def _check_schema(content: Any, path: Path, schema: str, definition: str | None 
 
 @cache
 def _validator(schema: str, definition: str | None) -> Any:
-    from jsonschema import Draft7Validator, validators  # takes as long to import as a fifteenth of torch
+    from jsonschema import (
+        Draft7Validator,
+        validators,
+    )  # takes as long to import as a fifteenth of torch
 
     def is_integer(_: Any, value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)  # to a schema 8.0 is one, to torch it is none
+        return isinstance(value, int) and not isinstance(
+            value, bool
+        )  # to a schema 8.0 is one, to torch it is none
 
     whole = load_resource("schemas", schema)
     used = whole if definition is None else {**whole, "$ref": f"#/definitions/{definition}"}
@@ -125,12 +132,18 @@ def _misfit(entry: Mapping[str, Any], role: str) -> str | None:
     """Why calibration cannot have written the entry of a tensor, whatever its model."""
     if why := spec_fault(entry["spec"], role):
         return why
-    numbers = [value for name in ("scale", "observed_min", "observed_max") for value in _flat(entry.get(name, []))]
+    numbers = [
+        value
+        for name in ("scale", "observed_min", "observed_max")
+        for value in _flat(entry.get(name, []))
+    ]
     if not all(map(math.isfinite, numbers)):
         return "it holds numbers that are not finite"
     spec = QuantizationSpec(**entry["spec"])
     limits = {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
-    if spec.dtype == "int" and any(entry.get(name, value) != value for name, value in limits.items()):
+    if spec.dtype == "int" and any(
+        entry.get(name, value) != value for name, value in limits.items()
+    ):
         return f"its codes are from {spec.quant_min} to {spec.quant_max}"
     return None
 
@@ -154,14 +167,23 @@ def spec_fault(words: Mapping[str, Any], role: str) -> str | None:
     if is_parameter(role) and spec.ch_axis:
         grouped.append("per_channel")  # of groups of transposed convolutions
     is_whole = spec.qscheme == "per_group" and spec.group_size == -1
-    if spec.group_size is not None and not is_whole and (spec.group_size < 1 or spec.qscheme not in grouped):
+    if (
+        spec.group_size is not None
+        and not is_whole
+        and (spec.group_size < 1 or spec.qscheme not in grouped)
+    ):
         return f"{spec.qscheme} has no groups of {spec.group_size}"
     if spec.qscheme in ("per_channel", "per_group") and spec.ch_axis is None:
         return f"{spec.qscheme} has no ch_axis"
     if (base := base_role(role)) not in ROLES:
         return f"there is no role {role!r}"
-    broken = [{each.code: each for each in conflicts(spec, base, "CPU", form)} for form in get_args(Form)]
-    for code in sorted(broken[0].keys() & broken[1].keys()):  # one form may allow what the other does not
+    broken = [
+        {each.code: each for each in conflicts(spec, base, "CPU", form)}
+        for form in get_args(Form)
+    ]
+    for code in sorted(
+        broken[0].keys() & broken[1].keys()
+    ):  # one form may allow what the other does not
         if broken[0][code].severity == "error":
             return f"{code}: {broken[0][code].message}"
     return None

@@ -27,7 +27,9 @@ class AlgorithmScope:
 
     graph: Graph
     specs: Mapping[Key, QuantizationSpec]
-    fitting: Callable[[Algorithm, Structure], Structure] = lambda algorithm, structure: structure
+    fitting: Callable[[Algorithm, Structure], Structure] = lambda algorithm, structure: (
+        structure
+    )
 
 
 class Target(Protocol):
@@ -105,7 +107,9 @@ class TracedTarget(Target):
         return ((logging.INFO, text) for text in remarks(plan))
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        return AlgorithmScope(plan.graph, {key: tensor.spec for key, tensor in plan.tensors.items()})
+        return AlgorithmScope(
+            plan.graph, {key: tensor.spec for key, tensor in plan.tensors.items()}
+        )
 
     def adjust(self, found: Adjustment) -> None:
         self.graph = adjusted(self.graph, found)
@@ -121,7 +125,11 @@ class TracedTarget(Target):
         """With rounded weights on their scales, and with all that the float network was changed by."""
         rescaled = adjustment.parameters
         made = replace(found, insertions=adjustment.insertions, rescaled=rescaled)
-        return made.with_qparams(adjustment.qparams).with_weights(rescaled).with_rounded(adjustment.rounded)
+        return (
+            made.with_qparams(adjustment.qparams)
+            .with_weights(rescaled)
+            .with_rounded(adjustment.rounded)
+        )
 
     def finished(self, solution: Solution) -> Solution:
         return encoded(self.graph, solution)

@@ -30,7 +30,9 @@ def write_shards(
         return {path.name: write_tensors(path, tensors, metadata)}
     names = [shard_name(path.name, number, len(parts)) for number in range(1, len(parts) + 1)]
     shards = dict(zip(names, parts, strict=True))
-    files = {name: write_tensors(path.with_name(name), own, metadata) for name, own in shards.items()}
+    files = {
+        name: write_tensors(path.with_name(name), own, metadata) for name, own in shards.items()
+    }
     index = {
         "metadata": {"total_size": sum(map(_size, tensors.values()))},
         "weight_map": {tensor: name for name, own in shards.items() for tensor in own},
@@ -40,7 +42,9 @@ def write_shards(
 
 def left_files(path: Path) -> list[str]:
     """The names of all files that `write_shards` may have left of `path`."""
-    shards = shards_of(path.name, (each.name for each in path.parent.glob("*-of-*.safetensors")))
+    shards = shards_of(
+        path.name, (each.name for each in path.parent.glob("*-of-*.safetensors"))
+    )
     return [path.name, *shards, _index(path).name]
 
 

@@ -58,10 +58,17 @@ class Refusal:
 
 
 EXPORTERS: dict[str, Exporter] = {
-    "onnx": Exporter("quantizer.export.onnx_qdq:export", ".onnx", ("onnx", "onnxruntime", "onnxscript"), "onnx"),
+    "onnx": Exporter(
+        "quantizer.export.onnx_qdq:export",
+        ".onnx",
+        ("onnx", "onnxruntime", "onnxscript"),
+        "onnx",
+    ),
     "pt2": Exporter("quantizer.export.torch_pt2:export", ".pt2"),
     "pt2_float": Exporter("quantizer.export.torch_pt2_float:export", ".float.pt2"),
-    "safetensors": Exporter("quantizer.export.safetensors:export", ".safetensors", by_tensor=True),
+    "safetensors": Exporter(
+        "quantizer.export.safetensors:export", ".safetensors", by_tensor=True
+    ),
     "compressed-tensors": Exporter(
         "quantizer.export.compressed_tensors:export",
         "-compressed-tensors",
@@ -97,7 +104,9 @@ def require_extras(targets: Iterable[str]) -> None:
             )
 
 
-def refusals(target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> list[Refusal]:
+def refusals(
+    target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+) -> list[Refusal]:
     """What a target cannot express, as far as can be told without running the network; `opset` is for ONNX."""
     module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
     return list(module.refusals(graph, specs, opset)) if hasattr(module, "refusals") else []
@@ -129,10 +138,15 @@ def refuse(target: str, found: Iterable[Refusal]) -> None:
     for each in found:
         if not each.layer:
             raise UsageError(f"--deploy {target} {each.why}", help=each.help)
-        reasons.setdefault(each.why, []).append(f"{each.role} of {each.layer}" if each.role else each.layer)
+        reasons.setdefault(each.why, []).append(
+            f"{each.role} of {each.layer}" if each.role else each.layer
+        )
         helps[each.help] = None
     if reasons:
-        texts = [shortened(names) + (": each " if names[1:] else " ") + why for why, names in reasons.items()]
+        texts = [
+            shortened(names) + (": each " if names[1:] else " ") + why
+            for why, names in reasons.items()
+        ]
         raise UsageError(f"--deploy {target}: {'; '.join(texts)}", help="; ".join(helps))
 
 
@@ -145,7 +159,11 @@ def as_run(targets: Iterable[str], graph: Graph, solution: Solution) -> Solution
 
 
 def export(
-    target: str, deployment: Deployment, path: Path, events: Events = NOBODY, total: int | None = None
+    target: str,
+    deployment: Deployment,
+    path: Path,
+    events: Events = NOBODY,
+    total: int | None = None,
 ) -> Verification:
     """Write one file, read it back, and say how far it is from test mode; a file that fails is not left there.
 
@@ -163,7 +181,9 @@ def export(
     deployment = deployment if EXPORTERS[target].by_tensor else deployment.in_memory()
     try:
         with Stage(events, f"verify {target}", total) as stage:
-            verification: Verification = getattr(exporter, name)(deployment.followed(stage), path)
+            verification: Verification = getattr(exporter, name)(
+                deployment.followed(stage), path
+            )
     except (UsageError, ModelError, VerificationError):
         if EXPORTERS[target].is_folder:
             exporter.remove(deployment, path)

@@ -87,7 +87,11 @@ class Verification:
         """The figures it has but the speed, infinite ones left out: without a difference there is no ratio to it."""
         left_out = (None, math.inf, -math.inf, ())
         apart = ("speed", "parts")
-        found = {name: value for name, value in vars(self).items() if name not in apart and value not in left_out}
+        found = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in apart and value not in left_out
+        }
         if len(self.parts) > 1:
             found["parts"] = [part.to_json() for part in self.parts]
         parts = {"default_session": self.default_session, "kernels": self.kernels}
@@ -95,8 +99,14 @@ class Verification:
         if self.engines:
             found["engines"] = [check.to_json() for check in self.engines]
         if self.layers:
-            counted = [{name: value for name, value in vars(row).items() if value is not None} for row in self.layers]
-            found |= {"layers": counted, "first_differing": self.first_differing and self.first_differing.layer}
+            counted = [
+                {name: value for name, value in vars(row).items() if value is not None}
+                for row in self.layers
+            ]
+            found |= {
+                "layers": counted,
+                "first_differing": self.first_differing and self.first_differing.layer,
+            }
         return found
 
     @property
@@ -108,7 +118,9 @@ class Verification:
     @property
     def first_differing(self) -> LayerCodes | None:
         """The first layer, in order of execution, whose codes are not those of test mode but for rounding."""
-        return next((row for row in self.layers if row.equal < WITHIN or row.most_steps > 1), None)
+        return next(
+            (row for row in self.layers if row.equal < WITHIN or row.most_steps > 1), None
+        )
 
     @property
     def lines(self) -> list[str]:
@@ -120,19 +132,35 @@ class Verification:
             equal = 1 - sum(row.differing for row in self.layers) / codes
             found.append(f"layer by layer, {equal:.4%} of {codes} codes are equal")
         if first := self.first_differing:
-            found[-1] += f"; the first that differs: {first.layer}: {first.equal:.2%}, up to {first.most_steps} steps"
+            found[-1] += (
+                f"; the first that differs: {first.layer}: {first.equal:.2%}, up to {first.most_steps} steps"
+            )
         return found
 
     def figures(self) -> str:
         """The figures as part of a sentence."""
-        words = [f"{self.compared} differ by at most {self.max_difference:.3g}, {self.equal:.2%} are equal"]
-        words += [] if self.within_step is None else [f"{self.within_step:.2%} are within one step"]
+        words = [
+            f"{self.compared} differ by at most {self.max_difference:.3g}, {self.equal:.2%} are equal"
+        ]
+        words += (
+            [] if self.within_step is None else [f"{self.within_step:.2%} are within one step"]
+        )
         if self.sqnr_db is not None and self.sqnr_db != math.inf:
             worst = self.worst_part
-            where = "" if worst is None or len(self.parts) == 1 else f" in {worst.name}, the worst"
+            where = (
+                "" if worst is None or len(self.parts) == 1 else f" in {worst.name}, the worst"
+            )
             words.append(f"SQNR {self.sqnr_db:.1f} dB{where}")
-        words += [] if self.top1_agreement is None else [f"{self.top1_agreement:.2%} keep their top-1 class"]
-        words += [] if self.float_sqnr_db is None else [f"{self.float_sqnr_db:.1f} dB from the float network"]
+        words += (
+            []
+            if self.top1_agreement is None
+            else [f"{self.top1_agreement:.2%} keep their top-1 class"]
+        )
+        words += (
+            []
+            if self.float_sqnr_db is None
+            else [f"{self.float_sqnr_db:.1f} dB from the float network"]
+        )
         return ", ".join(words)
 
 
@@ -189,7 +217,12 @@ class Agreement:
         steps: the distance of two codes for each output and part that has a scale, by name.
     """
 
-    def __init__(self, compared: str, outputs: Sequence[Output] = (), steps: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        compared: str,
+        outputs: Sequence[Output] = (),
+        steps: Mapping[str, float] | None = None,
+    ) -> None:
         self.compared, self.outputs = compared, outputs
         self.steps: Mapping[str, float] = {} if steps is None else steps
         self.parts: dict[str, PartAgreement] = {}
@@ -200,7 +233,12 @@ class Agreement:
         """Return what has to watch the network whose tensors are expected, to tell their parts apart."""
         return Recorder(self.outputs)
 
-    def add(self, expected: Sequence[Tensor], found: Sequence[Tensor], recorder: Recorder | None = None) -> None:
+    def add(
+        self,
+        expected: Sequence[Tensor],
+        found: Sequence[Tensor],
+        recorder: Recorder | None = None,
+    ) -> None:
         """Take in one batch, pairwise; NaN and infinity equal themselves, complex numbers are
         pairs of reals.
 
@@ -210,7 +248,9 @@ class Agreement:
         pairs_of_reals = zip(map(_in_reals, expected), map(_in_reals, found), strict=True)
         for index, (want, got) in enumerate(pairs_of_reals):
             if want.shape != got.shape:
-                raise ValueError(f"The file gives shape {tuple(got.shape)} where test mode gives {tuple(want.shape)}.")
+                raise ValueError(
+                    f"The file gives shape {tuple(got.shape)} where test mode gives {tuple(want.shape)}."
+                )
             if index == 0 and want.dim() == 2 and want.shape[1] > 1:
                 self.rows += len(want)
                 self.agreeing += int((want.argmax(1) == got.argmax(1)).sum())

@@ -39,6 +39,10 @@ def require_choices(given: Mapping[str, str], targets: Collection[str]) -> None:
     for name, value in given.items():
         choice = CHOICES[name]
         if value not in choice.values and not choice.is_file:
-            raise UsageError(f"{name} is {value!r}", help=f"known are {', '.join(choice.values)}")
+            raise UsageError(
+                f"{name} is {value!r}", help=f"known are {', '.join(choice.values)}"
+            )
         if value != choice.values[0] and choice.target not in targets:
-            raise UsageError(f"--{name} goes with --deploy {choice.target}: no other target reads it")
+            raise UsageError(
+                f"--{name} goes with --deploy {choice.target}: no other target reads it"
+            )

@@ -38,9 +38,13 @@ class Checkpoint:
     def stored(self) -> dict[str, Tensor]:
         """What its files hold, by name."""
         codes = {
-            f"{path}.{part}": tensor for path, layer in self.layers.items() for part, tensor in layer.tensors().items()
+            f"{path}.{part}": tensor
+            for path, layer in self.layers.items()
+            for part, tensor in layer.tensors().items()
         }
-        return {name: tensor for name, tensor in self.tensors.items() if name not in self._weights} | codes
+        return {
+            name: tensor for name, tensor in self.tensors.items() if name not in self._weights
+        } | codes
 
     @property
     def is_weight_only(self) -> bool:
@@ -93,13 +97,17 @@ def of_network(deployment: Deployment) -> Checkpoint:
         weight = solution.tensors[name, "weights"]
         if weight.codes is None:
             raise unheld(
-                NAME, f"no codes give the weight of {name} back exactly", "quantize it with another scale_type"
+                NAME,
+                f"no codes give the weight of {name} back exactly",
+                "quantize it with another scale_type",
             )
         key = placement.inputs.get(name)
         made = CompressedLayer(weight, None if key is None else solution.tensors[key])
         if node.scope in layers and not _equal(layers[node.scope], made):
             raise unheld(
-                NAME, f"{name} has other codes than another call of its module", "leave it out of the algorithms"
+                NAME,
+                f"{name} has other codes than another call of its module",
+                "leave it out of the algorithms",
             )
         layers[node.scope] = made
     stacks = {
@@ -107,11 +115,15 @@ def of_network(deployment: Deployment) -> Checkpoint:
         for name, node in placement.experts.items()
     }
     tensors = values_of(deployment, network, {*placement.linears, *placement.experts}, NAME)
-    found = Checkpoint(layers, tensors, linears_of(deployment.model), remarks(solution.specs, placement))
+    found = Checkpoint(
+        layers, tensors, linears_of(deployment.model), remarks(solution.specs, placement)
+    )
     return with_experts(found, deployment.model, stacks)
 
 
-def with_experts(found: Checkpoint, model: nn.Module, stacks: Mapping[str, QuantizedTensor]) -> Checkpoint:
+def with_experts(
+    found: Checkpoint, model: nn.Module, stacks: Mapping[str, QuantizedTensor]
+) -> Checkpoint:
     """The checkpoint of a mixture, by the names that files have; `stacks` are quantized tensors of experts by path.
 
     Without any, and for those in float, names are the model's, as readers do not look for codes there.
@@ -127,20 +139,30 @@ def with_experts(found: Checkpoint, model: nn.Module, stacks: Mapping[str, Quant
     for path, stack in stacks.items():
         if stack.codes is None:
             raise unheld(
-                NAME, f"no codes give the weight of {path} back exactly", "quantize it with another scale_type"
+                NAME,
+                f"no codes give the weight of {path} back exactly",
+                "quantize it with another scale_type",
             )
         experts |= mixture.parts(path, stack)
     if len({repr(layer.scheme) for layer in experts.values()}) > 1:
         remedy = "choose a group_size that is less than all their inputs"
-        raise unheld(NAME, "its experts have groups in some layers and whole rows in others", remedy)
-    tensors = mixture.beside({name: tensor for name, tensor in found.tensors.items() if name not in stacks})
+        raise unheld(
+            NAME, "its experts have groups in some layers and whole rows in others", remedy
+        )
+    tensors = mixture.beside(
+        {name: tensor for name, tensor in found.tensors.items() if name not in stacks}
+    )
     linears = {*found.linears, *map(mixture.path, found.linears), *mixture.routers()}
-    return replace(found, layers=layers | experts, tensors=tensors, linears=tuple(sorted(linears)))
+    return replace(
+        found, layers=layers | experts, tensors=tensors, linears=tuple(sorted(linears))
+    )
 
 
 def remarks(specs: Mapping[Key, QuantizationSpec], placement: Placement) -> tuple[str, ...]:
     """A sentence on layers whose quantized weights are no codes, if there are any."""
-    weights = {layer: spec for (layer, role), spec in specs.items() if base_role(role) == "weights"}
+    weights = {
+        layer: spec for (layer, role), spec in specs.items() if base_role(role) == "weights"
+    }
     coded = {*placement.linears, *placement.experts}
     valued = [layer for layer, spec in weights.items() if spec.is_scaled and layer not in coded]
     return (f"in float, with the values of their codes: {shortened(valued)}",) if valued else ()
@@ -148,10 +170,16 @@ def remarks(specs: Mapping[Key, QuantizationSpec], placement: Placement) -> tupl
 
 def linears_of(model: nn.Module) -> tuple[str, ...]:
     """The paths of all linear modules."""
-    return tuple(path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear))
+    return tuple(
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear)
+    )
 
 
 def _equal(one: CompressedLayer, other: CompressedLayer) -> bool:
     """Whether two calls of a module are quantized alike."""
     found, expected = other.tensors(), one.tensors()
-    return one.scheme == other.scheme and all(torch.equal(found[name], value) for name, value in expected.items())
+    return one.scheme == other.scheme and all(
+        torch.equal(found[name], value) for name, value in expected.items()
+    )

@@ -35,9 +35,13 @@ class Mixture:
 
     def beside(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same, but for experts' tensors, which stay as they are."""
-        inside = tuple(f"{path}." for path, module in self.model.named_modules() if is_of_experts(module))
+        inside = tuple(
+            f"{path}." for path, module in self.model.named_modules() if is_of_experts(module)
+        )
         own = {name: tensor for name, tensor in tensors.items() if name.startswith(inside)}
-        return own | self.stored({name: tensor for name, tensor in tensors.items() if name not in own})
+        return own | self.stored(
+            {name: tensor for name, tensor in tensors.items() if name not in own}
+        )
 
     def path(self, path: str) -> str:
         """What files call a module with a weight."""
@@ -57,21 +61,31 @@ class Mixture:
         labels = torch.arange(len(stack.codes)).view(count, -1, 1)
         found = self.stored({path: labels})
         if any(at.dim() != 2 for at in found.values()):
-            raise unheld("compressed-tensors", f"there is no layout for {path}", "exclude it, or use --deploy pt2")
-        return {own.removesuffix(WEIGHT): CompressedLayer(_part(stack, at[:, 0], count)) for own, at in found.items()}
+            raise unheld(
+                "compressed-tensors",
+                f"there is no layout for {path}",
+                "exclude it, or use --deploy pt2",
+            )
+        return {
+            own.removesuffix(WEIGHT): CompressedLayer(_part(stack, at[:, 0], count))
+            for own, at in found.items()
+        }
 
     def routers(self) -> tuple[str, ...]:
         """The paths in files of modules with a matrix that are no linear layers here, and may be some in engines."""
         return tuple(
             self.path(path)
             for path, module in self.model.named_modules()
-            if not isinstance(module, (nn.Linear, nn.Embedding)) and getattr(module, "weight", torch.empty(0)).dim() > 1
+            if not isinstance(module, (nn.Linear, nn.Embedding))
+            and getattr(module, "weight", torch.empty(0)).dim() > 1
         )
 
 
 def targets(paths: Sequence[str]) -> list[str]:
     """What names layers in a config: one pattern stands for all experts, as readers know them by it."""
-    return sorted({PATTERN if re.fullmatch(PATTERN.removeprefix("re:"), path) else path for path in paths})
+    return sorted(
+        {PATTERN if re.fullmatch(PATTERN.removeprefix("re:"), path) else path for path in paths}
+    )
 
 
 def _part(stack: QuantizedTensor, rows: Tensor, experts: int) -> QuantizedTensor:
@@ -81,4 +95,6 @@ def _part(stack: QuantizedTensor, rows: Tensor, experts: int) -> QuantizedTensor
     if spec.qscheme == "per_tensor":
         spec, at = replace(spec, group_size=None), rows[0] // (len(codes) // experts)
     own = derived(codes, (len(rows), codes.shape[1]), lambda whole: whole[rows])
-    return replace(stack, spec=spec, scale=stack.scale[at], zero_point=stack.zero_point[at], codes=own)
+    return replace(
+        stack, spec=spec, scale=stack.scale[at], zero_point=stack.zero_point[at], codes=own
+    )

@@ -12,7 +12,13 @@ from quantizer.engine.module_target import evaluating
 from quantizer.errors import ModelError, UsageError
 from quantizer.export import Refusal, refuse, require_extras
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_checkpoint import NAME, Checkpoint, linears_of, remarks, with_experts
+from quantizer.export.compressed_checkpoint import (
+    NAME,
+    Checkpoint,
+    linears_of,
+    remarks,
+    with_experts,
+)
 from quantizer.export.compressed_placement import INSERTED, Placement, place
 from quantizer.export.compressed_schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
@@ -68,12 +74,19 @@ def of_modules(model: nn.Module) -> Checkpoint:
         ModelError: it has none.
         UsageError: the format cannot say how one is quantized.
     """
-    quantized = {path: module for path, module in model.named_modules() if isinstance(module, InPlace)}
+    quantized = {
+        path: module for path, module in model.named_modules() if isinstance(module, InPlace)
+    }
     if not quantized:
-        raise ModelError("the model has no quantized layer", help="call ModelQuantizer(config).quantize_model first")
+        raise ModelError(
+            "the model has no quantized layer",
+            help="call ModelQuantizer(config).quantize_model first",
+        )
     graph = module_graph(model)
     owned = [(node, parameter_role(key)) for node in graph.nodes for key in node.params]
-    named = {(node.scope, role_in_module(node, role)): (node.name, role) for node, role in owned}
+    named = {
+        (node.scope, role_in_module(node, role)): (node.name, role) for node, role in owned
+    }
     first = {node.scope: node.name for node, _ in owned}
     specs: dict[Key, QuantizationSpec] = {
         named.get((path, role), (first[path], role)): quantizer.spec
@@ -83,11 +96,18 @@ def of_modules(model: nn.Module) -> Checkpoint:
     }
     placement = place(graph, specs)
     refuse(NAME, [*_unheld(quantized), *placement.refusals])
-    layers = {node.scope: _layer(quantized[node.scope], name, placement) for name, node in placement.linears.items()}
+    layers = {
+        node.scope: _layer(quantized[node.scope], name, placement)
+        for name, node in placement.linears.items()
+    }
     own = tuple(f"{path}.quantizers." for path in quantized)
-    tensors = {name: tensor for name, tensor in state_of(model).items() if not name.startswith(own)}
+    tensors = {
+        name: tensor for name, tensor in state_of(model).items() if not name.startswith(own)
+    }
     stacks = dict(_stack(quantized[node.scope], node) for node in placement.experts.values())
-    return with_experts(Checkpoint(layers, tensors, linears_of(model), remarks(specs, placement)), model, stacks)
+    return with_experts(
+        Checkpoint(layers, tensors, linears_of(model), remarks(specs, placement)), model, stacks
+    )
 
 
 def _unheld(quantized: dict[str, InPlace]) -> Iterator[Refusal]:
@@ -104,7 +124,9 @@ def _stack(module: InPlace, node: Node) -> tuple[str, QuantizedTensor]:
     key, path = key_in_module(node, "weight"), node.params["weight"].partition("@")[0]
     quantizer = module.quantizers[parameter_role(key)]
     assert isinstance(quantizer, TensorQuantizer)
-    return path, quantizer.tensor.encoded(as_planned(module, key, module.get_parameter(parameters_of(module)[key])))
+    return path, quantizer.tensor.encoded(
+        as_planned(module, key, module.get_parameter(parameters_of(module)[key]))
+    )
 
 
 def _layer(module: InPlace, name: str, placement: Placement) -> CompressedLayer:
@@ -113,7 +135,11 @@ def _layer(module: InPlace, name: str, placement: Placement) -> CompressedLayer:
     Raises:
         UsageError: no codes give the weight back.
     """
-    tensors = {role: q.tensor for role, q in module.quantizers.items() if isinstance(q, TensorQuantizer)}
+    tensors = {
+        role: q.tensor
+        for role, q in module.quantizers.items()
+        if isinstance(q, TensorQuantizer)
+    }
     weight = tensors["weights"].encoded(module.get_parameter("weight"))
     if weight.codes is None:
         raise UsageError(

@@ -17,12 +17,18 @@ from quantizer.plan.model import Key
 LINEAR = "torch.nn.Linear"
 _BETWEEN = "is quantized between operators, where checkpoints have no place for it"
 _INPUTS_ONLY = "quantize inputs of linear layers alone, or use --deploy pt2"
-_FLOAT_INPUTS = ("is of experts, whose inputs readers leave in float", "leave it float, or use --deploy pt2")
+_FLOAT_INPUTS = (
+    "is of experts, whose inputs readers leave in float",
+    "leave it float, or use --deploy pt2",
+)
 INSERTED = (
     "is an operator that an algorithm has put there, and the checkpoint's model has none",
     "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
 )
-NOTHING = Refusal("finds no linear layer with a quantized weight", "quantize weights, or use --deploy safetensors")
+NOTHING = Refusal(
+    "finds no linear layer with a quantized weight",
+    "quantize weights, or use --deploy safetensors",
+)
 _SHARE = "quantize both alike, or neither: kind:head and kind:embedding name them"
 
 
@@ -43,9 +49,19 @@ class Placement:
 def place(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Placement:
     """The place of each tensor that is quantized."""
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
-    coded = {layer for (layer, role), spec in specs.items() if role == "weights" and spec.dtype not in CAST_ONLY}
-    linears = {node.name: node for node in graph.nodes if node.name in coded and _has_place(graph, node)}
-    experts = {node.name: node for node in graph.nodes if node.name in coded and node.row.experts}
+    coded = {
+        layer
+        for (layer, role), spec in specs.items()
+        if role == "weights" and spec.dtype not in CAST_ONLY
+    }
+    linears = {
+        node.name: node
+        for node in graph.nodes
+        if node.name in coded and _has_place(graph, node)
+    }
+    experts = {
+        node.name: node for node in graph.nodes if node.name in coded and node.row.experts
+    }
     inputs = {layer: (layer, "input") for layer in linears if (layer, "input") in specs}
     refusals = [*insertions(graph), *([] if linears or experts else [NOTHING])]
     for (layer, role), spec in specs.items():
@@ -56,7 +72,9 @@ def place(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Placement:
             reason = _of_experts(experts, specs, layer) if layer in experts else reason
         elif graph.by_name[layer].row.experts and base_role(role) == "input":
             reason = _FLOAT_INPUTS
-        elif graph.by_name[layer].inputs and base_role(role) == "input":  # an input of the network has none
+        elif (
+            graph.by_name[layer].inputs and base_role(role) == "input"
+        ):  # an input of the network has none
             reason = None if inputs.get(layer) == (layer, role) else (_BETWEEN, _INPUTS_ONLY)
         elif readers and all(reader in linears and reader not in inputs for reader in readers):
             inputs |= dict.fromkeys(readers, (layer, role))
@@ -77,30 +95,48 @@ def _of_experts(
     own = specs[layer, "weights"]
     kinds = {replace(specs[name, "weights"], group_size=None) for name in experts}
     if TRANSPOSED in experts[layer].params["weight"]:
-        return "is [experts, in, out], which engines store in a layout of their own", "use --deploy pt2, or exclude it"
+        return (
+            "is [experts, in, out], which engines store in a layout of their own",
+            "use --deploy pt2, or exclude it",
+        )
     if own.dtype not in ("int", "fp8_e4m3") or not is_symmetric(own):
         return f"is {own.dtype}, of which readers take no experts" if own.dtype != "int" else (
             "is asymmetric, and readers take no zero points of experts"
         ), "use symmetric integers or fp8_e4m3 for experts"
     if len(kinds) > 1:
-        return "is quantized otherwise than those of other experts", "quantize all experts alike"
+        return (
+            "is quantized otherwise than those of other experts",
+            "quantize all experts alike",
+        )
     return weight_refusal(own)
 
 
 def _has_place(graph: Graph, node: Node) -> bool:
     """Whether it is a linear module with a weight that no other module uses."""
     path = node.params.get("weight")
-    if not node.is_multiplying or node.classes[:1] != (LINEAR,) or path != f"{node.scope}.weight":
+    if (
+        not node.is_multiplying
+        or node.classes[:1] != (LINEAR,)
+        or path != f"{node.scope}.weight"
+    ):
         return False
     return all(user.scope == node.scope for user in graph.nodes if path in user.params.values())
 
 
-def shared(graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, role: str) -> tuple[str, str] | None:
+def shared(
+    graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, role: str
+) -> tuple[str, str] | None:
     """Why a weight cannot be stored as values: another layer uses it that quantizes it otherwise."""
     path = graph.by_name[layer].params.get("weight")
-    others = [node.name for node in graph.nodes if path in node.params.values() and node.name != layer]
+    others = [
+        node.name for node in graph.nodes if path in node.params.values() and node.name != layer
+    ]
     differing = [name for name in others if specs.get((name, role)) != specs[layer, role]]
-    return (f"is the weight of {differing[0]}, too, where it is quantized otherwise", _SHARE) if differing else None
+    return (
+        (f"is the weight of {differing[0]}, too, where it is quantized otherwise", _SHARE)
+        if differing
+        else None
+    )
 
 
 def insertions(graph: Graph) -> Iterator[Refusal]:

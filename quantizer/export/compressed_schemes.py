@@ -63,7 +63,9 @@ class CompressedLayer:
         if self.input is not None and not self.input.spec.is_dynamic:
             found["input_scale"] = self.input.scale.reshape(1)
             if not is_symmetric(self.input.spec):
-                found["input_zero_point"] = _signed(self.input.zero_point, self.input.spec).reshape(1)
+                found["input_zero_point"] = _signed(
+                    self.input.zero_point, self.input.spec
+                ).reshape(1)
         return found
 
 
@@ -71,7 +73,9 @@ def format_of(weight: QuantizationSpec, inputs: QuantizationSpec | None) -> str:
     """The layout of a layer's tensors."""
     if weight.dtype == "int":
         return INT8 if weight.bit_width == BYTE and inputs is not None else PACKED
-    return FP8 if weight.dtype == "fp8_e4m3" else _FP4[weight.group_size or 0, weight.scale_type]
+    return (
+        FP8 if weight.dtype == "fp8_e4m3" else _FP4[weight.group_size or 0, weight.scale_type]
+    )
 
 
 def is_symmetric(spec: QuantizationSpec) -> bool:
@@ -88,15 +92,24 @@ def weight_refusal(spec: QuantizationSpec) -> Reason | None:
         why = "is fp4, but not in groups of 32 inputs with shared exponents (mxfp4) or of 16 with e4m3 scales (nvfp4)"
         return why, 'set its group_size to 16 and its scale_format to "e4m3"'
     if spec.dtype not in ("int", "fp8_e4m3"):
-        return f"is {spec.dtype}, which the format lacks", "use int2 to int8, fp8_e4m3, mxfp4 or nvfp4 there"
+        return (
+            f"is {spec.dtype}, which the format lacks",
+            "use int2 to int8, fp8_e4m3, mxfp4 or nvfp4 there",
+        )
     if spec.dtype == "int" and spec.bit_width not in BITS:
-        return f"has {spec.bit_width} bits, and the format 2 to 8", "set its width to 8 bits or less"
+        return (
+            f"has {spec.bit_width} bits, and the format 2 to 8",
+            "set its width to 8 bits or less",
+        )
     if spec.qscheme == "per_channel" and not first:
         return "has a scale for each input", "set its ch_axis to 0"
     if spec.qscheme == "per_group" and not last:
         return "has groups of outputs", "set its ch_axis to 1"
     if spec.dtype != "int" and spec.qscheme == "per_group":
-        return f"is {spec.dtype} in groups, which readers lack", "set its qscheme to per_channel or per_tensor"
+        return (
+            f"is {spec.dtype} in groups, which readers lack",
+            "set its qscheme to per_channel or per_tensor",
+        )
     return None
 
 
@@ -113,7 +126,10 @@ def input_refusal(spec: QuantizationSpec, weight: QuantizationSpec, rank: int) -
             "use int8 or fp8_e4m3 for both, or leave the input float",
         )
     if spec.dtype == "int" and spec.bit_width != BYTE:
-        return f"has {spec.bit_width} bits, and engines compute in 8", "set its width to 8 bits, or leave it float"
+        return (
+            f"has {spec.bit_width} bits, and engines compute in 8",
+            "set its width to 8 bits, or leave it float",
+        )
     if spec.round_mode != "half_even":
         return f"is rounded {spec.round_mode}", "set its round_mode to half_even"
     if spec.narrow_range:
@@ -123,9 +139,16 @@ def input_refusal(spec: QuantizationSpec, weight: QuantizationSpec, rank: int) -
         return (
             None
             if per_tensor
-            else (f"is static {spec.qscheme}", "set its qscheme to per_tensor, or is_dynamic to true")
+            else (
+                f"is static {spec.qscheme}",
+                "set its qscheme to per_tensor, or is_dynamic to true",
+            )
         )
-    if spec.qscheme not in ("per_tensor", "per_token") or spec.ch_axis not in (None, -1, rank - 1):
+    if spec.qscheme not in ("per_tensor", "per_token") or spec.ch_axis not in (
+        None,
+        -1,
+        rank - 1,
+    ):
         return f"is dynamic {spec.qscheme}", "set its qscheme to per_token, with ch_axis -1"
     return _dynamic_refusal(spec)
 
@@ -133,11 +156,17 @@ def input_refusal(spec: QuantizationSpec, weight: QuantizationSpec, rank: int) -
 def _dynamic_refusal(spec: QuantizationSpec) -> Reason | None:
     """Why the scale that is found at run time is another one than the reader's: half the range by half the codes."""
     ends = torch.tensor(-1.0), torch.tensor(1.0)
-    ours, readers = qparams_from_range(*ends, code_range_of(spec)).scale, 448.0 if spec.dtype != "int" else 127.5
+    ours, readers = (
+        qparams_from_range(*ends, code_range_of(spec)).scale,
+        448.0 if spec.dtype != "int" else 127.5,
+    )
     if ours == torch.tensor(1 / readers):
         return None
     why = f"is dynamic with the scale absmax / {1 / float(ours):g}, where readers have absmax / {readers:g}"
-    return why, "set its symmetric to false and its scale_type to float, or its is_dynamic to false"
+    return (
+        why,
+        "set its symmetric to false and its scale_type to float, or its is_dynamic to false",
+    )
 
 
 def _weight_words(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
@@ -150,7 +179,9 @@ def _weight_words(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
     else:
         per_tensor = spec.qscheme == "per_tensor" and spec.dtype != "int"
         words |= {"strategy": "tensor" if per_tensor else "channel", "group_size": None}
-    return words | ({"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"} if spec.dtype == "fp4" else {})
+    return words | (
+        {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"} if spec.dtype == "fp4" else {}
+    )
 
 
 def _input_words(spec: QuantizationSpec) -> dict[str, Any]:
@@ -186,7 +217,11 @@ def _int8(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
 
 
 def _fp8(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
-    scale = weight.scale.reshape(1) if weight.spec.qscheme == "per_tensor" else by_row(weight.scale, codes)
+    scale = (
+        weight.scale.reshape(1)
+        if weight.spec.qscheme == "per_tensor"
+        else by_row(weight.scale, codes)
+    )
     return {"weight": codes, "weight_scale": scale}
 
 
@@ -205,7 +240,9 @@ _LAYOUTS = {PACKED: _packed, INT8: _int8, FP8: _fp8, MXFP4: _fp4, NVFP4: _fp4}
 def _words_of(codes: Tensor, bits: int) -> Tensor:
     """Rows of codes as int32, the first code in the lowest bits, filled up with zeros."""
     stream = pack_bits(codes.contiguous(), bits)
-    flat = pad(stream, (0, -stream.shape[-1] % WORD)).reshape(-1)  # of one row, any stride counts as contiguous
+    flat = pad(stream, (0, -stream.shape[-1] % WORD)).reshape(
+        -1
+    )  # of one row, any stride counts as contiguous
     return flat.view(torch.int32).view(len(codes), -1)
 
 

@@ -18,14 +18,21 @@ from quantizer.export.compressed_checkpoint import NAME, Checkpoint, of_network
 from quantizer.export.compressed_placement import place
 from quantizer.export.compressed_verify import verify_folder
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.hugging_face_folder import QUANTIZATION, described, source_of, write_folder
+from quantizer.export.hugging_face_folder import (
+    QUANTIZATION,
+    described,
+    source_of,
+    write_folder,
+)
 from quantizer.export.transformers_verify import Expected
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 from quantizer.sources.hugging_face import CONFIG
 
 
-def refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> Iterator[Refusal]:
+def refusals(
+    graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+) -> Iterator[Refusal]:
     """What checkpoints have no place for; they have no operator set."""
     yield from place(graph, specs).refusals
 
@@ -45,12 +52,21 @@ def export(deployment: Deployment, path: Path) -> Verification:
     """
     check(NAME, deployment.graph, deployment.solution.specs, deployment.opset)
     if deployment.model is None:
-        raise UsageError(f"--deploy {NAME} needs the float model", help="give it to Deployment.of")
-    described(deployment.model)  # refuses others than transformers' models before there is any work
+        raise UsageError(
+            f"--deploy {NAME} needs the float model", help="give it to Deployment.of"
+        )
+    described(
+        deployment.model
+    )  # refuses others than transformers' models before there is any work
     network = deployment.network()
 
-    calls = (Expected(args, kwargs, tensor_leaves(network(*args, **kwargs))) for args, kwargs in deployment.calls())
-    return write_verified(of_network(deployment), deployment.model, path, calls, deployment.sqnr_db)
+    calls = (
+        Expected(args, kwargs, tensor_leaves(network(*args, **kwargs)))
+        for args, kwargs in deployment.calls()
+    )
+    return write_verified(
+        of_network(deployment), deployment.model, path, calls, deployment.sqnr_db
+    )
 
 
 def write_verified(
@@ -70,7 +86,9 @@ def write_verified(
         raise UsageError(f"{path} is no earlier export, and is not replaced", help=remedy)
     try:
         with replaced_folder(path) as folder:
-            remarks = write_folder(folder, model, checkpoint.stored(), checkpoint.quantization_config())
+            remarks = write_folder(
+                folder, model, checkpoint.stored(), checkpoint.quantization_config()
+            )
             found = verify_folder(folder, checkpoint, calls, sqnr_db, path.name)
     except OSError as error:
         raise cannot_write(path, error) from error

@@ -39,12 +39,18 @@ def verify_folder(
         module, remarks = _loaded(folder, checkpoint, call, name)
         return module
 
-    rounded = any(layer.format == NVFP4 for layer in checkpoint.layers.values())  # mxfp4's values need no rounding
-    found = verify_calls(load, calls, sqnr_db, name, is_exact=checkpoint.is_weight_only and not rounded)
+    rounded = any(
+        layer.format == NVFP4 for layer in checkpoint.layers.values()
+    )  # mxfp4's values need no rounding
+    found = verify_calls(
+        load, calls, sqnr_db, name, is_exact=checkpoint.is_weight_only and not rounded
+    )
     return replace(found, remarks=(*checkpoint.remarks, *remarks))
 
 
-def _loaded(folder: Path, checkpoint: Checkpoint, call: Expected, name: str) -> tuple[nn.Module, tuple[str, ...]]:
+def _loaded(
+    folder: Path, checkpoint: Checkpoint, call: Expected, name: str
+) -> tuple[nn.Module, tuple[str, ...]]:
     """The module of a plain `from_pretrained`, or where this reader cannot, of one that is told to dequantize.
 
     The latter leaves inputs in float and reads all layers as it reads the first, so it is no way out for others.
@@ -61,9 +67,7 @@ def _loaded(folder: Path, checkpoint: Checkpoint, call: Expected, name: str) -> 
             text = f"{name} is not written: {_reader()} cannot run it: {type(error).__name__}: {why}"
             raise VerificationError(text, help=_remedy(checkpoint)) from error
     settings = transformers.CompressedTensorsConfig(dequantize=True)
-    remark = (
-        f"{cause}: load it with quantization_config=CompressedTensorsConfig(dequantize=True), or {_remedy(checkpoint)}"
-    )
+    remark = f"{cause}: load it with quantization_config=CompressedTensorsConfig(dequantize=True), or {_remedy(checkpoint)}"
     return _run(folder, call, name, quantization_config=settings), (remark,)
 
 
@@ -73,7 +77,9 @@ def _run(folder: Path, call: Expected, name: str, **settings: Any) -> nn.Module:
     Raises:
         VerificationError: a tensor is missing, or nothing reads it.
     """
-    architectures = json.loads((folder / CONFIG).read_text("utf-8")).get("architectures") or ["AutoModel"]
+    architectures = json.loads((folder / CONFIG).read_text("utf-8")).get("architectures") or [
+        "AutoModel"
+    ]
     module, report = read_checkpoint(folder, architectures[0], **settings)
     require_all_keys(report, _reader(), name)
     module(*call.args, **call.kwargs)
@@ -85,7 +91,9 @@ def _cause(checkpoint: Checkpoint) -> str | None:
     layers = checkpoint.layers.values()
     if any(layer.format == PACKED and not is_symmetric(layer.weight.spec) for layer in layers):
         return f"{_reader()} does not load packed asymmetric weights by default"
-    fp4 = sorted({layer.format.partition("-")[0] for layer in layers if layer.format in _BFLOAT16})
+    fp4 = sorted(
+        {layer.format.partition("-")[0] for layer in layers if layer.format in _BFLOAT16}
+    )
     if fp4:
         return f"{_reader()} computes {' and '.join(fp4)} in bfloat16, and the model is in another dtype"
     return None

@@ -62,8 +62,13 @@ class Deployment:
         warnings: Iterable[str] = (),
     ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
-        first, opset = next(iter(batches)).to("cpu").stable(), calibrated.settings.onnx_opset_version
-        graph, floating = (each.on(torch.device("cpu")) for each in (calibrated.graph, calibrated.float_graph))
+        first, opset = (
+            next(iter(batches)).to("cpu").stable(),
+            calibrated.settings.onnx_opset_version,
+        )
+        graph, floating = (
+            each.on(torch.device("cpu")) for each in (calibrated.graph, calibrated.float_graph)
+        )
         call = first.args, first.kwargs
         return cls(
             graph,
@@ -140,7 +145,9 @@ class Deployment:
     def _step(self, name: str) -> float | None:
         """Return the distance of two codes of a node's value, None where it is not integers times one scale."""
         node = self.graph.by_name[name]
-        tensor = self.solution.tensors.get((name, "input" if node.op == "input" else "activation"))
+        tensor = self.solution.tensors.get(
+            (name, "input" if node.op == "input" else "activation")
+        )
         if tensor is None or tensor.spec.dtype != "int" or tensor.spec.is_dynamic:
             return None
         return float(tensor.scale) if tensor.scale.numel() == 1 else None
@@ -164,7 +171,10 @@ class Deployment:
         """The call with zeros for values and, where the batch may vary, two samples: torch takes a batch of one for a
         constant, and a length at which the model was not traced for a limit, perhaps.
         """
-        shapes = [shape and [2 if size is None else size for size in shape] for shape in input_shapes(self.graph)]
+        shapes = [
+            shape and [2 if size is None else size for size in shape]
+            for shape in input_shapes(self.graph)
+        ]
         for length in self.graph.lengths:
             for index, axis in length.axes:
                 cast(list[int], shapes[index])[axis] = length.traced

@@ -27,7 +27,13 @@ def in_float32(deployment: Deployment) -> Deployment:
     if not any(node.dtype in HALF for node in graph.nodes):
         return deployment
     args, kwargs = widened((deployment.args, dict(deployment.kwargs)))
-    return replace(deployment, graph=_graph(graph), solution=_solution(deployment.encoded), args=args, kwargs=kwargs)
+    return replace(
+        deployment,
+        graph=_graph(graph),
+        solution=_solution(deployment.encoded),
+        args=args,
+        kwargs=kwargs,
+    )
 
 
 def widened(value: Any) -> Any:
@@ -51,11 +57,17 @@ def _graph(graph: Graph) -> Graph:
 
 def _solution(solution: Solution) -> Solution:
     def layers(found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        return {name: {key: _wide(tensor) for key, tensor in own.items()} for name, own in found.items()}
+        return {
+            name: {key: _wide(tensor) for key, tensor in own.items()}
+            for name, own in found.items()
+        }
 
     return replace(
         solution,
-        tensors={key: replace(tensor, dtype=_wide(tensor.dtype)) for key, tensor in solution.tensors.items()},
+        tensors={
+            key: replace(tensor, dtype=_wide(tensor.dtype))
+            for key, tensor in solution.tensors.items()
+        },
         weights=layers(solution.weights),
         rescaled=layers(solution.rescaled),
         corrections={name: _wide(tensor) for name, tensor in solution.corrections.items()},

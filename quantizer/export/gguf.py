@@ -29,7 +29,9 @@ NAME = "gguf"
 _ROUNDED = "its scales are rounded to halfs, which test mode with --deploy gguf counts"
 
 
-def refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> Iterator[Refusal]:
+def refusals(
+    graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+) -> Iterator[Refusal]:
     """What blocks cannot hold; they have no operator set."""
     yield from place(graph, specs).refusals
 
@@ -41,8 +43,13 @@ def as_run(graph: Graph, solution: Solution) -> Solution:
         return solution
     solution = encoded(graph, solution)
     keys = [(layer, "weights") for layer in placement.layers]
-    coded = {key: solution.tensors[key] for key in keys if solution.tensors[key].codes is not None}
-    return replace(solution, tensors={**solution.tensors, **{key: halved(each) for key, each in coded.items()}})
+    coded = {
+        key: solution.tensors[key] for key in keys if solution.tensors[key].codes is not None
+    }
+    return replace(
+        solution,
+        tensors={**solution.tensors, **{key: halved(each) for key, each in coded.items()}},
+    )
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
@@ -59,15 +66,25 @@ def export(deployment: Deployment, path: Path) -> Verification:
     """
     check(NAME, deployment.graph, deployment.solution.specs, deployment.opset)
     if deployment.model is None:
-        raise UsageError(f"--deploy {NAME} needs the float model", help="give it to Deployment.of")
-    described(deployment.model)  # refuses others than transformers' models before there is any work
+        raise UsageError(
+            f"--deploy {NAME} needs the float model", help="give it to Deployment.of"
+        )
+    described(
+        deployment.model
+    )  # refuses others than transformers' models before there is any work
     outline = _outline(deployment)
     given = replace(deployment, solution=as_run(deployment.graph, deployment.solution))
     network, placement = given.network(), place(given.graph, given.solution.specs)
-    values, blocks = values_of(given, network, placement.layers, NAME), _blocks(given, placement)
+    values, blocks = (
+        values_of(given, network, placement.layers, NAME),
+        _blocks(given, placement),
+    )
     tensors = stored(outline, blocks, values)
     decoded = values | {name: each.parameter() for name, each in blocks.items()}
-    calls = (Expected(args, kwargs, tensor_leaves(network(*args, **kwargs))) for args, kwargs in given.calls())
+    calls = (
+        Expected(args, kwargs, tensor_leaves(network(*args, **kwargs)))
+        for args, kwargs in given.calls()
+    )
     try:
         with replaced_file(path) as file:
             write(file, outline, tensors)
@@ -76,9 +93,12 @@ def export(deployment: Deployment, path: Path) -> Verification:
     except OSError as error:
         raise cannot_write(path, error) from error
     is_rounded = any(
-        tensor.scale is not given.solution.tensors[key].scale for key, tensor in deployment.solution.tensors.items()
+        tensor.scale is not given.solution.tensors[key].scale
+        for key, tensor in deployment.solution.tensors.items()
     )
-    return replace(found, remarks=(*outline.remarks, *([_ROUNDED] if is_rounded else []), *found.remarks))
+    return replace(
+        found, remarks=(*outline.remarks, *([_ROUNDED] if is_rounded else []), *found.remarks)
+    )
 
 
 def _blocks(deployment: Deployment, placement: Placement) -> dict[str, QuantizedTensor]:
@@ -90,9 +110,16 @@ def _blocks(deployment: Deployment, placement: Placement) -> dict[str, Quantized
     assert deployment.model is not None  # as the target has looked
     first, found = first_names(deployment.model), dict[str, QuantizedTensor]()
     for layer, node in placement.layers.items():
-        tensor, name = deployment.solution.tensors[layer, "weights"], first[node.params["weight"]]
+        tensor, name = (
+            deployment.solution.tensors[layer, "weights"],
+            first[node.params["weight"]],
+        )
         if tensor.codes is None:
-            raise unheld(NAME, f"no codes give the weight of {layer} back exactly", "leave it out of the algorithms")
+            raise unheld(
+                NAME,
+                f"no codes give the weight of {layer} back exactly",
+                "leave it out of the algorithms",
+            )
         if name in found and not torch.equal(found[name].decoded(), tensor.decoded()):
             raise unheld(NAME, f"{layer} has other codes than another use of its weight", MADE)
         found[name] = tensor

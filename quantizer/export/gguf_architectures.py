@@ -13,8 +13,16 @@ from quantizer.errors import UsageError
 from quantizer.export.gguf_file import Arrangement, Entry, Outline
 from quantizer.export.gguf_template import names_of
 
-TEMPLATE = "give --gguf_template FILE, any .gguf of the same model, whose keys and tokenizer are kept"
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3"}
+TEMPLATE = (
+    "give --gguf_template FILE, any .gguf of the same model, whose keys and tokenizer are kept"
+)
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+}
 """The architecture in GGUF for each `model_type`."""
 _PERMUTED = {"llama": {".attn_q.": "num_attention_heads", ".attn_k.": "num_key_value_heads"}}
 """The tensors whose rows of heads are interleaved, and where their number is."""
@@ -45,16 +53,28 @@ def outline_of(model: nn.Module, state: Mapping[str, Tensor]) -> Outline:
         known = ", ".join(ARCHITECTURES)
         said = f"--deploy gguf: without a template the model is to be one of {known}, without extras: this one {why}"
         raise UsageError(said, help=TEMPLATE)
-    names = names_of(architecture, config.num_hidden_layers, {source: source for source in state})
+    names = names_of(
+        architecture, config.num_hidden_layers, {source: source for source in state}
+    )
     nameless = [source for source in state if source not in names]
     if nameless:
-        raise UsageError(f"--deploy gguf: the package gguf has no name for {nameless[0]}", help=TEMPLATE)
+        raise UsageError(
+            f"--deploy gguf: the package gguf has no name for {nameless[0]}", help=TEMPLATE
+        )
     permuted = {part: described[key] for part, key in _PERMUTED.get(architecture, {}).items()}
     tensors = {
-        name: (source, Arrangement(next((heads for part, heads in permuted.items() if part in name), 0)))
+        name: (
+            source,
+            Arrangement(next((heads for part, heads in permuted.items() if part in name), 0)),
+        )
         for source, name in names.items()
     }
-    return Outline(architecture, _keys(architecture, type(model).__name__, described), tensors, remarks=(NO_TOKENIZER,))
+    return Outline(
+        architecture,
+        _keys(architecture, type(model).__name__, described),
+        tensors,
+        remarks=(NO_TOKENIZER,),
+    )
 
 
 def _unheld(config: Mapping[str, Any]) -> str | None:
@@ -74,7 +94,8 @@ def _keys(architecture: str, name: str, config: Mapping[str, Any]) -> dict[str, 
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found = {key: Entry(config[field], whole) for key, field in _INTEGERS.items()}
     found |= {
-        key: Entry(head, whole) for key in ("rope.dimension_count", "attention.key_length", "attention.value_length")
+        key: Entry(head, whole)
+        for key in ("rope.dimension_count", "attention.key_length", "attention.value_length")
     }
     found["attention.layer_norm_rms_epsilon"] = Entry(config["rms_norm_eps"], real)
     found["rope.freq_base"] = Entry(config["rope_parameters"]["rope_theta"], real)

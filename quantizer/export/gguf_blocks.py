@@ -48,7 +48,11 @@ def block_type(spec: QuantizationSpec) -> BlockType | None:
     >>> block_type(QuantizationSpec(bit_width=3)).name, block_type(QuantizationSpec(bit_width=5, symmetric=False)).name
     ('Q4_0', 'Q5_1')
     """
-    fitting = (row for row in TYPES if row.has_minimum != is_symmetric(spec) and row.bits >= spec.bit_width)
+    fitting = (
+        row
+        for row in TYPES
+        if row.has_minimum != is_symmetric(spec) and row.bits >= spec.bit_width
+    )
     return next(fitting, None) if spec.dtype == "int" else None
 
 
@@ -56,7 +60,10 @@ def weight_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:
     """Why the weight of a layer with so many inputs cannot be blocks; None if it can."""
     last, first = spec.ch_axis in (1, -1), spec.ch_axis in (0, -2)
     if inputs % BLOCK:
-        return f"has {inputs} inputs, and blocks {BLOCK} each", "exclude the layer, which keeps it in float"
+        return (
+            f"has {inputs} inputs, and blocks {BLOCK} each",
+            "exclude the layer, which keeps it in float",
+        )
     if spec.dtype != "int":
         return (
             f"is {spec.dtype}, which blocks do not hold",
@@ -64,15 +71,28 @@ def weight_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:
         )
     if block_type(spec) is None:
         if is_symmetric(spec):
-            return f"has {spec.bit_width} bits, and blocks 4, 5 or 8", "set its width to 8 bits or less"
+            return (
+                f"has {spec.bit_width} bits, and blocks 4, 5 or 8",
+                "set its width to 8 bits or less",
+            )
         why = f"has {spec.bit_width} bits and a zero point, and blocks with a minimum 4 or 5"
-        return why, "set its symmetric to true, or its dtype to uint4 or uint5 (quantizer init --strategy gguf_q4_1)"
+        return (
+            why,
+            "set its symmetric to true, or its dtype to uint4 or uint5 (quantizer init --strategy gguf_q4_1)",
+        )
     if spec.qscheme == "per_channel" and not first:
         return "has a scale for each input", "set its ch_axis to 0"
     if spec.qscheme == "per_group" and not last:
         return "has groups of outputs", "set its ch_axis to 1"
-    if spec.qscheme == "per_group" and (spec.group_size or -1) > 0 and (spec.group_size or 0) % BLOCK:
-        return f"has groups of {spec.group_size}, and blocks {BLOCK} inputs", f"set its group_size to {BLOCK}"
+    if (
+        spec.qscheme == "per_group"
+        and (spec.group_size or -1) > 0
+        and (spec.group_size or 0) % BLOCK
+    ):
+        return (
+            f"has groups of {spec.group_size}, and blocks {BLOCK} inputs",
+            f"set its group_size to {BLOCK}",
+        )
     return None
 
 
@@ -94,7 +114,9 @@ def halved(tensor: QuantizedTensor) -> QuantizedTensor:
     ratio, zero_point = (tensor.scale / scale).reshape(-1, 1), tensor.zero_point.reshape(-1, 1)
     rows = to_rows(codes.float(), *cut).sub(zero_point).mul_(ratio).round_().add_(zero_point)
     moved = from_rows(rows.clamp_(spec.quant_min, spec.quant_max), tuple(codes.shape), *cut)
-    return replace(tensor.at(QParams(scale, tensor.zero_point)), codes=moved.to(codes.dtype).contiguous())
+    return replace(
+        tensor.at(QParams(scale, tensor.zero_point)), codes=moved.to(codes.dtype).contiguous()
+    )
 
 
 def short_scale(scale: Tensor, zero_point: Tensor) -> Tensor:
@@ -111,8 +133,12 @@ def short_scale(scale: Tensor, zero_point: Tensor) -> Tensor:
     bits = SIGNIFICANT - torch.where(odd > 1, torch.frexp(odd.float()).exponent, 0)
     exponent = (torch.frexp(scale).exponent - bits).clamp(min=-SMALLEST)
     step = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), exponent)
-    largest = LARGEST / torch.ldexp(torch.ones_like(step), torch.frexp(zero_point.float()).exponent)
-    return torch.round(scale / step).mul_(step).clamp_(min=2.0**-SMALLEST).minimum(largest).float()
+    largest = LARGEST / torch.ldexp(
+        torch.ones_like(step), torch.frexp(zero_point.float()).exponent
+    )
+    return (
+        torch.round(scale / step).mul_(step).clamp_(min=2.0**-SMALLEST).minimum(largest).float()
+    )
 
 
 def packed(tensor: QuantizedTensor) -> Tensor:
@@ -127,7 +153,9 @@ def packed(tensor: QuantizedTensor) -> Tensor:
     if tensor.codes is None or kind is None:
         raise ValueError("Only a weight that was encoded in integers can be stored in blocks.")
     codes = tensor.codes.view(len(tensor.codes), -1, BLOCK)
-    scale, zero_point = (_by_block(values, codes) for values in (tensor.scale, tensor.zero_point))
+    scale, zero_point = (
+        _by_block(values, codes) for values in (tensor.scale, tensor.zero_point)
+    )
     parts = [_bytes_of(scale)]
     if kind.has_minimum:
         parts.append(_bytes_of(-scale * zero_point))

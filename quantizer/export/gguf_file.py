@@ -70,14 +70,18 @@ class Outline:
     remarks: tuple[str, ...] = ()
 
 
-def stored(outline: Outline, blocks: Mapping[str, QuantizedTensor], values: Mapping[str, Tensor]) -> dict[str, Stored]:
+def stored(
+    outline: Outline, blocks: Mapping[str, QuantizedTensor], values: Mapping[str, Tensor]
+) -> dict[str, Stored]:
     """The tensors of a file by their names in it; those in `blocks` as codes, others as `values`."""
     found = {}
     for name, (source, arranged) in outline.tensors.items():
         if source in blocks:
             kind = block_type(blocks[source].spec)
             assert kind is not None  # as the target has looked
-            found[name] = Stored(arranged.rows(packed(blocks[source])).contiguous().numpy(), kind.name)
+            found[name] = Stored(
+                arranged.rows(packed(blocks[source])).contiguous().numpy(), kind.name
+            )
         else:
             found[name] = _value(arranged.values(values[source]).contiguous())
     return found | dict(outline.stay)
@@ -105,7 +109,9 @@ def write(path: Path, outline: Outline, tensors: Mapping[str, Stored]) -> None:
         if _ALIGNMENT in outline.keys:
             writer.data_alignment = outline.keys[_ALIGNMENT].value
         for name, tensor in tensors.items():
-            writer.add_tensor(name, tensor.data, raw_dtype=gguf.GGMLQuantizationType[tensor.type])
+            writer.add_tensor(
+                name, tensor.data, raw_dtype=gguf.GGMLQuantizationType[tensor.type]
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -115,7 +121,11 @@ def write(path: Path, outline: Outline, tensors: Mapping[str, Stored]) -> None:
 
 def _file_type(tensors: Mapping[str, Stored]) -> Entry:
     """What loaders call the file: the type that most of its matrices have."""
-    kinds = Counter(tensor.type for tensor in tensors.values() if tensor.type != "F32") or Counter(["F32"])
+    kinds = Counter(
+        tensor.type for tensor in tensors.values() if tensor.type != "F32"
+    ) or Counter(["F32"])
     name = kinds.most_common(1)[0][0]
-    number = getattr(gguf.LlamaFileType, _VALUES.get(name, f"MOSTLY_{name}"), gguf.LlamaFileType.GUESSED)
+    number = getattr(
+        gguf.LlamaFileType, _VALUES.get(name, f"MOSTLY_{name}"), gguf.LlamaFileType.GUESSED
+    )
     return Entry(int(number), gguf.GGUFValueType.UINT32)

@@ -74,7 +74,9 @@ class _Header:
         name = self._text()
         count = self._number("I")
         if count > MOST_DIMENSIONS:
-            raise ValueError(f"the tensor {name!r} has {count} dimensions, more than {MOST_DIMENSIONS}")
+            raise ValueError(
+                f"the tensor {name!r} has {count} dimensions, more than {MOST_DIMENSIONS}"
+            )
         sizes = [self._number("Q") for _ in range(count)]
         kind = gguf.GGMLQuantizationType(self._number("I"))
         start = self._number("Q")
@@ -98,7 +100,9 @@ class _Header:
         count = self._number("Q")
         self._elements += count
         if self._elements > MOST_ELEMENTS:
-            raise ValueError(f"its lists have {self._elements} elements, more than {MOST_ELEMENTS}")
+            raise ValueError(
+                f"its lists have {self._elements} elements, more than {MOST_ELEMENTS}"
+            )
         if kind == gguf.GGUFValueType.ARRAY:
             raise ValueError("it has a list of lists")
         self._value(kind, count)

@@ -44,17 +44,33 @@ def outline_of(path: Path, state: Mapping[str, Tensor], first: Mapping[str, str]
     if missing:
         raise UsageError(f"{path.name} has no tensor for {missing[0]} of the model", help=HELP)
     arranged = {name: first[source] for source, name in names.items() if name in found}
-    heads = [keys[key].value for part in ("", "_kv") if (key := f"{architecture}.attention.head_count{part}") in keys]
+    heads = [
+        keys[key].value
+        for part in ("", "_kv")
+        if (key := f"{architecture}.attention.head_count{part}") in keys
+    ]
     tensors: dict[str, tuple[str, Arrangement]] = {}
     for name in sorted(arranged, key=lambda name: name.endswith(".bias")):
-        layer = tensors.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
+        layer = (
+            tensors.get(f"{name.removesuffix('.bias')}.weight")
+            if name.endswith(".bias")
+            else None
+        )
         source = arranged[name]
-        fit = layer[1] if layer else _arrangement(found[name], state[source], heads, f"{path.name}: {source}")
+        fit = (
+            layer[1]
+            if layer
+            else _arrangement(found[name], state[source], heads, f"{path.name}: {source}")
+        )
         tensors[name] = (source, fit)
     stay = {
-        name: Stored(tensor.data, tensor.tensor_type.name) for name, tensor in found.items() if name not in arranged
+        name: Stored(tensor.data, tensor.tensor_type.name)
+        for name, tensor in found.items()
+        if name not in arranged
     }
-    return Outline(architecture, keys, {name: tensors[name] for name in found if name in tensors}, stay)
+    return Outline(
+        architecture, keys, {name: tensors[name] for name in found if name in tensors}, stay
+    )
 
 
 def _keys(reader: Any, path: Path) -> tuple[dict[str, Entry], str]:
@@ -64,16 +80,22 @@ def _keys(reader: Any, path: Path) -> tuple[dict[str, Entry], str]:
         UsageError: a value cannot be read, there is no architecture, or the file is a part.
     """
     try:
-        keys = {name: _entry(field) for name, field in reader.fields.items() if name not in _WRITTEN}
+        keys = {
+            name: _entry(field) for name, field in reader.fields.items() if name not in _WRITTEN
+        }
         field = reader.fields.get(_ARCHITECTURE)
         architecture = None if field is None else field.contents()
     except _DAMAGED as error:
         raise UsageError(f"{path} cannot be read as GGUF: {error}", help=HELP) from None
     if not isinstance(architecture, str):
-        raise UsageError(f"{path} names no architecture: it has no text {_ARCHITECTURE}", help=HELP)
+        raise UsageError(
+            f"{path} names no architecture: it has no text {_ARCHITECTURE}", help=HELP
+        )
     parts = keys.get(_SPLIT, Entry(1, None)).value
     if not isinstance(parts, int) or parts > 1:
-        raise UsageError(f"{path} is one part of several", help="merge them: llama-gguf-split --merge")
+        raise UsageError(
+            f"{path} is one part of several", help="merge them: llama-gguf-split --merge"
+        )
     return keys, architecture
 
 
@@ -87,15 +109,21 @@ def _blocks(keys: Mapping[str, Entry], architecture: str, tensors: int, path: Pa
     count = keys[key].value if key in keys else None
     if not isinstance(count, int) or not 0 <= count <= tensors:
         shown = "nothing" if count is None else f"{count!r:.40}"
-        raise UsageError(f"{path}: {key} is {shown}, and the file has {tensors} tensors", help=HELP)
+        raise UsageError(
+            f"{path}: {key} is {shown}, and the file has {tensors} tensors", help=HELP
+        )
     return count
 
 
 def names_of(architecture: str, blocks: int, sources: Mapping[str, str]) -> dict[str, str]:
     """The name in a file of each tensor of the model that the package gguf has one for."""
-    number = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
+    number = next(
+        (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None
+    )
     if number is None:
-        raise UsageError(f"the package gguf knows no architecture {architecture}", help="install a newer one")
+        raise UsageError(
+            f"the package gguf knows no architecture {architecture}", help="install a newer one"
+        )
     table = gguf.get_tensor_name_map(number, blocks)
     named = ((source, table.get_name(source, (".weight", ".bias"))) for source in sources)
     return {source: name for source, name in named if name is not None}
@@ -106,14 +134,18 @@ def _reader(path: Path) -> Any:
         check_header(path)
         return gguf.GGUFReader(path)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read as GGUF: {error.strerror or error}", help=HELP) from None
+        raise UsageError(
+            f"{path} cannot be read as GGUF: {error.strerror or error}", help=HELP
+        ) from None
     except _DAMAGED as error:
         raise UsageError(f"{path} cannot be read as GGUF: {error}", help=HELP) from None
 
 
 def _entry(found: Any) -> Entry:
     """A key as it is written again."""
-    return Entry(found.contents(), found.types[0], found.types[-1] if len(found.types) > 1 else None)
+    return Entry(
+        found.contents(), found.types[0], found.types[-1] if len(found.types) > 1 else None
+    )
 
 
 def _arrangement(tensor: Any, value: Tensor, heads: list[Any], what: str) -> Arrangement:
@@ -130,8 +162,14 @@ def _arrangement(tensor: Any, value: Tensor, heads: list[Any], what: str) -> Arr
         raise UsageError(f"{what} cannot be decoded: {error}", help=HELP) from None
     there = torch.from_numpy(decoded.astype("float32", copy=True))
     if there.shape != value.shape:
-        raise UsageError(f"{what} has the shape {list(there.shape)}, in the model {list(value.shape)}", help=HELP)
-    errors = {each: float((each.values(value.float()) - there).norm()) for each in _possible(value, heads)}
+        raise UsageError(
+            f"{what} has the shape {list(there.shape)}, in the model {list(value.shape)}",
+            help=HELP,
+        )
+    errors = {
+        each: float((each.values(value.float()) - there).norm())
+        for each in _possible(value, heads)
+    }
     best = min(errors, key=lambda each: errors[each])
     # Written so that NaN in the template is not near.
     if not errors[best] <= NEAR * float(there.norm()):
@@ -143,6 +181,8 @@ def _possible(value: Tensor, heads: list[Any]) -> Iterator[Arrangement]:
     yield Arrangement()
     if value.dim() == 1:
         yield Arrangement(added=1.0)
-    for count in dict.fromkeys(count for count in heads if isinstance(count, int) and count > 0):
+    for count in dict.fromkeys(
+        count for count in heads if isinstance(count, int) and count > 0
+    ):
         if value.dim() > 1 and len(value) % (2 * count) == 0:
             yield Arrangement(heads=count)

@@ -19,7 +19,12 @@ _AUTO = "AutoModelForCausalLM"
 
 
 def verify_file(
-    file: Path, outline: Outline, values: Mapping[str, Tensor], calls: Iterable[Expected], *, by_template: bool
+    file: Path,
+    outline: Outline,
+    values: Mapping[str, Tensor],
+    calls: Iterable[Expected],
+    *,
+    by_template: bool,
 ) -> Verification:
     """Compare the outputs of a file, loaded by transformers, with test mode's over all calls.
 
@@ -50,7 +55,10 @@ def verify_file(
         why = f"{_reader()} cannot run it: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if not by_template:
             raise VerificationError(f"{file.name} is not written: {why}", help=HELP) from error
-    return replace(_verify_tensors(file, outline, values), remarks=(f"{why}; its tensors were compared instead",))
+    return replace(
+        _verify_tensors(file, outline, values),
+        remarks=(f"{why}; its tensors were compared instead",),
+    )
 
 
 def _verify_tensors(file: Path, outline: Outline, values: Mapping[str, Tensor]) -> Verification:
@@ -63,7 +71,11 @@ def _verify_tensors(file: Path, outline: Outline, values: Mapping[str, Tensor]) 
     expected, found = [], []
     for name, (source, arranged) in outline.tensors.items():
         expected.append(arranged.values(values[source]).float())
-        found.append(torch.from_numpy(gguf.dequantize(stored[name].data, stored[name].tensor_type).copy()))
+        found.append(
+            torch.from_numpy(
+                gguf.dequantize(stored[name].data, stored[name].tensor_type).copy()
+            )
+        )
     result = verify("tensors", expected, found)
     if result.max_difference:
         raise VerificationError(f"{file.name} is not written: {result.figures()}", help=HELP)

@@ -17,8 +17,21 @@ from quantizer.sources.hugging_face import CONFIG
 
 QUANTIZATION = "quantization_config"
 BESIDE = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    ),
+    *(
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+    ),
     *("preprocessor_config.json", "processor_config.json", "generation_config.json"),
 )
 """The files that are copied: no code, and no weights."""
@@ -54,7 +67,10 @@ def described(model: nn.Module) -> dict[str, Any]:
 
 
 def write_folder(
-    folder: Path, model: nn.Module, tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
+    folder: Path,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    quantization: Mapping[str, Any],
 ) -> list[str]:
     """Write the files of a checkpoint.
 

@@ -12,7 +12,9 @@ from quantizer.nn.network import Network
 MADE = "leave out the algorithm or the setting that makes it, or use --deploy pt2"
 
 
-def values_of(deployment: Deployment, network: Network, coded: Collection[str], target: str) -> dict[str, Tensor]:
+def values_of(
+    deployment: Deployment, network: Network, coded: Collection[str], target: str
+) -> dict[str, Tensor]:
     """The tensors of the model's state, with the values that parameters have in the network.
 
     Args:
@@ -35,9 +37,15 @@ def values_of(deployment: Deployment, network: Network, coded: Collection[str], 
             value = value.detach().cpu()
             if name not in state:
                 if before is None or not torch.equal(before.cpu(), value):
-                    raise unheld(target, f"{node.name} has a {key} now that the model has no place for", MADE)
+                    raise unheld(
+                        target,
+                        f"{node.name} has a {key} now that the model has no place for",
+                        MADE,
+                    )
             elif name in found and not torch.equal(found[name], value):
-                raise unheld(target, f"{name} has one value in {node.name} and another elsewhere", MADE)
+                raise unheld(
+                    target, f"{name} has one value in {node.name} and another elsewhere", MADE
+                )
             else:
                 found[name] = value
     return state | found
@@ -47,13 +55,20 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model's state, one that has several names under the first."""
     first = first_names(model)
     state = model.state_dict()
-    return {name: tensor.detach().cpu() for name, tensor in state.items() if first.get(name, name) == name}
+    return {
+        name: tensor.detach().cpu()
+        for name, tensor in state.items()
+        if first.get(name, name) == name
+    }
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """The first name of each parameter and buffer, by all its names."""
     first: dict[int, str] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 

@@ -61,9 +61,14 @@ def _with_room(solution: Solution, steps: Mapping[str, Tensor], network: Network
             factor = excess.clamp(min=1)
             codes = weights.codes
             if codes is not None:
-                zero, along = (each.view(-1, *[1] * (codes.dim() - 1)) for each in (weights.zero_point, factor))
+                zero, along = (
+                    each.view(-1, *[1] * (codes.dim() - 1))
+                    for each in (weights.zero_point, factor)
+                )
                 codes = torch.round((codes - zero) / along).add(zero).to(codes.dtype)
-            tensors[layer, "weights"] = replace(weights, scale=weights.scale * factor, codes=codes)
+            tensors[layer, "weights"] = replace(
+                weights, scale=weights.scale * factor, codes=codes
+            )
     return replace(solution, tensors=tensors)
 
 
@@ -71,7 +76,9 @@ def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBi
     """The biases that fit int32, by layer; `steps` are the units."""
     found = {}
     for layer, step in steps.items():
-        codes = torch.round(network.layers[layer].get_parameter("bias").detach().double() / step)
+        codes = torch.round(
+            network.layers[layer].get_parameter("bias").detach().double() / step
+        )
         if float(codes.abs().max()) <= 2 * ROOM - 1:
             found[layer] = SumBias(codes.to(torch.int64), step)
     return found
@@ -89,9 +96,18 @@ def overflowing(network: Network, solution: Solution, most: int = 2 * ROOM - 1) 
     """
     graph, specs, found = network.graph, solution.specs, set[str]()
     for (layer, role), weights in solution.tensors.items():
-        bias = dict(network.layers[layer].named_parameters()).get("bias") if role == "weights" else None
+        bias = (
+            dict(network.layers[layer].named_parameters()).get("bias")
+            if role == "weights"
+            else None
+        )
         key = input_key(layer, graph, specs)
-        if bias is None or key is None or specs[key].is_dynamic or {weights.spec.dtype, specs[key].dtype} != {"int"}:
+        if (
+            bias is None
+            or key is None
+            or specs[key].is_dynamic
+            or {weights.spec.dtype, specs[key].dtype} != {"int"}
+        ):
             continue
         step = float(weights.scale.min()) * float(solution.tensors[key].scale.min())
         if step < TINY or float(bias.detach().abs().max()) > step * most:
@@ -108,10 +124,16 @@ def sum_steps(graph: Graph, solution: Solution) -> dict[str, Tensor]:
         if role != "weights" or not node.row.spatial or node.row.transposed or not has_bias:
             continue
         key, output = input_key(layer, graph, specs), output_spec(layer, graph, specs, where)
-        by_output = weights.spec.ch_axis is None or (weights.spec.qscheme, weights.spec.ch_axis) == ("per_channel", 0)
+        by_output = weights.spec.ch_axis is None or (
+            weights.spec.qscheme,
+            weights.spec.ch_axis,
+        ) == ("per_channel", 0)
         if key is None or output is None or not by_output or node.dtype != torch.float32:
             continue
-        integers = all(is_narrow(spec) and not spec.is_dynamic for spec in (weights.spec, specs[key], output))
+        integers = all(
+            is_narrow(spec) and not spec.is_dynamic
+            for spec in (weights.spec, specs[key], output)
+        )
         step = weights.scale * solution.tensors[key].scale
         if integers and output.round_mode == "half_even" and float(step.min()) >= TINY:
             found[layer] = step

@@ -30,14 +30,38 @@ _TRANSLATED = frozenset(
             "view_as_real",
         ),
         *("add", "div", "matmul", "mean", "mul", "neg", "reciprocal", "rsub", "sub", "sum"),
-        *("cat", "flatten", "flip", "permute", "reshape", "roll", "slice", "squeeze", "stack", "t", "transpose"),
-        *("mT", "numpy_T", "unflatten", "view", "concat", "concatenate", "resolve_conj", "contiguous", "detach"),
+        *(
+            "cat",
+            "flatten",
+            "flip",
+            "permute",
+            "reshape",
+            "roll",
+            "slice",
+            "squeeze",
+            "stack",
+            "t",
+            "transpose",
+        ),
+        *(
+            "mT",
+            "numpy_T",
+            "unflatten",
+            "view",
+            "concat",
+            "concatenate",
+            "resolve_conj",
+            "contiguous",
+            "detach",
+        ),
         *("fft_fft", "fft_fft2", "fft_fftn", "fft_ifft", "fft_ifft2", "fft_ifftn"),
         *("fft_rfft", "fft_rfft2", "fft_rfftn", "fft_irfft", "fft_irfft2", "fft_irfftn"),
     }
 )
 """The operators that torch.onnx translates where they read or make complex numbers."""
-_WRITTEN_OUT = frozenset({"chunk", "einsum", "expand", "getitem", "linear", "select", "split", "unsqueeze"})
+_WRITTEN_OUT = frozenset(
+    {"chunk", "einsum", "expand", "getitem", "linear", "select", "split", "unsqueeze"}
+)
 """Those that `decompositions` are for; what `split` gives is taken out of a list."""
 
 
@@ -49,7 +73,10 @@ def refusals(graph: Graph) -> Iterator[Refusal]:
         if name in refused or not _is_complex(graph, node):
             continue
         if node.op == "input":
-            why, remedy = "is complex, which ONNX inputs cannot be", "give it as reals, and call torch.view_as_complex"
+            why, remedy = (
+                "is complex, which ONNX inputs cannot be",
+                "give it as reals, and call torch.view_as_complex",
+            )
         elif node.dtype == torch.complex128:
             why, remedy = "is complex128", "convert the model's complex tensors to complex64"
         elif name in _TRANSLATED or name in _WRITTEN_OUT:
@@ -113,7 +140,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return product if bias is None else product + bias
 
 
-def _einsum(equation: str, tensors: Sequence[Tensor], *, path: Sequence[int] | None = None) -> Any:
+def _einsum(
+    equation: str, tensors: Sequence[Tensor], *, path: Sequence[int] | None = None
+) -> Any:
     """Write a product of two complex tensors as four of real ones."""
     if len(tensors) != 2 or not any(tensor.is_complex() for tensor in tensors):
         return NotImplemented

@@ -21,7 +21,11 @@ def folded(model: ModelProto, nodes: list[NodeProto]) -> list[NodeProto]:
     narrow = {tensor.name for tensor in model.graph.initializer if tensor.data_type in CLIPPED}
     codes: dict[str, None] = {}
     for node in nodes:
-        if node.op_type != "DequantizeLinear" or node.input[0] not in constant or node.input[0] in stored:
+        if (
+            node.op_type != "DequantizeLinear"
+            or node.input[0] not in constant
+            or node.input[0] in stored
+        ):
             continue
         if len(node.input) > 2 and node.input[2] in narrow:  # numpy has their type
             codes[node.input[0]] = None
@@ -39,8 +43,12 @@ def _compute(model: ModelProto, nodes: list[NodeProto], names: list[str]) -> Non
     initializers = [tensor for tensor in model.graph.initializer if tensor.name in read]
     values = [helper.make_empty_tensor_value_info(name) for name in names]
     graph = helper.make_graph(needed, "constants", [], values, initializers)
-    part = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
-    session = onnxruntime.InferenceSession(part.SerializeToString(), providers=["CPUExecutionProvider"])
+    part = helper.make_model(
+        graph, opset_imports=model.opset_import, ir_version=model.ir_version
+    )
+    session = onnxruntime.InferenceSession(
+        part.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     for name, codes in zip(names, session.run(None, {}), strict=True):
         model.graph.initializer.append(numpy_helper.from_array(codes, name))
 

@@ -47,7 +47,9 @@ def quantize_dynamic(
     ends = spec.quant_min + offset, spec.quant_max + offset
     if ends != (UINT8.low, UINT8.high):
         parts = zip(("low", "high"), map(torch.tensor, ends), strict=True)
-        codes = emission.add("Clip", codes, *(emission.codes(part, end, UINT8) for part, end in parts))
+        codes = emission.add(
+            "Clip", codes, *(emission.codes(part, end, UINT8) for part, end in parts)
+        )
     emission.add("DequantizeLinear", codes, scale, zero, output=y)
     return emission
 
@@ -65,12 +67,17 @@ def quantize_rows(name: str, spec: QuantizationSpec, x: str, y: str, rank: int) 
         emission.add("Sub", zero_point, middle, output=f"{y}.zero_point")
     offset = middle if zero_point is None else zero_point
     codes = emission.add("Cast", emission.add("Add", values, offset), to=TensorProto.UINT8)
-    unit, zero = emission.constant("unit", 1.0), emission.codes("zero_point", torch.tensor(MIDDLE), UINT8)
+    unit, zero = (
+        emission.constant("unit", 1.0),
+        emission.codes("zero_point", torch.tensor(MIDDLE), UINT8),
+    )
     emission.add("DequantizeLinear", codes, unit, zero, output=y)
     return emission
 
 
-def scale_rows(name: str, spec: QuantizationSpec, weights: QuantizedTensor, product: NodeProto) -> Emission:
+def scale_rows(
+    name: str, spec: QuantizationSpec, weights: QuantizedTensor, product: NodeProto
+) -> Emission:
     """A product of `quantize_rows` with weights, [inputs, outputs], and what makes it that of the quantized values.
 
     One scale for each row cannot be part of an integer kernel, so it is multiplied afterwards, as is what a zero point
@@ -90,10 +97,17 @@ def scale_rows(name: str, spec: QuantizationSpec, weights: QuantizedTensor, prod
 
 def multiplies_integers(spec: QuantizationSpec) -> bool:
     """Whether rows of such an activation have codes for `quantize_rows`."""
-    return spec.is_dynamic and spec.qscheme == "per_token" and spec.dtype == "int" and spec.bit_width <= 8
+    return (
+        spec.is_dynamic
+        and spec.qscheme == "per_token"
+        and spec.dtype == "int"
+        and spec.bit_width <= 8
+    )
 
 
-def _rounded(emission: Emission, spec: QuantizationSpec, x: str, rank: int) -> tuple[str, str, str | None]:
+def _rounded(
+    emission: Emission, spec: QuantizationSpec, x: str, rank: int
+) -> tuple[str, str, str | None]:
     """`x` in units of its scale, rounded; the scale; and the zero point, a float, where there is one."""
     low, high = _range(emission, spec, x, rank)
     scale = _scale(emission, spec, low, high)
@@ -103,14 +117,25 @@ def _rounded(emission: Emission, spec: QuantizationSpec, x: str, rank: int) -> t
         ends = emission.constant("low", -largest), emission.constant("high", largest)
         held = emission.add("Cast", emission.add("Clip", units, *ends), to=FLOATS[spec.dtype])
         return emission.add("Cast", held, to=TensorProto.FLOAT), scale, None
-    least, most = emission.constant("least", spec.quant_min), emission.constant("most", spec.quant_max)
+    least, most = (
+        emission.constant("least", spec.quant_min),
+        emission.constant("most", spec.quant_max),
+    )
     if spec.symmetric:
-        return rounded(emission, spec.round_mode, emission.add("Clip", units, least, most)), scale, None
+        return (
+            rounded(emission, spec.round_mode, emission.add("Clip", units, least, most)),
+            scale,
+            None,
+        )
     distance = emission.add("Neg", emission.add("Round", emission.add("Div", low, scale)))
     zero_point = emission.add("Clip", distance, least, most)
     low, high = (emission.add("Sub", end, zero_point) for end in (least, most))
     return (
-        rounded(emission, spec.round_mode, emission.add("Min", emission.add("Max", units, low), high)),
+        rounded(
+            emission,
+            spec.round_mode,
+            emission.add("Min", emission.add("Max", units, low), high),
+        ),
         scale,
         zero_point,
     )
@@ -121,9 +146,15 @@ def _range(emission: Emission, spec: QuantizationSpec, x: str, rank: int) -> tup
     axes, operators = [], ("ReduceMin", "ReduceMax")
     if spec.ch_axis is not None:
         own = spec.ch_axis % rank
-        reduced = [own] if spec.qscheme == "per_token" else [axis for axis in range(rank) if axis != own]
+        reduced = (
+            [own]
+            if spec.qscheme == "per_token"
+            else [axis for axis in range(rank) if axis != own]
+        )
         axes = [emission.integers("axes", torch.tensor(reduced))]
-    low, high = (emission.add(operator, x, *axes, keepdims=int(bool(axes))) for operator in operators)
+    low, high = (
+        emission.add(operator, x, *axes, keepdims=int(bool(axes))) for operator in operators
+    )
     zero = emission.constant("zero", 0.0)
     return emission.add("Min", low, zero), emission.add("Max", high, zero)
 
@@ -131,7 +162,10 @@ def _range(emission: Emission, spec: QuantizationSpec, x: str, rank: int) -> tup
 def _scale(emission: Emission, spec: QuantizationSpec, low: str, high: str) -> str:
     """The distance of two codes; at least the smallest normal number, as 0 / 0 is nothing."""
     if spec.symmetric:
-        span, width = float(code_range_of(spec).largest), emission.add("Max", emission.add("Neg", low), high)
+        span, width = (
+            float(code_range_of(spec).largest),
+            emission.add("Max", emission.add("Neg", low), high),
+        )
     else:
         span, width = float(spec.quant_max - spec.quant_min), emission.add("Sub", high, low)
     step = emission.add("Div", width, emission.constant("span", span))

@@ -46,7 +46,9 @@ def _check(model: ModelProto | str, name: str) -> None:
         onnx.checker.check_model(model)
     except onnx.checker.ValidationError as error:
         why = str(error).strip().partition("\n")[0]
-        raise VerificationError(f"{name} is not written: it would be no valid ONNX: {why}", help=HELP) from error
+        raise VerificationError(
+            f"{name} is not written: it would be no valid ONNX: {why}", help=HELP
+        ) from error
 
 
 def _beside(model: ModelProto, path: Path, data: Path) -> Iterator[str]:
@@ -58,7 +60,9 @@ def _beside(model: ModelProto, path: Path, data: Path) -> Iterator[str]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
         file = Path(folder) / path.name
-        onnx.save_model(model, file, save_as_external_data=True, location=data.name, size_threshold=1024)
+        onnx.save_model(
+            model, file, save_as_external_data=True, location=data.name, size_threshold=1024
+        )
         _check(str(file), path.name)
         yield str(file)
         path.unlink(missing_ok=True)  # never the new data beside the old model

@@ -19,12 +19,19 @@ def quantize_gates(model: ModelProto) -> None:
     """
     graph = model.graph
     makers = {output: node for node in graph.node for output in node.output}
-    quantized = {name for node in graph.node if node.op_type == "QuantizeLinear" for name in node.input[:1]}
+    quantized = {
+        name
+        for node in graph.node
+        if node.op_type == "QuantizeLinear"
+        for name in node.input[:1]
+    }
     nodes: list[NodeProto] = []
     for node in graph.node:
         emission = None
         if node.output[0] in quantized and _is_dequantized(makers.get(node.input[0])):
-            emission = _hard_swish(node) if node.op_type == "HardSwish" else _gated(node, makers)
+            emission = (
+                _hard_swish(node) if node.op_type == "HardSwish" else _gated(node, makers)
+            )
         nodes += emission.nodes if emission else [node]
         graph.initializer.extend(emission.initializers if emission else ())
     del graph.node[:]
@@ -49,11 +56,15 @@ def _gated(node: NodeProto, makers: dict[str, NodeProto]) -> Emission | None:
     if gate is None or gate.op_type not in GATES or gate.input[0] != node.input[0]:
         return None
     emission = Emission(node.output[0])
-    emission.add("Mul", node.input[0], _in_codes(emission, gate.output[0]), output=node.output[0])
+    emission.add(
+        "Mul", node.input[0], _in_codes(emission, gate.output[0]), output=node.output[0]
+    )
     return emission
 
 
 def _in_codes(emission: Emission, gate: str) -> str:
     scale = emission.constant("gate.scale", STEP)
     zero = emission.codes("gate.zero_point", torch.tensor(0), UINT8)
-    return emission.add("DequantizeLinear", emission.add("QuantizeLinear", gate, scale, zero), scale, zero)
+    return emission.add(
+        "DequantizeLinear", emission.add("QuantizeLinear", gate, scale, zero), scale, zero
+    )

@@ -14,7 +14,14 @@ from quantizer.graph.ir import Graph
 from quantizer.plan.groups import Layout, layout
 
 INTEGER = {
-    *("QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QGemm"),
+    *(
+        "QLinearConv",
+        "ConvInteger",
+        "QLinearMatMul",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "QGemm",
+    ),
     *("DynamicQuantizeMatMul", "MatMulNBits"),
 }
 """ONNX Runtime's operators with integer weights."""
@@ -30,7 +37,11 @@ def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution)
     """
     nodes = onnx.load(optimized, load_external_data=False).graph.node
     integer = tuple(_layer(node.name) for node in nodes if node.op_type in INTEGER)
-    floating = [node for node in model.graph.node if node.op_type in MULTIPLYING and node.name not in integer]
+    floating = [
+        node
+        for node in model.graph.node
+        if node.op_type in MULTIPLYING and node.name not in integer
+    ]
     readers = {name: node.op_type for node in model.graph.node for name in node.input}
     followers = {node.name: readers.get(node.output[0], "") for node in floating}
     where = layout(graph)
@@ -69,7 +80,9 @@ def _why(layer: str, graph: Graph, where: Layout, solution: Solution, follower: 
             return f"its {role} is {_words(spec)}; 8 bits or fewer of integers have kernels"
         if role == "output" and spec.round_mode != "half_even":
             return f'its {role} is rounded by operators in float: set round_mode to "half_even", or --onnx_profile fast'
-    is_activated = any(graph.by_name[name].row.kind == "fusable" for name in graph.consumers[layer] if name)
+    is_activated = any(
+        graph.by_name[name].row.kind == "fusable" for name in graph.consumers[layer] if name
+    )
     if is_activated and follower != "QuantizeLinear":
         return f"{follower} follows it, and its output is quantized after that; ReLU and ReLU6 have integer kernels"
     return "ONNX Runtime does not fuse it"

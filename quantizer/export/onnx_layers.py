@@ -31,16 +31,26 @@ class LayerCheck:
         self.model.CopyFrom(model)
         for key, name in self.values.items():
             data_type = onnx.helper.np_dtype_to_tensor_dtype(self.zeros[key].dtype)
-            self.model.graph.output.append(onnx.helper.make_tensor_value_info(name, data_type, None))
+            self.model.graph.output.append(
+                onnx.helper.make_tensor_value_info(name, data_type, None)
+            )
 
     @torch.no_grad()
-    def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], codes: Mapping[str, NDArray[Any]]) -> None:
+    def add(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        codes: Mapping[str, NDArray[Any]],
+    ) -> None:
         """Take in one batch; `codes` are outputs of the session by name."""
         nodes = self.network.graph.nodes
         execution = Execution(self.network, self.network.inputs(args, kwargs))
         while execution.position < len(nodes):
             node = nodes[execution.position]
-            own, made = (node.name, "input"), (node.name, "input" if node.op == "input" else "activation")
+            own, made = (
+                (node.name, "input"),
+                (node.name, "input" if node.op == "input" else "activation"),
+            )
             values, source = execution.values, self.network.graph.source(node)
             if own in self.values and source is not None:
                 quantized = self.network.layers[node.name].quantize_input(values[source.name])
@@ -62,7 +72,11 @@ Zeros = dict[Key, NDArray[Any]]
 
 def _codes_of(model: ModelProto, tensors: Mapping[Key, QuantizedTensor]) -> tuple[Names, Zeros]:
     """The values that hold codes of layers' outputs and inputs, and the zero points that are stored for them."""
-    keys = {f"{layer}.{role}": (layer, role) for layer, role in tensors if role in ("input", "activation")}
+    keys = {
+        f"{layer}.{role}": (layer, role)
+        for layer, role in tensors
+        if role in ("input", "activation")
+    }
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     values, zeros = {}, {}
     for node in model.graph.node:

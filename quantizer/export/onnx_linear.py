@@ -26,7 +26,11 @@ def straighten(model: ModelProto, is_weight: Callable[[NodeProto], bool]) -> set
     """
     readers = readers_of(model.graph.node)
     marks = [node.output[0] for node in model.graph.node if is_weight(node)]
-    straight = {name for name in marks if readers[name] and all(_transposes(node, name) for node in readers[name])}
+    straight = {
+        name
+        for name in marks
+        if readers[name] and all(_transposes(node, name) for node in readers[name])
+    }
     replaced: dict[str, str] = {}
     nodes: list[NodeProto] = []
     for node in model.graph.node:
@@ -36,8 +40,12 @@ def straighten(model: ModelProto, is_weight: Callable[[NodeProto], bool]) -> set
         inputs = [replaced.get(name, name) for name in node.input]
         del node.input[:]
         node.input.extend(inputs)
-        nodes += _unfolded(node) if node.op_type == "Gemm" and node.input[1] in straight else [node]
-    biases = {tensor.name: tensor for tensor in model.graph.initializer if len(tensor.dims) == 1}
+        nodes += (
+            _unfolded(node) if node.op_type == "Gemm" and node.input[1] in straight else [node]
+        )
+    biases = {
+        tensor.name: tensor for tensor in model.graph.initializer if len(tensor.dims) == 1
+    }
     readers = readers_of(nodes)
     for product in nodes:
         if product.op_type == "MatMul" and product.input[1] in straight:
@@ -58,9 +66,14 @@ def readers_of(nodes: Sequence[NodeProto]) -> Readers:
 
 def _transposes(node: NodeProto, weight: str) -> bool:
     """Whether a node reads a weight [outputs, inputs] only to multiply by its transpose."""
-    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    attributes = {
+        attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute
+    }
     if node.op_type == "Gemm":
-        return node.input[1] == weight and {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0} | attributes == _LINEAR
+        return (
+            node.input[1] == weight
+            and {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0} | attributes == _LINEAR
+        )
     return node.op_type == "Transpose" and list(attributes.get("perm", ())) == [1, 0]
 
 
@@ -76,7 +89,9 @@ def _unfolded(node: NodeProto) -> list[NodeProto]:
     ]
 
 
-def _subtract_bias(model: ModelProto, product: NodeProto, readers: Readers, biases: dict[str, TensorProto]) -> None:
+def _subtract_bias(
+    model: ModelProto, product: NodeProto, readers: Readers, biases: dict[str, TensorProto]
+) -> None:
     """Make the Add of a bias after a product a Sub of the negated bias."""
     adds = readers[product.output[0]]
     if len(adds) != 1 or adds[0].op_type != "Add":

@@ -49,8 +49,15 @@ def _is_by_row(node: NodeProto) -> bool:
 
 def _is_lookup(node: NodeProto, table: str = "") -> bool:
     """Whether a node picks rows of `table` and does nothing else with it."""
-    axis = next((helper.get_attribute_value(each) for each in node.attribute if each.name == "axis"), 0)
-    return bool(node.op_type == "Gather" and axis == 0 and node.input[0] == table and node.input[1] != table)
+    axis = next(
+        (helper.get_attribute_value(each) for each in node.attribute if each.name == "axis"), 0
+    )
+    return bool(
+        node.op_type == "Gather"
+        and axis == 0
+        and node.input[0] == table
+        and node.input[1] != table
+    )
 
 
 @dataclass(frozen=True)
@@ -62,22 +69,37 @@ class _Table:
 
     def rows(self, lookup: NodeProto) -> Emission:
         """The rows that a Gather gives, from codes that are picked, and scales where rows have their own."""
-        attributes = {each.name: helper.get_attribute_value(each) for each in self.node.attribute}
+        attributes = {
+            each.name: helper.get_attribute_value(each) for each in self.node.attribute
+        }
         (codes, *grid), (_, indices), (result,) = self.node.input, lookup.input, lookup.output
         emission = Emission(f"{result}.rows")
         picked = emission.add("Gather", codes, indices)
-        by_rows = len(self.constants[grid[0]].dims) == 2 or (self.constants[grid[0]].dims and attributes["axis"] == 0)
+        by_rows = len(self.constants[grid[0]].dims) == 2 or (
+            self.constants[grid[0]].dims and attributes["axis"] == 0
+        )
         if not by_rows:
-            emission.add("DequantizeLinear", picked, *grid, output=result, **attributes | {"axis": -1})
+            emission.add(
+                "DequantizeLinear", picked, *grid, output=result, **attributes | {"axis": -1}
+            )
             return emission
         scale, *zero = [emission.add("Gather", each, indices) for each in grid]
         if "block_size" in attributes:
-            emission.add("DequantizeLinear", picked, scale, *zero, output=result, **attributes | {"axis": -1})
+            emission.add(
+                "DequantizeLinear",
+                picked,
+                scale,
+                *zero,
+                output=result,
+                **attributes | {"axis": -1},
+            )
             return emission
         last = emission.integers("axis", torch.tensor([-1]))
         values = emission.add("Cast", picked, to=TensorProto.FLOAT)
         if zero and any(self.constants[grid[1]].raw_data):
-            distance = emission.add("Cast", emission.add("Unsqueeze", *zero, last), to=TensorProto.FLOAT)
+            distance = emission.add(
+                "Cast", emission.add("Unsqueeze", *zero, last), to=TensorProto.FLOAT
+            )
             values = emission.add("Sub", values, distance)
         emission.add("Mul", values, emission.add("Unsqueeze", scale, last), output=result)
         return emission

@@ -13,11 +13,22 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.export.onnx_biases import SumBias
 from quantizer.export.onnx_constants import folded
-from quantizer.export.onnx_dynamic import multiplies_integers, quantize_dynamic, quantize_rows, scale_rows
+from quantizer.export.onnx_dynamic import (
+    multiplies_integers,
+    quantize_dynamic,
+    quantize_rows,
+    scale_rows,
+)
 from quantizer.export.onnx_linear import readers_of, straighten
 from quantizer.export.onnx_lookup import looked_up
 from quantizer.export.onnx_moves import MOVES, quantized_again
-from quantizer.export.onnx_nodes import UNBOUNDED, Emission, clips_codes, quantize_activation, quantize_weights
+from quantizer.export.onnx_nodes import (
+    UNBOUNDED,
+    Emission,
+    clips_codes,
+    quantize_activation,
+    quantize_weights,
+)
 from quantizer.export.onnx_padding import padded_apart, sizes_of
 from quantizer.export.onnx_profile import packed_product
 from quantizer.export.onnx_sizes import summed_sizes
@@ -87,7 +98,13 @@ class Marked:
     """A translated model whose quantizations are marks, with weights that multiply alone transposed already."""
 
     def __init__(
-        self, model: ModelProto, network: Network, wanted: Wanted, opset: int, *, packed: bool = False
+        self,
+        model: ModelProto,
+        network: Network,
+        wanted: Wanted,
+        opset: int,
+        *,
+        packed: bool = False,
     ) -> None:
         self.network, self.wanted, self.opset = network, wanted, opset
         self.specs = {key: tensor.spec for key, tensor in wanted}
@@ -96,10 +113,18 @@ class Marked:
         self.makers = {name: node for node in model.graph.node for name in node.output}
         self.readers = readers_of(model.graph.node)
         self.outputs = {value.name for value in model.graph.output}
-        self.layers = {f"network.{module}.weight": layer for layer, module in network.module_names.items()}
-        named = (node for node in model.graph.node if _is_mark(node) and self._wanted(node)[0][1] != "input")
+        self.layers = {
+            f"network.{module}.weight": layer for layer, module in network.module_names.items()
+        }
+        named = (
+            node
+            for node in model.graph.node
+            if _is_mark(node) and self._wanted(node)[0][1] != "input"
+        )
         self.layers |= {self._named(node): self._wanted(node)[0][0] for node in named}
-        self.ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values_of(model)}
+        self.ranks = {
+            value.name: len(value.type.tensor_type.shape.dim) for value in values_of(model)
+        }
         self.in_rows = self._rows(model.graph.node)
         self.in_packs = self._packs() if packed else set()
         self.cut: set[str] = set()
@@ -113,9 +138,17 @@ class Marked:
             return Emission(layer)
         if node.output[0] in self.in_rows:
             return quantize_rows(
-                f"{layer}.{role}", tensor.spec, node.input[0], node.output[0], self.ranks[node.input[0]]
+                f"{layer}.{role}",
+                tensor.spec,
+                node.input[0],
+                node.output[0],
+                self.ranks[node.input[0]],
             )
-        return self._weights(node, layer, role, tensor) if is_parameter(role) else self._activation(node)
+        return (
+            self._weights(node, layer, role, tensor)
+            if is_parameter(role)
+            else self._activation(node)
+        )
 
     def is_cut(self, node: NodeProto) -> bool:
         """Whether the bounds of codes do what it did."""
@@ -124,7 +157,11 @@ class Marked:
     def layer(self, node: NodeProto) -> str | None:
         """The layer whose weight a node multiplies by; of a product of activations, the layer that quantizes it."""
         weight = node.input[1]
-        while weight not in self.layers and weight in self.makers and self.makers[weight].op_type == "Transpose":
+        while (
+            weight not in self.layers
+            and weight in self.makers
+            and self.makers[weight].op_type == "Transpose"
+        ):
             weight = self.makers[weight].input[0]
         maker = self.makers.get(weight)
         is_weight = weight in self.layers and (maker is None or self._is_weight(maker))
@@ -149,46 +186,85 @@ class Marked:
                 return False
             held = self._wanted(self.makers[node.input[1]])[1]
             by_output = held.spec.qscheme == "per_tensor" or held.spec.ch_axis == 0
-            return held.codes is not None and held.spec.dtype == "int" and held.spec.bit_width == 8 and by_output
+            return (
+                held.codes is not None
+                and held.spec.dtype == "int"
+                and held.spec.bit_width == 8
+                and by_output
+            )
 
-        marks = [node for node in nodes if _is_mark(node) and multiplies_integers(self._wanted(node)[1].spec)]
+        marks = [
+            node
+            for node in nodes
+            if _is_mark(node) and multiplies_integers(self._wanted(node)[1].spec)
+        ]
         names = {mark.output[0] for mark in marks} - self.outputs
-        return {name for name in names if self.readers[name] and all(map(is_product, self.readers[name]))}
+        return {
+            name
+            for name in names
+            if self.readers[name] and all(map(is_product, self.readers[name]))
+        }
 
     def _packs(self) -> set[str]:
         """The weights in groups of a size that MatMulNBits has."""
 
         def fits(spec: QuantizationSpec) -> bool:
-            return spec.dtype == "int" and spec.qscheme == "per_group" and spec.group_size in BLOCKS
+            return (
+                spec.dtype == "int"
+                and spec.qscheme == "per_group"
+                and spec.group_size in BLOCKS
+            )
 
-        held = {name: self._wanted(self.makers[name])[1] for name in self.straight if name not in self.outputs}
-        return {name for name, tensor in held.items() if tensor.codes is not None and fits(tensor.spec)}
+        held = {
+            name: self._wanted(self.makers[name])[1]
+            for name in self.straight
+            if name not in self.outputs
+        }
+        return {
+            name
+            for name, tensor in held.items()
+            if tensor.codes is not None and fits(tensor.spec)
+        }
 
     def _product(self, node: NodeProto) -> Emission | None:
         """What becomes of a MatMul that does not stay one."""
         if node.input[1] in self.in_packs:
             tensor = self._wanted(self.makers[node.input[1]])[1]
-            return packed_product(self.layer(node) or node.name, tensor, node.input[0], node.output[0])
+            return packed_product(
+                self.layer(node) or node.name, tensor, node.input[0], node.output[0]
+            )
         if node.input[0] not in self.in_rows:
             return None
         read, held = (self._wanted(self.makers[name])[1] for name in node.input)
         return scale_rows(self.layer(node) or node.name, read.spec, held, node)
 
-    def _weights(self, mark: NodeProto, layer: str, role: str, tensor: QuantizedTensor) -> Emission:
+    def _weights(
+        self, mark: NodeProto, layer: str, role: str, tensor: QuantizedTensor
+    ) -> Emission:
         (result,) = mark.output
         name, transposed = f"{layer}.{role}", result in self.straight
         values = self.network.layers[layer].get_parameter(parameter_name(role)).detach()
-        ahead = not transposed and all(self._is_float(reader, layer) for reader in self.readers[result])
-        emission = quantize_weights(name, tensor, values, result, self.opset, transposed=transposed, ahead=ahead)
+        ahead = not transposed and all(
+            self._is_float(reader, layer) for reader in self.readers[result]
+        )
+        emission = quantize_weights(
+            name, tensor, values, result, self.opset, transposed=transposed, ahead=ahead
+        )
         floats = values.T if transposed else values
         return emission or Emission(name, initializers=[float_tensor(result, floats)])
 
     def _activation(self, mark: NodeProto) -> Emission:
-        (source,), (result,), ((layer, role), tensor) = mark.input, mark.output, self._wanted(mark)
+        (source,), (result,), ((layer, role), tensor) = (
+            mark.input,
+            mark.output,
+            self._wanted(mark),
+        )
         name = f"{layer}.{role}"
         grouped = any(self._has_groups(reader) for reader in self.readers[result])
         if tensor.spec.is_scaled and tensor.spec.is_dynamic:
-            return quantize_dynamic(name, tensor.spec, source, result, self.ranks[source], in_floats=grouped)
+            return quantize_dynamic(
+                name, tensor.spec, source, result, self.ranks[source], in_floats=grouped
+            )
         bounds, cut = UNBOUNDED, self.makers.get(source)
         is_only = len(self.readers[source]) == 1 and source not in self.outputs
         if cut is not None and is_only and clips_codes(tensor.spec, self.opset):
@@ -197,19 +273,26 @@ class Marked:
             self.cut.add(source)
             source = cut.input[0]
         apart = cut is not None and cut.op_type in APART
-        return quantize_activation(name, tensor, source, result, self.opset, bounds, in_floats=grouped, apart=apart)
+        return quantize_activation(
+            name, tensor, source, result, self.opset, bounds, in_floats=grouped, apart=apart
+        )
 
     def _is_float(self, node: NodeProto, layer: str) -> bool:
         """Whether ONNX Runtime has no kernel that multiplies what a node reads, the codes of a layer's weight."""
         if node.op_type in _RECURRENT:
             return self.network.graph.by_name[layer].row.kind == "mac"
-        is_between = input_spec(layer, self.network.graph, self.specs) and self._is_rounded(node.output[0])
+        is_between = input_spec(layer, self.network.graph, self.specs) and self._is_rounded(
+            node.output[0]
+        )
         return node.op_type in ("Conv", "ConvTranspose") and not is_between
 
     def _is_rounded(self, name: str) -> bool:
         """Whether a value is quantized, if moved and cut off before: the optimizer then quantizes float weights."""
         passed = ("Relu", "Clip", "LeakyRelu", *MOVES)
-        return any(_is_mark(r) or (r.op_type in passed and self._is_rounded(r.output[0])) for r in self.readers[name])
+        return any(
+            _is_mark(r) or (r.op_type in passed and self._is_rounded(r.output[0]))
+            for r in self.readers[name]
+        )
 
     def _has_groups(self, node: NodeProto) -> bool:
         """Whether it multiplies by codes with scales for groups, for which kernels exist that take floats alone."""
@@ -256,16 +339,27 @@ def _bounds(node: NodeProto, tensors: Mapping[str, TensorProto]) -> tuple[float,
         return 0.0, math.inf
     if node.op_type != "Clip" or any(name and name not in tensors for name in node.input[1:]):
         return UNBOUNDED
-    ends = [float(numpy_helper.to_array(tensors[name])) if name else None for name in node.input[1:]]
+    ends = [
+        float(numpy_helper.to_array(tensors[name])) if name else None for name in node.input[1:]
+    ]
     low, high = (*ends, None, None)[:2]
     return -math.inf if low is None else low, math.inf if high is None else high
 
 
-def _add_to_sums(model: ModelProto, nodes: list[NodeProto], biases: Mapping[str, SumBias]) -> None:
+def _add_to_sums(
+    model: ModelProto, nodes: list[NodeProto], biases: Mapping[str, SumBias]
+) -> None:
     """Give convolutions the biases that their kernels add, as codes; torch.onnx has dropped those of zeros."""
-    for node in [node for node in nodes if node.op_type == "Conv" and node.name in biases and len(node.input) == 3]:
+    for node in [
+        node
+        for node in nodes
+        if node.op_type == "Conv" and node.name in biases and len(node.input) == 3
+    ]:
         emission, bias = Emission(f"{node.name}.bias"), biases[node.name]
-        inputs = emission.codes("codes", bias.codes, INT32), emission.constant("scale", bias.step)
+        inputs = (
+            emission.codes("codes", bias.codes, INT32),
+            emission.constant("scale", bias.step),
+        )
         node.input[2] = emission.add("DequantizeLinear", *inputs, axis=0)
         model.graph.initializer.extend(emission.initializers)
         at = nodes.index(node)
@@ -278,14 +372,22 @@ def _keep_in_float(model: ModelProto, nodes: list[NodeProto], layers: Collection
     Between quantized values it would else quantize such weights itself, to 8 bits per tensor, and such biases to other
     values. A bias that is computed keeps it from that, and DequantizeLinear is never computed ahead.
     """
-    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
+    shapes = {
+        t.name: tuple(t.dims)
+        for t in model.graph.initializer
+        if t.data_type == TensorProto.FLOAT
+    }
     quantized = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
     for node in list(nodes):
-        is_float = node.op_type in _CHANNELS and node.input[0] in quantized and node.input[1] in shapes
+        is_float = (
+            node.op_type in _CHANNELS and node.input[0] in quantized and node.input[1] in shapes
+        )
         is_wide = node.op_type in _CHANNELS and len(node.input) == 3 and node.name in layers
         if is_float or is_wide:
             emission = Emission(f"{node.name}.bias")
-            count = _channels(node, shapes[node.input[1]]) if is_float else shapes[node.input[2]][0]
+            count = (
+                _channels(node, shapes[node.input[1]]) if is_float else shapes[node.input[2]][0]
+            )
             zeros = emission.codes("zeros", torch.zeros(count), INT32)
             bias = emission.add("DequantizeLinear", zeros, emission.constant("one", 1.0))
             if len(node.input) == 3:
@@ -298,7 +400,11 @@ def _keep_in_float(model: ModelProto, nodes: list[NodeProto], layers: Collection
 
 
 def _channels(node: NodeProto, shape: tuple[int, ...]) -> int:
-    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    attributes = {
+        attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute
+    }
     if attributes.get("transB"):
         return shape[0]
-    return shape[_CHANNELS[node.op_type]] * (attributes.get("group", 1) if node.op_type == "ConvTranspose" else 1)
+    return shape[_CHANNELS[node.op_type]] * (
+        attributes.get("group", 1) if node.op_type == "ConvTranspose" else 1
+    )

@@ -12,7 +12,18 @@ _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _PASSED = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "MaxPool")
 """What ONNX Runtime moves a DequantizeLinear past."""
 _STOPPING = (
-    *("Split", "Slice", "Gather", "GatherElements", "Expand", "Tile", "DepthToSpace", "SpaceToDepth", "Pad", "Resize"),
+    *(
+        "Split",
+        "Slice",
+        "Gather",
+        "GatherElements",
+        "Expand",
+        "Tile",
+        "DepthToSpace",
+        "SpaceToDepth",
+        "Pad",
+        "Resize",
+    ),
     *("ReduceMax", "ReduceMin", "GlobalMaxPool"),
 )
 """What only moves or picks values, too, but for some forms of Pad and Resize."""
@@ -37,8 +48,14 @@ def quantized_again(nodes: list[NodeProto], constants: Constants) -> list[NodePr
         for name in node.input[:2] if node.op_type in _PRODUCTS else ():
             *moved, origin = way(name, makers, constants)
             made = makers.get(origin)
-            if made is not None and made.op_type == "DequantizeLinear" and made.input[0] not in constants:
-                stopped = [each for each in moved if makers[each].op_type in (*_STOPPING, _JOIN)]
+            if (
+                made is not None
+                and made.op_type == "DequantizeLinear"
+                and made.input[0] not in constants
+            ):
+                stopped = [
+                    each for each in moved if makers[each].op_type in (*_STOPPING, _JOIN)
+                ]
                 wanted |= dict.fromkeys(stopped if made.input[1] in constants else (), made)
     found: list[NodeProto] = []
     for node in nodes:
@@ -80,11 +97,17 @@ def _joins_one_grid(node: NodeProto, makers: Makers, constants: Constants) -> bo
 
 def moves(node: NodeProto, constants: Constants) -> bool:
     """Return whether what a node makes has no other values than its first input, and zero."""
-    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    attributes = {
+        attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute
+    }
     if node.op_type == "Pad":
-        filling = constants.get(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+        filling = (
+            constants.get(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+        )
         is_zero = filling is not None and not any(filling.raw_data)
-        return attributes.get("mode", b"constant") != b"constant" or len(node.input) < 3 or is_zero
+        return (
+            attributes.get("mode", b"constant") != b"constant" or len(node.input) < 3 or is_zero
+        )
     if node.op_type == "Resize":
         return bool(attributes.get("mode", b"nearest") == b"nearest")
     return node.op_type in MOVES

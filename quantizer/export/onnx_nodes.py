@@ -57,7 +57,9 @@ class Emission:
 
     def constant(self, part: str, value: Tensor | float) -> str:
         """A float32 initializer."""
-        self.initializers.append(float_tensor(f"{self.name}.{part}", torch.as_tensor(value, dtype=torch.float32)))
+        self.initializers.append(
+            float_tensor(f"{self.name}.{part}", torch.as_tensor(value, dtype=torch.float32))
+        )
         return self.initializers[-1].name
 
     def codes(self, part: str, codes: Tensor, carrier: Carrier) -> str:
@@ -73,39 +75,67 @@ class Emission:
     def add(self, operator: str, *inputs: str, output: str = "", **attributes: Any) -> str:
         """A node; returns the name of what it makes."""
         label = f"{self.name}.{len(self.nodes)}.{operator}"
-        self.nodes.append(helper.make_node(operator, list(inputs), [output or label], name=label, **attributes))
+        self.nodes.append(
+            helper.make_node(
+                operator, list(inputs), [output or label], name=label, **attributes
+            )
+        )
         return output or label
 
 
-def refusal(spec: QuantizationSpec, dtype: torch.dtype | None, opset: int) -> tuple[str, str] | None:
+def refusal(
+    spec: QuantizationSpec, dtype: torch.dtype | None, opset: int
+) -> tuple[str, str] | None:
     """Why ONNX cannot quantize an activation of a dtype as test mode does, and what to change; None if it can."""
     if dtype == torch.float64:
         return f"is {dtype}", "compute it in float32, or leave it float"
     if not spec.is_scaled:
         return None
     if spec.is_dynamic and spec.qscheme == "per_group":
-        return "has dynamic ranges of groups", "set its qscheme to per_token, or use --deploy pt2"
+        return (
+            "has dynamic ranges of groups",
+            "set its qscheme to per_token, or use --deploy pt2",
+        )
     if spec.is_dynamic and spec.scale_type != "float":
-        return "has a dynamic range with powers of two", "set scale_type to float there, or use --deploy pt2"
+        return (
+            "has a dynamic range with powers of two",
+            "set scale_type to float there, or use --deploy pt2",
+        )
     if spec.dtype in FLOATS:
         if opset < FLOATS_FROM:
-            return f"is {spec.dtype}, which operator set {opset} lacks", "set onnx_opset_version to 21 or -1"
+            return (
+                f"is {spec.dtype}, which operator set {opset} lacks",
+                "set onnx_opset_version to 21 or -1",
+            )
     elif spec.dtype != "int":
-        return f"is {spec.dtype}, which has no exact form", "use another format there, or --deploy pt2"
+        return (
+            f"is {spec.dtype}, which has no exact form",
+            "use another format there, or --deploy pt2",
+        )
     if spec.ch_axis is not None and not spec.is_dynamic:
         return "is quantized per channel", "set per_channel to false there"
     if spec.dtype == "int" and spec.is_dynamic and spec.bit_width <= 16:
         return None
     if spec.dtype == "int" and spec.bit_width > 16:
-        return f"has {spec.bit_width} bits, and QuantizeLinear has 16 at most", "set its bit_width to 16 or less"
+        return (
+            f"has {spec.bit_width} bits, and QuantizeLinear has 16 at most",
+            "set its bit_width to 16 or less",
+        )
     if spec.dtype == "int" and activation_carrier(spec, opset) is None:
-        return f"has {spec.bit_width} bits, which operator set {opset} lacks", "set onnx_opset_version to 21 or -1"
+        return (
+            f"has {spec.bit_width} bits, which operator set {opset} lacks",
+            "set onnx_opset_version to 21 or -1",
+        )
     return None
 
 
 def clips_codes(spec: QuantizationSpec, opset: int) -> bool:
     """Whether an activation's codes can be clipped after QuantizeLinear."""
-    found = activation_carrier(spec, opset) if spec.dtype == "int" and spec.round_mode == "half_even" else None
+    found = (
+        activation_carrier(spec, opset)
+        if spec.dtype == "int" and spec.round_mode == "half_even"
+        else None
+    )
     return found is not None and found[0].data_type in CLIPPED
 
 
@@ -139,25 +169,44 @@ def quantize_activation(
     assert found is not None  # `refusal` saw to it
     carrier, offset = found
     scale, zero_point = emission.constant("scale", tensor.scale), int(tensor.zero_point)
-    ends = (torch.tensor(bounds) / tensor.scale).round().clamp(spec.quant_min - zero_point, spec.quant_max - zero_point)
+    ends = (
+        (torch.tensor(bounds) / tensor.scale)
+        .round()
+        .clamp(spec.quant_min - zero_point, spec.quant_max - zero_point)
+    )
     clip = None
     if in_floats or spec.round_mode != "half_even":
         x = emission.add("Div", x, scale)
-        x = emission.add("Clip", x, emission.constant("low", ends[0]), emission.constant("high", ends[1]))
-        x = emission.add("Mul", rounded(emission, spec.round_mode, x), scale, output=y if in_floats else "")
+        x = emission.add(
+            "Clip", x, emission.constant("low", ends[0]), emission.constant("high", ends[1])
+        )
+        x = emission.add(
+            "Mul", rounded(emission, spec.round_mode, x), scale, output=y if in_floats else ""
+        )
         if in_floats:
             return emission
     elif (ends + zero_point + offset).tolist() != [carrier.low, carrier.high]:
         clip = ends + zero_point + offset
     if clip is not None and carrier.data_type not in CLIPPED:
         steps = ends * tensor.scale
-        x, clip = emission.add("Clip", x, emission.constant("low", steps[0]), emission.constant("high", steps[1])), None
+        x, clip = (
+            emission.add(
+                "Clip",
+                x,
+                emission.constant("low", steps[0]),
+                emission.constant("high", steps[1]),
+            ),
+            None,
+        )
     if apart and spec.round_mode == "half_even":
         x = emission.add("Max", x, emission.constant("zero", 0.0))
     zero = emission.codes("zero_point", tensor.zero_point + offset, carrier)
     codes = emission.add("QuantizeLinear", x, scale, zero)
     if clip is not None:
-        low, high = (emission.codes(part, end, carrier) for part, end in zip(("low", "high"), clip, strict=True))
+        low, high = (
+            emission.codes(part, end, carrier)
+            for part, end in zip(("low", "high"), clip, strict=True)
+        )
         codes = emission.add("Clip", codes, low, high)
     emission.add("DequantizeLinear", codes, scale, zero, output=y)
     return emission
@@ -171,7 +220,9 @@ def _float(emission: Emission, tensor: QuantizedTensor, x: str, y: str) -> None:
     scale = emission.constant("scale", tensor.scale)
     x = emission.add("Max", x, emission.constant("low", -largest * tensor.scale))
     x = emission.add("Min", x, emission.constant("high", largest * tensor.scale))
-    zero = TensorProto(name=f"{emission.name}.zero_point", data_type=data_type, dims=[], raw_data=b"\0")
+    zero = TensorProto(
+        name=f"{emission.name}.zero_point", data_type=data_type, dims=[], raw_data=b"\0"
+    )
     emission.initializers.append(zero)
     codes = emission.add("QuantizeLinear", x, scale, zero.name)
     emission.add("DequantizeLinear", codes, scale, zero.name, output=y)
@@ -182,8 +233,12 @@ def _cast(emission: Emission, dtype: str, x: str, y: str) -> None:
         emission.add("Identity", x, output=y)
         return
     largest = FLOAT_FORMATS[dtype].largest
-    x = emission.add("Clip", x, emission.constant("low", -largest), emission.constant("high", largest))
-    emission.add("Cast", emission.add("Cast", x, to=_CASTS[dtype]), output=y, to=TensorProto.FLOAT)
+    x = emission.add(
+        "Clip", x, emission.constant("low", -largest), emission.constant("high", largest)
+    )
+    emission.add(
+        "Cast", emission.add("Cast", x, to=_CASTS[dtype]), output=y, to=TensorProto.FLOAT
+    )
 
 
 def rounded(emission: Emission, mode: str, x: str) -> str:
@@ -221,14 +276,20 @@ def quantize_weights(
     cut = spec.cut
     scale, zero_point = tensor.scale.reshape(-1, 1), tensor.zero_point.reshape(-1, 1)
     # As DequantizeLinear computes it: in float32.
-    restored = (to_rows(tensor.codes, *cut).to(torch.int64) - zero_point).to(torch.float32) * scale
+    restored = (to_rows(tensor.codes, *cut).to(torch.int64) - zero_point).to(
+        torch.float32
+    ) * scale
     if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
         return None
     emission = Emission(name)
     if spec.qscheme == "per_channel" and spec.group_size is not None:
         _stack(emission, tensor, y, carrier, ahead=ahead)
         return emission
-    codes, scale, zero_point = tensor.codes, _placed(tensor.scale, spec), _placed(tensor.zero_point, spec)
+    codes, scale, zero_point = (
+        tensor.codes,
+        _placed(tensor.scale, spec),
+        _placed(tensor.zero_point, spec),
+    )
     attributes = _attributes(spec, values)
     if transposed:
         codes = codes.T
@@ -236,11 +297,19 @@ def quantize_weights(
             scale, zero_point = scale.T, zero_point.T
         attributes |= {"axis": 1 - attributes["axis"]} if attributes else {}
     if ahead and spec.qscheme != "per_group":
-        along = [-1 if axis == spec.ch_axis else 1 for axis in range(codes.dim())] if spec.ch_axis is not None else []
-        floats = emission.add("Cast", emission.codes("codes", codes, carrier), to=TensorProto.FLOAT)
+        along = (
+            [-1 if axis == spec.ch_axis else 1 for axis in range(codes.dim())]
+            if spec.ch_axis is not None
+            else []
+        )
+        floats = emission.add(
+            "Cast", emission.codes("codes", codes, carrier), to=TensorProto.FLOAT
+        )
         if zero_point.any():
             # OpenVINO takes Cast, Sub, Mul for a compressed weight, and misreads one that is cut and joined by gates.
-            floats = emission.add("Add", floats, emission.constant("zero_point", -zero_point.reshape(along)))
+            floats = emission.add(
+                "Add", floats, emission.constant("zero_point", -zero_point.reshape(along))
+            )
         emission.add("Mul", floats, emission.constant("scale", scale.reshape(along)), output=y)
         return emission
     inputs = [emission.codes("codes", codes, carrier), emission.constant("scale", scale)]
@@ -250,7 +319,9 @@ def quantize_weights(
     return emission
 
 
-def _stack(emission: Emission, tensor: QuantizedTensor, y: str, carrier: Carrier, *, ahead: bool) -> None:
+def _stack(
+    emission: Emission, tensor: QuantizedTensor, y: str, carrier: Carrier, *, ahead: bool
+) -> None:
     """Write a transposed convolution's weight with groups, whose scales lie along two axes.
 
     DequantizeLinear has one axis, so its scale is 1 here, and its product with the scales is the same float. Without
@@ -259,7 +330,9 @@ def _stack(emission: Emission, tensor: QuantizedTensor, y: str, carrier: Carrier
     assert tensor.codes is not None  # `quantize_weights` saw to it
     shape, spec = tuple(tensor.codes.shape), tensor.spec
     first = (shape[0], shape[1], *(1,) * (len(shape) - 2))
-    scale, zero_point = (_spread(values, spec, first) for values in (tensor.scale, tensor.zero_point))
+    scale, zero_point = (
+        _spread(values, spec, first) for values in (tensor.scale, tensor.zero_point)
+    )
     floats = emission.codes("codes", tensor.codes, carrier)
     if ahead:
         floats = emission.add("Cast", floats, to=TensorProto.FLOAT)
@@ -278,7 +351,11 @@ def _spread(values: Tensor, spec: QuantizationSpec, shape: tuple[int, ...]) -> T
 
 def _placed(scales: Tensor, spec: QuantizationSpec) -> Tensor:
     """Scales of groups where ONNX has them: along the axis that is cut."""
-    return scales.movedim(-1, spec.ch_axis) if spec.qscheme == "per_group" and spec.ch_axis is not None else scales
+    return (
+        scales.movedim(-1, spec.ch_axis)
+        if spec.qscheme == "per_group" and spec.ch_axis is not None
+        else scales
+    )
 
 
 def _attributes(spec: QuantizationSpec, values: Tensor) -> dict[str, int]:
@@ -287,7 +364,10 @@ def _attributes(spec: QuantizationSpec, values: Tensor) -> dict[str, int]:
     if spec.qscheme != "per_group":
         return {"axis": spec.ch_axis}
     whole = spec.group_size in (None, -1)
-    return {"axis": spec.ch_axis, "block_size": values.shape[spec.ch_axis] if whole else int(spec.group_size or 0)}
+    return {
+        "axis": spec.ch_axis,
+        "block_size": values.shape[spec.ch_axis] if whole else int(spec.group_size or 0),
+    }
 
 
 def _carrier(tensor: QuantizedTensor, opset: int) -> Carrier | None:
@@ -295,7 +375,11 @@ def _carrier(tensor: QuantizedTensor, opset: int) -> Carrier | None:
     if tensor.spec.dtype != "int" or (tensor.spec.qscheme == "per_group" and opset < BLOCKS):
         return None
     # Codes that were shifted to int8 have a zero point, and a spec has no signed codes with one.
-    if tensor.spec.bit_width == 8 and tensor.codes is not None and tensor.codes.dtype == torch.int8:
+    if (
+        tensor.spec.bit_width == 8
+        and tensor.codes is not None
+        and tensor.codes.dtype == torch.int8
+    ):
         return INT8
     narrow = weight_carrier(tensor.spec, opset)
     if narrow is not None or tensor.zero_point.any() or tensor.spec.quant_max > INT32.high:

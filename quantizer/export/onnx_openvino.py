@@ -64,7 +64,9 @@ def started(file: OnnxFile, deployment: Deployment) -> Iterator[OpenVinoCheck | 
         yield None
         return
     with TemporaryDirectory() as folder:
-        run = _Run.started(Path(folder) / "file", file.source, _inputs(file, deployment), EXACT, DEFAULTS)
+        run = _Run.started(
+            Path(folder) / "file", file.source, _inputs(file, deployment), EXACT, DEFAULTS
+        )
         with run.process:
             try:
                 yield OpenVinoCheck(engine, file, deployment, run)
@@ -95,12 +97,16 @@ class OpenVinoCheck:
         reads = worst_of(figures, self.deployment) is None
         agrees = reads and worst_of(defaults, self.deployment) is None
         layer = "" if reads else self._first_layer()
-        checked = EngineCheck(self.engine, agrees, figures, layer=layer, defaults=defaults, reads=reads)
+        checked = EngineCheck(
+            self.engine, agrees, figures, layer=layer, defaults=defaults, reads=reads
+        )
         if not agrees:
             logger.warning("%s: %s", self.file.name, checked.line)
         return checked
 
-    def _with_float_figures(self, verification: Verification, outputs: list[Tensor]) -> Verification:
+    def _with_float_figures(
+        self, verification: Verification, outputs: list[Tensor]
+    ) -> Verification:
         """Return a verification with figures against the float network, where they decide."""
         if worst_of(verification, self.deployment) is None:
             return verification
@@ -132,7 +138,9 @@ class OpenVinoCheck:
         return verifications
 
     def _require_same_shapes(self, expected: list[Tensor], outputs: list[Tensor]) -> None:
-        for value, ours, theirs in zip(self.file.model.graph.output, expected, outputs, strict=True):
+        for value, ours, theirs in zip(
+            self.file.model.graph.output, expected, outputs, strict=True
+        ):
             if ours.shape != theirs.shape:
                 text = f"output {value.name} has the shape {list(theirs.shape)}, and {list(ours.shape)} in test mode"
                 raise VerificationError(text)
@@ -190,7 +198,11 @@ class _Run:
         if self.process.returncode < 0:
             raise VerificationError(f"it crashes with signal {-self.process.returncode}")
         if self.process.returncode:
-            lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+            lines = [
+                line.strip()
+                for line in errors.decode(errors="replace").splitlines()
+                if line.strip()
+            ]
             raise VerificationError(lines[-1] if lines else "it fails without a message")
         every: list[Arrays] = []
         for path in self.stored:

@@ -21,7 +21,10 @@ Sizes = Mapping[str, list[int]]
 
 def sizes_of(values: Iterable[ValueInfoProto]) -> Sizes:
     """Return the sizes of values along their axes."""
-    return {value.name: [size.dim_value for size in value.type.tensor_type.shape.dim] for value in values}
+    return {
+        value.name: [size.dim_value for size in value.type.tensor_type.shape.dim]
+        for value in values
+    }
 
 
 def padded_apart(
@@ -50,9 +53,13 @@ def padded_apart(
     return rewritten, initializers
 
 
-def _pool(pool: NodeProto, makers: Makers, constants: Constants, sizes: Sizes) -> Emission | None:
+def _pool(
+    pool: NodeProto, makers: Makers, constants: Constants, sizes: Sizes
+) -> Emission | None:
     """Return the nodes in place of a pool; None for one that is read right as it is."""
-    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in pool.attribute}
+    attributes = {
+        attribute.name: helper.get_attribute_value(attribute) for attribute in pool.attribute
+    }
     pads: list[int] = list(attributes.get("pads", ()))
     if not any(pads) or not attributes.get("count_include_pad", 0):
         return None
@@ -63,12 +70,16 @@ def _pool(pool: NodeProto, makers: Makers, constants: Constants, sizes: Sizes) -
         pads = _of_windows(size, pads, attributes["kernel_shape"], attributes["strides"])
     half = len(pads) // 2
     emission = Emission(f"{pool.output[0]}.padded")
-    amounts = emission.integers("amounts", torch.tensor([0, 0, *pads[:half], 0, 0, *pads[half:]]))
+    amounts = emission.integers(
+        "amounts", torch.tensor([0, 0, *pads[:half], 0, 0, *pads[half:]])
+    )
     values = _padded_codes(emission, pool.input[0], [amounts], makers, constants)
     if values is None:
         return None
     others = {name: value for name, value in attributes.items() if name not in _PADDING}
-    emission.nodes.append(helper.make_node("AveragePool", [values], list(pool.output), name=pool.name, **others))
+    emission.nodes.append(
+        helper.make_node("AveragePool", [values], list(pool.output), name=pool.name, **others)
+    )
     return emission
 
 
@@ -76,7 +87,10 @@ def _pad(pad: NodeProto, makers: Makers, constants: Constants) -> Emission | Non
     """Return the nodes in place of a Pad with zeros; None for another one."""
     if not moves(pad, constants):
         return None
-    mode = next((helper.get_attribute_value(each) for each in pad.attribute if each.name == "mode"), b"constant")
+    mode = next(
+        (helper.get_attribute_value(each) for each in pad.attribute if each.name == "mode"),
+        b"constant",
+    )
     if mode != b"constant":
         return None
     emission = Emission(f"{pad.output[0]}.padded")
@@ -109,7 +123,9 @@ def _padded_codes(
     return emission.add("DequantizeLinear", padded, scale, zero_point)
 
 
-def _of_windows(size: list[int], pads: list[int], kernel: list[int], strides: list[int]) -> list[int]:
+def _of_windows(
+    size: list[int], pads: list[int], kernel: list[int], strides: list[int]
+) -> list[int]:
     """Return the padding without the last positions of an axis where these alone would make another window.
 
     A pool that rounds the number of windows up leaves out one that begins in the padding behind the values. Where the
@@ -131,7 +147,11 @@ def _of_windows(size: list[int], pads: list[int], kernel: list[int], strides: li
 
 def _has_zero_point(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
     """Return whether a node dequantizes codes of 8 bits of which another than 0 stands for zero."""
-    if node.op_type != "DequantizeLinear" or len(node.input) < 3 or node.input[2] not in constants:
+    if (
+        node.op_type != "DequantizeLinear"
+        or len(node.input) < 3
+        or node.input[2] not in constants
+    ):
         return False
     zero_point = constants[node.input[2]]
     return zero_point.data_type in CLIPPED and bool(numpy_helper.to_array(zero_point).any())

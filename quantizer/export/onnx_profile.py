@@ -21,7 +21,9 @@ INT8_ACTIVATIONS = 4
 def half_even(solution: Solution) -> Solution:
     """The solution with activations rounded half to even, as QuantizeLinear does: other codes at half-way points."""
     tensors = {
-        key: tensor if is_parameter(key[1]) else replace(tensor, spec=replace(tensor.spec, round_mode="half_even"))
+        key: tensor
+        if is_parameter(key[1])
+        else replace(tensor, spec=replace(tensor.spec, round_mode="half_even"))
         for key, tensor in solution.tensors.items()
     }
     return replace(solution, tensors=tensors)
@@ -42,7 +44,9 @@ def packed_product(name: str, weights: QuantizedTensor, x: str, y: str) -> Emiss
     bits = next(width for width in PACKED_BITS if spec.bit_width <= width)
     middle = 1 << (bits - 1) if spec.quant_min < 0 else 0
     count = -(-inputs // block)
-    shifted = torch.nn.functional.pad(codes.to(torch.int32) + middle, (0, count * block - inputs), value=middle)
+    shifted = torch.nn.functional.pad(
+        codes.to(torch.int32) + middle, (0, count * block - inputs), value=middle
+    )
     operands = [
         x,
         emission.integers("codes", _packed(shifted.view(outputs, count, block), bits)),
@@ -51,7 +55,13 @@ def packed_product(name: str, weights: QuantizedTensor, x: str, y: str) -> Emiss
     zeros = weights.zero_point.reshape(outputs, count) + middle
     if (zeros != 1 << (bits - 1)).any():
         operands.append(emission.integers("zero_point", _packed(zeros, bits)))
-    sizes = {"K": inputs, "N": outputs, "bits": bits, "block_size": block, "accuracy_level": INT8_ACTIVATIONS}
+    sizes = {
+        "K": inputs,
+        "N": outputs,
+        "bits": bits,
+        "block_size": block,
+        "accuracy_level": INT8_ACTIVATIONS,
+    }
     emission.add("MatMulNBits", *operands, output=y, domain=PACKED_DOMAIN, **sizes)
     emission.nodes[-1].name = name
     return emission

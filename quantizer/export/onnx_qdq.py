@@ -54,8 +54,12 @@ def export(deployment: Deployment, path: Path) -> Verification:
     check("onnx", deployment.graph, deployment.solution.specs, deployment.opset)
     is_fast = deployment.choice("onnx_profile") == "fast"
     solution = as_run(deployment.graph, deployment.solution).by_rows()
-    tested = replace(deployment, solution=solution)  # the file is compared with this, whatever is restated for it
-    deployment = replace(deployment, solution=quantized_apart(deployment.graph, solution, any_rounding=is_fast))
+    tested = replace(
+        deployment, solution=solution
+    )  # the file is compared with this, whatever is restated for it
+    deployment = replace(
+        deployment, solution=quantized_apart(deployment.graph, solution, any_rounding=is_fast)
+    )
     wide = in_float32(deployment)
     encoded = half_even(wide.encoded) if is_fast else wide.encoded
     solution = restated(wide.graph, encoded, wide.choice("onnx_weights"), packed=is_fast)
@@ -78,7 +82,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
     return replace(found, remarks=processors(wide.graph, solution), engines=engines)
 
 
-def refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> Iterator[Refusal]:
+def refusals(
+    graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+) -> Iterator[Refusal]:
     """What this target cannot express; needs no run of the network. `opset` is -1 to let the exporter choose."""
     opset = operator_set(specs) if opset == -1 else opset
     if opset not in OPSETS:
@@ -102,7 +108,9 @@ def _unprojected(graph: Graph) -> Iterator[Refusal]:
 
 def operator_set(specs: Mapping[Key, QuantizationSpec]) -> int:
     """20, which every optimization of ONNX Runtime knows; 21 if a type or the blocks of a weight came only with it."""
-    return max([20, *(_oldest(role, spec) for (_, role), spec in specs.items() if spec.dtype == "int")])
+    return max(
+        [20, *(_oldest(role, spec) for (_, role), spec in specs.items() if spec.dtype == "int")]
+    )
 
 
 def _oldest(role: str, spec: QuantizationSpec) -> int:
@@ -121,7 +129,9 @@ def _clean(model: ModelProto, graph: Graph) -> None:
     """Nothing of where the model was made: no traces, no internal names of sizes, no shapes of values that are gone."""
     model.producer_name, model.producer_version = "quantizer", quantizer.__version__
     used = {node.domain for node in model.graph.node}
-    kept = [entry for entry in model.opset_import if entry.domain not in (DOMAIN, PACKED_DOMAIN)]
+    kept = [
+        entry for entry in model.opset_import if entry.domain not in (DOMAIN, PACKED_DOMAIN)
+    ]
     kept += [onnx.helper.make_opsetid(PACKED_DOMAIN, 1)] if PACKED_DOMAIN in used else []
     del model.opset_import[:]
     model.opset_import.extend(kept)
@@ -135,7 +145,9 @@ def _clean(model: ModelProto, graph: Graph) -> None:
         del value.metadata_props[:]
         for dimension in value.type.tensor_type.shape.dim:
             if dimension.HasField("dim_param"):
-                dimension.dim_param = _SYMBOL.sub(lambda found: names[found[0]], dimension.dim_param)
+                dimension.dim_param = _SYMBOL.sub(
+                    lambda found: names[found[0]], dimension.dim_param
+                )
 
 
 def _names_of_sizes(model: ModelProto, graph: Graph) -> Mapping[str, str]:
@@ -150,6 +162,11 @@ def _names_of_sizes(model: ModelProto, graph: Graph) -> Mapping[str, str]:
             if dimension.HasField("dim_param"):
                 names[dimension.dim_param] = lengths.get((index, axis), "batch")
     shapes = (value.type.tensor_type.shape.dim for value in model.graph.output)
-    symbols = [symbol for shape in shapes for size in shape for symbol in _SYMBOL.findall(size.dim_param)]
+    symbols = [
+        symbol
+        for shape in shapes
+        for size in shape
+        for symbol in _SYMBOL.findall(size.dim_param)
+    ]
     unknown = [symbol for symbol in dict.fromkeys(symbols) if symbol not in names]
     return names | {symbol: f"size_{number}" for number, symbol in enumerate(unknown, 1)}

@@ -18,7 +18,9 @@ _PASSED = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "MaxPool")
 """Operators that leave the quantization at the sum: OpenVINO moves it past them."""
 
 
-def summed_sizes(nodes: list[NodeProto], sizes: Sizes) -> tuple[list[NodeProto], list[TensorProto]]:
+def summed_sizes(
+    nodes: list[NodeProto], sizes: Sizes
+) -> tuple[list[NodeProto], list[TensorProto]]:
     """Return the nodes with single sizes as sums, and the initializers that these read.
 
     All stay as they are where no sum of a convolution and its bias is quantized.
@@ -41,7 +43,11 @@ def _quantizes_sums(nodes: Sequence[NodeProto]) -> bool:
     """Return whether what a convolution with a bias makes is quantized, and nothing is computed of it before."""
     readers = readers_of(nodes)
     for node in nodes:
-        if node.op_type in _CONVOLUTIONS and len(node.input) == 3 and _is_quantized(node, readers):
+        if (
+            node.op_type in _CONVOLUTIONS
+            and len(node.input) == 3
+            and _is_quantized(node, readers)
+        ):
             return True
     return False
 
@@ -61,7 +67,9 @@ def _is_quantized(node: NodeProto, readers: Mapping[str, Sequence[NodeProto]]) -
 def _as_sum(shape: NodeProto, sizes: Sizes) -> Emission | None:
     """Return the nodes in place of one that reads a single size; None for one that reads several."""
     rank = len(sizes.get(shape.input[0], ()))
-    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in shape.attribute}
+    attributes = {
+        attribute.name: helper.get_attribute_value(attribute) for attribute in shape.attribute
+    }
     axes = range(rank)[slice(attributes.get("start", 0), attributes.get("end", rank))]
     if len(axes) != 1:
         return None

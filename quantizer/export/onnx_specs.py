@@ -41,11 +41,18 @@ def input_spec(layer: str, graph: Graph, specs: Specs) -> QuantizationSpec | Non
     return None if key is None else specs[key]
 
 
-def output_spec(layer: str, graph: Graph, specs: Specs, where: Layout) -> QuantizationSpec | None:
+def output_spec(
+    layer: str, graph: Graph, specs: Specs, where: Layout
+) -> QuantizationSpec | None:
     """How what a layer makes is quantized: where `where`, the graph's layout, has it, or by all that read it, alike."""
     for name in _points(layer, where):
-        reading = {specs.get((reader, "input")) for reader, _ in values_readers(graph, name, where.floats)}
-        found = specs.get((name, "activation")) or (reading.pop() if len(reading) == 1 else None)
+        reading = {
+            specs.get((reader, "input"))
+            for reader, _ in values_readers(graph, name, where.floats)
+        }
+        found = specs.get((name, "activation")) or (
+            reading.pop() if len(reading) == 1 else None
+        )
         if found is not None:
             return found
     return None
@@ -56,7 +63,9 @@ def is_narrow(spec: QuantizationSpec | None) -> bool:
     return spec is not None and spec.dtype == "int" and spec.bit_width <= 8
 
 
-def restated(graph: Graph, solution: Solution, weights: str, *, packed: bool = False) -> Solution:
+def restated(
+    graph: Graph, solution: Solution, weights: str, *, packed: bool = False
+) -> Solution:
     """The solution with weights that multiply in the form that ONNX Runtime's kernels take; they stand for the same.
 
     Beside quantized inputs that is one scale, or one for each channel, with codes of 8 bits: int8 or uint8, as
@@ -71,11 +80,15 @@ def restated(graph: Graph, solution: Solution, weights: str, *, packed: bool = F
             tensors[key] = _for_integers(tensor, "int8" if node.row.transposed else weights)
         elif key[1] == "weights" and node.row.kind == "mac" and is_narrow(tensor.spec):
             shape = graph.weight(node).shape
-            tensors[key] = _for_floats(tensor, *shape, packed=packed) if len(shape) == 2 else tensor
+            tensors[key] = (
+                _for_floats(tensor, *shape, packed=packed) if len(shape) == 2 else tensor
+            )
     return replace(solution, tensors=tensors)
 
 
-def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool = False) -> Solution:
+def quantized_apart(
+    graph: Graph, solution: Solution, *, any_rounding: bool = False
+) -> Solution:
     """The solution with values that a join alone reads quantized before it, too: to the same codes.
 
     So kernels of integers can make them. Where rounding takes operators in float, it would cost more than that brings,
@@ -101,7 +114,9 @@ def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool = Fa
 def _keeps_codes(graph: Graph, join: Join) -> bool:
     """Whether rounding before a join's activation function leads to the same codes as rounding after it alone."""
     between = [graph.by_name[name] for name in join.group.members if name != join.name]
-    return all(node.row.keeps_scale or node.row.cuts or node.op == PART_SCALE for node in between)
+    return all(
+        node.row.keeps_scale or node.row.cuts or node.op == PART_SCALE for node in between
+    )
 
 
 def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
@@ -127,12 +142,17 @@ def processors(graph: Graph, solution: Solution) -> tuple[str, ...]:
     met = [
         tensor.codes
         for key, tensor in solution.tensors.items()
-        if _meets_integers(key, tensor.spec, graph, specs) and not graph.by_name[key[0]].row.transposed
+        if _meets_integers(key, tensor.spec, graph, specs)
+        and not graph.by_name[key[0]].row.transposed
     ]
     if any(codes is not None and codes.dtype == torch.uint8 for codes in met):
-        return ("8-bit weights are uint8, for any processor; on those with VNNI, --onnx_weights int8 is faster",)
+        return (
+            "8-bit weights are uint8, for any processor; on those with VNNI, --onnx_weights int8 is faster",
+        )
     if any(codes is not None and int(codes.int().abs().max()) > SAFE for codes in met):
-        return ("8-bit weights are int8: x86 processors without VNNI add up their products wrong",)
+        return (
+            "8-bit weights are int8: x86 processors without VNNI add up their products wrong",
+        )
     return ()
 
 
@@ -141,7 +161,9 @@ def _meets_integers(key: Key, spec: QuantizationSpec, graph: Graph, specs: Specs
     (layer, role), is_weight = key, base_role(key[1]) == "weights" and is_narrow(spec)
     if not is_weight or graph.by_name[layer].row.kind != "mac" or spec.qscheme == "per_group":
         return False
-    return is_narrow(input_spec(layer, graph, specs)) if role == "weights" else spec.bit_width == 8
+    return (
+        is_narrow(input_spec(layer, graph, specs)) if role == "weights" else spec.bit_width == 8
+    )
 
 
 def _for_integers(tensor: QuantizedTensor, weights: str) -> QuantizedTensor:
@@ -155,7 +177,9 @@ def _for_integers(tensor: QuantizedTensor, weights: str) -> QuantizedTensor:
     return _shifted(tensor, spec, SIGN if tensor.spec.signed else 0, signed=False)
 
 
-def _shifted(tensor: QuantizedTensor, spec: QuantizationSpec, by: int, *, signed: bool) -> QuantizedTensor:
+def _shifted(
+    tensor: QuantizedTensor, spec: QuantizationSpec, by: int, *, signed: bool
+) -> QuantizedTensor:
     """The same values by codes that are `by` higher."""
     assert tensor.codes is not None
     codes = (tensor.codes.to(torch.int32) + by).to(torch.int8 if signed else torch.uint8)
@@ -163,12 +187,18 @@ def _shifted(tensor: QuantizedTensor, spec: QuantizationSpec, by: int, *, signed
     return replace(tensor, spec=spec, codes=codes, zero_point=tensor.zero_point + by)
 
 
-def _for_floats(tensor: QuantizedTensor, outputs: int, inputs: int, *, packed: bool) -> QuantizedTensor:
+def _for_floats(
+    tensor: QuantizedTensor, outputs: int, inputs: int, *, packed: bool
+) -> QuantizedTensor:
     """A linear layer's weight in the form that is multiplied with floats; as it is where there is none."""
     spec = tensor.spec
     if spec.ch_axis not in (None, 1 if spec.qscheme == "per_group" else 0):
         return tensor
-    group = inputs if spec.qscheme != "per_group" or spec.group_size in (None, -1) else spec.group_size
+    group = (
+        inputs
+        if spec.qscheme != "per_group" or spec.group_size in (None, -1)
+        else spec.group_size
+    )
     assert group is not None  # of a spec per group
     block = next((size for size in (BLOCK, *BLOCKS) if group % size == 0), None)
     if group == inputs and (block is None or (spec.bit_width > 4 and not packed)):
@@ -176,17 +206,26 @@ def _for_floats(tensor: QuantizedTensor, outputs: int, inputs: int, *, packed: b
         return _rescaled(tensor, channels, lambda each: each.expand(outputs, 1)[:, 0])
     if group in BLOCKS or block is None:
         return tensor
-    blocks, count = replace(spec, qscheme="per_group", ch_axis=1, group_size=block), group // block
-    return _rescaled(tensor, blocks, lambda each: each.expand(outputs, -1).repeat_interleave(count, 1))
+    blocks, count = (
+        replace(spec, qscheme="per_group", ch_axis=1, group_size=block),
+        group // block,
+    )
+    return _rescaled(
+        tensor, blocks, lambda each: each.expand(outputs, -1).repeat_interleave(count, 1)
+    )
 
 
-def _rescaled(tensor: QuantizedTensor, spec: QuantizationSpec, spread: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+def _rescaled(
+    tensor: QuantizedTensor, spec: QuantizationSpec, spread: Callable[[Tensor], Tensor]
+) -> QuantizedTensor:
     """The same codes with the scales and zero points in another shape; `spread` is given [outputs or 1, groups]."""
 
     def placed(values: Tensor) -> Tensor:
         return spread(values.reshape(values.shape[0] if values.dim() else 1, -1)).contiguous()
 
-    return replace(tensor, spec=spec, scale=placed(tensor.scale), zero_point=placed(tensor.zero_point))
+    return replace(
+        tensor, spec=spec, scale=placed(tensor.scale), zero_point=placed(tensor.zero_point)
+    )
 
 
 def _up(layer: str, graph: Graph) -> Iterable[Key]:

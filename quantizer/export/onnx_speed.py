@@ -28,12 +28,16 @@ def float_model(marked: ModelProto) -> bytes | None:
     model.CopyFrom(marked)
     for index, node in enumerate(marked.graph.node):
         if node.domain == DOMAIN:
-            model.graph.node[index].CopyFrom(helper.make_node("Identity", node.input, node.output, name=node.name))
+            model.graph.node[index].CopyFrom(
+                helper.make_node("Identity", node.input, node.output, name=node.name)
+            )
     del model.graph.value_info[:]
     return bytes(model.SerializeToString())
 
 
-def speed(session: onnxruntime.InferenceSession, floating: bytes, feed: Mapping[str, NDArray[Any]]) -> Speed | None:
+def speed(
+    session: onnxruntime.InferenceSession, floating: bytes, feed: Mapping[str, NDArray[Any]]
+) -> Speed | None:
     """Return how fast `session` is against one of the model `floating`; None if it cannot be measured.
 
     Both run in each round and take turns to be first, so that what slows the machine down meets both.
@@ -54,7 +58,9 @@ def speed(session: onnxruntime.InferenceSession, floating: bytes, feed: Mapping[
     return Speed.of(*times)
 
 
-def _runs_at_once(session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]]) -> int:
+def _runs_at_once(
+    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]]
+) -> int:
     """How many runs make a measurement long enough for the clock and the scheduler."""
     # The first run prepares memory.
     session.run(None, feed)
@@ -62,7 +68,9 @@ def _runs_at_once(session: onnxruntime.InferenceSession, feed: Mapping[str, NDAr
     return max(1, math.ceil(SHORTEST / max(seconds, SHORTEST / MOST_RUNS)))
 
 
-def _seconds(session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]], runs: int) -> float:
+def _seconds(
+    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]], runs: int
+) -> float:
     """Of one run, as the mean of several."""
     start = time.perf_counter()
     for _ in range(runs):

@@ -61,14 +61,22 @@ def activation_carrier(spec: QuantizationSpec, opset: int) -> tuple[Carrier, int
     (128, 0)
     """
     signed = spec.quant_min < 0
-    carrier = _narrowest([row for row in CARRIERS if row.high > 15 and (row.low < 0) == signed], spec, opset)
+    carrier = _narrowest(
+        [row for row in CARRIERS if row.high > 15 and (row.low < 0) == signed], spec, opset
+    )
     if carrier is INT8:
         return UINT8, UINT8.low - INT8.low
     return None if carrier is None else (carrier, 0)
 
 
-def _narrowest(carriers: Sequence[Carrier], spec: QuantizationSpec, opset: int) -> Carrier | None:
-    fits = (c for c in carriers if c.low <= spec.quant_min and spec.quant_max <= c.high and c.opset <= opset)
+def _narrowest(
+    carriers: Sequence[Carrier], spec: QuantizationSpec, opset: int
+) -> Carrier | None:
+    fits = (
+        c
+        for c in carriers
+        if c.low <= spec.quant_min and spec.quant_max <= c.high and c.opset <= opset
+    )
     return next(fits, None)
 
 
@@ -76,7 +84,9 @@ def codes_tensor(name: str, codes: Tensor, carrier: Carrier) -> TensorProto:
     """An initializer of codes; 4-bit ones lie two per byte, the first in the low half, as the ONNX format says."""
     flat = codes.reshape(-1)
     if carrier.data_type in (TensorProto.INT4, TensorProto.UINT4):
-        nibbles = torch.nn.functional.pad(flat.to(torch.int64) & 15, (0, flat.numel() % 2)).view(-1, 2)
+        nibbles = torch.nn.functional.pad(
+            flat.to(torch.int64) & 15, (0, flat.numel() % 2)
+        ).view(-1, 2)
         flat = nibbles[:, 0] | nibbles[:, 1] << 4
     return _tensor(name, carrier.data_type, codes.shape, flat.to(carrier.storage))
 
@@ -87,5 +97,9 @@ def float_tensor(name: str, values: Tensor) -> TensorProto:
 
 
 def _tensor(name: str, data_type: int, shape: torch.Size, values: Tensor) -> TensorProto:
-    content = values.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b""
+    content = (
+        values.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        if values.numel()
+        else b""
+    )
     return onnx.TensorProto(name=name, data_type=data_type, dims=list(shape), raw_data=content)

@@ -30,7 +30,12 @@ class _Mark(nn.Module):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return torch.onnx.ops.symbolic(
-            f"{DOMAIN}::Mark", (x,), {"index": self.index}, dtype=x.dtype, shape=x.shape, version=1
+            f"{DOMAIN}::Mark",
+            (x,),
+            {"index": self.index},
+            dtype=x.dtype,
+            shape=x.shape,
+            version=1,
         )
 
 
@@ -50,7 +55,9 @@ class _Flat(nn.Module):
         self.weights: dict[str, _Mark] = {}
         for index, ((layer, role), _) in enumerate(wanted):
             if base_role(role) == "weights":
-                self.weights[f"{network.module_names[layer]}.{parameter_name(role)}"] = _Mark(index)
+                self.weights[f"{network.module_names[layer]}.{parameter_name(role)}"] = _Mark(
+                    index
+                )
             elif not is_parameter(role):
                 network.layers[layer].attach(role, _Mark(index))  # type: ignore[arg-type]
 
@@ -58,15 +65,21 @@ class _Flat(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        weights = {name: mark(self.network.get_parameter(name)) for name, mark in self.weights.items()}
+        weights = {
+            name: mark(self.network.get_parameter(name)) for name, mark in self.weights.items()
+        }
         outputs: list[Tensor] = []
-        for output in tensor_leaves(torch.func.functional_call(self.network, weights, args, kwargs)):
+        for output in tensor_leaves(
+            torch.func.functional_call(self.network, weights, args, kwargs)
+        ):
             named_twice = any(output is other for other in (*tensors, *outputs))
             outputs.append(output.clone() if named_twice else output)
         return outputs
 
 
-def translate(deployment: Deployment, network: Network, wanted: Wanted, opset: int) -> ModelProto:
+def translate(
+    deployment: Deployment, network: Network, wanted: Wanted, opset: int
+) -> ModelProto:
     """The network as ONNX, its inputs and outputs `input_0`, …, `output_0`, … in the order of the call's tensors.
 
     Args:

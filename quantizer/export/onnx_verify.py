@@ -28,9 +28,7 @@ from quantizer.export.onnx_speed import speed
 PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
 _HELP = "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one gets wrong"
-_INT8_HELP = (
-    "without VNNI, processors add up int8 weights of 8 bits wrong: use --onnx_weights uint8, or give weights 7 bits"
-)
+_INT8_HELP = "without VNNI, processors add up int8 weights of 8 bits wrong: use --onnx_weights uint8, or give weights 7 bits"
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,11 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             is_timed = True
     verified = {}
     for label, session in sessions.items():
-        remedy = _INT8_HELP if label == DEFAULT and deployment.choice("onnx_weights") == "int8" else _HELP
+        remedy = (
+            _INT8_HELP
+            if label == DEFAULT and deployment.choice("onnx_weights") == "int8"
+            else _HELP
+        )
         refusal, run = f"{file.name} is not written: {label}", partial(_outputs, session)
         verified[label] = accepted(agreements[label].result(), deployment, run, refusal, remedy)
     rows = () if layers is None else tuple(layers.check.rows.values())
@@ -122,7 +124,9 @@ def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.Inf
         if isinstance(file.source, str):
             options.add_session_config_entry(_EXTERNAL, f"{Path(optimized).name}.data")
     with _failures_named(label, file.name):
-        return onnxruntime.InferenceSession(file.source, options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(
+            file.source, options, providers=["CPUExecutionProvider"]
+        )
 
 
 @contextmanager
@@ -132,12 +136,18 @@ def _failures_named(label: str, name: str) -> Iterator[None]:
         yield
     except Exception as error:
         why = str(error).strip().partition("\n")[0]
-        raise VerificationError(f"{name} is not written: {label} cannot run it: {why}", help=_HELP) from error
+        raise VerificationError(
+            f"{name} is not written: {label} cannot run it: {why}", help=_HELP
+        ) from error
 
 
-def _outputs(session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _outputs(
+    session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
     """What a session gives for a call."""
-    return [torch.from_numpy(output) for output in session.run(None, _feed(session, args, kwargs))]
+    return [
+        torch.from_numpy(output) for output in session.run(None, _feed(session, args, kwargs))
+    ]
 
 
 def _feed(
@@ -147,7 +157,9 @@ def _feed(
     return named_inputs({value.name for value in session.get_inputs()}, args, kwargs)
 
 
-def named_inputs(names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+def named_inputs(
+    names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, NDArray[Any]]:
     """Return those of a call's tensors that a file has as inputs of these names."""
     leaves = widened(tensor_leaves((args, dict(kwargs))))
     tensors = {f"input_{index}": tensor for index, tensor in enumerate(leaves)}

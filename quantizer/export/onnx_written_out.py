@@ -22,7 +22,9 @@ _AVERAGES = {
 def decompositions(program: ExportedProgram) -> Mapping[Any, Callable[..., Any]]:
     """Return what to run in place of operators of a program; none where all are read right."""
     written_out: dict[Any, Callable[..., Any]] = {}
-    for node in program.graph.find_nodes(op="call_function", target=_ATEN.scaled_dot_product_attention.default):
+    for node in program.graph.find_nodes(
+        op="call_function", target=_ATEN.scaled_dot_product_attention.default
+    ):
         if node.args[0].meta["val"].dim() != 4:
             written_out[node.target] = _attention_of_heads
     for node in program.graph.nodes:
@@ -45,7 +47,12 @@ def _is_complex(value: Any) -> bool:
 
 
 def _attention_of_heads(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **others: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **others: Any,
 ) -> Any:
     """Write attention in four dimensions, which are all that torch.onnx knows of it."""
     missing = 4 - query.dim()
@@ -55,7 +62,9 @@ def _attention_of_heads(
         query, key, value = (tensor.unsqueeze(-3) for tensor in (query, key, value))
     if attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask.unsqueeze(1)
-    attended = _ATEN.scaled_dot_product_attention.default(query, key, value, attn_mask, *args, **others)
+    attended = _ATEN.scaled_dot_product_attention.default(
+        query, key, value, attn_mask, *args, **others
+    )
     return attended.squeeze(-3) if missing == 1 else attended.squeeze(-3).squeeze(-3)
 
 
@@ -74,7 +83,9 @@ def _norm_of_statistics(
     return _ATEN.batch_norm.default(x, weight, bias, running_mean, running_var, False, *others)
 
 
-def _circular_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+def _circular_pad(
+    x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Any:
     """Write the padding with values of the other end by indices; OpenVINO has no such padding."""
     if mode != "circular":
         return NotImplemented
@@ -92,7 +103,10 @@ def _has_even_bags(node: fx.Node) -> bool:
     _, flattened, offsets, *_ = node.args
     if not isinstance(offsets, fx.Node) or offsets.target is not _ATEN.arange.start_step:
         return False
-    if not isinstance(flattened, fx.Node) or flattened.target not in (_ATEN.reshape.default, _ATEN.view.default):
+    if not isinstance(flattened, fx.Node) or flattened.target not in (
+        _ATEN.reshape.default,
+        _ATEN.view.default,
+    ):
         return False
     (matrix, _), (start, _, length) = flattened.args, offsets.args
     if not isinstance(matrix, fx.Node) or start != 0:

@@ -16,9 +16,16 @@ def main() -> None:
     core = openvino.Core()
     known = set(core.get_property("CPU", "SUPPORTED_PROPERTIES"))
     for path, settings in json.loads(Path("runs.json").read_text("utf-8")).items():
-        compiled = core.compile_model("model.onnx", "CPU", {name: settings[name] for name in settings if name in known})
+        compiled = core.compile_model(
+            "model.onnx", "CPU", {name: settings[name] for name in settings if name in known}
+        )
         with np.load("inputs.npz") as stored:
-            found = compiled({name: stored[name] for name in (value.get_any_name() for value in compiled.inputs)})
+            found = compiled(
+                {
+                    name: stored[name]
+                    for name in (value.get_any_name() for value in compiled.inputs)
+                }
+            )
         arrays = {}
         for value in compiled.outputs:
             for name in value.get_names():

@@ -39,7 +39,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
     The parameters of `load` equal test mode's.
     """
     solution = deployment.encoded
-    tensors = _parameters(quantized_network(deployment.graph, replace(solution, corrections={})))
+    tensors = _parameters(
+        quantized_network(deployment.graph, replace(solution, corrections={}))
+    )
     specs: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
     for (layer, role), tensor in solution.tensors.items():
@@ -50,11 +52,20 @@ def export(deployment: Deployment, path: Path) -> Verification:
             tensors |= {f"{name}.zero_point": tensor.zero_point} if spec.dtype == "int" else {}
         if tensor.codes is not None:
             tensors[name], dtypes[name] = tensor.codes, str(tensor.dtype).removeprefix("torch.")
-    tensors |= {f"{layer}{CORRECTION}": tensor for layer, tensor in solution.corrections.items()}
-    described = {"format": FORMAT, "model": deployment.graph.model, "specs": specs, "dtypes": dtypes}
+    tensors |= {
+        f"{layer}{CORRECTION}": tensor for layer, tensor in solution.corrections.items()
+    }
+    described = {
+        "format": FORMAT,
+        "model": deployment.graph.model,
+        "specs": specs,
+        "dtypes": dtypes,
+    }
     write_tensors(path, tensors, {METADATA: json.dumps(described, sort_keys=True)})
     expected, found = _parameters(deployment.network()), _decoded(path)
-    return verify("parameters", map(loaded, expected.values()), (found[name].load() for name in expected))
+    return verify(
+        "parameters", map(loaded, expected.values()), (found[name].load() for name in expected)
+    )
 
 
 def load(path: Path) -> dict[str, Tensor]:
@@ -71,23 +82,32 @@ def _decoded(path: Path) -> dict[str, DeferredTensor]:
     tensors = deferred_tensors(path)
     described = json.loads(metadata(path).get(METADATA, "{}"))
     if described.get("format") != FORMAT:
-        raise ResultError(f"{path} is not a deployed network of this version", help="run --deploy safetensors again")
+        raise ResultError(
+            f"{path} is not a deployed network of this version",
+            help="run --deploy safetensors again",
+        )
     specs = {name: QuantizationSpec(**spec) for name, spec in described["specs"].items()}
     parts = {f"{name}.{part}" for name in specs for part in ("scale", "zero_point")}
     parameters = {name: tensor for name, tensor in tensors.items() if name not in parts}
 
     def parameter(name: str, dtype: torch.dtype) -> Tensor:
         scale = loaded(tensors.get(f"{name}.scale", torch.ones(())))
-        zero_point = loaded(tensors.get(f"{name}.zero_point", torch.zeros_like(scale, dtype=torch.int32)))
+        zero_point = loaded(
+            tensors.get(f"{name}.zero_point", torch.zeros_like(scale, dtype=torch.int32))
+        )
         return decode(tensors[name].load(), specs[name], scale, zero_point, dtype)
 
     for name, stored in described["dtypes"].items():
         dtype = getattr(torch, stored)
-        parameters[name] = DeferredTensor(tensors[name].shape, dtype, partial(parameter, name, dtype))
+        parameters[name] = DeferredTensor(
+            tensors[name].shape, dtype, partial(parameter, name, dtype)
+        )
     for name in [name for name in parameters if name.endswith(CORRECTION)]:
         bias, correction = f"{name.removesuffix(CORRECTION)}.bias", parameters.pop(name)
         summands = [each for each in (parameters.get(bias), correction) if each is not None]
-        parameters[bias] = DeferredTensor(correction.shape, correction.dtype, partial(_sum, summands))
+        parameters[bias] = DeferredTensor(
+            correction.shape, correction.dtype, partial(_sum, summands)
+        )
     return parameters
 
 

@@ -39,7 +39,9 @@ def loaded(content: bytes) -> nn.Module:
         return torch.export.load(io.BytesIO(content)).module()
 
 
-def exported(module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+def exported(
+    module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ExportedProgram:
     """The program of a module that is called as `graph`'s model; `args` and `kwargs` must hold no data of the user.
 
     Raises:
@@ -65,16 +67,23 @@ def exported(module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dic
 
 def _refused(what: str, error: Exception) -> ModelError:
     first = str(error).strip().partition("\n")[0]
-    return ModelError(f"{what}: {type(error).__name__}: {first}", help="the safetensors target needs no torch.export")
+    return ModelError(
+        f"{what}: {type(error).__name__}: {first}",
+        help="the safetensors target needs no torch.export",
+    )
 
 
-def _by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+def _by_name(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any]:
     """`forward` with each keyword in its signature: torch.export cannot match open shapes with a bare **kwargs."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    positional = [Parameter(f"args_{index}", Parameter.POSITIONAL_ONLY) for index in range(len(args))]
+    positional = [
+        Parameter(f"args_{index}", Parameter.POSITIONAL_ONLY) for index in range(len(args))
+    ]
     keywords = [Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs]
     called.__signature__ = Signature([*positional, *keywords])  # type: ignore[attr-defined]
     return called
@@ -90,15 +99,28 @@ def _guarded(length: Length) -> Any:
     return Dim.DYNAMIC(min=length.least, max=length.most)
 
 
-def _open_sizes(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], of_length: Callable[[Length], Any]) -> Any:
+def _open_sizes(
+    graph: Graph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    of_length: Callable[[Length], Any],
+) -> Any:
     """For each tensor of the call the dimensions that follow the batch or a length, in the shape of the call."""
     batch, inputs = Dim("batch", min=1), [node for node in graph.nodes if node.op == "input"]
-    opened: list[dict[int, Any]] = [{0: batch} if node.shape and node.shape[0] is None else {} for node in inputs]
+    opened: list[dict[int, Any]] = [
+        {0: batch} if node.shape and node.shape[0] is None else {} for node in inputs
+    ]
     for length in graph.lengths:
         size = of_length(length)
         for index, axis in length.axes:
             opened[index][axis] = size
-    tensors = iter([own or None for node, own in zip(inputs, opened, strict=True) if node.shape is not None])
+    tensors = iter(
+        [
+            own or None
+            for node, own in zip(inputs, opened, strict=True)
+            if node.shape is not None
+        ]
+    )
     leaves, spec = pytree.tree_flatten((args, kwargs))
     shapes = [next(tensors) if isinstance(leaf, Tensor) else None for leaf in leaves]
     args_shapes, kwargs_shapes = pytree.tree_unflatten(shapes, spec)

@@ -50,7 +50,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
     network = plain.network()
     in_float = overflowing(network, plain.encoded, ROOM) if is_for_executorch else set[str]()
     carrier = CARRIERS[deployment.choice("pt2_activations")]
-    program = exported(_Coded(network, graph, plain.encoded, carrier, in_float), graph, *deployment.blank)
+    program = exported(
+        _Coded(network, graph, plain.encoded, carrier, in_float), graph, *deployment.blank
+    )
     if is_for_executorch:
         _dequantize_for_each(program)
     content = saved(program)
@@ -78,7 +80,12 @@ class _Coded(nn.Module):
     """
 
     def __init__(
-        self, network: Network, graph: Graph, solution: Solution, carrier: Carrier, in_float: Collection[str]
+        self,
+        network: Network,
+        graph: Graph,
+        solution: Solution,
+        carrier: Carrier,
+        in_float: Collection[str],
     ) -> None:
         super().__init__()
         self.network = network
@@ -87,11 +94,15 @@ class _Coded(nn.Module):
             layer, node = network.layers[name], graph.by_name[name]
             if base_role(role) == "weights" and tensor.codes is not None:
                 parameter = parameter_name(role)
-                weight = Weight(tensor, multiplied=_is_multiplied(node) and name not in in_float)
+                weight = Weight(
+                    tensor, multiplied=_is_multiplied(node) and name not in in_float
+                )
                 layer.quantizers[role] = weight
                 self.weights[f"{network.module_names[name]}.{parameter}"] = weight
                 del layer._parameters[parameter]
-            elif not is_parameter(role) and has_operators(tensor.spec, _dtype(graph, node, role)):
+            elif not is_parameter(role) and has_operators(
+                tensor.spec, _dtype(graph, node, role)
+            ):
                 layer.quantizers[role] = Activation(tensor, carrier)
         for name, tensor in _quantized_before(graph, solution).items():
             network.layers[name].quantizers["input"] = Activation(tensor, carrier)
@@ -108,7 +119,11 @@ def _is_multiplied(node: Node) -> bool:
 
 def _dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None:
     """Of an activation in a role."""
-    return node.dtype if role == "activation" or node.op == "input" else graph.by_name[node.input_roles()[role]].dtype
+    return (
+        node.dtype
+        if role == "activation" or node.op == "input"
+        else graph.by_name[node.input_roles()[role]].dtype
+    )
 
 
 def _quantized_before(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor]:
@@ -122,11 +137,21 @@ def _quantized_before(graph: Graph, solution: Solution) -> dict[str, QuantizedTe
         if not _is_multiplied(node) or weight is None or not is_channelwise(weight):
             continue
         source = graph.source(node)
-        while source is not None and source.row.keeps_scale and (source.name, "activation") not in solution.tensors:
+        while (
+            source is not None
+            and source.row.keeps_scale
+            and (source.name, "activation") not in solution.tensors
+        ):
             source = graph.source(source)
-        if source is None or source is graph.source(node) or (node.name, "input") in solution.tensors:
+        if (
+            source is None
+            or source is graph.source(node)
+            or (node.name, "input") in solution.tensors
+        ):
             continue
-        tensor = solution.tensors.get((source.name, "input" if source.op == "input" else "activation"))
+        tensor = solution.tensors.get(
+            (source.name, "input" if source.op == "input" else "activation")
+        )
         if tensor is not None and has_operators(tensor.spec, node.dtype):
             found[node.name] = tensor
     return found

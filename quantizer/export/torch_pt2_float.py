@@ -25,6 +25,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
     """
     plain = dataclasses.replace(deployment, graph=deployment.graph.replaced(rebuild=None))
     content = saved(exported(plain.network(), plain.graph, *deployment.blank))
-    verification = verify_program(content, deployment, path.name, "--deploy safetensors writes the tensors alone")
+    verification = verify_program(
+        content, deployment, path.name, "--deploy safetensors writes the tensors alone"
+    )
     write_bytes(path, content)
     return verification

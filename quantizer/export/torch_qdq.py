@@ -61,8 +61,13 @@ class Activation(nn.Module):
         self.codes = carrier.low, carrier.high, carrier.dtype
         self.bounds: tuple[float, float] | None = None
         self.rounded = TensorQuantizer.of(tensor) if spec.round_mode != "half_even" else None
-        if self.rounded is None and (spec.quant_min + offset, spec.quant_max + offset) != self.codes[:2]:
-            low, high = (torch.tensor([spec.quant_min, spec.quant_max]) - tensor.zero_point) * tensor.scale
+        if (
+            self.rounded is None
+            and (spec.quant_min + offset, spec.quant_max + offset) != self.codes[:2]
+        ):
+            low, high = (
+                torch.tensor([spec.quant_min, spec.quant_max]) - tensor.zero_point
+            ) * tensor.scale
             self.bounds = float(low), float(high)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +84,12 @@ class Activation(nn.Module):
 
 def has_operators(spec: QuantizationSpec, dtype: torch.dtype | None) -> bool:
     """Whether an activation of a dtype is integers of at most 8 bits with one scale that is known before."""
-    fits = spec.dtype == "int" and spec.bit_width <= 8 and spec.qscheme == "per_tensor" and not spec.is_dynamic
+    fits = (
+        spec.dtype == "int"
+        and spec.bit_width <= 8
+        and spec.qscheme == "per_tensor"
+        and not spec.is_dynamic
+    )
     return fits and dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -101,9 +111,15 @@ class Weight(nn.Module):
         self.spec, self.dtype = tensor.spec, tensor.dtype
         self.is_channelwise = multiplied and is_channelwise(tensor)
         scale = tensor.scale.expand(len(tensor.codes)) if self.is_channelwise else tensor.scale
-        self.register_buffer("codes", tensor.codes.to(torch.int8) if self.is_channelwise else tensor.codes)
+        self.register_buffer(
+            "codes", tensor.codes.to(torch.int8) if self.is_channelwise else tensor.codes
+        )
         self.register_buffer("scale", scale.clone())
-        zero_point = torch.zeros(len(scale), dtype=torch.int8) if self.is_channelwise else tensor.zero_point
+        zero_point = (
+            torch.zeros(len(scale), dtype=torch.int8)
+            if self.is_channelwise
+            else tensor.zero_point
+        )
         self.register_buffer("zero_point", zero_point)
 
     def forward(self) -> Tensor:
@@ -119,6 +135,13 @@ class Weight(nn.Module):
 def is_channelwise(tensor: QuantizedTensor) -> bool:
     """Whether a weight is what kernels multiply: int8 around zero, with one scale, or one for each index of axis 0."""
     spec = tensor.spec
-    fits = spec.dtype == "int" and spec.quant_min >= -128 and spec.quant_max <= 127 and tensor.dtype == torch.float32
-    along = spec.qscheme == "per_tensor" or (spec.qscheme == "per_channel" and spec.ch_axis == 0)
+    fits = (
+        spec.dtype == "int"
+        and spec.quant_min >= -128
+        and spec.quant_max <= 127
+        and tensor.dtype == torch.float32
+    )
+    along = spec.qscheme == "per_tensor" or (
+        spec.qscheme == "per_channel" and spec.ch_axis == 0
+    )
     return fits and along and not tensor.zero_point.any()

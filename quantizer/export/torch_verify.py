@@ -13,7 +13,9 @@ from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.torch_program import loaded
 
 
-def verify_program(content: bytes, deployment: Deployment, name: str, remedy: str) -> Verification:
+def verify_program(
+    content: bytes, deployment: Deployment, name: str, remedy: str
+) -> Verification:
     """The outputs of a program against test mode's.
 
     Args:
@@ -40,4 +42,6 @@ def verify_program(content: bytes, deployment: Deployment, name: str, remedy: st
             recorder = agreement.recorder()
             expected = tensor_leaves(network.observe(args, kwargs, recorder.watchers))
             agreement.add(expected, outputs(args, kwargs), recorder)
-    return accepted(agreement.result(), deployment, outputs, f"{name} is not written: it", remedy)
+    return accepted(
+        agreement.result(), deployment, outputs, f"{name} is not written: it", remedy
+    )

@@ -34,7 +34,12 @@ class Expected:
 
 
 def verify_calls(
-    load: Callable[[Expected], nn.Module], calls: Iterable[Expected], sqnr_db: float, name: str, *, is_exact: bool
+    load: Callable[[Expected], nn.Module],
+    calls: Iterable[Expected],
+    sqnr_db: float,
+    name: str,
+    *,
+    is_exact: bool,
 ) -> Verification:
     """Compare the outputs of a loaded module with test mode's over all calls.
 
@@ -60,7 +65,8 @@ def verify_calls(
     least = EXACT_DB if is_exact else least_db(sqnr_db)
     if found.sqnr_db is not None and found.sqnr_db < least:
         raise VerificationError(
-            f"{name} is not written: transformers does not compute what test mode does: {found.figures()}", help=HELP
+            f"{name} is not written: transformers does not compute what test mode does: {found.figures()}",
+            help=HELP,
         )
     return found
 
@@ -71,9 +77,15 @@ def require_all_keys(report: Mapping[str, Any], reader: str, name: str) -> None:
     Raises:
         VerificationError: a tensor is missing, or nothing reads it.
     """
-    strange = [f"{key} {kind.partition('_')[0]}" for kind in _KINDS for key in sorted(map(str, report.get(kind, ())))]
+    strange = [
+        f"{key} {kind.partition('_')[0]}"
+        for kind in _KINDS
+        for key in sorted(map(str, report.get(kind, ())))
+    ]
     if strange:
-        raise VerificationError(f"{name} is not written: {reader} finds {', '.join(strange[:3])}", help=HELP)
+        raise VerificationError(
+            f"{name} is not written: {reader} finds {', '.join(strange[:3])}", help=HELP
+        )
 
 
 @contextmanager

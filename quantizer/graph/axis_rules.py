@@ -79,12 +79,17 @@ def pads_zeros(attrs: Mapping[str, Any]) -> bool:
 def is_padded(attrs: Mapping[str, Any]) -> bool:
     """Whether the windows of a convolution or a pooling reach into padding."""
     padding = attrs.get("padding", 0)
-    return padding != "valid" and any(padding if isinstance(padding, (list, tuple)) else [padding])
+    return padding != "valid" and any(
+        padding if isinstance(padding, (list, tuple)) else [padding]
+    )
 
 
 def over_last(dims: int | None = None) -> AxisRule:
     """The rule of pooling and resizing: only the last so many axes are mixed; all but two if it is None."""
-    return AxisRule(lambda call: _over(call.first, range(-(dims or len(call.shape) - 2), 0), call.shape), runs=False)
+    return AxisRule(
+        lambda call: _over(call.first, range(-(dims or len(call.shape) - 2), 0), call.shape),
+        runs=False,
+    )
 
 
 def _over(labels: Tensor | None, axes: Iterable[int], shape: torch.Size) -> Tensor | None:
@@ -118,15 +123,25 @@ def _reduced(call: LabelledCall) -> Any:
 def _alike(call: LabelledCall) -> Any:
     """Both operands have the same channels in the same places."""
     one, other = (call.labels.get(key) for key in ("input", "other"))
-    if one is None or other is None or not torch.equal(one.expand(call.shape), other.expand(call.shape)):
+    if (
+        one is None
+        or other is None
+        or not torch.equal(one.expand(call.shape), other.expand(call.shape))
+    ):
         return None
     return one.expand(call.shape)
 
 
 def _product(call: LabelledCall) -> Any:
     """One factor has labels; the other may be anything that does not depend on them."""
-    found = [labels for key in ("input", "other") if (labels := call.labels.get(key)) is not None]
-    return found[0].expand(call.shape) if len(found) == 1 and not call.arguments.get("rounding_mode") else None
+    found = [
+        labels for key in ("input", "other") if (labels := call.labels.get(key)) is not None
+    ]
+    return (
+        found[0].expand(call.shape)
+        if len(found) == 1 and not call.arguments.get("rounding_mode")
+        else None
+    )
 
 
 def _attention(call: LabelledCall) -> Any:
@@ -139,7 +154,10 @@ def _attention(call: LabelledCall) -> Any:
 
 def _matrix_product(call: LabelledCall) -> Any:
     """One factor has labels, alike along what is summed over."""
-    left, right = (call.labels.get(key) for key in ("input", "other" if "other" in call.arguments else "mat2"))
+    left, right = (
+        call.labels.get(key)
+        for key in ("input", "other" if "other" in call.arguments else "mat2")
+    )
     if left is not None and right is not None:
         return None
     return _over(left, [-1], call.shape) if left is not None else _over(right, [-2], call.shape)
@@ -159,7 +177,9 @@ def _einsum(call: LabelledCall) -> Any:
     kept = labels[tuple(0 if axis in summed else slice(None) for axis in range(len(term)))]
     left = [index for index in term if index in result]
     kept = kept.permute([left.index(index) for index in result if index in left])
-    return kept[tuple(slice(None) if index in left else None for index in result)].expand(call.shape)
+    return kept[tuple(slice(None) if index in left else None for index in result)].expand(
+        call.shape
+    )
 
 
 SAME = AxisRule(lambda call: call.first)
@@ -172,7 +192,9 @@ JOINED = AxisRule(lambda call: call.run(), ("tensors",))
 WRITTEN = AxisRule(lambda call: call.run(), ("input", "src"))
 """The second tensor in a place of the first."""
 INDEXED = AxisRule(
-    lambda call: _run_beside(call, (at for at, i in enumerate(call.arguments["indices"]) if i is not None))
+    lambda call: _run_beside(
+        call, (at for at, i in enumerate(call.arguments["indices"]) if i is not None)
+    )
 )
 PICKED = AxisRule(lambda call: _run_beside(call, (call.arguments["dim"],)))
 PADDED = AxisRule(_padded, runs=False)

@@ -17,7 +17,15 @@ from quantizer.graph.targets import call
 NONE = -1
 BATCH = 2
 META, LABELS = torch.device("meta"), torch.device("cpu")
-_UNKNOWN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
+_UNKNOWN = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+)
 
 
 class ChannelLabels:
@@ -35,9 +43,17 @@ class ChannelLabels:
         if not labels.keys().isdisjoint(references(others)):
             return None
         try:
-            given = {key: map_refs(value, self.values.__getitem__) for key, value in node.inputs.items()}
+            given = {
+                key: map_refs(value, self.values.__getitem__)
+                for key, value in node.inputs.items()
+            }
             moved = {key: map_refs(value, labels.get) for key, value in node.inputs.items()}
-            labelled = LabelledCall(moved, {**node.attrs, **given}, _first(made).shape, lambda: self._run(node, labels))
+            labelled = LabelledCall(
+                moved,
+                {**node.attrs, **given},
+                _first(made).shape,
+                lambda: self._run(node, labels),
+            )
             found = axes.labels(labelled)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
             return None  # labels are floats on the CPU: an operator that cannot move them is not followed
@@ -45,14 +61,22 @@ class ChannelLabels:
             return [compressed(item) for item in found]
         if found is None or found.shape != _first(made).shape:
             return None
-        return compressed(found) if isinstance(made, Tensor) else [compressed(found), *[None] * (len(made) - 1)]
+        return (
+            compressed(found)
+            if isinstance(made, Tensor)
+            else [compressed(found), *[None] * (len(made) - 1)]
+        )
 
     def moved(self, node: Node, axis: int) -> int | None:
         """The output's axis that holds an axis of the first input, whole and in order; None if a rotation would not
         commute with the operator."""
         source = self.graph.source(node)
         read = self.values.get(source.name) if source is not None else None
-        if source is None or not isinstance(read, Tensor) or source.name not in paths(node, Commutes.ROTATIONS):
+        if (
+            source is None
+            or not isinstance(read, Tensor)
+            or source.name not in paths(node, Commutes.ROTATIONS)
+        ):
             return None
         made = self.carried(node, {source.name: numbered(read.shape, axis)})
         if not isinstance(made, Tensor):
@@ -64,7 +88,9 @@ class ChannelLabels:
     def moved_back(self, node: Node, axis: int) -> int | None:
         """The axis of the first input that `moved` takes to the output's `axis`."""
         source = self.graph.source(node)
-        axes = range(len(source.shape)) if source is not None and source.shape is not None else ()
+        axes = (
+            range(len(source.shape)) if source is not None and source.shape is not None else ()
+        )
         return next((before for before in axes if self.moved(node, before) == axis), None)
 
     def _run(self, node: Node, labels: Mapping[str, Any]) -> Any:
@@ -76,7 +102,9 @@ class ChannelLabels:
                 return labels.get(name, value)
             if value.dtype == torch.bool:
                 raise ValueError("what a mask selects is not known")
-            return torch.full((), NONE if value.is_floating_point() else 0, dtype=value.dtype).expand(value.shape)
+            return torch.full(
+                (), NONE if value.is_floating_point() else 0, dtype=value.dtype
+            ).expand(value.shape)
 
         inputs = {key: map_refs(value, stand_in) for key, value in node.inputs.items()}
         return call(node.target, {**_attrs(node, LABELS), **inputs})
@@ -100,23 +128,38 @@ def _value(node: Node, values: dict[str, Any], tensors: dict[str, Any]) -> Any:
     if node.op == "input":
         if node.shape is None:
             return node.attrs["value"]
-        return torch.empty([BATCH if size is None else size for size in node.shape], dtype=node.dtype, device=META)
+        return torch.empty(
+            [BATCH if size is None else size for size in node.shape],
+            dtype=node.dtype,
+            device=META,
+        )
     if node.op in ("parameter", "constant"):
         return tensors[node.params["weight"]]
-    if not node.row.aten:  # a layer of this package, shaped as what it reads, but for the channels of a product
+    if (
+        not node.row.aten
+    ):  # a layer of this package, shaped as what it reads, but for the channels of a product
         read = values[next(iter(node.refs()))]
-        return read.new_empty(*read.shape[:-1], (node.shape or ())[-1]) if node.is_multiplying else read
+        return (
+            read.new_empty(*read.shape[:-1], (node.shape or ())[-1])
+            if node.is_multiplying
+            else read
+        )
     params = {key: tensors[path] for key, path in node.params.items()}
     inputs = {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
     arguments = {**_attrs(node, META), **params, **inputs}
-    if node.target == "aten.view.default":  # attention on this device may lay out its result so that it has no view
+    if (
+        node.target == "aten.view.default"
+    ):  # attention on this device may lay out its result so that it has no view
         return arguments["input"].reshape(arguments["size"])
     return call(node.target, arguments)
 
 
 def _attrs(node: Node, device: torch.device) -> dict[str, Any]:
     """The constants of a node's call, as it runs on another device."""
-    return {key: device if isinstance(value, torch.device) else value for key, value in node.attrs.items()}
+    return {
+        key: device if isinstance(value, torch.device) else value
+        for key, value in node.attrs.items()
+    }
 
 
 def paths(node: Node, how: Commutes = Commutes.SCALING) -> tuple[str, ...]:
@@ -128,7 +171,11 @@ def paths(node: Node, how: Commutes = Commutes.SCALING) -> tuple[str, ...]:
 def passes_shifts(node: Node) -> bool:
     """Whether a constant added to a channel is the same in what the node makes: means that take in padding differ."""
     is_whole = node.row.kind == "passthrough" or not is_padded(node.attrs)
-    return Commutes.SHIFTS in node.row.commutes and is_whole and node.attrs.get("divisor_override") is None
+    return (
+        Commutes.SHIFTS in node.row.commutes
+        and is_whole
+        and node.attrs.get("divisor_override") is None
+    )
 
 
 def numbered(shape: torch.Size, axis: int) -> Tensor:

@@ -76,7 +76,11 @@ def _is_computed_on(graph: Graph, name: str, origins: Container[str]) -> bool:
 
 def _keeps_apart(node: Node) -> bool:
     """Whether channels may lie in what an operator makes as they do in what it reads."""
-    return node.is_float and not node.row.weight and (node.row.axes is not None or is_pointwise(node))
+    return (
+        node.is_float
+        and not node.row.weight
+        and (node.row.axes is not None or is_pointwise(node))
+    )
 
 
 class _Walk:
@@ -103,7 +107,11 @@ class _Walk:
         """Return where the parts lie in what a node makes, None if it has none or they are mixed."""
         if self.known.keys().isdisjoint(node.refs()):
             return None
-        numbers = self._computed(node) if is_pointwise(node) else self.labels.carried(node, self.known)
+        numbers = (
+            self._computed(node)
+            if is_pointwise(node)
+            else self.labels.carried(node, self.known)
+        )
         if numbers is None:
             return None
         self.known[node.name] = numbers

@@ -14,7 +14,11 @@ from quantizer.graph.ops import OPS
 def _class(row: Op) -> str:
     """The class of torch.nn, after which ours is named; of a function its name."""
     name = row.types[0].rpartition(".")[2] if row.types else ""
-    return name if name[:1].isupper() else "".join(part.capitalize() for part in row.name.split("_"))
+    return (
+        name
+        if name[:1].isupper()
+        else "".join(part.capitalize() for part in row.name.split("_"))
+    )
 
 
 def _layers(overload: str, *names: str) -> dict[str, str]:
@@ -23,10 +27,51 @@ def _layers(overload: str, *names: str) -> dict[str, str]:
 
 
 FUNCTION_LAYERS: dict[str, str] = {
-    **_layers("default", "relu", "relu6", "leaky_relu", "hardtanh", "prelu", "elu", "gelu", "silu", "mish", "sigmoid"),
-    **_layers("default", "tanh", "hardswish", "hardsigmoid", "layer_norm", "group_norm", "rms_norm", "neg", "matmul"),
-    **_layers("default", "bmm", "addmm", "scaled_dot_product_attention", "cat", "stack", "chunk", "reshape", "permute"),
-    **_layers("default", "pad", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
+    **_layers(
+        "default",
+        "relu",
+        "relu6",
+        "leaky_relu",
+        "hardtanh",
+        "prelu",
+        "elu",
+        "gelu",
+        "silu",
+        "mish",
+        "sigmoid",
+    ),
+    **_layers(
+        "default",
+        "tanh",
+        "hardswish",
+        "hardsigmoid",
+        "layer_norm",
+        "group_norm",
+        "rms_norm",
+        "neg",
+        "matmul",
+    ),
+    **_layers(
+        "default",
+        "bmm",
+        "addmm",
+        "scaled_dot_product_attention",
+        "cat",
+        "stack",
+        "chunk",
+        "reshape",
+        "permute",
+    ),
+    **_layers(
+        "default",
+        "pad",
+        "max_pool1d",
+        "max_pool2d",
+        "max_pool3d",
+        "avg_pool1d",
+        "avg_pool2d",
+        "avg_pool3d",
+    ),
     **_layers("default", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
     **_layers("Tensor", "add", "sub", "mul", "div", "split", "slice"),
     **_layers("int", "softmax", "log_softmax", "transpose", "select"),
@@ -81,11 +126,15 @@ def describe(graph: Graph, node: Node) -> LayerCall:
         sizes = (len(graph.weight(node)),) if "weight" in node.params else ()
         return LayerCall(OWN_LAYERS[node.target], sizes, kwargs)
     if node.params:
-        kwargs["params"] = {key: list(graph.tensors[path].shape) for key, path in node.params.items()}
+        kwargs["params"] = {
+            key: list(graph.tensors[path].shape) for key, path in node.params.items()
+        }
     if overwritten(graph, node) is not None:
         kwargs["inplace"] = True
     if node.op == "relu6":
-        return LayerCall("ReLU6", (), {key: value for key, value in kwargs.items() if key == "inplace"})
+        return LayerCall(
+            "ReLU6", (), {key: value for key, value in kwargs.items() if key == "inplace"}
+        )
     cls = _CLASS_OF_TARGET.get(node.target)
     return LayerCall(cls, (), kwargs) if cls else LayerCall("Function", (node.target,), kwargs)
 
@@ -93,24 +142,36 @@ def describe(graph: Graph, node: Node) -> LayerCall:
 def overwritten(graph: Graph, node: Node) -> str | None:
     """The node whose value this one's layer overwrites, if any: nobody else reads the memory that its producer made."""
     source = next(iter(node.refs()), None)
-    is_alone = source is not None and graph.by_name[source].row.fresh and graph.consumers[source] == (node.name,)
+    is_alone = (
+        source is not None
+        and graph.by_name[source].row.fresh
+        and graph.consumers[source] == (node.name,)
+    )
     return source if node.op in _INPLACE and not node.params and is_alone else None
 
 
 def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     """Constructor arguments as torch.nn spells them, read off the weight's shape and the call's constants."""
-    shape, dims, transposed = tensors[node.params["weight"]].shape, node.row.spatial, node.row.transposed
+    shape, dims, transposed = (
+        tensors[node.params["weight"]].shape,
+        node.row.spatial,
+        node.row.transposed,
+    )
     bias = "bias" in node.params
     if dims == 0:
         experts = {"experts": node.attrs["groups"]} if node.row.experts else {"bias": bias}
         outputs = shape[0] // node.attrs.get("groups", 1)
-        return LayerCall(_class(node.row), (), {"in_features": shape[1], "out_features": outputs, **experts})
+        return LayerCall(
+            _class(node.row), (), {"in_features": shape[1], "out_features": outputs, **experts}
+        )
     if not node.row.types:
         return LayerCall("ChannelScale", (shape[0],))
     if dims is None:
         padding = node.attrs.get("padding_idx", -1)
         sizes = {"num_embeddings": shape[0], "embedding_dim": shape[1]}
-        return LayerCall(_class(node.row), (), {**sizes, "padding_idx": None if padding == -1 else padding})
+        return LayerCall(
+            _class(node.row), (), {**sizes, "padding_idx": None if padding == -1 else padding}
+        )
     groups = node.attrs.get("groups", 1)
     kwargs: dict[str, Any] = {
         "in_channels": shape[0] if transposed else shape[1] * groups,
@@ -121,7 +182,11 @@ def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     }
     if transposed:
         kwargs["output_padding"] = _spread(node.attrs.get("output_padding", 0), dims)
-    kwargs |= {"dilation": _spread(node.attrs.get("dilation", 1), dims), "groups": groups, "bias": bias}
+    kwargs |= {
+        "dilation": _spread(node.attrs.get("dilation", 1), dims),
+        "groups": groups,
+        "bias": bias,
+    }
     return LayerCall(_class(node.row), (), kwargs)
 
 
@@ -131,7 +196,9 @@ def _recurrent(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     projection = "weight_hr_l0" in node.params
     kwargs: dict[str, Any] = {
         "input_size": tensors[node.params["weight_ih_l0"]].shape[1],
-        "hidden_size": tensors[node.params["weight_hr_l0"]].shape[1] if projection else hidden[1],
+        "hidden_size": tensors[node.params["weight_hr_l0"]].shape[1]
+        if projection
+        else hidden[1],
         "num_layers": node.attrs["num_layers"],
         "bias": node.attrs["has_biases"],
         "batch_first": node.attrs["batch_first"],

@@ -36,7 +36,9 @@ def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> G
         if own := weights.get(node.name):
             paths = {key: _path(node, key, graph.uses) for key in own}
             tensors |= {paths[key]: tensor for key, tensor in own.items()}
-            attrs = {key: value for key, value in node.attrs.items() if key not in own}  # a bias given as None
+            attrs = {
+                key: value for key, value in node.attrs.items() if key not in own
+            }  # a bias given as None
             node = dataclasses.replace(node, params={**node.params, **paths}, attrs=attrs)
         nodes.append(node)
     return graph.replaced(nodes=tuple(nodes), tensors=tensors) if weights else graph
@@ -45,7 +47,11 @@ def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> G
 def _path(node: Node, key: str, uses: Mapping[str, int]) -> str:
     """Where the layer's own parameter stands: at its place if nobody else uses that."""
     weight = node.params.get("weight", key)
-    beside = f"{weight.removesuffix('weight')}{key}" if weight.endswith("weight") else f"{weight}.{key}"
+    beside = (
+        f"{weight.removesuffix('weight')}{key}"
+        if weight.endswith("weight")
+        else f"{weight}.{key}"
+    )
     path = node.params.get(key, beside)
     is_own = uses[weight] <= 1 and uses[path] <= int(key in node.params)
     return path if is_own else f"{path}@{node.name}"
@@ -80,7 +86,9 @@ def _inserted(graph: Graph, insertion: Insertion) -> Graph:
         nodes.append(node)
         if node.name == insertion.source:
             nodes.append(made)
-    return graph.replaced(nodes=tuple(nodes), tensors={**graph.tensors, insertion.name: insertion.weight})
+    return graph.replaced(
+        nodes=tuple(nodes), tensors={**graph.tensors, insertion.name: insertion.weight}
+    )
 
 
 def by_channel(node: Node, weight: Tensor) -> Tensor:
@@ -89,7 +97,9 @@ def by_channel(node: Node, weight: Tensor) -> Tensor:
     Experts are groups that share inputs and outputs.
     """
     groups = int(node.attrs.get("groups", 1))
-    table = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], weight.shape[2:].numel())
+    table = weight.reshape(
+        groups, weight.shape[0] // groups, weight.shape[1], weight.shape[2:].numel()
+    )
     return table.transpose(1, 2) if node.row.transposed else table
 
 
@@ -100,10 +110,15 @@ def channels_of(node: Node, weight: Tensor) -> tuple[int, int]:
     return apart * outputs, apart * inputs
 
 
-def rescaled(node: Node, weight: Tensor, outputs: Tensor | None = None, inputs: Tensor | None = None) -> Tensor:
+def rescaled(
+    node: Node, weight: Tensor, outputs: Tensor | None = None, inputs: Tensor | None = None
+) -> Tensor:
     """The weight with each output and each input channel multiplied by a factor; computed in the factors' dtype."""
     table = by_channel(node, weight)
-    for factor, shape in ((outputs, (-1, table.shape[1], 1, 1)), (inputs, (-1, 1, table.shape[2], 1))):
+    for factor, shape in (
+        (outputs, (-1, table.shape[1], 1, 1)),
+        (inputs, (-1, 1, table.shape[2], 1)),
+    ):
         if factor is not None:
             table = table * factor.to(weight.device).reshape(shape)
     table = table.transpose(1, 2) if node.row.transposed else table

@@ -24,7 +24,9 @@ class {model}(torch.nn.Module):
 
 def is_emitted(text: str) -> bool:
     """Whether a text begins as those of `emit` do."""
-    return re.match(r'"""\S+ as traced and quantized, written by quantizer\. ', text) is not None
+    return (
+        re.match(r'"""\S+ as traced and quantized, written by quantizer\. ', text) is not None
+    )
 
 
 def emit(graph: Graph) -> str:
@@ -34,8 +36,11 @@ def emit(graph: Graph) -> str:
     """
     modules = {node.name: f"module_{index}" for index, node in enumerate(graph.nodes)}
     inputs = {
-        node.name: ("kwargs" if root else "args") + "".join(f"[{key!r}]" for key in keys)  # `kwargs['opts'][0]`
-        for node, (root, *keys) in zip((n for n in graph.nodes if n.op == "input"), graph.input_paths, strict=True)
+        node.name: ("kwargs" if root else "args")
+        + "".join(f"[{key!r}]" for key in keys)  # `kwargs['opts'][0]`
+        for node, (root, *keys) in zip(
+            (n for n in graph.nodes if n.op == "input"), graph.input_paths, strict=True
+        )
     }
     lines = [_HEADER.format(model=graph.model)]
     for node in graph.nodes:
@@ -44,20 +49,32 @@ def emit(graph: Graph) -> str:
         arguments += [f"{key}={_literal(value, {})}" for key, value in call.kwargs.items()]
         made = f"quantizer.nn.{call.cls}({', '.join(arguments)})"
         lines.append(f"        self.{modules[node.name]} = {made} #{node.name}\n")
-    lines.append("        quantizer.nn.load(self, __file__)\n\n    def forward(self, *args, **kwargs):\n")
+    lines.append(
+        "        quantizer.nn.load(self, __file__)\n\n    def forward(self, *args, **kwargs):\n"
+    )
     for node in graph.nodes:
-        given = f"input={inputs[node.name]}" if node.name in inputs else _arguments(node, modules)
-        lines.append(f"        output_{modules[node.name]} = self.{modules[node.name]}({given})\n")
+        given = (
+            f"input={inputs[node.name]}" if node.name in inputs else _arguments(node, modules)
+        )
+        lines.append(
+            f"        output_{modules[node.name]} = self.{modules[node.name]}({given})\n"
+        )
     lines.append(f"        return {_literal(graph.output, modules)}\n")
     return "".join(lines)
 
 
 def _arguments(node: Node, modules: dict[str, str]) -> str:
     """A single tensor is positional; several are named, as the function names them."""
-    if len(node.inputs) == 1 and isinstance(next(iter(node.inputs.values())), Ref) and "input" in node.inputs:
+    if (
+        len(node.inputs) == 1
+        and isinstance(next(iter(node.inputs.values())), Ref)
+        and "input" in node.inputs
+    ):
         return _literal(node.inputs["input"], modules)
     if all(key.isidentifier() and not keyword.iskeyword(key) for key in node.inputs):
-        return ", ".join(f"{key}={_literal(value, modules)}" for key, value in node.inputs.items())
+        return ", ".join(
+            f"{key}={_literal(value, modules)}" for key, value in node.inputs.items()
+        )
     return f"**{{{', '.join(f'{json.dumps(key)}: {_literal(value, modules)}' for key, value in node.inputs.items())}}}"
 
 
@@ -66,10 +83,18 @@ def _literal(value: Any, modules: dict[str, str]) -> str:
     if isinstance(value, Ref):
         return f"output_{modules[value.name]}"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_literal(item, modules)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{key!r}: {_literal(item, modules)}" for key, item in value.items())
+            + "}"
+        )
     if isinstance(value, (list, tuple)):
         items = ", ".join(_literal(item, modules) for item in value)
-        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
+        return (
+            f"[{items}]"
+            if isinstance(value, list)
+            else f"({items}{',' if len(value) == 1 else ''})"
+        )
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f"float({str(value)!r})"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):

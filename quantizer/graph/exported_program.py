@@ -22,14 +22,21 @@ from quantizer.graph.ops import OPS, find_op
 from quantizer.graph.output_names import leaf_names
 
 # QuantStub and DeQuantStub compute nothing, so torch.export forgets them unless they leave a mark.
-STUBS = {"QuantStub": "quant_stub", "DeQuantStub": "dequant_stub"}  # by class: torch's own and those of other tools
+STUBS = {
+    "QuantStub": "quant_stub",
+    "DeQuantStub": "dequant_stub",
+}  # by class: torch's own and those of other tools
 MARK = "aten.alias.default"  # gives its input; the module that it runs in says which stub it stands for
 
 
 @contextlib.contextmanager
 def marked(module: nn.Module) -> Iterator[None]:
     """While this lasts, each stub inside `module` leaves an operator in a trace."""
-    handles = [child.register_forward_hook(_leave_mark) for child in module.modules() if type(child).__name__ in STUBS]
+    handles = [
+        child.register_forward_hook(_leave_mark)
+        for child in module.modules()
+        if type(child).__name__ in STUBS
+    ]
     try:
         yield
     finally:
@@ -53,9 +60,14 @@ class Converter:
         self.tensors: dict[str, Tensor] = {}
         self.learned: set[str] = set()
         self.sizes: dict[Any, int] = {}
-        self._first_path = {id(t): p for p, t in itertools.chain(module.named_buffers(), module.named_parameters())}
+        self._first_path = {
+            id(t): p
+            for p, t in itertools.chain(module.named_buffers(), module.named_parameters())
+        }
 
-    def graph(self, input_paths: tuple[tuple[Any, ...], ...], shapes: Sequence[Sequence[int]]) -> Graph:
+    def graph(
+        self, input_paths: tuple[tuple[Any, ...], ...], shapes: Sequence[Sequence[int]]
+    ) -> Graph:
         """The graph of the program; `shapes` are those of the call's leaves, which lengths have in the graph.
 
         Raises:
@@ -71,12 +83,20 @@ class Converter:
                     self._input(node, inputs)
                     inputs += 1
                 else:
-                    self._tensor(node, spec.target or node.name, learned=spec.kind == InputKind.PARAMETER)
+                    self._tensor(
+                        node, spec.target or node.name, learned=spec.kind == InputKind.PARAMETER
+                    )
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
-                outputs = zip(self.program.graph_signature.output_specs, node.args[0], strict=True)
-                leaves = [self._value(value) for spec, value in outputs if spec.kind == OutputKind.USER_OUTPUT]
+                outputs = zip(
+                    self.program.graph_signature.output_specs, node.args[0], strict=True
+                )
+                leaves = [
+                    self._value(value)
+                    for spec, value in outputs
+                    if spec.kind == OutputKind.USER_OUTPUT
+                ]
             else:
                 raise ModelError(
                     f"{self.namer.model} cannot be quantized: it runs other programs (torch.cond, a map or a loop; "
@@ -88,7 +108,9 @@ class Converter:
 
         def rebuild(output: Any) -> Any:
             """The plain output in the model's own type."""
-            return pytree.tree_unflatten(pytree.tree_leaves(output, is_leaf=lambda item: item is None), out_spec)
+            return pytree.tree_unflatten(
+                pytree.tree_leaves(output, is_leaf=lambda item: item is None), out_spec
+            )
 
         returned = pytree.tree_unflatten(leaves, out_spec)
         held = tuple(open_lengths(self.program).values())
@@ -111,7 +133,9 @@ class Converter:
         if isinstance(value, Tensor):
             self.values[node] = Ref(name)
         else:
-            self.values[node] = attrs["value"] = value  # torch bakes plain numbers into the trace
+            self.values[node] = attrs["value"] = (
+                value  # torch bakes plain numbers into the trace
+            )
         self.nodes.append(Node(name, "input", "input", attrs=attrs, **self._kind(value)))
 
     def _tensor(self, node: fx.Node, target: str, *, learned: bool) -> None:
@@ -147,10 +171,14 @@ class Converter:
                 self.tensors[path] = tensor
             op = "parameter" if path in self.learned and not is_complex else "constant"
             params = {"weight": path}
-            self.nodes.append(Node(name, op, op, params=params, shape=tuple(tensor.shape), dtype=tensor.dtype))
+            self.nodes.append(
+                Node(name, op, op, params=params, shape=tuple(tensor.shape), dtype=tensor.dtype)
+            )
             if is_complex:
                 numbers = torch.view_as_complex(tensor)
-                name = self._add(module, "aten.view_as_complex.default", {"input": Ref(name)}, numbers).name
+                name = self._add(
+                    module, "aten.view_as_complex.default", {"input": Ref(name)}, numbers
+                ).name
             self.parameter_nodes[path] = name
         return self.parameter_nodes[path]
 
@@ -159,8 +187,13 @@ class Converter:
         path = self.namer.canonical(_module_path(node))
         stub = STUBS.get(self.namer.class_name(path)) if target == MARK else None
         first = node.args[0] if node.args else None
-        picks_norm = target == "operator.getitem" and call.target_name(first) == call.NORM_WITHOUT_STATISTICS
-        if picks_norm or (stub is None and (call.is_noise(target) or self._takes_whole_length(node))):
+        picks_norm = (
+            target == "operator.getitem"
+            and call.target_name(first) == call.NORM_WITHOUT_STATISTICS
+        )
+        if picks_norm or (
+            stub is None and (call.is_noise(target) or self._takes_whole_length(node))
+        ):
             self.values[node] = self._value(first)
             return
         if target == "aten.slice_scatter.default" and _writes_all(node):
@@ -169,24 +202,43 @@ class Converter:
         value: Any = node.meta.get("val")
         if call.is_copy(target):
             self.values[node] = self._copied(node, path)
-        elif target == call.NORM_WITHOUT_STATISTICS:  # torch's functional form also returns the statistics
+        elif (
+            target == call.NORM_WITHOUT_STATISTICS
+        ):  # torch's functional form also returns the statistics
             arguments = call.named_arguments(node)
             self.values[node] = self._add(path, "aten.batch_norm.default", arguments, value[0])
         elif target in call.CONVOLUTIONS:
-            self.values[node] = self._add(path, *call.convolution(call.named_arguments(node)), value)
+            self.values[node] = self._add(
+                path, *call.convolution(call.named_arguments(node)), value
+            )
         elif target == call.LINEAR and call.rank(node.args[1]) == 1:
-            self.values[node] = self._product_with_vector(path, call.named_arguments(node), value)
+            self.values[node] = self._product_with_vector(
+                path, call.named_arguments(node), value
+            )
         else:
             self.values[node] = self._add(path, target, call.named_arguments(node), value, stub)
         if is_inplace(node):
             self._rename_mutated(node)
 
-    def _add(self, path: str, target: str, arguments: dict[str, Any], value: Any, op: str | None = None) -> Ref:
+    def _add(
+        self,
+        path: str,
+        target: str,
+        arguments: dict[str, Any],
+        value: Any,
+        op: str | None = None,
+    ) -> Ref:
         """A node of ours in the module at `path`; `op` where that is no operator of torch."""
         op = op or call.refine(find_op(call.packet(target)).name, arguments)
         inputs, attrs, params = self._split(op, arguments)
-        name, classes, target = self.namer.name(path, op), self.namer.classes(path), call.functional(target)
-        self.nodes.append(Node(name, op, target, inputs, attrs, params, path, classes, **self._kind(value)))
+        name, classes, target = (
+            self.namer.name(path, op),
+            self.namer.classes(path),
+            call.functional(target),
+        )
+        self.nodes.append(
+            Node(name, op, target, inputs, attrs, params, path, classes, **self._kind(value))
+        )
         return Ref(name)
 
     def _product_with_vector(self, path: str, arguments: dict[str, Any], value: Any) -> Ref:
@@ -203,25 +255,47 @@ class Converter:
         made, written = node.meta["val"], node.args[1] if len(node.args) > 1 else 0
         if not isinstance(written, fx.Node):
             kind = {"fill_value": written, "dtype": made.dtype, "device": made.device}
-            return self._add(path, "aten.full.default", {"size": self._sizes(node, path), **kind}, made)
+            return self._add(
+                path, "aten.full.default", {"size": self._sizes(node, path), **kind}, made
+            )
         given, found = written.meta["val"], self._value(written)
         if given.dtype != made.dtype:
-            found = self._add(path, "aten.to.dtype", {"input": found, "dtype": made.dtype}, given.to(made.dtype))
+            found = self._add(
+                path,
+                "aten.to.dtype",
+                {"input": found, "dtype": made.dtype},
+                given.to(made.dtype),
+            )
         if not same_shape(given, made):
-            return self._add(path, "aten.expand.default", {"input": found, "size": self._sizes(node, path)}, made)
+            return self._add(
+                path,
+                "aten.expand.default",
+                {"input": found, "size": self._sizes(node, path)},
+                made,
+            )
         # What is written into in place has a future of its own.
-        return self._add(path, "aten.clone.default", {"input": found}, made) if is_inplace(node) else found
+        return (
+            self._add(path, "aten.clone.default", {"input": found}, made)
+            if is_inplace(node)
+            else found
+        )
 
     def _sizes(self, node: fx.Node, path: str) -> list[Any]:
         """The sizes of what a node makes, those that are open read off an input of the network that has them."""
         inputs = self.program.graph.find_nodes(op="placeholder")
-        axes = [(n, at, own) for n in inputs for at, own in enumerate(getattr(n.meta.get("val"), "shape", ()))]
+        axes = [
+            (n, at, own)
+            for n in inputs
+            for at, own in enumerate(getattr(n.meta.get("val"), "shape", ()))
+        ]
         sizes: list[Any] = []
         for axis, size in enumerate(node.meta["val"].shape):
             if not isinstance(size, int):
                 held = (each[:2] for each in axes if same_size(each[2], size))
                 read, at = next(held, (node.args[0], axis))
-                size = self._add(path, "aten.sym_size.int", {"input": self._value(read), "dim": at}, size)
+                size = self._add(
+                    path, "aten.sym_size.int", {"input": self._value(read), "dim": at}, size
+                )
             sizes.append(size)
         return sizes
 
@@ -232,14 +306,20 @@ class Converter:
             if value == before:
                 self.values[key] = self.values[node]
 
-    def _split(self, op: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    def _split(
+        self, op: str, arguments: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
         """Arguments as what other nodes make, constants, and tensor paths that the layer itself will own."""
         inputs: dict[str, Any] = {}
         attrs: dict[str, Any] = {}
         params: dict[str, str] = {}
-        if "params" in arguments and all(item in self.paths for item in arguments["params"]):  # of a recurrent layer
+        if "params" in arguments and all(
+            item in self.paths for item in arguments["params"]
+        ):  # of a recurrent layer
             names = call.parameter_names(arguments)
-            params = dict(zip(names, (self.paths[item] for item in arguments["params"]), strict=True))
+            params = dict(
+                zip(names, (self.paths[item] for item in arguments["params"]), strict=True)
+            )
             arguments = {key: value for key, value in arguments.items() if key != "params"}
         owns = op in OPS and (OPS[op].weight or OPS[op].owns)
         for key, argument in arguments.items():
@@ -273,13 +353,17 @@ class Converter:
             return {}
         shape = tuple(size_of(size, self.sizes) for size in value.shape)
         named = enumerate(zip(value.shape, shape, strict=True))
-        open_axes = tuple(at for at, (own, size) in named if size is not None and size_of(own, {}) is None)
+        open_axes = tuple(
+            at for at, (own, size) in named if size is not None and size_of(own, {}) is None
+        )
         return {"shape": shape, "dtype": value.dtype, "open_axes": open_axes}
 
 
 def _writes_all(node: fx.Node) -> bool:
     """Whether a tensor is written over all of another, so that nothing of that is left."""
-    made, written = (each.meta["val"] for each in (node, node.args[1]) if isinstance(each, fx.Node))
+    made, written = (
+        each.meta["val"] for each in (node, node.args[1]) if isinstance(each, fx.Node)
+    )
     return bool(made.dtype == written.dtype) and same_shape(made, written)
 
 

@@ -34,7 +34,9 @@ def find_structure(graph: Graph, names: Names | None = None) -> Structure:
         named = reading.structure()
         if reading.problems:
             raise ConfigError(tuple(dict.fromkeys(reading.problems)))
-    return Structure(named.blocks, tuple(_completed(folds, named.blocks, group) for group in named.groups))
+    return Structure(
+        named.blocks, tuple(_completed(folds, named.blocks, group) for group in named.groups)
+    )
 
 
 def input_groups(graph: Graph) -> tuple[InputGroup, ...]:
@@ -43,8 +45,13 @@ def input_groups(graph: Graph) -> tuple[InputGroup, ...]:
     for node in graph.nodes:
         if node.is_multiplying:
             _, inputs = channels_of(node, graph.weight(node))
-            layers.setdefault((tuple(node.operands.values()), node.row.channels or 0, inputs), []).append(node.name)
-    found = (InputGroup(read[0], tuple(names), axis, size) for (read, axis, size), names in layers.items())
+            layers.setdefault(
+                (tuple(node.operands.values()), node.row.channels or 0, inputs), []
+            ).append(node.name)
+    found = (
+        InputGroup(read[0], tuple(names), axis, size)
+        for (read, axis, size), names in layers.items()
+    )
     return tuple(sorted(found, key=lambda group: graph.index[group.source]))
 
 
@@ -54,10 +61,19 @@ def _completed(folds: Folds, blocks: Sequence[ModuleBlock], group: InputGroup) -
     weights = {graph.by_name[layer].params["weight"] for layer in group.layers}
     shared = {path for path in weights if graph.uses[path] > 1}
     readers = graph.nodes if shared else ()
-    tied = tuple(n.name for n in readers if n.name not in group.layers and n.params.get("weight") in shared)
+    tied = tuple(
+        n.name
+        for n in readers
+        if n.name not in group.layers and n.params.get("weight") in shared
+    )
     at = [graph.index[layer] for layer in group.layers]
-    homes = {next((n for n, block in enumerate(blocks) if block.start <= each < block.stop), None) for each in at}
-    return folds.folded(replace(group, tied=tied, block=homes.pop() if len(homes) == 1 else None))
+    homes = {
+        next((n for n, block in enumerate(blocks) if block.start <= each < block.stop), None)
+        for each in at
+    }
+    return folds.folded(
+        replace(group, tied=tied, block=homes.pop() if len(homes) == 1 else None)
+    )
 
 
 class _Reading:
@@ -87,42 +103,68 @@ class _Reading:
     def _blocks(self) -> tuple[ModuleBlock, ...]:
         path = self.names.blocks
         if path is None:
-            field = next((key for key in ("inside", "scaling") if getattr(self.names, key) is not None), None)
+            field = next(
+                (key for key in ("inside", "scaling") if getattr(self.names, key) is not None),
+                None,
+            )
             if field and not self.found.blocks:
                 self.place = self.names.places.get(field)
                 text = "the graph shows no blocks that repeat, so names relative to a block find nothing"
-                self._report("QZ502", text, "name the module that holds the blocks in model_decoder_layers")
+                self._report(
+                    "QZ502",
+                    text,
+                    "name the module that holds the blocks in model_decoder_layers",
+                )
             return self.found.blocks
         self.place, blocks = self.names.places.get("blocks"), blocks_of(self.graph, path)
         if path not in self.paths:
             self._unknown(path, self.paths, "the model has")
         elif not blocks:
-            known = listed(dict.fromkeys(block.path.rpartition(".")[0] for block in self.found.blocks))
+            known = listed(
+                dict.fromkeys(block.path.rpartition(".")[0] for block in self.found.blocks)
+            )
             shown = f"the graph shows blocks in {known}"
-            remedy = shown if known else "leave the key out: the graph shows no blocks that repeat"
-            self._report("QZ502", f"{path} holds no modules with linear or convolution layers", remedy)
+            remedy = (
+                shown if known else "leave the key out: the graph shows no blocks that repeat"
+            )
+            self._report(
+                "QZ502", f"{path} holds no modules with linear or convolution layers", remedy
+            )
         return blocks
 
-    def _inside(self, block: ModuleBlock, read: Sequence[BlockNames], wanted: Sequence[str]) -> tuple[InputGroup, ...]:
+    def _inside(
+        self, block: ModuleBlock, read: Sequence[BlockNames], wanted: Sequence[str]
+    ) -> tuple[InputGroup, ...]:
         """The groups of these layers alone, each in the order of the list."""
         self.place = self.names.places.get("inside")
         rank: dict[str, int] = {}
         for at, name in enumerate(wanted):
-            layers = [layer for names in read for each in names.layers(name).values() for layer in each]
+            layers = [
+                layer
+                for names in read
+                for each in names.layers(name).values()
+                for layer in each
+            ]
             if not layers:
                 self._unknown(name, _relative(read), "a block has")
             for layer in layers:
                 rank.setdefault(layer, at)
         groups = []
         for group in self.found.groups:
-            layers = sorted((layer for layer in group.layers if layer in rank), key=rank.__getitem__)
+            layers = sorted(
+                (layer for layer in group.layers if layer in rank), key=rank.__getitem__
+            )
             if layers:
                 groups.append(replace(group, layers=tuple(layers)))
         self._check_order(block, groups, rank, wanted)
         return tuple(groups)
 
     def _check_order(
-        self, block: ModuleBlock, groups: Iterable[InputGroup], rank: Mapping[str, int], wanted: Sequence[str]
+        self,
+        block: ModuleBlock,
+        groups: Iterable[InputGroup],
+        rank: Mapping[str, int],
+        wanted: Sequence[str],
     ) -> None:
         """A layer is rounded on what those before it make, so the list follows the network."""
         inside = {node.name for node in self.graph.nodes[block.start : block.stop]}
@@ -130,9 +172,15 @@ class _Reading:
         firsts = [ranks[0] for ranks in run if ranks]
         if firsts != sorted(firsts):
             order = listed(dict.fromkeys(wanted[at] for ranks in run for at in ranks))
-            self._report("QZ503", f"the layers of {block.path} run in another order", f"list them as they run: {order}")
+            self._report(
+                "QZ503",
+                f"the layers of {block.path} run in another order",
+                f"list them as they run: {order}",
+            )
 
-    def _scaling(self, read: Sequence[BlockNames], entries: Sequence[ScalingLayer]) -> tuple[InputGroup, ...]:
+    def _scaling(
+        self, read: Sequence[BlockNames], entries: Sequence[ScalingLayer]
+    ) -> tuple[InputGroup, ...]:
         """A group for each entry and each value that its layers read."""
         taken: set[str] = set()
         groups: list[InputGroup] = []
@@ -141,7 +189,11 @@ class _Reading:
             self._check_names(entry, read)
             found = self._groups(entry, read)
             if twice := [layer for group in found for layer in group.layers if layer in taken]:
-                self._report("QZ504", f"{module_of(self.graph, twice[0])} is in two entries", "list it once")
+                self._report(
+                    "QZ504",
+                    f"{module_of(self.graph, twice[0])} is in two entries",
+                    "list it once",
+                )
             taken.update(layer for group in found for layer in group.layers)
             groups += found
         return tuple(sorted(groups, key=lambda group: self.graph.index[group.source]))
@@ -167,19 +219,32 @@ class _Reading:
         found = (tuple(dict.fromkeys(layers)) for layers in by_value.values())
         return [replace(self.group_of[layers[0]], layers=layers) for layers in found]
 
-    def _fits(self, entry: ScalingLayer, block: BlockNames, prefix: str, layers: Sequence[str]) -> bool:
+    def _fits(
+        self, entry: ScalingLayer, block: BlockNames, prefix: str, layers: Sequence[str]
+    ) -> bool:
         """Whether the layers read one value, `inp` as well, and `prev_op` makes it."""
         source, first = self.group_of[layers[0]].source, module_of(self.graph, layers[0])
         multiplying = [node for node in self.graph.nodes if node.is_multiplying]
-        beside = [n.name for path in block.modules(entry.inp, prefix) for n in multiplying if n.scope == path]
+        beside = [
+            n.name
+            for path in block.modules(entry.inp, prefix)
+            for n in multiplying
+            if n.scope == path
+        ]
         for layer in (*layers, *beside):
             if self.group_of[layer].source != source:
                 text = f"{module_of(self.graph, layer)} does not read what {first} reads"
-                self._report("QZ504", text, "layers of one entry read one value; make an entry of each value")
+                self._report(
+                    "QZ504",
+                    text,
+                    "layers of one entry read one value; make an entry of each value",
+                )
                 return False
         before = block.modules(entry.prev_op, prefix)
         way = {module_of(self.graph, name) for name in self.folds.way_back(source)}
-        if before and not any(f"{module}.".startswith(f"{path}.") for module in way for path in before):
+        if before and not any(
+            f"{module}.".startswith(f"{path}.") for module in way for path in before
+        ):
             sources, why = self.folds.sources(source)
             makers = listed(module_of(self.graph, each.node.name) for each in sources)
             remedy = f"it reads what {makers} makes" if makers else why
@@ -191,11 +256,17 @@ class _Reading:
         known = sorted(path for path in known if path)
         near = closest(name, known)
         shown = listed(known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
-        self._report("QZ501", f"there is no module {name!r}", f"did you mean {near!r}?" if near else f"{has} {shown}")
+        self._report(
+            "QZ501",
+            f"there is no module {name!r}",
+            f"did you mean {near!r}?" if near else f"{has} {shown}",
+        )
 
     def _report(self, code: str, message: str, remedy: str | None) -> None:
         self.problems.append(Diagnostic(code, message, self.place, help=remedy))
 
 
 def _relative(blocks: Sequence[BlockNames], *, modules: bool = False) -> list[str]:
-    return list(dict.fromkeys(name for block in blocks for name in block.known(modules=modules)))
+    return list(
+        dict.fromkeys(name for block in blocks for name in block.known(modules=modules))
+    )

@@ -63,7 +63,9 @@ class Folds:
     def folded(self, group: InputGroup) -> InputGroup:
         """The group with its fold, or with the reason why it has none."""
         if group.tied:
-            return replace(group, fold=None, why_not=f"its weight is also that of {', '.join(group.tied)}")
+            return replace(
+                group, fold=None, why_not=f"its weight is also that of {', '.join(group.tied)}"
+            )
         (sources, end), way = self.sources(group.source), self.way_back(group.source)
         reasons = list[str]()
         for source in sorted(sources, key=lambda each: -self.graph.index[each.node.name]):
@@ -125,31 +127,52 @@ class Folds:
             if before is None or len(list(factor.refs())) != 1:
                 return None
             if factor.row.axes is ALIKE and not skipped:
-                offset, skipped = float(call(factor.target, {**factor.attrs, "input": torch.zeros(())})), factor.name
+                offset, skipped = (
+                    float(call(factor.target, {**factor.attrs, "input": torch.zeros(())})),
+                    factor.name,
+                )
             elif not (factor.row.only_moves and factor.row.axes is SAME):
                 return None
             factor = before
         weight = self.graph.weight(factor)
-        is_vector = weight.is_floating_point() and weight.numel() > 1 and max(weight.shape) == weight.numel()
+        is_vector = (
+            weight.is_floating_point()
+            and weight.numel() > 1
+            and max(weight.shape) == weight.numel()
+        )
         return Source("norm", factor, offset, skipped) if is_vector else None
 
     def _fold(self, source: Source, group: InputGroup, way: Container[str]) -> Fold | str:
         """The fold of a group whose value may be the source's, or why its channels cannot be divided there."""
         name = source.node.name
-        if shared := [path for path in source.node.params.values() if self.graph.uses[path] > 1]:
-            users = (n.name for n in self.graph.nodes if shared[0] in n.params.values() and n.name != name)
+        if shared := [
+            path for path in source.node.params.values() if self.graph.uses[path] > 1
+        ]:
+            users = (
+                n.name
+                for n in self.graph.nodes
+                if shared[0] in n.params.values() and n.name != name
+            )
             return f"{name} shares its parameters with {next(users)}"
         flow = self.flow(source)
         channels = flow.ends.get(group.layers[0])
         if stopped := [reader for reader in flow.mixed if channels is None and reader in way]:
             return _end(self.graph.by_name[stopped[0]])
-        if channels is None or NONE in channels or any(flow.ends.get(layer) != channels for layer in group.layers):
+        if (
+            channels is None
+            or NONE in channels
+            or any(flow.ends.get(layer) != channels for layer in group.layers)
+        ):
             return f"not each of its channels is one of {name}"
         needed = frozenset(channels)
         for reader, read in flow.mixed.items():
             if read & needed:
                 return f"{name} is also read by {reader or 'the output of the network'}"
-        extra = [end for end, read in flow.ends.items() if end not in group.layers and needed & set(read)]
+        extra = [
+            end
+            for end, read in flow.ends.items()
+            if end not in group.layers and needed & set(read)
+        ]
         for end in extra:
             if flow.ends[end] != channels:
                 return f"{name} is also read by {end}, with its channels in another order"
@@ -183,7 +206,9 @@ class Folds:
         while True:
             if made is not None:
                 labels[name] = made
-                new = {self.graph.index[reader] for reader in self.graph.consumers[name] if reader} - queued
+                new = {
+                    self.graph.index[reader] for reader in self.graph.consumers[name] if reader
+                } - queued
                 queued |= new
                 for at in new:
                     heapq.heappush(queue, at)

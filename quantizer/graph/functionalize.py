@@ -35,14 +35,25 @@ def functionalize(program: ExportedProgram, model: str) -> ExportedProgram:
 def is_inplace(node: fx.Node) -> bool:
     """Whether the node writes into its first argument (its schema says so)."""
     schema = getattr(node.target, "_schema", None)
-    return bool(schema and schema.is_mutable and schema.name.endswith("_") and not schema.name.endswith("__"))
+    return bool(
+        schema
+        and schema.is_mutable
+        and schema.name.endswith("_")
+        and not schema.name.endswith("__")
+    )
 
 
 def _changed_state(program: ExportedProgram) -> Iterator[str]:
     """Parameters and buffers that a call changes; a straight line of layers keeps nothing from one call to the next."""
     signature = program.graph_signature
-    yield from (str(s.target) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION)
-    owned = {s.arg.name: str(s.target) for s in signature.input_specs if s.kind != InputKind.USER_INPUT}
+    yield from (
+        str(s.target) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION
+    )
+    owned = {
+        s.arg.name: str(s.target)
+        for s in signature.input_specs
+        if s.kind != InputKind.USER_INPUT
+    }
     for node in program.graph.nodes:
         written = node.args[0] if is_inplace(node) else None
         if isinstance(written, fx.Node) and written.name in owned:
@@ -70,8 +81,14 @@ def _writes_shared(graph: fx.Graph) -> bool:
 
 def _has_subprograms(graph: fx.Graph) -> bool:
     """Whether a node is a program of its own or a function of torch.func, not an operator."""
-    modules = (str(getattr(node.target, "__module__", "")) for node in graph.nodes if node.op == "call_function")
-    return any(node.op == "get_attr" for node in graph.nodes) or any(m.startswith("torch._functorch") for m in modules)
+    modules = (
+        str(getattr(node.target, "__module__", ""))
+        for node in graph.nodes
+        if node.op == "call_function"
+    )
+    return any(node.op == "get_attr" for node in graph.nodes) or any(
+        m.startswith("torch._functorch") for m in modules
+    )
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -79,6 +96,13 @@ def _is_view(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         source = node.args[0]
-        return getattr(node.target, "__name__", "") == "getitem" and isinstance(source, fx.Node) and _is_view(source)
+        return (
+            getattr(node.target, "__name__", "") == "getitem"
+            and isinstance(source, fx.Node)
+            and _is_view(source)
+        )
     identity = schema.name.removeprefix("aten::") in _IDENTITIES
-    return identity or any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+    return identity or any(
+        value.alias_info is not None and not value.alias_info.is_write
+        for value in schema.returns
+    )

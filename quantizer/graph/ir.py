@@ -84,7 +84,9 @@ class Node:
     @property
     def operands(self) -> dict[str, str]:
         """The nodes that a multiplying layer reads, by argument: its input, and what says which rows are whose."""
-        names = {key: value.name for key, value in self.inputs.items() if isinstance(value, Ref)}
+        names = {
+            key: value.name for key, value in self.inputs.items() if isinstance(value, Ref)
+        }
         return {key: name for key, name in names.items() if key == "input" or self.row.experts}
 
     def input_roles(self) -> dict[str, str]:
@@ -161,7 +163,9 @@ class Graph:
         table: dict[str, list[str]] = {node.name: [] for node in self.nodes}
         for node in self.nodes:
             if node.row.reads_values:
-                read = {key: value for key, value in node.inputs.items() if key != node.row.shape_of}
+                read = {
+                    key: value for key, value in node.inputs.items() if key != node.row.shape_of
+                }
                 for name in dict.fromkeys(references(read)):
                     table[name].append(node.name)
         for name in dict.fromkeys(references(self.output)):
@@ -177,7 +181,10 @@ class Graph:
         """The same on a device, with it in place of those that calls in the trace name."""
 
         def moved(node: Node) -> Node:
-            attrs = {key: device if isinstance(value, torch.device) else value for key, value in node.attrs.items()}
+            attrs = {
+                key: device if isinstance(value, torch.device) else value
+                for key, value in node.attrs.items()
+            }
             return dataclasses.replace(node, attrs=attrs)
 
         if device == self.device:
@@ -243,7 +250,9 @@ def map_refs(value: Any, change: Callable[[str], Any]) -> Any:
     return value
 
 
-def rewire(graph: Graph, moved: Mapping[str, str], absorbed: Mapping[str, str] | None = None) -> Graph:
+def rewire(
+    graph: Graph, moved: Mapping[str, str], absorbed: Mapping[str, str] | None = None
+) -> Graph:
     """Drop the nodes in `moved`, whose readers read the node moved to; `absorbed` records who took which layer."""
 
     def final(name: str) -> Ref:
@@ -252,7 +261,9 @@ def rewire(graph: Graph, moved: Mapping[str, str], absorbed: Mapping[str, str] |
         return Ref(name)
 
     nodes = tuple(
-        dataclasses.replace(node, inputs=map_refs(node.inputs, final)) for node in graph.nodes if node.name not in moved
+        dataclasses.replace(node, inputs=map_refs(node.inputs, final))
+        for node in graph.nodes
+        if node.name not in moved
     )
     history = {**graph.absorbed, **(absorbed or {})}
     return graph.replaced(nodes=nodes, output=map_refs(graph.output, final), absorbed=history)

@@ -50,7 +50,9 @@ def length_axes(call: Any) -> list[tuple[int, ...]]:
     leaves = pytree.tree_leaves(call)
     sizes = {leaf.shape[1] for leaf in leaves if isinstance(leaf, Tensor) and _are_tokens(leaf)}
     return [
-        tuple(axis for axis in range(1, leaf.dim()) if leaf.shape[axis] in sizes) if _may_follow(leaf) else ()
+        tuple(axis for axis in range(1, leaf.dim()) if leaf.shape[axis] in sizes)
+        if _may_follow(leaf)
+        else ()
         for leaf in leaves
     ]
 
@@ -89,7 +91,11 @@ def open_lengths(program: ExportedProgram) -> dict[Any, Length]:
 
 def excludes_single_batches(program: ExportedProgram) -> bool:
     """Whether a trace holds for batches of all sizes but for single ones that it compares them with."""
-    batches: list[Any] = [value.shape[0] for value in _inputs(program) if isinstance(value, Tensor) and value.dim()]
+    batches: list[Any] = [
+        value.shape[0]
+        for value in _inputs(program)
+        if isinstance(value, Tensor) and value.dim()
+    ]
     if not all(isinstance(size, torch.SymInt) and size.node.expr.is_Symbol for size in batches):
         return False
     ranges = (_range(program.range_constraints[size.node.expr]) for size in batches)
@@ -99,13 +105,22 @@ def excludes_single_batches(program: ExportedProgram) -> bool:
 
 def _excludes_one(guard: Any) -> bool:
     """Whether a condition on a size is false for one size alone, as `4 * size != 8` is."""
-    compared = (guard.lhs - guard.rhs).as_poly() if getattr(guard, "rel_op", "") == "!=" else None
-    return compared is not None and compared.is_linear and all(each.is_Symbol for each in compared.gens)
+    compared = (
+        (guard.lhs - guard.rhs).as_poly() if getattr(guard, "rel_op", "") == "!=" else None
+    )
+    return (
+        compared is not None
+        and compared.is_linear
+        and all(each.is_Symbol for each in compared.gens)
+    )
 
 
 def sizes_of(program: ExportedProgram, shapes: Sequence[Sequence[int]]) -> dict[Any, int]:
     """What torch's symbols are in a call whose leaves have these shapes; the batch is not among them."""
-    return {symbol: shapes[axes[0][0]][axes[0][1]] for symbol, (_, axes) in _symbols(program).items()}
+    return {
+        symbol: shapes[axes[0][0]][axes[0][1]]
+        for symbol, (_, axes) in _symbols(program).items()
+    }
 
 
 def _symbols(program: ExportedProgram) -> dict[Any, tuple[int, tuple[tuple[int, int], ...]]]:
@@ -123,13 +138,22 @@ def _inputs(program: ExportedProgram) -> list[Any]:
     """What torch knows of each leaf of a call."""
     specs = program.graph_signature.input_specs
     user = {spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT}
-    return [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
+    return [
+        node.meta.get("val")
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in user
+    ]
 
 
 def _range(values: Any) -> tuple[int, int | None]:
     """From least to most. What holds for two tokens is taken to hold for one, as for the batch."""
-    least, most = (int(bound) if bound.is_Integer else None for bound in (values.lower, values.upper))
-    return 1 if least is None or least <= LEAST else least, None if most is None or most >= _UNBOUNDED else most
+    least, most = (
+        int(bound) if bound.is_Integer else None for bound in (values.lower, values.upper)
+    )
+    return (
+        1 if least is None or least <= LEAST else least,
+        None if most is None or most >= _UNBOUNDED else most,
+    )
 
 
 def size_of(size: Any, lengths: Mapping[Any, int]) -> int | None:
@@ -142,7 +166,9 @@ def size_of(size: Any, lengths: Mapping[Any, int]) -> int | None:
 
 def same_size(one: Any, other: Any) -> bool:
     """Whether two sizes are one expression; comparing them would fix what is open."""
-    first, second = (size.node.expr if isinstance(size, torch.SymInt) else size for size in (one, other))
+    first, second = (
+        size.node.expr if isinstance(size, torch.SymInt) else size for size in (one, other)
+    )
     return bool(first == second)
 
 

@@ -22,7 +22,9 @@ def layer_path(node: Node) -> str:
 
 def module_paths(graph: Graph) -> frozenset[str]:
     """Every module that runs an operator or has a tensor, and those around it."""
-    paths = {node.scope for node in graph.nodes} | {path.rpartition(".")[0] for path in graph.tensors}
+    paths = {node.scope for node in graph.nodes} | {
+        path.rpartition(".")[0] for path in graph.tensors
+    }
     return frozenset(each for path in paths for each in (path, *around(path)))
 
 
@@ -41,7 +43,11 @@ def path_names(graph: Graph) -> dict[str, str]:
         weights[path] |= {owned[name]} if name in owned else set()
     found = {}
     for name, path in paths.items():
-        only = len(weights[path]) == 1 if name in owned else len(kinds[path]) == 1 and path not in parents
+        only = (
+            len(weights[path]) == 1
+            if name in owned
+            else len(kinds[path]) == 1 and path not in parents
+        )
         found[name] = call_paths(name, path)[bool(path) and only]
     counts = Counter(found.values())
     return {name: path if counts[path] == 1 else name for name, path in found.items()}
@@ -75,7 +81,9 @@ class BlockNames:
 
     def __init__(self, graph: Graph, path: str) -> None:
         self._path = path
-        self._all = frozenset(each for each in module_paths(graph) if each.startswith(f"{path}."))
+        self._all = frozenset(
+            each for each in module_paths(graph) if each.startswith(f"{path}.")
+        )
         self._modules = sorted(self._all)
         self._layers: dict[str, list[str]] = {}
         for node in graph.nodes:
@@ -84,14 +92,20 @@ class BlockNames:
 
     def known(self, *, modules: bool = False) -> list[str]:
         """The relative paths of the layers, or of all modules."""
-        return [each[len(self._path) + 1 :] for each in (self._modules if modules else self._layers)]
+        return [
+            each[len(self._path) + 1 :] for each in (self._modules if modules else self._layers)
+        ]
 
     def layers(self, name: str) -> dict[str, list[str]]:
         """The layers called `name`, by the path of the module to which that is relative: the block, or experts."""
         exact = f"{self._path}.{name}"
         if exact in self._layers:
             return {self._path: self._layers[exact]}
-        return {path[: -len(name) - 1]: found for path, found in self._layers.items() if path.endswith(f".{name}")}
+        return {
+            path[: -len(name) - 1]: found
+            for path, found in self._layers.items()
+            if path.endswith(f".{name}")
+        }
 
     def sets(self, names: Sequence[str]) -> dict[str, list[str]]:
         """The layers of several names, those of each expert for themselves."""

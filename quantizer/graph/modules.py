@@ -23,12 +23,18 @@ OPERATORS: dict[type[nn.Module], str] = {
     for name in row.types
     if row.weight and hasattr(nn, name.removeprefix("torch.nn."))
 }
-OPERATORS[nn.MultiheadAttention] = OPERATORS[nn.Linear]  # its projection of query, key and value
+OPERATORS[nn.MultiheadAttention] = OPERATORS[
+    nn.Linear
+]  # its projection of query, key and value
 """The operator of a class and of its subclasses."""
 EXPERTS = next(row.name for row in OPS.values() if row.experts)
 """That of a module of experts, whatever its class."""
 
-_PROJECTIONS = {"weight_q": "q_proj_weight", "weight_k": "k_proj_weight", "weight_v": "v_proj_weight"}
+_PROJECTIONS = {
+    "weight_q": "q_proj_weight",
+    "weight_k": "k_proj_weight",
+    "weight_v": "v_proj_weight",
+}
 
 
 def module_graph(model: nn.Module) -> Graph:
@@ -67,10 +73,17 @@ def module_graph(model: nn.Module) -> Graph:
         name = namer.name(path, op)
         inputs = {}
         if is_called(module):
-            source, looks_up = f"{namer.model}::module_input_{len(nodes)}", isinstance(module, nn.Embedding)
-            nodes.append(Node(source, "module_input", "module", dtype=torch.int64 if looks_up else dtype))
+            source, looks_up = (
+                f"{namer.model}::module_input_{len(nodes)}",
+                isinstance(module, nn.Embedding),
+            )
+            nodes.append(
+                Node(source, "module_input", "module", dtype=torch.int64 if looks_up else dtype)
+            )
             inputs["indices" if looks_up else "input"] = Ref(source)
-        made = dtype if is_called(module) and not isinstance(module, nn.RNNBase) else None  # several tensors have none
+        made = (
+            dtype if is_called(module) and not isinstance(module, nn.RNNBase) else None
+        )  # several tensors have none
         classes = namer.classes(path)
         attrs = {"groups": module.groups} if OPS[op].spatial else {}
         node = Node(name, op, "module", inputs, attrs, params, path, classes, dtype=made)
@@ -79,17 +92,35 @@ def module_graph(model: nn.Module) -> Graph:
     covered = {node.scope for node in nodes}
     for path, module in model.named_modules():
         if path and path not in covered and not any(module.children()):
-            nodes.append(Node(namer.name(path, "module"), "module", "module", scope=path, classes=namer.classes(path)))
+            nodes.append(
+                Node(
+                    namer.name(path, "module"),
+                    "module",
+                    "module",
+                    scope=path,
+                    classes=namer.classes(path),
+                )
+            )
     return Graph(namer.model, tuple(nodes), output, tensors)
 
 
-def _experts(namer: Namer, path: str, module: nn.Module, params: Mapping[str, str]) -> Iterator[Node]:
+def _experts(
+    namer: Namer, path: str, module: nn.Module, params: Mapping[str, str]
+) -> Iterator[Node]:
     """A layer for each tensor of a module of experts, with the name that it has in a trace."""
     classes = namer.classes(path)
     for key, attribute in parameters_of(module).items():
         name, groups = namer.name(path, attribute), len(module.get_parameter(attribute))
         weight = {"weight": params[key]}
-        yield Node(name, EXPERTS, "module", attrs={"groups": groups}, params=weight, scope=path, classes=classes)
+        yield Node(
+            name,
+            EXPERTS,
+            "module",
+            attrs={"groups": groups},
+            params=weight,
+            scope=path,
+            classes=classes,
+        )
 
 
 def key_in_module(node: Node, key: str) -> str:
@@ -119,31 +150,53 @@ def parameters_of(module: nn.Module) -> Mapping[str, str]:
     """
     wanted: Mapping[str, str] = {"weight": "weight", "bias": "bias"}
     if isinstance(module, nn.RNNBase):
-        wanted = {name: name for name in module._parameters if name.startswith(("weight", "bias"))}
+        wanted = {
+            name: name for name in module._parameters if name.startswith(("weight", "bias"))
+        }
     elif isinstance(module, nn.MultiheadAttention):
         wanted = {"weight": "in_proj_weight", **_PROJECTIONS, "bias": "in_proj_bias"}
     elif is_of_experts(module):
-        wanted = {f"weight_{name}": name for name, value in module._parameters.items() if _is_stack(module, value)}
-    owned = {name for name, value in module._parameters.items() if value is not None and value.is_floating_point()}
+        wanted = {
+            f"weight_{name}": name
+            for name, value in module._parameters.items()
+            if _is_stack(module, value)
+        }
+    owned = {
+        name
+        for name, value in module._parameters.items()
+        if value is not None and value.is_floating_point()
+    }
     return {key: name for key, name in wanted.items() if name in owned}
 
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether this is transformers' Conv1D: a linear layer with its weight as [in, out]."""
     weight = module._parameters.get("weight")
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and weight is not None and weight.dim() == 2
+    return (
+        type(module).__name__ == "Conv1D"
+        and hasattr(module, "nf")
+        and weight is not None
+        and weight.dim() == 2
+    )
 
 
 def is_of_experts(module: nn.Module) -> bool:
     """Whether this is a module of transformers with a tensor [experts, out, in] for each layer of its experts, or
     [experts, in, out] where its `is_transposed` says so.
     """
-    known = isinstance(vars(module).get("is_transposed"), bool) and isinstance(vars(module).get("num_experts"), int)
+    known = isinstance(vars(module).get("is_transposed"), bool) and isinstance(
+        vars(module).get("num_experts"), int
+    )
     return known and any(_is_stack(module, value) for value in module._parameters.values())
 
 
 def _is_stack(module: Any, value: Tensor | None) -> bool:
-    return value is not None and not is_lazy(value) and value.dim() == 3 and len(value) == module.num_experts
+    return (
+        value is not None
+        and not is_lazy(value)
+        and value.dim() == 3
+        and len(value) == module.num_experts
+    )
 
 
 def as_planned(module: Any, key: str, value: Tensor) -> Tensor:
@@ -172,7 +225,9 @@ def is_called(module: nn.Module) -> bool:
     """Whether the layer's forward runs with its input; attention reads the weights of its projections directly, and
     experts theirs.
     """
-    reads = isinstance(module, (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear))
+    reads = isinstance(
+        module, (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    )
     return not reads and not is_of_experts(module)
 
 
@@ -182,5 +237,6 @@ def left_out(model: nn.Module, graph: Graph) -> dict[str, str]:
     return {
         path: type(module).__name__
         for path, module in model.named_modules()
-        if path not in covered and any(not is_lazy(p) and p.dim() > 1 for p in module.parameters(recurse=False))
+        if path not in covered
+        and any(not is_lazy(p) and p.dim() > 1 for p in module.parameters(recurse=False))
     }

@@ -22,7 +22,9 @@ def check_names(module: nn.Module) -> None:
     Raises:
         ModelError: naming the first such name.
     """
-    named = itertools.chain(module.named_modules(), module.named_parameters(), module.named_buffers())
+    named = itertools.chain(
+        module.named_modules(), module.named_parameters(), module.named_buffers()
+    )
     for path, _ in named:
         for part in path.split(".") if path else ():
             if not _SAFE.fullmatch(part):
@@ -33,11 +35,14 @@ def check_names(module: nn.Module) -> None:
     model = type(module).__name__
     if not model.isidentifier() or keyword.iskeyword(model) or model in _TAKEN:
         raise ModelError(
-            f"unsupported class name {model!r} (the model itself)", help="the generated code needs a class of that name"
+            f"unsupported class name {model!r} (the model itself)",
+            help="the generated code needs a class of that name",
         )
     for path, child in module.named_modules():
         if not _SAFE.fullmatch(type(child).__name__):
-            raise ModelError(f"unsupported class name {type(child).__name__!r} (module {path!r})")
+            raise ModelError(
+                f"unsupported class name {type(child).__name__!r} (module {path!r})"
+            )
 
 
 def around(path: str) -> list[str]:
@@ -73,14 +78,20 @@ class Namer:
         """Qualified class names of the module at `path` and of those around it, innermost first."""
         found = (self._classes[each] for each in (*reversed(around(path)), ""))
         own = "torch.nn.modules."  # its layers are known by the shorter name
-        return tuple(f"{'torch.nn' if c.__module__.startswith(own) else c.__module__}.{c.__qualname__}" for c in found)
+        return tuple(
+            f"{'torch.nn' if c.__module__.startswith(own) else c.__module__}.{c.__qualname__}"
+            for c in found
+        )
 
     def name(self, path: str, op: str) -> str:
         """The layer name of the next `op` in the scope at `path`; the second of its kind ends in `.1`.
 
         The scope of `layer1.0` is `ResNet/Sequential[layer1]/BasicBlock[0]`, containers that are never called included.
         """
-        inside = (f"{self._classes[each].__name__}[{each.rpartition('.')[2]}]" for each in around(path))
+        inside = (
+            f"{self._classes[each].__name__}[{each.rpartition('.')[2]}]"
+            for each in around(path)
+        )
         name = f"{self.model}::{'/'.join((self.model, *inside))}/{op}"
         count = self._seen[name]
         self._seen[name] += 1

@@ -5,7 +5,17 @@ from typing import Literal
 
 from quantizer.graph.axis_rules import AxisRule, Commutes
 
-Kind = Literal["mac", "compute", "fusable", "nonlinear", "join", "passthrough", "structural", "float", "unknown"]
+Kind = Literal[
+    "mac",
+    "compute",
+    "fusable",
+    "nonlinear",
+    "join",
+    "passthrough",
+    "structural",
+    "float",
+    "unknown",
+]
 # mac          multiplies and accumulates; on integer hardware its inputs must be integers as well as its output
 # compute      makes new values; its output is quantized
 # fusable      an activation that hardware applies before writing the producer's output: one quantization for both
@@ -78,7 +88,12 @@ class Op:
     @property
     def scales_channels(self) -> bool:
         """Whether it multiplies each channel with a weight of its own."""
-        return self.kind == "mac" and self.channels is not None and self.spatial is None and not self.experts
+        return (
+            self.kind == "mac"
+            and self.channels is not None
+            and self.spatial is None
+            and not self.experts
+        )
 
     @property
     def looks_up(self) -> bool:

@@ -58,9 +58,13 @@ def unknown(name: str) -> Op:
     return Op(name, "unknown", aten=(name,))
 
 
-def _row(name: str, kind: Kind, *types: str, aten: tuple[str, ...] | None = None, **columns: Any) -> Op:
+def _row(
+    name: str, kind: Kind, *types: str, aten: tuple[str, ...] | None = None, **columns: Any
+) -> Op:
     """A row; what computes makes fresh memory, but an einsum that only permutes returns a view."""
-    fresh = kind not in ("passthrough", "structural", "float", "unknown") and name not in _SEVERAL
+    fresh = (
+        kind not in ("passthrough", "structural", "float", "unknown") and name not in _SEVERAL
+    )
     derived = {"fresh": fresh, "any_layout": columns.get("axes") in _ELEMENTWISE}
     return Op(name, kind, types, (name,) if aten is None else aten, **derived | columns)
 
@@ -72,7 +76,15 @@ def _rows(kind: Kind, *names: str, **columns: Any) -> tuple[Op, ...]:
 
 def _layer(name: str, spatial: int, *types: str, transposed: bool = False) -> Op:
     """A linear or convolution layer."""
-    return _row(name, "mac", *types, weight=True, channels=-1 - spatial, spatial=spatial, transposed=transposed)
+    return _row(
+        name,
+        "mac",
+        *types,
+        weight=True,
+        channels=-1 - spatial,
+        spatial=spatial,
+        transposed=transposed,
+    )
 
 
 def _norm(name: str, channels: int, *types: str, **columns: Any) -> Op:
@@ -87,7 +99,15 @@ def _activation(name: str, kind: Kind, *types: str, **columns: Any) -> Op:
 
 def _pool(name: str, dims: int, kind: Kind, commutes: Commutes, *types: str) -> Op:
     """Windows over the last axes."""
-    return _row(name, kind, *types, axes=over_last(dims), commutes=commutes, fresh=True, any_layout=dims == 2)
+    return _row(
+        name,
+        kind,
+        *types,
+        axes=over_last(dims),
+        commutes=commutes,
+        fresh=True,
+        any_layout=dims == 2,
+    )
 
 
 def _move(name: str, *types: str, axes: AxisRule = MOVED, **columns: Any) -> Op:
@@ -104,7 +124,17 @@ ALL, AFFINE, LINEAR, SCALING = Commutes.ALL, Commutes.AFFINE, Commutes.LINEAR, C
 _F = "torch.nn.functional."
 _ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
 # They may return a view, or several tensors.
-_SEVERAL = ("einsum", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "quant_stub", "meshgrid", "broadcast_tensors")
+_SEVERAL = (
+    "einsum",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+    "lstm_cell",
+    "quant_stub",
+    "meshgrid",
+    "broadcast_tensors",
+)
 _RESIZED = ("torch.nn.Upsample", _F + "interpolate")
 _SMOOTH = (
     *("upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d"),
@@ -132,10 +162,21 @@ _ROWS = (
     _row("gru_cell", "mac", "torch.nn.GRUCell"),
     _row("rnn_tanh_cell", "mac", "torch.nn.RNNCell"),
     _row("rnn_relu_cell", "mac", "torch.nn.RNNCell"),
-    _row("embedding", "compute", "torch.nn.Embedding", _F + "embedding", weight=True, channels=-1),
+    _row(
+        "embedding", "compute", "torch.nn.Embedding", _F + "embedding", weight=True, channels=-1
+    ),
     _row("embedding_bag", "compute", "torch.nn.EmbeddingBag", _F + "embedding_bag"),
-    _norm("batch_norm", 1, "torch.nn.BatchNorm1d", "torch.nn.BatchNorm2d", "torch.nn.BatchNorm3d", any_layout=True),
-    _row("channel_scale", "mac", aten=(), weight=True, channels=1),  # a batch norm that could not fold
+    _norm(
+        "batch_norm",
+        1,
+        "torch.nn.BatchNorm1d",
+        "torch.nn.BatchNorm2d",
+        "torch.nn.BatchNorm3d",
+        any_layout=True,
+    ),
+    _row(
+        "channel_scale", "mac", aten=(), weight=True, channels=1
+    ),  # a batch norm that could not fold
     _norm("layer_norm", -1, "torch.nn.LayerNorm", _F + "layer_norm", normalizes=True),
     _norm("group_norm", 1, "torch.nn.GroupNorm", _F + "group_norm", any_layout=True),
     _norm("instance_norm", 1, "torch.nn.InstanceNorm1d", "torch.nn.InstanceNorm2d"),
@@ -147,7 +188,13 @@ _ROWS = (
     _row("baddbmm", "mac", "torch.baddbmm"),
     _row("bilinear", "mac", "torch.nn.Bilinear", _F + "bilinear"),
     _row("einsum", "mac", "torch.einsum", axes=EINSUM, commutes=SCALING),
-    _row("scaled_dot_product_attention", "mac", _F + "scaled_dot_product_attention", axes=ATTENTION, commutes=AFFINE),
+    _row(
+        "scaled_dot_product_attention",
+        "mac",
+        _F + "scaled_dot_product_attention",
+        axes=ATTENTION,
+        commutes=AFFINE,
+    ),
     *_rows("compute", "add", "sub", axes=ALIKE, commutes=LINEAR),
     *_rows("compute", "maximum", "minimum", axes=ALIKE, commutes=AFFINE),
     _row("rsub", "compute", "torch.rsub"),
@@ -161,18 +208,45 @@ _ROWS = (
     _pool("avg_pool2d", 2, "compute", ALL, "torch.nn.AvgPool2d", _F + "avg_pool2d"),
     _pool("avg_pool3d", 3, "compute", ALL, "torch.nn.AvgPool3d"),
     _pool("adaptive_avg_pool1d", 1, "compute", ALL, "torch.nn.AdaptiveAvgPool1d"),
-    _pool("adaptive_avg_pool2d", 2, "compute", ALL, "torch.nn.AdaptiveAvgPool2d", _F + "adaptive_avg_pool2d"),
+    _pool(
+        "adaptive_avg_pool2d",
+        2,
+        "compute",
+        ALL,
+        "torch.nn.AdaptiveAvgPool2d",
+        _F + "adaptive_avg_pool2d",
+    ),
     _pool("adaptive_avg_pool3d", 3, "compute", ALL, "torch.nn.AdaptiveAvgPool3d"),
-    _row("interpolate", "compute", *_RESIZED, aten=_SMOOTH, axes=over_last(), commutes=ALL, any_layout=True),
+    _row(
+        "interpolate",
+        "compute",
+        *_RESIZED,
+        aten=_SMOOTH,
+        axes=over_last(),
+        commutes=ALL,
+        any_layout=True,
+    ),
     _move("upsample_nearest", *_RESIZED, aten=_NEAREST, axes=over_last(), any_layout=True),
-    _activation("relu", "fusable", "torch.nn.ReLU", _F + "relu", "torch.relu", commutes=SCALING, rectifies=True),
+    _activation(
+        "relu",
+        "fusable",
+        "torch.nn.ReLU",
+        _F + "relu",
+        "torch.relu",
+        commutes=SCALING,
+        rectifies=True,
+    ),
     _activation("relu6", "fusable", "torch.nn.ReLU6", _F + "relu6", cuts=True),
-    _activation("leaky_relu", "fusable", "torch.nn.LeakyReLU", _F + "leaky_relu", commutes=SCALING),
+    _activation(
+        "leaky_relu", "fusable", "torch.nn.LeakyReLU", _F + "leaky_relu", commutes=SCALING
+    ),
     _activation("hardtanh", "fusable", "torch.nn.Hardtanh", _F + "hardtanh", cuts=True),
     _activation("clamp", "fusable", "torch.clamp", cuts=True),
     _activation("clamp_min", "fusable", "torch.clamp", cuts=True),
     _activation("threshold", "fusable", "torch.nn.Threshold", _F + "threshold"),
-    _activation("prelu", "nonlinear", "torch.nn.PReLU", _F + "prelu", owns=True, commutes=SCALING),
+    _activation(
+        "prelu", "nonlinear", "torch.nn.PReLU", _F + "prelu", owns=True, commutes=SCALING
+    ),
     _activation("elu", "nonlinear", "torch.nn.ELU", _F + "elu"),
     _activation("celu", "nonlinear", "torch.nn.CELU", _F + "celu"),
     _activation("selu", "nonlinear", "torch.nn.SELU", _F + "selu"),
@@ -188,7 +262,13 @@ _ROWS = (
     _activation("hardswish", "nonlinear", "torch.nn.Hardswish", _F + "hardswish"),
     _activation("hardsigmoid", "nonlinear", "torch.nn.Hardsigmoid", _F + "hardsigmoid"),
     _row("softmax", "nonlinear", "torch.nn.Softmax", "torch.softmax", _F + "softmax"),
-    _row("log_softmax", "nonlinear", "torch.nn.LogSoftmax", "torch.log_softmax", _F + "log_softmax"),
+    _row(
+        "log_softmax",
+        "nonlinear",
+        "torch.nn.LogSoftmax",
+        "torch.log_softmax",
+        _F + "log_softmax",
+    ),
     _join("cat", "tensors", axes=JOINED, commutes=ALL, any_layout=True, aten=_CATS),
     *(_join(name, "tensors", axes=JOINED, commutes=ALL) for name in _STACKS),
     *(_join(name, "input", "src", axes=WRITTEN, commutes=AFFINE) for name in _WRITES),
@@ -199,11 +279,20 @@ _ROWS = (
     _join("index_put", "input", "values"),
     _join("index_copy", "input", "source"),
     _join("index_fill", "input", "value"),
-    *_rows("compute", "meshgrid", "broadcast_tensors"),  # of several tensors: each is quantized as it comes out
+    *_rows(
+        "compute", "meshgrid", "broadcast_tensors"
+    ),  # of several tensors: each is quantized as it comes out
     _pool("max_pool1d", 1, "passthrough", AFFINE, "torch.nn.MaxPool1d"),
     _pool("max_pool2d", 2, "passthrough", AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
     _pool("max_pool3d", 3, "passthrough", AFFINE, "torch.nn.MaxPool3d"),
-    _pool("max_pool2d_with_indices", 2, "passthrough", AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
+    _pool(
+        "max_pool2d_with_indices",
+        2,
+        "passthrough",
+        AFFINE,
+        "torch.nn.MaxPool2d",
+        _F + "max_pool2d",
+    ),
     _pool("adaptive_max_pool1d", 1, "passthrough", AFFINE, "torch.nn.AdaptiveMaxPool1d"),
     _pool("adaptive_max_pool2d", 2, "passthrough", AFFINE, "torch.nn.AdaptiveMaxPool2d"),
     _pool("adaptive_max_pool3d", 3, "passthrough", AFFINE, "torch.nn.AdaptiveMaxPool3d"),
@@ -232,7 +321,15 @@ _ROWS = (
     _move("pixel_shuffle", "torch.nn.PixelShuffle", any_layout=True),
     _move("pixel_unshuffle", "torch.nn.PixelUnshuffle", any_layout=True),
     _move("channel_shuffle", "torch.nn.ChannelShuffle", any_layout=True),
-    _row("pad", "passthrough", _F + "pad", "torch.nn.ZeroPad2d", axes=PADDED, commutes=LINEAR, any_layout=True),
+    _row(
+        "pad",
+        "passthrough",
+        _F + "pad",
+        "torch.nn.ZeroPad2d",
+        axes=PADDED,
+        commutes=LINEAR,
+        any_layout=True,
+    ),
     _move("dropout", "torch.nn.Dropout", _F + "dropout", aten=_DROPOUTS, axes=SAME),
     _move("getitem", any_layout=True),
     _move("ravel", "torch.ravel", axes=RESHAPED),
@@ -247,36 +344,120 @@ _ROWS = (
     *_rows("passthrough", "take", "diag_embed", "as_strided"),
     *_rows("passthrough", "gather", "take_along_dim", axes=PICKED, commutes=AFFINE),
     *_rows("passthrough", "index_select", axes=PICKED, commutes=ALL),
-    *_rows("passthrough", "permute", "narrow", "chunk", axes=MOVED, commutes=ALL, any_layout=True),
-    *_rows("passthrough", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", axes=MOVED, commutes=ALL),
-    *_rows("passthrough", "flip", "fliplr", "flipud", "rot90", "roll", axes=MOVED, commutes=ALL, any_layout=True),
+    *_rows(
+        "passthrough", "permute", "narrow", "chunk", axes=MOVED, commutes=ALL, any_layout=True
+    ),
+    *_rows(
+        "passthrough",
+        "movedim",
+        "moveaxis",
+        "swapaxes",
+        "swapdims",
+        "adjoint",
+        axes=MOVED,
+        commutes=ALL,
+    ),
+    *_rows(
+        "passthrough",
+        "flip",
+        "fliplr",
+        "flipud",
+        "rot90",
+        "roll",
+        axes=MOVED,
+        commutes=ALL,
+        any_layout=True,
+    ),
     *_rows("passthrough", "diagonal", axes=MOVED, commutes=AFFINE),
-    *_rows("passthrough", "select", "unbind", "hsplit", "vsplit", "dsplit", "tensor_split", axes=MOVED, commutes=ALL),
-    *_rows("passthrough", "repeat_interleave", "tile", "broadcast_to", axes=MOVED, commutes=ALL),
-    _row("input_scale", "float", aten=(), axes=SAME, commutes=SCALING),  # inserted by algorithms, see `nn.rescale`
+    *_rows(
+        "passthrough",
+        "select",
+        "unbind",
+        "hsplit",
+        "vsplit",
+        "dsplit",
+        "tensor_split",
+        axes=MOVED,
+        commutes=ALL,
+    ),
+    *_rows(
+        "passthrough", "repeat_interleave", "tile", "broadcast_to", axes=MOVED, commutes=ALL
+    ),
+    _row(
+        "input_scale", "float", aten=(), axes=SAME, commutes=SCALING
+    ),  # inserted by algorithms, see `nn.rescale`
     _row("rotation", "float", aten=()),
     *_rows("float", "rsqrt", "reciprocal", "log", "log2", nonzero="input", any_layout=True),
     *_rows("float", "pow", "square", "sqrt", "exp", "expm1", "log1p", any_layout=True),
     *_rows("float", "sin", "cos", "tan", exact=("input",), any_layout=True),
-    *_rows("float", "floor", "ceil", "round", "trunc", "fix", "frac", exact=("input",), any_layout=True),
-    *_rows("float", "remainder", "fmod", "floor_divide", exact=("input", "other"), any_layout=True),
-    *_rows("float", "bucketize", "searchsorted", exact=("input", "boundaries", "sorted_sequence")),
-    _row("sinc", "float", "torch.sinc", aten=("sinc", "special_sinc"), exact=("input",), any_layout=True),
+    *_rows(
+        "float",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "fix",
+        "frac",
+        exact=("input",),
+        any_layout=True,
+    ),
+    *_rows(
+        "float", "remainder", "fmod", "floor_divide", exact=("input", "other"), any_layout=True
+    ),
+    *_rows(
+        "float", "bucketize", "searchsorted", exact=("input", "boundaries", "sorted_sequence")
+    ),
+    _row(
+        "sinc",
+        "float",
+        "torch.sinc",
+        aten=("sinc", "special_sinc"),
+        exact=("input",),
+        any_layout=True,
+    ),
     _row("polar", "float", "torch.polar", exact=("angle",)),
     *_rows("float", "var", "std", "var_mean", "norm", "linalg_vector_norm", any_layout=True),
     *_rows("float", "cumsum", "histc", "prod"),
     *_rows("float", "argsort", orders=True),
     _row("nms", "float", "torchvision.ops.nms", aten=("torchvision_nms",), orders=True),
-    _row("quant_stub", "compute", "torch.ao.quantization.QuantStub", aten=(), axes=SAME, commutes=ALL),
-    _row("dequant_stub", "structural", "torch.ao.quantization.DeQuantStub", aten=(), axes=SAME, commutes=ALL),
+    _row(
+        "quant_stub",
+        "compute",
+        "torch.ao.quantization.QuantStub",
+        aten=(),
+        axes=SAME,
+        commutes=ALL,
+    ),
+    _row(
+        "dequant_stub",
+        "structural",
+        "torch.ao.quantization.DeQuantStub",
+        aten=(),
+        axes=SAME,
+        commutes=ALL,
+    ),
     _row("input", "structural"),
-    _row("module", "structural", aten=()),  # a module without quantizable weights, where nothing is traced
-    _row("module_input", "structural", aten=()),  # what a module is called with, where nothing is traced
+    _row(
+        "module", "structural", aten=()
+    ),  # a module without quantizable weights, where nothing is traced
+    _row(
+        "module_input", "structural", aten=()
+    ),  # what a module is called with, where nothing is traced
     _row("parameter", "structural", weight=True),
     _row("constant", "structural"),
     _row("size", "structural", aten=("sym_size", "size"), any_layout=True),
     *_rows("structural", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"),
-    *_rows("structural", "full", "full_like", "new_full", "scalar_tensor", "arange", "linspace", "logspace", "eye"),
+    *_rows(
+        "structural",
+        "full",
+        "full_like",
+        "new_full",
+        "scalar_tensor",
+        "arange",
+        "linspace",
+        "logspace",
+        "eye",
+    ),
     *_rows("structural", "empty", "empty_like", "new_empty", unwritten=True),
     *_rows("structural", "empty_strided", "new_empty_strided", unwritten=True),
     *_rows("structural", "tril_indices", "triu_indices"),

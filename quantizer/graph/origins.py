@@ -101,7 +101,9 @@ class _Walk:
             runs, lengths = torch.unique_consecutive(line, return_counts=True)
             for number, length in zip(runs.tolist(), lengths.tolist(), strict=True):
                 parts.append((self.names.get(number, ""), length))
-        self.origins[node.name] = Origins(self._in_order(sources), CONSTANT in numbers, axis, tuple(parts))
+        self.origins[node.name] = Origins(
+            self._in_order(sources), CONSTANT in numbers, axis, tuple(parts)
+        )
 
     def _in_order(self, sources: set[str]) -> tuple[str, ...]:
         return tuple(sorted(sources, key=self.numbers.__getitem__))
@@ -145,7 +147,9 @@ class _Walk:
     def _together(self, node: Node, reads: tuple[str, ...]) -> tuple[set[str], bool]:
         """The sources of all that the node reads: any of them may be in what it makes."""
         sources: set[str] = set()
-        constants = node.is_join and any(_is_constant(node.attrs.get(key)) for key in node.row.joins)
+        constants = node.is_join and any(
+            _is_constant(node.attrs.get(key)) for key in node.row.joins
+        )
         constants = constants or (node.row.axes is PADDED and not pads_zeros(node.attrs))
         for name in reads:
             known = self.origins.get(name)
@@ -207,7 +211,9 @@ class _Labels:
         several = isinstance(made, (list, tuple))
         first = made[0] if several else made
         argument = next(iter(node.inputs))
-        blended = rule.labels(LabelledCall({argument: compressed(labels)}, node.attrs, first.shape, lambda: None))
+        blended = rule.labels(
+            LabelledCall({argument: compressed(labels)}, node.attrs, first.shape, lambda: None)
+        )
         if blended is None or blended.shape != first.shape:
             return None
         return [blended] if several else blended
@@ -218,7 +224,10 @@ class _Labels:
         labels: dict[str, Any] = {}
         for key in keys:
             if key in node.inputs:
-                if any(name in self.known and self.known[name] is None for name in references(node.inputs[key])):
+                if any(
+                    name in self.known and self.known[name] is None
+                    for name in references(node.inputs[key])
+                ):
                     return None
                 labels[key] = map_refs(node.inputs[key], self._label)
             elif key in node.attrs:
@@ -316,7 +325,9 @@ def _has_parts(graph: Graph) -> bool:
                 moved.add(node.name)
             if node.op == "getitem" or _elements(node) < _elements(graph.source(node)):
                 return True
-        elif (node.row.kind in ("mac", "float") or node.row.axes is not None) and not moved.isdisjoint(node.refs()):
+        elif (
+            node.row.kind in ("mac", "float") or node.row.axes is not None
+        ) and not moved.isdisjoint(node.refs()):
             return True
     return False
 

@@ -445,6 +445,8 @@ def parts_named_as(graph: Graph, original: Graph) -> tuple[Output, ...]:
         if len(parts) == len(first.parts):
             names = [(part.name, part.index) for part in first.parts]
             pairs = zip(parts, names, strict=True)
-            parts = tuple(replace(part, name=name, index=index) for part, (name, index) in pairs)
+            parts = tuple(
+                replace(part, name=name, index=index) for part, (name, index) in pairs
+            )
         renamed.append(replace(output, name=first.name, parts=parts))
     return tuple(renamed)

@@ -14,7 +14,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 def replace_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put other tensors where a module has its parameters; one that stands in several places is replaced in all."""
-    given = {id(module.get_parameter(name)): nn.Parameter(own, requires_grad=False) for name, own in tensors.items()}
+    given = {
+        id(module.get_parameter(name)): nn.Parameter(own, requires_grad=False)
+        for name, own in tensors.items()
+    }
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if id(parameter) in given:
@@ -35,8 +38,15 @@ def placed(module: Module, device: torch.device) -> Module:
     aside: list[tuple[dict[str, Any], str, DeferredTensor]] = []
     for part in module.modules():
         held: dict[str, Any] = part._parameters
-        aside += [(held, name, each) for name, each in held.items() if isinstance(each, DeferredTensor)]
-    moved = {id(each): nn.Parameter(each.at(device), requires_grad=each.requires_grad) for _, _, each in aside}
+        aside += [
+            (held, name, each)
+            for name, each in held.items()
+            if isinstance(each, DeferredTensor)
+        ]
+    moved = {
+        id(each): nn.Parameter(each.at(device), requires_grad=each.requires_grad)
+        for _, _, each in aside
+    }
     for home, name, _ in aside:
         home[name] = None  # torch would read it
     module.to(device)
@@ -51,7 +61,11 @@ def without_values(module: nn.Module) -> Iterator[Mapping[str, DeferredTensor]]:
 
     They have the shapes and nothing more, as a trace reads nothing else.
     """
-    deferred = {name: each for name, each in module.named_parameters() if isinstance(each, DeferredTensor)}
+    deferred = {
+        name: each
+        for name, each in module.named_parameters()
+        if isinstance(each, DeferredTensor)
+    }
     blank = {
         name: torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape)
         for name, each in deferred.items()

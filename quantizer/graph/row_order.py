@@ -108,7 +108,11 @@ class RowOrder:
 
     def _places(self, seen: Seen) -> tuple[Tensor, int]:
         """Return the same, and a number above all that there may be."""
-        if not self.is_traced or self.node not in seen.values or self.operand not in seen.shapes:
+        if (
+            not self.is_traced
+            or self.node not in seen.values
+            or self.operand not in seen.shapes
+        ):
             raise ValueError(f"the rows of {self.operand} are not known")
         positions: Tensor = seen.values[self.node]
         shape = seen.shapes[self.operand]
@@ -190,7 +194,9 @@ def _row_order(graph: Graph, end: str, order_of: _Orders) -> RowOrder | None:
     before = _row_order(graph, operand, order_of)
     is_traced = operand not in order_of.mixed
     is_pair = operator.shape is None
-    return RowOrder(first, axis, operand, replay, is_pair, tuple(unordered), before, is_traced, is_reduced)
+    return RowOrder(
+        first, axis, operand, replay, is_pair, tuple(unordered), before, is_traced, is_reduced
+    )
 
 
 def _ordered_operand(operator: Node) -> str:

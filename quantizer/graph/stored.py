@@ -25,12 +25,17 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
     Raises:
         TypeError: a constant has no form in JSON.
     """
-    constants = {node.params["weight"] for node in graph.nodes if node.op in ("constant", "parameter")}
+    constants = {
+        node.params["weight"] for node in graph.nodes if node.op in ("constant", "parameter")
+    }
     return {
         "model": graph.model,
         "nodes": [_node(node) for node in graph.nodes],
         "output": _plain(graph.output),
-        "tensors": {path: _described(tensor, path in constants) for path, tensor in graph.tensors.items()},
+        "tensors": {
+            path: _described(tensor, path in constants)
+            for path, tensor in graph.tensors.items()
+        },
         "input_paths": _plain(graph.input_paths),
         "lengths": [asdict(length) for length in graph.lengths],
         "output_names": list(graph.output_names),
@@ -43,16 +48,30 @@ def graph_from_json(value: Mapping[str, Any]) -> Graph:
     Raises:
         ValueError, KeyError, TypeError, AttributeError: it described none.
     """
-    nodes = tuple(Node(**{name: _read(item) for name, item in node.items()}) for node in value["nodes"])
+    nodes = tuple(
+        Node(**{name: _read(item) for name, item in node.items()}) for node in value["nodes"]
+    )
     tensors = {path: _blank(*facts) for path, facts in value["tensors"].items()}
     lengths = tuple(_length(**length) for length in value["lengths"])
     paths, names = _read(value["input_paths"]), tuple(value["output_names"])
-    return Graph(value["model"], nodes, _read(value["output"]), tensors, paths, lengths, output_names=names)
+    return Graph(
+        value["model"],
+        nodes,
+        _read(value["output"]),
+        tensors,
+        paths,
+        lengths,
+        output_names=names,
+    )
 
 
 def _node(node: Node) -> dict[str, Any]:
     """Its fields, but for those that are left at their defaults."""
-    return {name: _plain(value) for name, value in vars(node).items() if value != _DEFAULTS.get(name)}
+    return {
+        name: _plain(value)
+        for name, value in vars(node).items()
+        if value != _DEFAULTS.get(name)
+    }
 
 
 _DEFAULTS = {each.name: each.default for each in fields(Node)}
@@ -63,7 +82,12 @@ def _described(tensor: Tensor, is_constant: bool) -> list[Any]:
     is_deferred = isinstance(tensor, DeferredTensor)
     is_read = is_constant and tensor.is_floating_point() and not is_deferred
     far = far_value(tensor) if is_read else None
-    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), is_deferred, _plain(far)]
+    return [
+        list(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        is_deferred,
+        _plain(far),
+    ]
 
 
 def _blank(shape: list[int], dtype: str, is_deferred: bool, far: Any) -> Tensor:

@@ -90,13 +90,17 @@ def find_blocks(graph: Graph) -> tuple[ModuleBlock, ...]:
             classes[container, child] = node.classes[len(parts) - 1 - depth]
     sizes: dict[str, int] = {}
     for container, children in layers.items():
-        large = [child for child in children if children[child] >= _LAYERS and child[-1].isdecimal()]
+        large = [
+            child for child in children if children[child] >= _LAYERS and child[-1].isdecimal()
+        ]
         if len(large) > 1 and len({classes[container, child] for child in large}) == 1:
             sizes[container] = sum(children[child] for child in large)
     chosen: list[ModuleBlock] = []
     taken: list[str] = []
     for container in sorted(sizes, key=lambda each: -sizes[each]):
-        both = sorted((*chosen, *blocks_of(graph, container, _LAYERS)), key=lambda block: block.start)
+        both = sorted(
+            (*chosen, *blocks_of(graph, container, _LAYERS)), key=lambda block: block.start
+        )
         apart = all(before.stop <= after.start for before, after in itertools.pairwise(both))
         if apart and not any(_nested(container, other) for other in taken):
             chosen = both
@@ -114,8 +118,16 @@ def blocks_of(graph: Graph, container: str, least: int = 1) -> tuple[ModuleBlock
             path = prefix + node.scope[len(prefix) :].split(".")[0]
             runs.setdefault(path, []).append(at)
             layers[path] += node.is_multiplying
-    return tuple(ModuleBlock(path, run[0], run[-1] + 1) for path, run in runs.items() if layers[path] >= least)
+    return tuple(
+        ModuleBlock(path, run[0], run[-1] + 1)
+        for path, run in runs.items()
+        if layers[path] >= least
+    )
 
 
 def _nested(one: str, other: str) -> bool:
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.") or "" in (one, other)
+    return (
+        f"{one}.".startswith(f"{other}.")
+        or f"{other}.".startswith(f"{one}.")
+        or "" in (one, other)
+    )

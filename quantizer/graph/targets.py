@@ -10,9 +10,19 @@ from torch import fx
 
 _SYMBOLIC = (
     *(math.ceil, math.floor, math.trunc, round),
-    *(torch.sym_max, torch.sym_min, torch.sym_int, torch.sym_float, torch.sym_not, torch.sym_ite, torch.sym_sqrt),
+    *(
+        torch.sym_max,
+        torch.sym_min,
+        torch.sym_int,
+        torch.sym_float,
+        torch.sym_not,
+        torch.sym_ite,
+        torch.sym_sqrt,
+    ),
 )
-_OF_SIZES: dict[str, Callable[..., Any]] = {f"{each.__module__}.{each.__name__}": each for each in _SYMBOLIC}
+_OF_SIZES: dict[str, Callable[..., Any]] = {
+    f"{each.__module__}.{each.__name__}": each for each in _SYMBOLIC
+}
 """What Python computes of sizes beside `operator`: "math.ceil", "builtins.round", "torch.sym_max"."""
 NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
 CONVOLUTIONS = ("aten._convolution.default", "aten.convolution.default")
@@ -47,7 +57,9 @@ def call(target: str, arguments: Mapping[str, Any]) -> Any:
     if not hasattr(function, "_schema"):
         return function(*(value for _, value in sorted(arguments.items())))
     if takes_self(function):
-        arguments = {"self" if name == "input" else name: value for name, value in arguments.items()}
+        arguments = {
+            "self" if name == "input" else name: value for name, value in arguments.items()
+        }
     return function(**arguments)
 
 
@@ -92,7 +104,11 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments by the names of the operator's schema, `self` as "input"."""
     if target_name(node) == NORM_WITHOUT_STATISTICS:
         keys = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
-        return {**dict(zip(keys, node.args, strict=False)), "training": False, "cudnn_enabled": False}
+        return {
+            **dict(zip(keys, node.args, strict=False)),
+            "training": False,
+            "cudnn_enabled": False,
+        }
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else ["a", "b", "c"]
     arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -109,7 +125,9 @@ def convolution(arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not arguments["transposed"]:
         return f"aten.conv{dims}d.default", given
     overload = "default" if dims == 1 else "input"
-    return f"aten.conv_transpose{dims}d.{overload}", given | {"output_padding": arguments["output_padding"]}
+    return f"aten.conv_transpose{dims}d.{overload}", given | {
+        "output_padding": arguments["output_padding"]
+    }
 
 
 def rank(argument: Any) -> int:
@@ -123,9 +141,16 @@ def parameter_names(arguments: Mapping[str, Any]) -> list[str]:
     each = len(arguments["params"]) // (arguments["num_layers"] * len(directions))
     kinds = ["weight_ih", "weight_hh"]
     kinds += ["bias_ih", "bias_hh"] if arguments["has_biases"] else []
-    kinds += ["weight_hr"] if each > len(kinds) else []  # the projection of an LSTM with proj_size
+    kinds += (
+        ["weight_hr"] if each > len(kinds) else []
+    )  # the projection of an LSTM with proj_size
     layers = range(arguments["num_layers"])
-    return [f"{kind}_l{layer}{direction}" for layer in layers for direction in directions for kind in kinds]
+    return [
+        f"{kind}_l{layer}{direction}"
+        for layer in layers
+        for direction in directions
+        for kind in kinds
+    ]
 
 
 def pair(value: Any) -> tuple[int, int]:

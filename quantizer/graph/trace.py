@@ -20,7 +20,12 @@ from quantizer.errors import ModelError
 from quantizer.graph.exported_program import Converter, marked
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
-from quantizer.graph.lengths import excludes_single_batches, length_axes, open_lengths, shortened
+from quantizer.graph.lengths import (
+    excludes_single_batches,
+    length_axes,
+    open_lengths,
+    shortened,
+)
 from quantizer.graph.names import check_names
 from quantizer.graph.parameters import without_values
 from quantizer.memory import uncollected
@@ -28,7 +33,9 @@ from quantizer.memory import uncollected
 logger = logging.getLogger(__name__)
 
 
-def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Graph:
+def trace(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> Graph:
     """The graph of `module` for calls shaped like the example; the first dimension of the inputs stays dynamic, and so
     does the number of tokens where the model allows it.
 
@@ -41,40 +48,64 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | 
     check_names(module)
     with without_values(module) as deferred:
         graph = _traced(module, args, kwargs)
-    tensors = {path: deferred[path].detach() if path in deferred else own for path, own in graph.tensors.items()}
+    tensors = {
+        path: deferred[path].detach() if path in deferred else own
+        for path, own in graph.tensors.items()
+    }
     return graph.replaced(tensors=tensors)
 
 
-def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Graph:
+def _traced(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> Graph:
     given = (tuple(args), dict(kwargs or {}))
-    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
-    size = sizes.pop() if len(sizes) == 1 else None  # where they disagree, nothing is taken for a batch
+    sizes = {
+        leaf.shape[0]
+        for leaf in pytree.tree_leaves(given)
+        if isinstance(leaf, Tensor) and leaf.dim()
+    }
+    size = (
+        sizes.pop() if len(sizes) == 1 else None
+    )  # where they disagree, nothing is taken for a batch
     example = _resized(given, size, 2)
     program = _with_lengths(module, example) if size is not None else None
     try:
-        program = program or _export(module, *example, batch=None if size is None else Dim("batch", min=1))
+        program = program or _export(
+            module, *example, batch=None if size is None else Dim("batch", min=1)
+        )
     except ModelError as error:
         if size is None or isinstance(error, _SameForAllExamplesError):
             raise
         example = _resized(given, size, UNUSUAL)
         program = _compared_with_others(module, example)
-        if program is None:  # the model writes its batch size into its code: then only batches of this size can run
+        if (
+            program is None
+        ):  # the model writes its batch size into its code: then only batches of this size can run
             example = given
             program = _export(module, *example, batch=None)
-            logger.warning("%s fixes its batch size at %d: only such batches can run%s", *_fixed(module, size, given))
+            logger.warning(
+                "%s fixes its batch size at %d: only such batches can run%s",
+                *_fixed(module, size, given),
+            )
     leaves = pytree.tree_flatten_with_path(example)[0]
     paths = tuple(
-        tuple(getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in path)
+        tuple(
+            getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in path
+        )
         for path, _ in leaves
     )
-    return Converter(program, module).graph(paths, [getattr(leaf, "shape", ()) for _, leaf in leaves])
+    return Converter(program, module).graph(
+        paths, [getattr(leaf, "shape", ()) for _, leaf in leaves]
+    )
 
 
 UNUSUAL = 7
 """Samples in a batch that a model has hardly seen before, so that it is none of the sizes that it may have noted."""
 
 
-def _compared_with_others(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgram | None:
+def _compared_with_others(
+    module: nn.Module, example: tuple[Any, ...]
+) -> ExportedProgram | None:
     """The program of a model that asks whether its batch is of another size than the last one, as those do that keep
     what they made for it; None if it asks for more than that.
     """
@@ -90,7 +121,9 @@ def _fixed(module: nn.Module, size: int, call: tuple[Any, ...]) -> tuple[str, in
     parameters = inspect.signature(module.forward).parameters.values()
     rest = [p.name for p in parameters if p.kind == p.VAR_KEYWORD]
     undeclared = bool(rest) and not call[1].keys() <= {p.name for p in parameters}
-    why = f"; name the arguments in forward() instead of taking **{rest[0]}" if undeclared else ""
+    why = (
+        f"; name the arguments in forward() instead of taking **{rest[0]}" if undeclared else ""
+    )
     return type(module).__name__, size, why
 
 
@@ -98,21 +131,37 @@ def _with_lengths(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgra
     """The program with those lengths open that the model leaves open; None if there are none, or torch fails."""
     axes = length_axes(example)
     try:
-        program = _export(module, *example, batch=Dim("batch", min=1), lengths=axes) if any(axes) else None
+        program = (
+            _export(module, *example, batch=Dim("batch", min=1), lengths=axes)
+            if any(axes)
+            else None
+        )
     except ModelError:
         return None
     if program is None or open_lengths(program):
         return program
     # A table of positions that is read whole looks like a fixed length, and is none where fewer tokens fit.
-    sizes = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
-    longest = {leaf.shape[axis] for leaf, own in zip(pytree.tree_leaves(example), axes, strict=True) for axis in own}
+    sizes = {
+        size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape
+    }
+    longest = {
+        leaf.shape[axis]
+        for leaf, own in zip(pytree.tree_leaves(example), axes, strict=True)
+        for axis in own
+    }
     shorter = shortened(example) if longest <= sizes else None
     try:
-        found = _export(module, *shorter, batch=Dim("batch", min=1), lengths=axes) if shorter is not None else program
+        found = (
+            _export(module, *shorter, batch=Dim("batch", min=1), lengths=axes)
+            if shorter is not None
+            else program
+        )
     except ModelError:
         return program
     is_open = {at for length in open_lengths(found).values() for at, _ in length.axes}
-    return found if is_open.issuperset(index for index, own in enumerate(axes) if own) else program
+    return (
+        found if is_open.issuperset(index for index, own in enumerate(axes) if own) else program
+    )
 
 
 class _SameForAllExamplesError(ModelError):
@@ -146,16 +195,27 @@ def _export(
     leaves, structure = pytree.tree_flatten((args, kwargs))
     axes = iter(lengths or [()] * len(leaves))
     shapes: list[Any] = [
-        {0: batch, **dict.fromkeys(own, Dim.AUTO)} if isinstance(leaf, Tensor) and leaf.dim() else None
+        {0: batch, **dict.fromkeys(own, Dim.AUTO)}
+        if isinstance(leaf, Tensor) and leaf.dim()
+        else None
         for leaf, own in zip(leaves, axes, strict=True)
     ]
     spec = pytree.tree_unflatten(shapes, structure)
     try:
         # by the parameters of `forward`, so that `*args` is one tuple; TypeError if it does not take these arguments
         named = (
-            dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments) if batch is not None else None
+            dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments)
+            if batch is not None
+            else None
         )
-        with quiet(), uncollected(), torch.no_grad(), marked(module), _left_as_it_was(module), without_stack_traces():
+        with (
+            quiet(),
+            uncollected(),
+            torch.no_grad(),
+            marked(module),
+            _left_as_it_was(module),
+            without_stack_traces(),
+        ):
             program = torch.export.export(module, args, kwargs, dynamic_shapes=named)
             return functionalize(program, type(module).__name__)
     except (ModelError, KeyboardInterrupt):
@@ -165,14 +225,21 @@ def _export(
     except BaseException as error:
         # sys.exit() in forward(): the process goes on, so that it ends with a sentence.
         text = f"{type(module).__name__} cannot be traced: its forward() raised {type(error).__name__}"
-        raise _SameForAllExamplesError(f"{text}{_where(error)}", help="return from forward() instead") from error
+        raise _SameForAllExamplesError(
+            f"{text}{_where(error)}", help="return from forward() instead"
+        ) from error
 
 
 @contextlib.contextmanager
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
     """torch 2.8 leaves fake tensors in recurrent layers' lists of their weights, with which they no longer compute."""
     layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
-    lists = [(vars(child), name, [*vars(child)[name]]) for child in layers for name in _LISTS if name in vars(child)]
+    lists = [
+        (vars(child), name, [*vars(child)[name]])
+        for child in layers
+        for name in _LISTS
+        if name in vars(child)
+    ]
     try:
         yield
     finally:
@@ -204,10 +271,16 @@ _SWITCH = "do_not_emit_stack_traces"
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence torch's loggers, warnings and dumps on stderr: what matters comes back as an exception."""
-    known = [each for each in logging.Logger.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    known = [
+        each
+        for each in logging.Logger.manager.loggerDict.values()
+        if isinstance(each, logging.Logger)
+    ]
     of_torch = [each for each in known if each.name.partition(".")[0] == "torch"]
     loud = [each for each in of_torch if not each.disabled]
-    handlers = [handler for each in of_torch for handler in each.handlers]  # of loggers that are made meanwhile, too
+    handlers = [
+        handler for each in of_torch for handler in each.handlers
+    ]  # of loggers that are made meanwhile, too
     for each in loud:
         each.disabled = True  # setLevel would empty the caches of all loggers of the process, for each of torch's
     for handler in handlers:
@@ -232,17 +305,29 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
     if "data-dependent" in text.lower():
-        where = re.search(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)', text[text.find("The following call") :])
+        where = re.search(
+            r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)',
+            text[text.find("The following call") :],
+        )
         line = _where(error)
         if where:
             line = f" at line {where.group(2)} of {where.group(1).rpartition('/')[2]}: {where.group(4).strip()}"
-        chooses = hasattr(module, "set_experts_implementation") and "expert" in line  # transformers has two that trace
+        chooses = (
+            hasattr(module, "set_experts_implementation") and "expert" in line
+        )  # transformers has two that trace
         remedy = "compute both branches and choose with torch.where, or keep that part outside the quantized model"
         return _SameForAllExamplesError(
             f"{type(module).__name__} cannot be traced: its control flow depends on the values of a tensor{line}",
             help='call its set_experts_implementation("grouped_mm")' if chooses else remedy,
         )
-    compiled = next((path for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    compiled = next(
+        (
+            path
+            for path, part in module.named_modules()
+            if isinstance(part, torch.jit.ScriptModule)
+        ),
+        None,
+    )
     if compiled is not None:
         return ModelError(
             f"{type(module).__name__} cannot be traced: {compiled} is compiled by torch.jit",
@@ -257,8 +342,14 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
 def _where(error: BaseException) -> str:
     """` at line 12 of net.py` for the innermost frame outside torch, if any."""
     inside = ("/torch/", "/quantizer/graph/", "contextlib")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in inside)]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not any(part in f.filename for part in inside)
+    ]
     if not frames:
         return ""
     frame = frames[-1]
-    return f" at line {frame.lineno} of {frame.filename.rpartition('/')[2]}: {frame.line or ''}".rstrip(": ")
+    return f" at line {frame.lineno} of {frame.filename.rpartition('/')[2]}: {frame.line or ''}".rstrip(
+        ": "
+    )

@@ -48,16 +48,26 @@ def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
     file = OpenFile.at(path) if isinstance(path, Path) else path
     header, length, size = _header(file)
     try:
-        rows = [(*_span(row), name, str(row["dtype"])) for name, row in header.items() if name != _METADATA]
+        rows = [
+            (*_span(row), name, str(row["dtype"]))
+            for name, row in header.items()
+            if name != _METADATA
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise SafetensorError(f"its header is damaged: {error}") from error
     found, end = {}, 0
     for begin, stop, shape, name, stored in sorted(rows):
         dtype = STORED[stored]
-        if begin != end or stop - begin != shape.numel() * dtype.itemsize or 8 + length + stop > size:
+        if (
+            begin != end
+            or stop - begin != shape.numel() * dtype.itemsize
+            or 8 + length + stop > size
+        ):
             raise SafetensorError(f"{name} is not where its header says")
         end = stop
-        found[name] = DeferredTensor(shape, dtype, partial(_read, file, 8 + length + begin, shape, dtype))
+        found[name] = DeferredTensor(
+            shape, dtype, partial(_read, file, 8 + length + begin, shape, dtype)
+        )
     return found
 
 

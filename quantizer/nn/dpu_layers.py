@@ -26,7 +26,11 @@ class DpuAvgPool2d(Layer):
         keepdim: bool = True,
     ) -> None:
         super().__init__()
-        self.kernel_size, self.stride, self.padding = list(kernel_size), list(stride), list(padding)
+        self.kernel_size, self.stride, self.padding = (
+            list(kernel_size),
+            list(stride),
+            list(padding),
+        )
         self.multiplier, self.shift, self.keepdim = multiplier, shift, keepdim
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
@@ -35,7 +39,9 @@ class DpuAvgPool2d(Layer):
 
     def sums(self, x: Tensor) -> Tensor:
         """The sum of each window, padding counted as zeros."""
-        if torch.compiler.is_exporting():  # ONNX has no average pooling with a divisor of one's own
+        if (
+            torch.compiler.is_exporting()
+        ):  # ONNX has no average pooling with a divisor of one's own
             ones = torch.ones(x.shape[1], 1, *self.kernel_size, dtype=x.dtype, device=x.device)
             return F.conv2d(x, ones, None, self.stride, self.padding, groups=x.shape[1])
         return F.avg_pool2d(x, self.kernel_size, self.stride, self.padding, divisor_override=1)

@@ -14,7 +14,9 @@ from quantizer.numerics.qparams import CodeRange, IntegerRange, QParams, qparams
 from quantizer.observers import NegativeValuesError, ObservationError, code_range_of, kernel_of
 from quantizer.observers.observed_batch import Range, as_rows, extremes
 
-ROUND = 4 * BLOCK  # values whose ranges are found before they are quantized: the blocks share the work on scales
+ROUND = (
+    4 * BLOCK
+)  # values whose ranges are found before they are quantized: the blocks share the work on scales
 
 
 def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
@@ -70,7 +72,9 @@ def once(x: Tensor, spec: QuantizationSpec, quantize: Callable[[], Tensor]) -> T
     """
     if type(x) is not Tensor or torch.compiler.is_compiling() or x.is_inference():
         return quantize()
-    kept: dict[QuantizationSpec, tuple[int, Tensor, int]] = x.__dict__.setdefault("_quantized", {})
+    kept: dict[QuantizationSpec, tuple[int, Tensor, int]] = x.__dict__.setdefault(
+        "_quantized", {}
+    )
     version, out, out_version = kept.get(spec, (-1, x, -1))
     if version != x._version or out_version != out._version:
         out = quantize()
@@ -87,8 +91,12 @@ def _broken(found: Range) -> int:
 def _check(broken: int, rows: int, least: float, code_range: CodeRange) -> None:
     """Raise ObservationError if no scale exists for `broken` of the rows, or for `least`, the least of all values."""
     if broken:
-        where = "this tensor holds" if rows == 1 else f"{broken} of {rows} rows of this tensor hold"
-        raise ObservationError(f"{where} NaN or infinity, and a range found at run time needs finite values.")
+        where = (
+            "this tensor holds" if rows == 1 else f"{broken} of {rows} rows of this tensor hold"
+        )
+        raise ObservationError(
+            f"{where} NaN or infinity, and a range found at run time needs finite values."
+        )
     if isinstance(code_range, IntegerRange) and code_range.nonnegative and least < 0:
         raise NegativeValuesError(
             f"The smallest value is {least:g}, and unsigned symmetric codes have no negative values; "

@@ -50,7 +50,8 @@ class Execution:
         """Another execution that goes on from here, while this one stays where it is."""
         other = copy.copy(self)
         other.values = {
-            name: value.clone() if name in self.network.overwritten else value for name, value in self.values.items()
+            name: value.clone() if name in self.network.overwritten else value
+            for name, value in self.values.items()
         }
         return other
 
@@ -90,8 +91,14 @@ class Execution:
 
     def outputs(self) -> list[Tensor]:
         """The tensors among what the network returns, in order; of complex ones their real view."""
-        leaves = pytree.tree_leaves(map_refs(self.network.graph.output, self.values.__getitem__))
-        return [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        leaves = pytree.tree_leaves(
+            map_refs(self.network.graph.output, self.values.__getitem__)
+        )
+        return [
+            torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            for leaf in leaves
+            if isinstance(leaf, Tensor)
+        ]
 
     def float_outputs(self) -> list[Tensor]:
         """The floating-point tensors among what the network returns, in order."""
@@ -100,7 +107,11 @@ class Execution:
 
 def float_leaves(output: Any) -> list[Tensor]:
     """The floating-point tensors in a nested output, in order."""
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
 
 
 def arguments(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:

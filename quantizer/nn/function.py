@@ -59,7 +59,9 @@ class Function(Layer):
         self._any_layout = find_op(packet(self._target)).any_layout
         self._params = tuple(params or ())
         for name, shape in (params or {}).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(tuple(shape)), requires_grad=False))
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(tuple(shape)), requires_grad=False)
+            )
 
     def _bind(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -114,7 +116,9 @@ class Constant(Layer):
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.register_parameter("weight", nn.Parameter(torch.empty(tuple(shape), dtype=dtype), requires_grad=False))
+        self.register_parameter(
+            "weight", nn.Parameter(torch.empty(tuple(shape), dtype=dtype), requires_grad=False)
+        )
 
     def forward(self) -> Tensor:
         return self.weight

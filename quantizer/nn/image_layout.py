@@ -31,7 +31,9 @@ def weights_last(network: Module) -> Module:
     """
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d) and not isinstance(layer.weight, DeferredTensor):
-            layer.weight = nn.Parameter(channels_last(layer.weight.detach()), requires_grad=layer.weight.requires_grad)
+            layer.weight = nn.Parameter(
+                channels_last(layer.weight.detach()), requires_grad=layer.weight.requires_grad
+            )
     return network
 
 
@@ -39,7 +41,11 @@ def channels_first(value: Any) -> Any:
     """The same nested value, the images in it, or parts of images, with the pixels of a row next to each other."""
     if isinstance(value, Tensor):
         # A size of 1 has any stride; the last question keeps what is in order already.
-        is_last = value.dim() == IMAGES and value.stride(1) < value.stride(3) and not value.is_contiguous()
+        is_last = (
+            value.dim() == IMAGES
+            and value.stride(1) < value.stride(3)
+            and not value.is_contiguous()
+        )
         return value.contiguous() if is_last else value
     if type(value) in (tuple, list):
         return type(value)(map(channels_first, value))

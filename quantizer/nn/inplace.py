@@ -53,7 +53,8 @@ class InPlace(Layer):
             return self.finish(torch.relu(output) if self.rectifies_output else output)
         except ObservationError as error:
             raise DataError(
-                f"{role} of {self.quantized_path}: {error}", help="check the data and the weights"
+                f"{role} of {self.quantized_path}: {error}",
+                help="check the data and the weights",
             ) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -66,7 +67,11 @@ class InPlace(Layer):
 def quantized_class(cls: Any) -> type[InPlace]:
     """The class that modules of class `cls` get. It has the same name."""
     make: Any = type(cls)
-    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    members = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
     made: type[InPlace] = make(cls.__name__, (InPlace, cls), {**members, "float_class": cls})
     return made
 
@@ -166,7 +171,9 @@ def add_bias(module: nn.Module, value: Tensor) -> None:
     """Give a layer that lacks a bias this one; `has_added_bias` tells that it did not have it from the start."""
     weight = next(module.parameters())
     device = "cpu" if weight.is_meta else weight.device
-    module.bias = nn.Parameter(value.detach().to(device, weight.dtype).clone(), requires_grad=False)
+    module.bias = nn.Parameter(
+        value.detach().to(device, weight.dtype).clone(), requires_grad=False
+    )
     object.__setattr__(module, "has_added_bias", True)
 
 
@@ -177,7 +184,10 @@ def on_first(
     if args:
         return (_changed(function, args[0]), *args[1:]), dict(kwargs)
     first = next(iter(kwargs), None)
-    return args, {key: _changed(function, value) if key == first else value for key, value in kwargs.items()}
+    return args, {
+        key: _changed(function, value) if key == first else value
+        for key, value in kwargs.items()
+    }
 
 
 def _changed(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -199,7 +209,9 @@ class ModuleTree:
         self.readers = {source: node.name for node in graph.nodes for source in node.refs()}
         self.reached: set[str] = set()
 
-    def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Mapping[str, Watcher]) -> Any:
+    def observe(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Mapping[str, Watcher]
+    ) -> Any:
         """Run the model and show each watched node's value to its watcher; returns the output.
 
         Raises:
@@ -215,7 +227,9 @@ class ModuleTree:
                     show = partial(self._show_input, reader, watcher)
                     hook = self.layers[reader].register_forward_pre_hook(show, with_kwargs=True)
                 else:
-                    hook = self.layers[name].register_forward_hook(partial(self._show_output, name, watcher))
+                    hook = self.layers[name].register_forward_hook(
+                        partial(self._show_output, name, watcher)
+                    )
                 hooks.callback(hook.remove)
             try:
                 return self.model(*args, **kwargs)
@@ -232,7 +246,12 @@ class ModuleTree:
                 raise ModelError(text, help="return from forward() instead") from error
 
     def _show_input(
-        self, layer: str, watcher: Watcher, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        layer: str,
+        watcher: Watcher,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self.reached.add(layer)
         inserted = module._modules.get("input_layers")
@@ -243,7 +262,9 @@ class ModuleTree:
 
         on_first(look, args, kwargs)
 
-    def _show_output(self, layer: str, watcher: Watcher, _: nn.Module, __: Any, output: Any) -> None:
+    def _show_output(
+        self, layer: str, watcher: Watcher, _: nn.Module, __: Any, output: Any
+    ) -> None:
         self.reached.add(layer)
         if isinstance(output, Tensor) and output.is_floating_point():
             watcher(torch.relu(output) if layer in self._rectified else output)

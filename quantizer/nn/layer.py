@@ -47,7 +47,9 @@ class Layer(nn.Module):
         """The layer's own view of its first input."""
         return self.quantizers["input"](value) if "input" in self.quantizers else value
 
-    def quantize_inputs(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def quantize_inputs(
+        self, args: tuple[Any, ...], inputs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The layer's own view of its inputs, for layers whose config quantizes "input" on its own."""
         values = list(args) + list(inputs.values())
         for index, value in enumerate(values):

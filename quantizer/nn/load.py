@@ -49,17 +49,26 @@ def load(network: nn.Module, file: str) -> None:
     opened = open_files(Path(file).parent, _KIND, _digests)
     info = _info(opened[INFO])
     files = {name: _loaded(opened, name) for name in FILES_OF_TENSORS}
-    weights, entries = files[WEIGHTS], [row for own in info["tensors"].values() for row in own.items()]
+    weights, entries = (
+        files[WEIGHTS],
+        [row for own in info["tensors"].values() for row in own.items()],
+    )
     stored = weights | files[GROUP_SCALES]
     found = [(entry, role, quantized_tensor(entry, role, stored)) for role, entry in entries]
     for entry, role, tensor in found:
         if tensor.codes is not None:
             weights[f"{entry['module']}.{parameter_name(role)}"] = tensor.decoded()
-    modules = {name: layer for name, layer in network.named_children() if isinstance(layer, Layer)}
+    modules = {
+        name: layer for name, layer in network.named_children() if isinstance(layer, Layer)
+    }
     for key, value in weights.items():
         name, _, attribute = key.partition(".")
         is_buffer = attribute in modules[name]._buffers
-        setattr(modules[name], attribute, value if is_buffer else nn.Parameter(value, requires_grad=False))
+        setattr(
+            modules[name],
+            attribute,
+            value if is_buffer else nn.Parameter(value, requires_grad=False),
+        )
     for entry, role, tensor in found:
         attach(modules[entry["module"]], role, tensor, inplace=entry["inplace"])
     for name, correction in files[CORRECTIONS].items():
@@ -76,7 +85,9 @@ def _info(file: OpenFile) -> dict[str, Any]:
     """
     try:
         info: dict[str, Any] = json.loads(file.content())
-        is_whole = info["checksum"] == json_digest({"header": info["header"], "tensors": info["tensors"]})
+        is_whole = info["checksum"] == json_digest(
+            {"header": info["header"], "tensors": info["tensors"]}
+        )
     except (ValueError, LookupError, TypeError):
         is_whole = False
     if not is_whole:
@@ -87,7 +98,9 @@ def _info(file: OpenFile) -> dict[str, Any]:
 def _digests(index: OpenFile) -> dict[str, str]:
     """The sha256 of each file of tensors that a network is filled from."""
     files = _info(index)["header"]["files"]
-    return {shard: files[shard] for name in FILES_OF_TENSORS for shard in shards_of(name, files)}
+    return {
+        shard: files[shard] for name in FILES_OF_TENSORS for shard in shards_of(name, files)
+    }
 
 
 def _loaded(opened: OpenedFiles, name: str) -> dict[str, Tensor]:
@@ -104,16 +117,29 @@ def _hand_out(network: nn.Module, args: Any, output: Any) -> Any:
     return channels_first(output)
 
 
-def quantized_tensor(entry: Mapping[str, Any], role: str, stored: Mapping[str, Tensor]) -> QuantizedTensor:
+def quantized_tensor(
+    entry: Mapping[str, Any], role: str, stored: Mapping[str, Tensor]
+) -> QuantizedTensor:
     """A tensor of quant_info.json; `stored` has parameters and their codes, and what is in GROUP_SCALES."""
-    spec, module, scale, zero_point = QuantizationSpec(**entry["spec"]), entry["module"], torch.ones(()), None
+    spec, module, scale, zero_point = (
+        QuantizationSpec(**entry["spec"]),
+        entry["module"],
+        torch.ones(()),
+        None,
+    )
     if "scales_in" in entry:
         name = f"{module}.{role}"
-        scale = unpack_scales(stored[f"{name}.scale"], spec.scale_type, stored.get(f"{name}.global_scale"))
+        scale = unpack_scales(
+            stored[f"{name}.scale"], spec.scale_type, stored.get(f"{name}.global_scale")
+        )
         zero_point = stored.get(f"{name}.zero_point")
     elif "scale" in entry:
         scale = torch.tensor(entry["scale"], dtype=torch.float32)
-        zero_point = torch.tensor(entry["zero_point"], dtype=torch.int32) if "zero_point" in entry else None
+        zero_point = (
+            torch.tensor(entry["zero_point"], dtype=torch.int32)
+            if "zero_point" in entry
+            else None
+        )
     if zero_point is None:
         zero_point = torch.zeros_like(scale, dtype=torch.int32)
     found = QuantizedTensor(spec, scale, zero_point)
@@ -131,10 +157,14 @@ def _unpacked(stored: Tensor, spec: QuantizationSpec, shape: Sequence[int]) -> T
     """
     packed = packed_shape(torch.Size(shape), spec)
     if stored.shape != packed:
-        raise ValueError(f"the codes of a tensor of {tuple(shape)} are stored as {tuple(packed)}, not {stored.shape}")
+        raise ValueError(
+            f"the codes of a tensor of {tuple(shape)} are stored as {tuple(packed)}, not {stored.shape}"
+        )
     if not isinstance(stored, DeferredTensor):
         return unpack(stored, spec, torch.Size(shape))
-    return DeferredTensor(shape, storage_dtype(spec), lambda: unpack(stored.load(), spec, torch.Size(shape)))
+    return DeferredTensor(
+        shape, storage_dtype(spec), lambda: unpack(stored.load(), spec, torch.Size(shape))
+    )
 
 
 def attach(layer: Layer, role: str, tensor: QuantizedTensor, *, inplace: bool) -> None:

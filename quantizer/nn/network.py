@@ -28,13 +28,17 @@ class Network(nn.Module):
         super().__init__()
         self.graph = graph
         self.layers: dict[str, Layer] = {}
-        self.module_names = {node.name: f"module_{index}" for index, node in enumerate(graph.nodes)}
+        self.module_names = {
+            node.name: f"module_{index}" for index, node in enumerate(graph.nodes)
+        }
         for node in graph.nodes:
             layer = build_layer(graph, node)
             self.layers[node.name] = layer
             self.add_module(self.module_names[node.name], layer)
         self.last_uses: Mapping[str, Sequence[str]] = _last_uses(graph)
-        self.overwritten: Collection[str] = frozenset(filter(None, (overwritten(graph, node) for node in graph.nodes)))
+        self.overwritten: Collection[str] = frozenset(
+            filter(None, (overwritten(graph, node) for node in graph.nodes))
+        )
         weighted = [node.name for node in graph.nodes if node.params]
         self._followers = dict(pairwise(weighted)) if graph.is_deferred else {}
         self.eval()
@@ -68,7 +72,8 @@ class Network(nn.Module):
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise DataError(
-                f"{node.name} cannot run on this input: {reason}", help="check shapes, dtypes and values of the data"
+                f"{node.name} cannot run on this input: {reason}",
+                help="check shapes, dtypes and values of the data",
             ) from error
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -93,13 +98,21 @@ class Network(nn.Module):
             found.append(value)
         count = len(pytree.tree_leaves((args, dict(kwargs))))
         if count != len(found):
-            raise DataError(f"{self.graph.model} was traced with {len(found)} inputs, but this call has {count}")
+            raise DataError(
+                f"{self.graph.model} was traced with {len(found)} inputs, but this call has {count}"
+            )
         pairs = zip(inputs, found, strict=True)
-        sizes = {node.name: value.shape[0] for node, value in pairs if node.shape and node.shape[0] is None}
+        sizes = {
+            node.name: value.shape[0]
+            for node, value in pairs
+            if node.shape and node.shape[0] is None
+        }
         if _differ(sizes):
             raise DataError(f"the inputs have batches of different sizes: {sizes}")
         for length in self.graph.lengths:
-            _check_length(length, {inputs[at].name: found[at].shape[axis] for at, axis in length.axes})
+            _check_length(
+                length, {inputs[at].name: found[at].shape[axis] for at, axis in length.axes}
+            )
         return found
 
     def quantizers(self) -> Iterator[tuple[str, str, nn.Module]]:
@@ -115,7 +128,11 @@ def build_layer(graph: Graph, node: Node) -> Layer:
     layer: Layer = getattr(layers, call.cls)(*call.args, **call.kwargs)
     for key, path in node.params.items():
         tensor = graph.tensors[path]
-        setattr(layer, key, tensor if key in layer._buffers else nn.Parameter(tensor, requires_grad=False))
+        setattr(
+            layer,
+            key,
+            tensor if key in layer._buffers else nn.Parameter(tensor, requires_grad=False),
+        )
     return layer.eval()
 
 
@@ -142,13 +159,18 @@ def _check_input(node: Node, value: Any, lengths: Mapping[int, str]) -> None:
     """
     if node.shape is None:
         if type(value) is not type(node.attrs["value"]) or value != node.attrs["value"]:
-            raise DataError(f"{node.name}: the model was traced with {node.attrs['value']!r} here, got {value!r}")
+            raise DataError(
+                f"{node.name}: the model was traced with {node.attrs['value']!r} here, got {value!r}"
+            )
         return
     if not isinstance(value, Tensor):
         raise DataError(f"{node.name}: expected a tensor, got {type(value).__name__}")
-    wanted = ["b" if size is None else lengths.get(axis, size) for axis, size in enumerate(node.shape)]
+    wanted = [
+        "b" if size is None else lengths.get(axis, size) for axis, size in enumerate(node.shape)
+    ]
     fits = len(value.shape) == len(wanted) and all(
-        isinstance(want, str) or want == got for want, got in zip(wanted, value.shape, strict=True)
+        isinstance(want, str) or want == got
+        for want, got in zip(wanted, value.shape, strict=True)
     )
     if not fits or value.dtype != node.dtype:
         want = f"[{', '.join(map(str, wanted))}] {node.dtype}"

@@ -31,7 +31,9 @@ class QuantizedTensor:
 
     def at(self, qparams: QParams) -> QuantizedTensor:
         """The same spec with another scale and zero point, on the CPU, for which there are no codes yet."""
-        return replace(self, scale=qparams.scale.cpu(), zero_point=qparams.zero_point.cpu(), codes=None)
+        return replace(
+            self, scale=qparams.scale.cpu(), zero_point=qparams.zero_point.cpu(), codes=None
+        )
 
     def encoded(self, value: Tensor) -> QuantizedTensor:
         """With the codes of a parameter that was quantized with this scale and zero point, if there are any."""
@@ -61,7 +63,9 @@ class QuantizedTensor:
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """With its tensors as `change` gives them, out of memory or into it."""
         codes = None if self.codes is None else change(self.codes)
-        return replace(self, scale=change(self.scale), zero_point=change(self.zero_point), codes=codes)
+        return replace(
+            self, scale=change(self.scale), zero_point=change(self.zero_point), codes=codes
+        )
 
     def by_rows(self) -> QuantizedTensor:
         """Return the same values with a scale for each index of the first axis, where runs of them share one.
@@ -73,14 +77,20 @@ class QuantizedTensor:
         if spec.group_size is None or not self._has_scales_of_runs():
             return self
         rows = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)
-        scale, zero_point = (each.repeat_interleave(spec.group_size) for each in (self.scale, self.zero_point))
+        scale, zero_point = (
+            each.repeat_interleave(spec.group_size) for each in (self.scale, self.zero_point)
+        )
         return replace(self, spec=rows, scale=scale, zero_point=zero_point)
 
     def _has_scales_of_runs(self) -> bool:
         """Whether the tensor is a stack along the first axis with one scale for each of its tensors."""
         if self.spec.qscheme == "per_tensor":
             return self.spec.group_size is not None
-        if self.spec.qscheme != "per_channel" or self.codes is None or self.spec.group_size is None:
+        if (
+            self.spec.qscheme != "per_channel"
+            or self.codes is None
+            or self.spec.group_size is None
+        ):
             return False
         stacked = len(self.codes) // self.spec.group_size
         return self.scale.numel() == stacked

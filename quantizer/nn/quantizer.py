@@ -51,7 +51,11 @@ class TensorQuantizer(nn.Module):
     @classmethod
     def of(cls, tensor: QuantizedTensor, *, inplace: bool = False) -> TensorQuantizer:
         """The quantizer of a tensor; a dynamic one finds its scale itself, and a cast has none."""
-        known = (tensor.scale, tensor.zero_point) if tensor.spec.is_scaled and not tensor.spec.is_dynamic else ()
+        known = (
+            (tensor.scale, tensor.zero_point)
+            if tensor.spec.is_scaled and not tensor.spec.is_dynamic
+            else ()
+        )
         return cls(tensor.spec, *known, inplace=inplace)
 
     @property
@@ -75,11 +79,19 @@ class TensorQuantizer(nn.Module):
                 return place(x, self.spec, self.scale, self.zero_point, inplace=self.inplace)
             if x.numel() == 0:
                 return x
-            return self._dynamic(x) if self.inplace else once(x, self.spec, lambda: self._dynamic(x))
+            return (
+                self._dynamic(x)
+                if self.inplace
+                else once(x, self.spec, lambda: self._dynamic(x))
+            )
 
     def _dynamic(self, x: Tensor) -> Tensor:
         spec = self.spec
-        if spec.qscheme == "per_tensor" or spec.scale_type == "e4m3" or torch.compiler.is_compiling():
+        if (
+            spec.qscheme == "per_tensor"
+            or spec.scale_type == "e4m3"
+            or torch.compiler.is_compiling()
+        ):
             found = dynamic_qparams(x, spec)
             return place(x, spec, found.scale, found.zero_point, inplace=self.inplace)
         rows = to_rows(x, *spec.cut)
@@ -98,10 +110,19 @@ class TensorQuantizer(nn.Module):
         """The spec in words."""
         spec = self.spec
         kind = f"{spec.bit_width} bit" if spec.dtype == "int" else spec.dtype
-        return f"{kind}, {spec.round_mode}, {spec.qscheme}" + (", dynamic" if spec.is_dynamic else "")
+        return f"{kind}, {spec.round_mode}, {spec.qscheme}" + (
+            ", dynamic" if spec.is_dynamic else ""
+        )
 
 
-def place(x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, *, inplace: bool = False) -> Tensor:
+def place(
+    x: Tensor,
+    spec: QuantizationSpec,
+    scale: Tensor,
+    zero_point: Tensor,
+    *,
+    inplace: bool = False,
+) -> Tensor:
     """Return `x` quantized by `spec` with these scales, of `granularity.scale_shape`.
 
     >>> place(torch.tensor([[0.6, 7.0]]), QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)).tolist()
@@ -111,10 +132,17 @@ def place(x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, 
     is_along_axis = spec.qscheme == "per_channel" and spec.group_size is None
     cut = None if spec.has_one_scale or is_along_axis else spec.cut
     if cut:
-        x, scale, zero_point, axis = to_rows(x, *cut), scale.reshape(-1), zero_point.reshape(-1), 0
+        x, scale, zero_point, axis = (
+            to_rows(x, *cut),
+            scale.reshape(-1),
+            zero_point.reshape(-1),
+            0,
+        )
     if spec.dtype == "int":
         bounds = spec.quant_min, spec.quant_max
-        out = fake_quantize(x, scale, zero_point, *bounds, spec.round_mode, axis, inplace=inplace)
+        out = fake_quantize(
+            x, scale, zero_point, *bounds, spec.round_mode, axis, inplace=inplace
+        )
     else:
         out = fake_cast(x, scale, spec.dtype, axis, inplace=inplace)
     return from_rows(out, shape, *cut) if cut else out

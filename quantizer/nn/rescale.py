@@ -42,7 +42,9 @@ class InputRotation(Layer):
             self.register_buffer(name, factor.float(), persistent=False)
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
-        signs, left, right = (tensor.to(input.dtype) for tensor in (self.weight, self.left, self.right))
+        signs, left, right = (
+            tensor.to(input.dtype) for tensor in (self.weight, self.left, self.right)
+        )
         return self.finish(rotated(input, signs, left, right))
 
     def extra_repr(self) -> str:

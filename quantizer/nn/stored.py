@@ -40,4 +40,6 @@ def shards_of(name: str, files: Iterable[str]) -> list[str]:
     ['a-00001-of-00002.safetensors', 'a-00002-of-00002.safetensors']
     """
     stem, _, suffix = map(re.escape, name.rpartition("."))
-    return sorted(file for file in files if re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}", file))
+    return sorted(
+        file for file in files if re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}", file)
+    )

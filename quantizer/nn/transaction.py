@@ -34,5 +34,8 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
     """The module's attributes and plain containers among them (its parameters, buffers, hooks), each with a copy."""
-    found = [vars(module), *(value for value in vars(module).values() if type(value) in _CONTAINERS)]
+    found = [
+        vars(module),
+        *(value for value in vars(module).values() if type(value) in _CONTAINERS),
+    ]
     return [(container, container.copy()) for container in found]

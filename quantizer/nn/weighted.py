@@ -36,7 +36,11 @@ class _Weighted(_Filled):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Any:  # noqa: A002 - as torch.nn names it
         """torch's layer, between its quantizers; `output_size` is for transposed convolutions."""
         input = self.quantize_input(input)  # noqa: A001
-        output = super().forward(input) if output_size is None else super().forward(input, output_size)
+        output = (
+            super().forward(input)
+            if output_size is None
+            else super().forward(input, output_size)
+        )
         return self.finish(output)
 
 
@@ -77,14 +81,21 @@ class ExpertLinear(_Filled):
     def __init__(self, in_features: int, out_features: int, experts: int) -> None:
         super().__init__()
         self.in_features, self.out_features, self.groups = in_features, out_features, experts
-        self.weight = nn.Parameter(torch.empty(experts * out_features, in_features), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(experts * out_features, in_features), requires_grad=False
+        )
         self.register_parameter("bias", None)
 
-    def forward(self, input: Tensor, ends: Tensor | None = None, picks: Tensor | None = None) -> Any:  # noqa: A002
+    def forward(
+        self, input: Tensor, ends: Tensor | None = None, picks: Tensor | None = None
+    ) -> Any:  # noqa: A002
         """Of rows [n, in_features] those [n, out_features]: sorted by expert, those of each end before its `ends`
         [experts]; or `picks` [n] has the expert of each. Rows of none give zeros.
         """
-        x, weight = self.quantize_input(input), self.weight.view(self.groups, self.out_features, self.in_features)
+        x, weight = (
+            self.quantize_input(input),
+            self.weight.view(self.groups, self.out_features, self.in_features),
+        )
         if torch.compiler.is_exporting():
             output = _products(x, weight, ends, picks)
         else:
@@ -93,7 +104,9 @@ class ExpertLinear(_Filled):
                 output[own] = nn.functional.linear(x[own], matrix)
         return self.finish(output if self.bias is None else output + self.bias)
 
-    def rows(self, ends: Tensor | None = None, picks: Tensor | None = None) -> Sequence[slice | Tensor]:
+    def rows(
+        self, ends: Tensor | None = None, picks: Tensor | None = None
+    ) -> Sequence[slice | Tensor]:
         """Which rows of the input are each expert's."""
         if picks is not None:
             return [(picks == expert).nonzero().flatten() for expert in range(self.groups)]
@@ -121,7 +134,10 @@ class ChannelScale(Layer):
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(num_features)), nn.Parameter(torch.empty(num_features))
+        self.weight, self.bias = (
+            nn.Parameter(torch.empty(num_features)),
+            nn.Parameter(torch.empty(num_features)),
+        )
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
         input = self.quantize_input(input)  # noqa: A001

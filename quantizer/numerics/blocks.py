@@ -8,10 +8,16 @@ from itertools import product
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 19  # values per step: 2 MB of float32 stay in the cache for all operations of the step
-BLOCK_OF_GPU = 1 << 24  # there each operation is started by itself, which few values do not pay for
+BLOCK = (
+    1 << 19
+)  # values per step: 2 MB of float32 stay in the cache for all operations of the step
+BLOCK_OF_GPU = (
+    1 << 24
+)  # there each operation is started by itself, which few values do not pay for
 MANTISSA = 0x7FFFFF  # of the bits of float32
-FEW = 1 << 15  # scales per step: float64 of more is memory that the system may hand out anew for every operation
+FEW = (
+    1 << 15
+)  # scales per step: float64 of more is memory that the system may hand out anew for every operation
 _kept = threading.local()  # the memory that `scratch` keeps for a thread
 
 Kernel = Callable[["int | Tensor"], Callable[[Tensor], Tensor]]
@@ -57,7 +63,14 @@ def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
     return x.contiguous() if flat_view(x) is None else x
 
 
-def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kernel, ch_axis: int | None) -> Tensor:
+def fill(
+    out: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    kernel: Kernel,
+    ch_axis: int | None,
+) -> Tensor:
     """Write codes, less the zero point, times scale to `out`, of the layout of `x`, which may be `x`; return `out`.
 
     Powers of two are divided by with a product, which is as exact and costs half.
@@ -73,7 +86,9 @@ def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kern
         )
     exact = _is_read(x) and _has_exact_inverse(scale)
     for source, to, s, z in blocks(x, out, scale, zero_point, ch_axis):
-        divided = torch.mul(source, s.reciprocal(), out=to) if exact else torch.div(source, s, out=to)
+        divided = (
+            torch.mul(source, s.reciprocal(), out=to) if exact else torch.div(source, s, out=to)
+        )
         kernel(z)(divided).mul_(s)
     return out
 
@@ -85,7 +100,9 @@ def _is_read(x: Tensor) -> bool:
 
 def _is_zero(zero_point: Tensor, x: Tensor) -> bool:
     """Whether there is none that has to be added; the two ends are found many times as fast as `any`."""
-    return zero_point.numel() == 0 or (_is_read(x) and all(int(end) == 0 for end in zero_point.aminmax()))
+    return zero_point.numel() == 0 or (
+        _is_read(x) and all(int(end) == 0 for end in zero_point.aminmax())
+    )
 
 
 def _has_exact_inverse(scale: Tensor) -> bool:
@@ -95,7 +112,9 @@ def _has_exact_inverse(scale: Tensor) -> bool:
     bits = scale.view(torch.int32).reshape(-1)
     if len(bits) and int(bits[0]) & MANTISSA:  # as nearly all others have
         return False
-    return not any(part.bitwise_and(MANTISSA).max() for part in torch.split(bits, FEW) if len(part))
+    return not any(
+        part.bitwise_and(MANTISSA).max() for part in torch.split(bits, FEW) if len(part)
+    )
 
 
 def scratch(x: Tensor) -> Tensor | None:
@@ -108,7 +127,9 @@ def scratch(x: Tensor) -> Tensor | None:
     rooms: dict[tuple[torch.dtype, torch.device], Tensor] = vars(_kept).setdefault("rooms", {})
     key = x.dtype, x.device
     if key not in rooms or rooms[key].numel() < x.numel():
-        with torch.inference_mode(False):  # memory made in that mode could not be written to outside
+        with torch.inference_mode(
+            False
+        ):  # memory made in that mode could not be written to outside
             rooms[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     return rooms[key][: x.numel()].view(x.shape)
 
@@ -134,7 +155,12 @@ def blocks(
         return
     if x.numel() <= size:  # the order of so few values does not matter
         sizes = (-1, *(1,) * (x.ndim - 1 - ch_axis % x.ndim))
-        yield x, twin, scale.view(sizes), 0 if _is_zero(zero_point, x) else zero_point.to(x).view(sizes)
+        yield (
+            x,
+            twin,
+            scale.view(sizes),
+            0 if _is_zero(zero_point, x) else zero_point.to(x).view(sizes),
+        )
         return
     order = memory_order(x)
     axis = order.index(ch_axis % x.ndim)
@@ -146,7 +172,9 @@ def blocks(
     scales = scale.view(1, -1, 1)
     wide = max(1, min(channels, size // max(1, inner)))
     tall = max(1, size // max(1, wide * inner))
-    for start, c in product(reversed(range(0, len(rows), tall)), reversed(range(0, channels, wide))):
+    for start, c in product(
+        reversed(range(0, len(rows), tall)), reversed(range(0, channels, wide))
+    ):
         here, those = slice(c, c + wide), slice(start, start + tall)
         z = 0 if zero_points is None else zero_points[:, here]
         yield rows[those, here], others[those, here], scales[:, here], z

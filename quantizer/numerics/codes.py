@@ -55,7 +55,11 @@ def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tens
         (scale.reshape(-1), zero_point.reshape(-1)),
     )
     codes, factor = torch.empty_like(rows, dtype=storage), _factor(spec)
-    kernel = float_kernel(spec.dtype) if factor else integer_kernel(spec.quant_min, spec.quant_max, "half_even")
+    kernel = (
+        float_kernel(spec.dtype)
+        if factor
+        else integer_kernel(spec.quant_min, spec.quant_max, "half_even")
+    )
     for x, part, s, z in blocks(rows, codes, *each, ch_axis=0):
         code = kernel(z)(x / s)
         part.copy_(code.mul_(factor) if factor else code.add_(z))
@@ -65,7 +69,13 @@ def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tens
     return from_rows(codes, tuple(value.shape), *cut).contiguous()
 
 
-def decode(codes: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def decode(
+    codes: Tensor,
+    spec: Spec,
+    scale: Tensor,
+    zero_point: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Return the values of codes in `dtype`, as a quantizer of `spec` computes them; arguments as for `encode`."""
     if not spec.is_scaled:
         return codes.to(dtype)
@@ -73,7 +83,11 @@ def decode(codes: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor, dtype: 
     work, factor = work_dtype_of(spec, dtype), _factor(spec)
     rows = to_rows(codes.to(work), *cut)
     rows = rows.div_(factor) if factor else rows.sub_(zero_point.reshape(-1, 1))
-    return from_rows(rows.mul_(scale.reshape(-1, 1).to(work)), tuple(codes.shape), *cut).to(dtype).contiguous()
+    return (
+        from_rows(rows.mul_(scale.reshape(-1, 1).to(work)), tuple(codes.shape), *cut)
+        .to(dtype)
+        .contiguous()
+    )
 
 
 def bits_of(spec: Spec) -> int:
@@ -110,7 +124,11 @@ def unpack(stored: Tensor, spec: Spec, shape: torch.Size | tuple[int, ...]) -> T
     flat = unpack_bits(stored, bits, torch.Size(shape).numel())
     dtype = storage_dtype(spec)
     if dtype.is_floating_point:
-        return _looked_up(_patterns(format_named(spec.dtype)).view(torch.uint8), flat).view(dtype).view(shape)
+        return (
+            _looked_up(_patterns(format_named(spec.dtype)).view(torch.uint8), flat)
+            .view(dtype)
+            .view(shape)
+        )
     return (flat - _offset(dtype, bits)).view(dtype).view(shape)
 
 
@@ -145,12 +163,16 @@ def _regrouped(numbers: Tensor, bits: int, into: int) -> Tensor:
     """Streams of `bits` bits a number along the last axis as numbers of `into` bits, filled up with zeros; uint8."""
     whole = math.lcm(bits, into)
     count, wide = whole // bits, {8: torch.uint8, 24: torch.int32}.get(whole, torch.int64)
-    parts = pad(numbers, (0, -numbers.shape[-1] % count)).reshape(*numbers.shape[:-1], -1, count)
+    parts = pad(numbers, (0, -numbers.shape[-1] % count)).reshape(
+        *numbers.shape[:-1], -1, count
+    )
     word = parts[..., 0].to(wide)
     for k in range(1, count):
         word |= parts[..., k].to(wide) << bits * k
     mask = (1 << into) - 1
-    return torch.stack([(word >> into * k & mask).to(torch.uint8) for k in range(whole // into)], -1).flatten(-2)
+    return torch.stack(
+        [(word >> into * k & mask).to(torch.uint8) for k in range(whole // into)], -1
+    ).flatten(-2)
 
 
 def code_dtype(quant_min: int, quant_max: int) -> torch.dtype:
@@ -179,7 +201,11 @@ def _factor(spec: Spec) -> float:
 
 def storage_dtype(spec: Spec) -> torch.dtype:
     """Return the dtype of codes that are not packed."""
-    return code_dtype(spec.quant_min, spec.quant_max) if spec.dtype == "int" else format_named(spec.dtype).storage
+    return (
+        code_dtype(spec.quant_min, spec.quant_max)
+        if spec.dtype == "int"
+        else format_named(spec.dtype).storage
+    )
 
 
 def _offset(dtype: torch.dtype, bits: int) -> int:
@@ -190,7 +216,9 @@ def _offset(dtype: torch.dtype, bits: int) -> int:
 def _looked_up(table: Tensor, numbers: Tensor) -> Tensor:
     """The entry of a table of bytes for each number, block by block, as indices take four times as much memory."""
     found = torch.empty_like(numbers)
-    for part, target in zip(torch.split(numbers, BLOCK), torch.split(found, BLOCK), strict=True):
+    for part, target in zip(
+        torch.split(numbers, BLOCK), torch.split(found, BLOCK), strict=True
+    ):
         torch.index_select(table, 0, part.int(), out=target)
     return found
 
@@ -205,7 +233,12 @@ def _patterns(row: FloatFormat) -> Tensor:
     parts = [divmod(code, 1 << row.mantissa) for code in range(1 << (row.bits - 1))]
     finest = 2.0 ** (row.least - row.mantissa)
     magnitudes = [
-        finest * (mantissa if not exponent else ((1 << row.mantissa) + mantissa) * 2.0 ** (exponent - 1))
+        finest
+        * (
+            mantissa
+            if not exponent
+            else ((1 << row.mantissa) + mantissa) * 2.0 ** (exponent - 1)
+        )
         for exponent, mantissa in parts
     ]
     return torch.tensor([*magnitudes, *(-value for value in magnitudes)]).to(row.storage)

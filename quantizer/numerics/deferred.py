@@ -52,7 +52,9 @@ class DeferredTensor(Tensor):
         device: torch.device = CPU,
         stride: Sequence[int] | None = None,
     ) -> DeferredTensor:
-        made: DeferredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), stride, dtype=dtype, device=device)
+        made: DeferredTensor = Tensor._make_wrapper_subclass(
+            cls, tuple(shape), stride, dtype=dtype, device=device
+        )
         made._read = load
         return made
 
@@ -81,7 +83,11 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         first, kwargs = args[0] if args else None, kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -95,7 +101,11 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """For operators that are called from C++."""
         return func(*loaded(args), **loaded(kwargs or {}))
@@ -131,7 +141,9 @@ def out_of_memory(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DeferredTensor) or not tensor.numel():
         return tensor
     if tensor.is_meta:
-        return DeferredTensor(tensor.shape, tensor.dtype, lambda: tensor, tensor.device, tensor.stride())
+        return DeferredTensor(
+            tensor.shape, tensor.dtype, lambda: tensor, tensor.device, tensor.stride()
+        )
     return _spool.put(tensor).at(tensor.device)
 
 
@@ -157,7 +169,9 @@ class Spool:
         """
         if self._file.end > SPOOL_BYTES:
             self._file = _SpoolFile()
-        stride = torch.empty_like(tensor, device="meta").stride()  # the layout decides the order of additions
+        stride = torch.empty_like(
+            tensor, device="meta"
+        ).stride()  # the layout decides the order of additions
         order = sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True)
         try:
             stored = self._file.put(tensor.permute(order))
@@ -171,7 +185,9 @@ class Spool:
             self._since = 0
             give_back()
         back = [order.index(axis) for axis in range(tensor.dim())]
-        return DeferredTensor(tensor.shape, tensor.dtype, lambda: stored.load().permute(back), stride=stride)
+        return DeferredTensor(
+            tensor.shape, tensor.dtype, lambda: stored.load().permute(back), stride=stride
+        )
 
 
 class _SpoolFile:
@@ -192,7 +208,9 @@ class _SpoolFile:
         while content:
             count = os.pwrite(self.file, content, self.end)
             content, self.end = content[count:], self.end + count
-        return DeferredTensor(tensor.shape, tensor.dtype, partial(self._read, start, tensor.shape, tensor.dtype))
+        return DeferredTensor(
+            tensor.shape, tensor.dtype, partial(self._read, start, tensor.shape, tensor.dtype)
+        )
 
     def _read(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return read_tensor(self.file, start, shape, dtype)
@@ -258,7 +276,9 @@ def bytes_of(tensor: Tensor) -> bytes:
     flat = values.contiguous().reshape(-1).view(torch.uint8)
     if not flat.numel():
         return b""
-    found: Any = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())  # its memory, without numpy
+    found: Any = (ctypes.c_char * flat.numel()).from_address(
+        flat.data_ptr()
+    )  # its memory, without numpy
     found.tensor = flat  # as long as someone reads it
     return found  # type: ignore[no-any-return]  # a buffer is as good as bytes to files and digests
 
@@ -268,14 +288,45 @@ def _getter(name: str) -> Any:
 
 
 _FACTS = {
-    *map(_getter, ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn")),
+    *map(
+        _getter,
+        (
+            "shape",
+            "dtype",
+            "device",
+            "ndim",
+            "layout",
+            "requires_grad",
+            "is_leaf",
+            "grad",
+            "grad_fn",
+        ),
+    ),
     *map(_getter, ("is_meta", "is_sparse", "is_quantized", "is_cuda", "nbytes", "itemsize")),
-    *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point),
-    *(Tensor.is_complex, Tensor.requires_grad_, Tensor.stride, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__),
+    *(
+        Tensor.dim,
+        Tensor.size,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+    ),
+    *(
+        Tensor.is_complex,
+        Tensor.requires_grad_,
+        Tensor.stride,
+        Tensor.is_contiguous,
+        Tensor.__len__,
+        Tensor.__hash__,
+    ),
 }
 """What is known without the values."""
 _SAME = {Tensor.detach, Tensor.cpu, _getter("data")}
 _CHANGES = {
-    *(method for name, method in vars(torch._C.TensorBase).items() if name.endswith("_") and name[0] != "_"),
+    *(
+        method
+        for name, method in vars(torch._C.TensorBase).items()
+        if name.endswith("_") and name[0] != "_"
+    ),
     *(Tensor.__setitem__, Tensor.data.__set__),  # type: ignore[attr-defined]
 } - _FACTS

@@ -46,13 +46,22 @@ def fake_quantize(
     >>> fake_quantize(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_up").tolist()
     [-4.0, -0.0, 0.5, 0.5, 3.5]
     """
-    if torch.compiler.is_compiling():  # a trace would write out the loop over blocks, for one size
-        return fake_quantize_plain(x, scale, zero_point, quant_min, quant_max, round_mode, ch_axis)
-    kernel, least = integer_kernel(quant_min, quant_max, round_mode), work_dtype(quant_min, quant_max)
+    if (
+        torch.compiler.is_compiling()
+    ):  # a trace would write out the loop over blocks, for one size
+        return fake_quantize_plain(
+            x, scale, zero_point, quant_min, quant_max, round_mode, ch_axis
+        )
+    kernel, least = (
+        integer_kernel(quant_min, quant_max, round_mode),
+        work_dtype(quant_min, quant_max),
+    )
     return _in_blocks(x, scale, zero_point, kernel, ch_axis, least, inplace)
 
 
-def fake_cast(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None, *, inplace: bool = False) -> Tensor:
+def fake_cast(
+    x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None, *, inplace: bool = False
+) -> Tensor:
     """Return scale times the nearest value of the format `name` to x / scale; the rest is as in `fake_quantize`.
 
     >>> fake_cast(torch.tensor([-9.0, 0.3, 0.5]), torch.tensor(0.5), "fp4").tolist()
@@ -60,12 +69,20 @@ def fake_cast(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None, *
     """
     if torch.compiler.is_compiling():
         return fake_cast_plain(x, scale, name, ch_axis)
-    none = torch.zeros((), dtype=torch.int32, device=scale.device).expand(scale.shape)  # takes no memory
+    none = torch.zeros((), dtype=torch.int32, device=scale.device).expand(
+        scale.shape
+    )  # takes no memory
     return _in_blocks(x, scale, none, float_kernel(name), ch_axis, torch.float32, inplace)
 
 
 def _in_blocks(
-    x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kernel, ch_axis: int | None, least: torch.dtype, inplace: bool
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    kernel: Kernel,
+    ch_axis: int | None,
+    least: torch.dtype,
+    inplace: bool,
 ) -> Tensor:
     work = workspace(x, least)
     out = torch.empty_like(work) if work is x and not inplace else work
@@ -103,7 +120,11 @@ def fake_cast_plain(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = N
 
 def _along(x: Tensor, values: Tensor, ch_axis: int | None) -> Tensor:
     """Values of an axis of `x`, or one for all of it, in a shape that goes with it."""
-    return values if ch_axis is None else values.view([-1 if axis == ch_axis % x.ndim else 1 for axis in range(x.ndim)])
+    return (
+        values
+        if ch_axis is None
+        else values.view([-1 if axis == ch_axis % x.ndim else 1 for axis in range(x.ndim)])
+    )
 
 
 def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
@@ -124,7 +145,9 @@ def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
             least, most = quant_min - zero_point, quant_max - zero_point
             return lambda x: mode(x.clamp_(least, most))
         low, high = quant_min - zero_point, quant_max - zero_point
-        return lambda x: mode(torch.minimum(torch.maximum(x, low, out=x), high, out=x))  # nine times as fast as clamp_
+        return lambda x: mode(
+            torch.minimum(torch.maximum(x, low, out=x), high, out=x)
+        )  # nine times as fast as clamp_
 
     return kernel
 

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from quantizer.numerics.registry import lookup
 
-_EXPONENT_BITS = {torch.float32: (torch.int32, 0x7F800000, 23), torch.float64: (torch.int64, 0x7FF << 52, 52)}
+_EXPONENT_BITS = {
+    torch.float32: (torch.int32, 0x7F800000, 23),
+    torch.float64: (torch.int64, 0x7FF << 52, 52),
+}
 
 
 @dataclass(frozen=True)
@@ -98,5 +101,9 @@ def _round_(x: Tensor, row: FloatFormat, room: Tensor | None) -> Tensor:
     if row.emax == row.least:  # values are evenly spaced
         return x.add_(shift * 2.0**row.least).sub_(shift * 2.0**row.least)
     room = None if room is None else room.view(integers)
-    power = torch.bitwise_and(x.view(integers), mask, out=room).view(x.dtype).clamp_(min=2.0**row.least)
+    power = (
+        torch.bitwise_and(x.view(integers), mask, out=room)
+        .view(x.dtype)
+        .clamp_(min=2.0**row.least)
+    )
     return x.add_(power, alpha=shift).sub_(power, alpha=shift)

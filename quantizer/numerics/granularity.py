@@ -40,7 +40,11 @@ def scale_shape(
 
 
 def to_rows(
-    x: Tensor, qscheme: str, ch_axis: int | None = None, group_size: int | None = None, scales_per_group: int = 1
+    x: Tensor,
+    qscheme: str,
+    ch_axis: int | None = None,
+    group_size: int | None = None,
+    scales_per_group: int = 1,
 ) -> Tensor:
     """Return `x` as a matrix with one row per scale, in the order of `scale_shape`; a view where memory allows it.
 
@@ -62,7 +66,9 @@ def to_rows(
     last = x.movedim(ch_axis, -1)
     size = _group(last.shape[-1], group_size) if qscheme == "per_group" else last.shape[-1]
     missing = -last.shape[-1] % size
-    return (torch.nn.functional.pad(last, (0, missing)) if missing else last).reshape(-1, size // scales_per_group)
+    return (torch.nn.functional.pad(last, (0, missing)) if missing else last).reshape(
+        -1, size // scales_per_group
+    )
 
 
 def from_rows(

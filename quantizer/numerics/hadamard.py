@@ -52,10 +52,14 @@ def core(odd: int, twos: int) -> Tensor:
     """
     order = 4 * odd
     while odd > 1 and order <= min(odd * twos, _LARGEST):
-        if all((order - 1) % divisor for divisor in range(2, math.isqrt(order - 1) + 1)):  # a prime
+        if all(
+            (order - 1) % divisor for divisor in range(2, math.isqrt(order - 1) + 1)
+        ):  # a prime
             return _paley(order)
         order *= 2
-    angles = (torch.outer(torch.arange(odd), torch.arange(odd)) % odd).double() * (2 * math.pi / odd)
+    angles = (torch.outer(torch.arange(odd), torch.arange(odd)) % odd).double() * (
+        2 * math.pi / odd
+    )
     return (angles.cos() + angles.sin()) / math.sqrt(odd)
 
 
@@ -68,7 +72,9 @@ def _paley(order: int) -> Tensor:
     numbers = torch.arange(prime)
     matrix = torch.ones(order, order, dtype=torch.float64)
     matrix[1:, 0] = -1
-    matrix[1:, 1:] = character[(numbers[:, None] - numbers) % prime] + torch.eye(prime, dtype=torch.float64)
+    matrix[1:, 1:] = character[(numbers[:, None] - numbers) % prime] + torch.eye(
+        prime, dtype=torch.float64
+    )
     return matrix / math.sqrt(order)
 
 

@@ -34,7 +34,13 @@ class Histogram:
 
     @classmethod
     def of(
-        cls, values: Tensor, low: Tensor, high: Tensor, *, weight: int = 1, beside: Tensor | None = None
+        cls,
+        values: Tensor,
+        low: Tensor,
+        high: Tensor,
+        *,
+        weight: int = 1,
+        beside: Tensor | None = None,
     ) -> Histogram:
         """Count each of `values` (R, N), float32 or float64 and finite, `weight` times, and each of those `beside`
         (R, M) once; `low` and `high` (R,) enclose them.
@@ -45,9 +51,13 @@ class Histogram:
         """
         low, high = low.double(), high.double()
         amax = torch.maximum(-low, high)
-        exponent = (torch.frexp(amax).exponent - (BINS.bit_length() - 1)).clamp_(min=LEAST_EXPONENT)
+        exponent = (torch.frexp(amax).exponent - (BINS.bit_length() - 1)).clamp_(
+            min=LEAST_EXPONENT
+        )
         exponent = torch.where(amax == 0, LEAST_EXPONENT, exponent).to(torch.int32)
-        scale = torch.ldexp(torch.ones_like(amax), -exponent)  # a power of two: the product is exact
+        scale = torch.ldexp(
+            torch.ones_like(amax), -exponent
+        )  # a power of two: the product is exact
         counts = _counts(values, scale)
         counts = counts if weight == 1 else counts.mul_(weight)
         counts = counts if beside is None else counts.add_(_counts(beside, scale))
@@ -65,10 +75,17 @@ class Histogram:
             ValueError: they have another number of rows.
         """
         if self.counts.shape != other.counts.shape:
-            raise ValueError(f"A histogram of {len(self.counts)} rows cannot take in one of {len(other.counts)}.")
+            raise ValueError(
+                f"A histogram of {len(self.counts)} rows cannot take in one of {len(other.counts)}."
+            )
         exponent = torch.maximum(self.exponent, other.exponent)
         counts = self._counts_at(exponent) + other._counts_at(exponent)
-        return Histogram(counts, exponent, torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
+        return Histogram(
+            counts,
+            exponent,
+            torch.minimum(self.low, other.low),
+            torch.maximum(self.high, other.high),
+        )
 
     def scaled(self, factor: float) -> Histogram:
         """Return the histogram of the values times a power of two.
@@ -88,7 +105,9 @@ class Histogram:
             if step:
                 rows = steps == step
                 wide = counts[rows].view(-1, (2 * BINS) >> step, 1 << step).sum(2)
-                counts = counts.index_put((rows,), torch.nn.functional.pad(wide, (BINS - (BINS >> step),) * 2))
+                counts = counts.index_put(
+                    (rows,), torch.nn.functional.pad(wide, (BINS - (BINS >> step),) * 2)
+                )
         return counts
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -106,7 +125,9 @@ class Histogram:
         rows = len(tensors["counts"]) if "counts" in tensors and tensors["counts"].ndim else 0
         wanted = {name: ((rows, 2 * BINS) if name == "counts" else (rows,)) for name in names}
         if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != wanted:
-            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+            shapes = ", ".join(
+                f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()
+            )
             raise ValueError(
                 f"A histogram's tensors are counts (R, {2 * BINS}), exponent, low, high (R,), not {shapes}."
             )
@@ -119,6 +140,13 @@ def _counts(values: Tensor, scale: Tensor) -> Tensor:
     """How many of each row of values (R, N), times its scale (R,), fall into each bin, (R, 2 * BINS) int64."""
     rows, (integers, shift) = len(values), _BITS[values.dtype]
     index = values.mul(scale.to(values)[:, None]).to(torch.int32)
-    index += (values.view(integers) >> shift).to(torch.int32)  # the sign alone: a product may be as small as -0.0
-    index += BINS + torch.arange(0, rows * 2 * BINS, 2 * BINS, dtype=torch.int32, device=index.device)[:, None]
+    index += (values.view(integers) >> shift).to(
+        torch.int32
+    )  # the sign alone: a product may be as small as -0.0
+    index += (
+        BINS
+        + torch.arange(0, rows * 2 * BINS, 2 * BINS, dtype=torch.int32, device=index.device)[
+            :, None
+        ]
+    )
     return torch.bincount(index.view(-1), minlength=rows * 2 * BINS).view(rows, 2 * BINS)

@@ -28,7 +28,9 @@ _POOLING = {
 }
 
 
-def requantize(codes: Tensor, shift: int, quant_min: int, quant_max: int, round_mode: str) -> Tensor:
+def requantize(
+    codes: Tensor, shift: int, quant_min: int, quant_max: int, round_mode: str
+) -> Tensor:
     """Return `codes` / 2^shift, rounded and clipped to codes, as float64; a negative shift goes to the left.
 
     Raises:
@@ -67,4 +69,7 @@ def pooling_factor(height: int, width: int) -> tuple[int, int]:
         return _POOLING[height, width]
     area = height * width
     shifts = range(math.ceil(math.log2(128 * area)))
-    return min(((round(2**s / area), s) for s in shifts), key=lambda factor: abs(factor[0] / 2 ** factor[1] - 1 / area))
+    return min(
+        ((round(2**s / area), s) for s in shifts),
+        key=lambda factor: abs(factor[0] / 2 ** factor[1] - 1 / area),
+    )

@@ -16,7 +16,9 @@ def energy(x: Tensor) -> float:
     >>> energy(torch.tensor([3.0, 4.0]))
     25.0
     """
-    parts = torch.split(flattened(x), BLOCK)  # in another order than that of memory reading takes many times as long
+    parts = torch.split(
+        flattened(x), BLOCK
+    )  # in another order than that of memory reading takes many times as long
     return math.fsum(float(torch.dot(part, part)) for part in (each.double() for each in parts))
 
 
@@ -74,15 +76,22 @@ def top1_agreement(reference: Tensor, other: Tensor) -> float:
     """
     _check(reference, other)
     if reference.ndim < 2:
-        raise ValueError(f"Classes are dimension 1 of the outputs, and {tuple(reference.shape)} has none.")
+        raise ValueError(
+            f"Classes are dimension 1 of the outputs, and {tuple(reference.shape)} has none."
+        )
     return float((reference.argmax(1) == other.argmax(1)).double().mean())
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
     pairs = (torch.split(each.permute(memory_order(a)).reshape(-1), BLOCK) for each in (a, b))
-    return math.fsum(float(torch.dot(one.double(), other.double())) for one, other in zip(*pairs, strict=True))
+    return math.fsum(
+        float(torch.dot(one.double(), other.double()))
+        for one, other in zip(*pairs, strict=True)
+    )
 
 
 def _check(reference: Tensor, other: Tensor) -> None:
     if reference.shape != other.shape:
-        raise ValueError(f"The tensors differ in shape: {tuple(reference.shape)} and {tuple(other.shape)}.")
+        raise ValueError(
+            f"The tensors differ in shape: {tuple(reference.shape)} and {tuple(other.shape)}."
+        )

@@ -13,13 +13,17 @@ from quantizer.numerics.formats import FloatFormat, format_named
 from quantizer.numerics.two_level import global_scale_of, on_global_grid, with_microexponents
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: 1 / scale stays finite
-LARGEST_VALUE = 2.0**128 - 2.0**105  # two steps below infinity, for the rounding of the scale itself to float32
+LARGEST_VALUE = (
+    2.0**128 - 2.0**105
+)  # two steps below infinity, for the rounding of the scale itself to float32
 _MANTISSA = (1 << 52) - 1  # the bits of a float64's mantissa
 SCALE_MODES = ("floor", "even", "ceil")
 SYMMETRIC_SCALES = ("quant_max", "half_range")
 SHARED = ("e8m0", "microexponent")
 POWERS_OF_TWO = ("poweroftwo", *SHARED)
-SMALLEST_SHARED = 2.0**-127  # of the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
+SMALLEST_SHARED = (
+    2.0**-127
+)  # of the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,18 @@ class IntegerRange:
 
     def __post_init__(self) -> None:
         if not self.quant_min <= 0 < self.quant_max:
-            raise ValueError(f"Codes need quant_min <= 0 < quant_max, not {self.quant_min} and {self.quant_max}.")
+            raise ValueError(
+                f"Codes need quant_min <= 0 < quant_max, not {self.quant_min} and {self.quant_max}."
+            )
         if self.scale_type not in ("float", "e4m3", "poweroftwo"):
-            raise ValueError(f'"{self.scale_type}" is not a scale type; known are float, e4m3, poweroftwo.')
+            raise ValueError(
+                f'"{self.scale_type}" is not a scale type; known are float, e4m3, poweroftwo.'
+            )
         if self.symmetric_scale not in SYMMETRIC_SCALES:
             known = ", ".join(SYMMETRIC_SCALES)
-            raise ValueError(f'"{self.symmetric_scale}" is not a rule for symmetric scales; known are {known}.')
+            raise ValueError(
+                f'"{self.symmetric_scale}" is not a rule for symmetric scales; known are {known}.'
+            )
 
     @property
     def nonnegative(self) -> bool:
@@ -65,7 +75,11 @@ class IntegerRange:
     @property
     def span(self) -> int:
         """The largest distance of a code from the zero point."""
-        return max(-self.quant_min, self.quant_max) if self.symmetric else self.quant_max - self.quant_min
+        return (
+            max(-self.quant_min, self.quant_max)
+            if self.symmetric
+            else self.quant_max - self.quant_min
+        )
 
     @property
     def finest(self) -> float:
@@ -100,7 +114,9 @@ class FloatRange:
             known = ", ".join(("float", "e4m3", *POWERS_OF_TWO))
             raise ValueError(f'"{self.scale_type}" is not a scale type; known are {known}.')
         if self.scale_mode not in SCALE_MODES:
-            raise ValueError(f'"{self.scale_mode}" is not a scale mode; known are {", ".join(SCALE_MODES)}.')
+            raise ValueError(
+                f'"{self.scale_mode}" is not a scale mode; known are {", ".join(SCALE_MODES)}.'
+            )
 
     @property
     def row(self) -> FloatFormat:
@@ -164,12 +180,17 @@ def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
     2.0
     """
     if isinstance(code_range, FloatRange) and code_range.scale_type in SHARED:
-        step = _truncate_(_amax(low, high), _bump(code_range, 52)).mul_(2.0**-code_range.row.emax)
+        step = _truncate_(_amax(low, high), _bump(code_range, 52)).mul_(
+            2.0**-code_range.row.emax
+        )
         return step if code_range.scale_type == "e8m0" else with_microexponents(step)
     if not code_range.symmetric:
         step = high.clamp(min=0).double().sub_(low.clamp(max=0)).div_(code_range.span)
     elif isinstance(code_range, IntegerRange) and code_range.scale_type == "poweroftwo":
-        ends = low.double() / (code_range.quant_min - 0.5), high.double() / (code_range.quant_max + 0.5)
+        ends = (
+            low.double() / (code_range.quant_min - 0.5),
+            high.double() / (code_range.quant_max + 0.5),
+        )
         step = torch.maximum(*ends).clamp_(min=0)
     else:
         step = symmetric_step(_amax(low, high), code_range)
@@ -193,7 +214,11 @@ def uncut(code_range: CodeRange) -> float:
     >>> uncut(IntegerRange(-2, 1, symmetric_scale="half_range")), uncut(IntegerRange(-2, 1))
     (1.5, 1.0)
     """
-    searched = isinstance(code_range, IntegerRange) and code_range.symmetric and code_range.scale_type == "float"
+    searched = (
+        isinstance(code_range, IntegerRange)
+        and code_range.symmetric
+        and code_range.scale_type == "float"
+    )
     return code_range.largest / code_range.quant_max if searched else 1.0  # type: ignore[union-attr]
 
 
@@ -205,13 +230,19 @@ def qparams_from_step(step: Tensor, low: Tensor, code_range: CodeRange) -> QPara
     any code times scale is infinite; shared exponents are at least -127. Those of type e4m3 are taken for all groups of
     one tensor. The zero point is rounded to even, is a code, and is 0 for symmetric ones.
     """
-    return _qparams(power_of_two(step) if code_range.scale_type in POWERS_OF_TWO else step, low, code_range)
+    return _qparams(
+        power_of_two(step) if code_range.scale_type in POWERS_OF_TWO else step, low, code_range
+    )
 
 
 def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
     """The same where the step is one that the scale type allows."""
     least, most = _scale_bounds(code_range)
-    silent = least if isinstance(code_range, IntegerRange) and code_range.finest_position is not None else 1.0
+    silent = (
+        least
+        if isinstance(code_range, IntegerRange) and code_range.finest_position is not None
+        else 1.0
+    )
     scale, zeros = step.clamp(least, most), _zeros(step)
     if zeros is not None:
         scale.masked_fill_(zeros, silent)
@@ -220,7 +251,10 @@ def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
     if code_range.symmetric or isinstance(code_range, FloatRange):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
     zero_point = code_range.quant_min - torch.round(low.double().clamp(max=0) / scale)
-    return QParams(scale.float(), zero_point.clamp(code_range.quant_min, code_range.quant_max).to(torch.int32))
+    return QParams(
+        scale.float(),
+        zero_point.clamp(code_range.quant_min, code_range.quant_max).to(torch.int32),
+    )
 
 
 def _amax(low: Tensor, high: Tensor) -> Tensor:
@@ -258,11 +292,17 @@ def qparams_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> QPar
     (0.01, 100)
     """
     is_traced = torch.compiler.is_compiling()  # a trace must not ask how many there are
-    if not is_traced and isinstance(code_range, FloatRange) and _bits_say_all(low.dtype, code_range):
+    if (
+        not is_traced
+        and isinstance(code_range, FloatRange)
+        and _bits_say_all(low.dtype, code_range)
+    ):
         return _shared_scale(low, high, code_range)
     if is_traced or low.numel() <= FEW or code_range.scale_type == "e4m3":
         return _qparams(step_from_range(low, high, code_range), low, code_range)
-    scale, zero_point = (torch.empty_like(low, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    scale, zero_point = (
+        torch.empty_like(low, dtype=dtype) for dtype in (torch.float32, torch.int32)
+    )
     parts = (torch.split(end.view(-1), FEW) for end in (low, high, scale, zero_point))
     for least, greatest, scale_part, zero_point_part in zip(*parts, strict=True):
         found = _qparams(step_from_range(least, greatest, code_range), least, code_range)
@@ -287,9 +327,16 @@ def _shared_scale(low: Tensor, high: Tensor, code_range: FloatRange) -> QParams:
     torch.maximum(scale, high, out=scale)  # not negative, as low <= high
     zeros = _zeros(scale)
     least, most = torch.tensor(_scale_bounds(code_range)).view(torch.int32).tolist()
-    bits = scale.view(torch.int32).add_(_bump(code_range, 23)).bitwise_and_(0x7F800000).sub_(code_range.row.emax << 23)
+    bits = (
+        scale.view(torch.int32)
+        .add_(_bump(code_range, 23))
+        .bitwise_and_(0x7F800000)
+        .sub_(code_range.row.emax << 23)
+    )
     bits.clamp_(least, most)
-    return QParams(scale if zeros is None else scale.masked_fill_(zeros, 1.0), torch.zeros_like(bits))
+    return QParams(
+        scale if zeros is None else scale.masked_fill_(zeros, 1.0), torch.zeros_like(bits)
+    )
 
 
 def _zeros(amax: Tensor) -> Tensor | None:

@@ -22,7 +22,9 @@ def register(registry: dict[str, T], name: str) -> Callable[[T], T]:
 
     def enter(entry: T) -> T:
         if name in registry:
-            raise ValueError(f'"{name}" is registered already, by {registry[name]!r}; choose another name.')
+            raise ValueError(
+                f'"{name}" is registered already, by {registry[name]!r}; choose another name.'
+            )
         registry[name] = entry
         return entry
 

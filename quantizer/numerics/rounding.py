@@ -36,7 +36,11 @@ def _unshared(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     To wait for another thread takes a thousand times as long as to round a column, where other processes run. What is
     exported has one operator for any number of values.
     """
-    if not torch.compiler.is_compiling() and SHARED < x.numel() < WORTH_IT and x.is_contiguous():
+    if (
+        not torch.compiler.is_compiling()
+        and SHARED < x.numel() < WORTH_IT
+        and x.is_contiguous()
+    ):
         for part in torch.split(x.view(-1), SHARED):
             function(part)
         return x
@@ -63,7 +67,9 @@ def half_up(x: Tensor) -> Tensor:
 def half_down(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, ties toward zero, and return it; needs one temporary."""
     sign = x.sign()
-    return _unshared(Tensor.floor_, _unshared(Tensor.ceil_, x.abs_().mul_(2)).mul_(0.5)).mul_(sign)
+    return _unshared(Tensor.floor_, _unshared(Tensor.ceil_, x.abs_().mul_(2)).mul_(0.5)).mul_(
+        sign
+    )
 
 
 @register(ROUND_MODES, "std_round")

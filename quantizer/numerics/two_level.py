@@ -28,7 +28,9 @@ def on_global_grid(scale: Tensor, global_scale: Tensor) -> Tensor:
     >>> on_global_grid(torch.tensor([0.26, 0.0]), torch.tensor(4.0)).tolist()
     [0.25, 0.00048828125]
     """
-    codes = cast_round_trip_(scale.double() * global_scale.double(), "fp8_e4m3").clamp_(min=E4M3_LEAST)
+    codes = cast_round_trip_(scale.double() * global_scale.double(), "fp8_e4m3").clamp_(
+        min=E4M3_LEAST
+    )
     return codes.float() / global_scale
 
 
@@ -114,7 +116,9 @@ def pack_scales(scale: Tensor, scale_type: str) -> dict[str, Tensor]:
     return {"scale": scale}
 
 
-def unpack_scales(stored: Tensor, scale_type: str, global_scale: Tensor | None = None) -> Tensor:
+def unpack_scales(
+    stored: Tensor, scale_type: str, global_scale: Tensor | None = None
+) -> Tensor:
     """Return the scales, float32, that `pack_scales` was given.
 
     >>> kinds = {"e8m0": [0.5, 2.0], "e4m3": [0.5, 2.0], "microexponent": [2.0] * 7 + [1.0], "float": [0.3]}
@@ -136,4 +140,6 @@ def _exponents(scale: Tensor) -> Tensor:
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents.int() - _E8M0_BIAS).float()
+    return torch.ldexp(
+        torch.ones(exponents.shape, dtype=torch.float64), exponents.int() - _E8M0_BIAS
+    ).float()

@@ -9,7 +9,13 @@ from torch import Tensor
 from quantizer.config.model import AUTO, QuantizationSpec
 from quantizer.numerics.blocks import fill
 from quantizer.numerics.histogram import BINS
-from quantizer.numerics.qparams import POWERS_OF_TWO, SHARED, qparams_from_range, symmetric_step, uncut
+from quantizer.numerics.qparams import (
+    POWERS_OF_TWO,
+    SHARED,
+    qparams_from_range,
+    symmetric_step,
+    uncut,
+)
 from quantizer.numerics.registry import register
 from quantizer.numerics.rounding import NEAREST
 from quantizer.observers.methods import CENTRES, METHODS, code_range_of, kernel_of
@@ -40,7 +46,9 @@ def mse(values: Distribution, spec: QuantizationSpec) -> Range:
         return _least_power(values, spec)
     words = ("dtype", "bit_width", "signed", "narrow_range", "symmetric_scale")
     round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
-    codes = QuantizationSpec(**{name: getattr(spec, name) for name in words}, round_mode=round_mode)
+    codes = QuantizationSpec(
+        **{name: getattr(spec, name) for name in words}, round_mode=round_mode
+    )
     clip = _clips(codes)[_errors(values, codes).argmin(1)]
     low, high = values.clipped(values.amax * clip / BINS)
     wider = (clip / BINS).clamp(min=1)
@@ -70,25 +78,38 @@ def auto(values: Distribution, spec: QuantizationSpec) -> Range:
     """
     if spec.scale_type in POWERS_OF_TWO:
         return mse(values, spec)
-    extremes = torch.stack([-values.amax, values.amax] if spec.symmetric else [values.low, values.high]).double()
+    extremes = torch.stack(
+        [-values.amax, values.amax] if spec.symmetric else [values.low, values.high]
+    ).double()
     rows = zip(extremes.T, values.width, values.histogram, strict=True)
     is_part = isinstance(values, PooledBatches)
     low, high = torch.stack(
-        [_least_ends(ends[:, None], width, counts, spec, is_part) for ends, width, counts in rows]
+        [
+            _least_ends(ends[:, None], width, counts, spec, is_part)
+            for ends, width, counts in rows
+        ]
     ).T
     return low, high
 
 
-def _least_ends(extremes: Tensor, width: Tensor, counts: Tensor, spec: QuantizationSpec, is_part: bool) -> Tensor:
+def _least_ends(
+    extremes: Tensor, width: Tensor, counts: Tensor, spec: QuantizationSpec, is_part: bool
+) -> Tensor:
     """Low and high of one row, whose `extremes` are (2, 1), set as is best: (2,)."""
     occupied = counts.nonzero().squeeze(1)
     exact, counts = (width * CENTRES[occupied]).clamp(*extremes[:, 0]), counts[occupied]
-    excess = _excess(exact, counts, symmetric=spec.symmetric) if is_part else torch.zeros(2, dtype=torch.float64)
+    excess = (
+        _excess(exact, counts, symmetric=spec.symmetric)
+        if is_part
+        else torch.zeros(2, dtype=torch.float64)
+    )
     best = torch.zeros(2, 1, dtype=torch.float64)  # octaves cut off from either end
     for steps in AUTO_STEPS:
         pairs = _pairs(best[:, 0], steps, extremes, alike=spec.symmetric)
         parts = torch.split(pairs, PAIRS_AT_ONCE, dim=1)
-        errors = torch.cat([_error_of(extremes * 0.5**part, exact, counts, spec) for part in parts])
+        errors = torch.cat(
+            [_error_of(extremes * 0.5**part, exact, counts, spec) for part in parts]
+        )
         at = int((errors + _error_beyond(extremes * 0.5**pairs, extremes, excess)).argmin())
         best = pairs[:, at : at + 1]
     return (extremes * 0.5**best)[:, 0]
@@ -99,14 +120,19 @@ def _pairs(around: Tensor, steps: Tensor, extremes: Tensor, *, alike: bool) -> T
     tried = [(start + steps).clamp(min=-AUTO_WIDER).unique() for start in around]
     if alike:
         return torch.stack([tried[0], tried[0]])
-    tried = [some if end else some[:1] for some, end in zip(tried, extremes[:, 0].tolist(), strict=True)]
+    tried = [
+        some if end else some[:1]
+        for some, end in zip(tried, extremes[:, 0].tolist(), strict=True)
+    ]
     return torch.cartesian_prod(*tried).T
 
 
 def _excess(exact: Tensor, counts: Tensor, *, symmetric: bool) -> Tensor:
     """How far a new value beyond either extreme lies from it on average, (2,); a symmetric range has one extreme."""
     if symmetric:
-        return torch.stack([_mean_excess(exact.abs(), counts), torch.zeros((), dtype=torch.float64)])
+        return torch.stack(
+            [_mean_excess(exact.abs(), counts), torch.zeros((), dtype=torch.float64)]
+        )
     return torch.stack([_mean_excess(-exact, counts), _mean_excess(exact, counts)])
 
 
@@ -147,9 +173,14 @@ def _clips(spec: QuantizationSpec) -> Tensor:
     the spec's rule for symmetric scales cuts even the maximum, the scale that does not is tried too.
     """
     upper = torch.arange(1536, BINS, 16, dtype=torch.float64) + 0.5
-    octaves = torch.arange(7 * MSE_STEPS_PER_OCTAVE, 0, -1, dtype=torch.float64) / MSE_STEPS_PER_OCTAVE
+    octaves = (
+        torch.arange(7 * MSE_STEPS_PER_OCTAVE, 0, -1, dtype=torch.float64)
+        / MSE_STEPS_PER_OCTAVE
+    )
     widest = sorted({1.0, uncut(code_range_of(spec))})
-    return torch.cat([upper[0] / 2**octaves, upper, BINS * torch.tensor(widest, dtype=torch.float64)])
+    return torch.cat(
+        [upper[0] / 2**octaves, upper, BINS * torch.tensor(widest, dtype=torch.float64)]
+    )
 
 
 def _least_power(values: Distribution, spec: QuantizationSpec) -> Range:
@@ -158,8 +189,12 @@ def _least_power(values: Distribution, spec: QuantizationSpec) -> Range:
     The errors are those of the bins' centres under the scales themselves, so that what is compared is what can be.
     """
     code_range, kernel, errors = code_range_of(spec), kernel_of(spec), []
-    factors = torch.tensor(POWERS if spec.scale_type in SHARED else POWERS[1:], dtype=torch.float64)
-    qparams = qparams_from_range(values.low * factors[:, None], values.high * factors[:, None], code_range)
+    factors = torch.tensor(
+        POWERS if spec.scale_type in SHARED else POWERS[1:], dtype=torch.float64
+    )
+    qparams = qparams_from_range(
+        values.low * factors[:, None], values.high * factors[:, None], code_range
+    )
     exact = values.width[:, None] * CENTRES
     for scale, zero_point in zip(qparams.scale, qparams.zero_point, strict=True):
         rounded = fill(torch.empty_like(exact), exact, scale, zero_point, kernel, 0)
@@ -173,7 +208,9 @@ def _errors(values: Distribution, codes: QuantizationSpec) -> Tensor:
     if not isinstance(values, PooledBatches):  # amax is where the bins end
         return values.histogram @ _squared_errors(codes).T
     found = []
-    for counts, stretch in zip(values.histogram, values.width * BINS / values.amax.clamp(min=1e-300), strict=True):
+    for counts, stretch in zip(
+        values.histogram, values.width * BINS / values.amax.clamp(min=1e-300), strict=True
+    ):
         occupied = counts.nonzero().squeeze(1)
         found.append(_errors_at(CENTRES[occupied] * stretch, codes) @ counts[occupied])
     return torch.stack(found)

@@ -14,9 +14,18 @@ from quantizer.distributed import in_turn
 from quantizer.numerics.histogram import Histogram
 from quantizer.numerics.registry import lookup
 from quantizer.observers.methods import METHODS, OF_VALUES
-from quantizer.observers.observed_batch import CountedBatches, Distribution, ObservedBatch, PooledBatches, Range, slices
+from quantizer.observers.observed_batch import (
+    CountedBatches,
+    Distribution,
+    ObservedBatch,
+    PooledBatches,
+    Range,
+    slices,
+)
 
-ROWS_AT_ONCE = 1 << 10  # histograms of 4096 bins of each take 32 MB, the candidates of diffs 84 MB
+ROWS_AT_ONCE = (
+    1 << 10
+)  # histograms of 4096 bins of each take 32 MB, the candidates of diffs 84 MB
 FEW_ROWS = 16
 """Rows of which ranges can wait until the batch is through."""
 ROOM = 16
@@ -137,7 +146,9 @@ class RangeMemory(Memory):
         way of large ones."""
         found = batch.counted()
         if self._counts is None or self._counts.shape != found.counts.shape:
-            self._counts = torch.empty_like(found.counts, dtype=torch.int32)  # as many as a sample has
+            self._counts = torch.empty_like(
+                found.counts, dtype=torch.int32
+            )  # as many as a sample has
         return replace(found, counts=self._counts.copy_(found.counts))
 
     def _found(self, low: Tensor, high: Tensor) -> None:
@@ -158,7 +169,13 @@ class RangeMemory(Memory):
     def merge(self, *others: Memory) -> None:
         batches = in_turn([*other._seen] for other in others if isinstance(other, RangeMemory))
         if batches:
-            self._hold(torch.cat([self._seen, torch.stack(batches)] if self._count else [torch.stack(batches)]))
+            self._hold(
+                torch.cat(
+                    [self._seen, torch.stack(batches)]
+                    if self._count
+                    else [torch.stack(batches)]
+                )
+            )
 
     def take_up(self, other: Memory, beside: Memory | None) -> None:
         """Extremes are kept whatever the method; of a histogram only the outermost ones of all batches are known."""
@@ -167,13 +184,18 @@ class RangeMemory(Memory):
             self._hold(other._seen.clone())
         elif isinstance(other, RangeMemory) and spec.method == "maxmin":
             self._hold(other._seen[:, [2, 3, 2, 3]])
-        elif isinstance(other, PooledMemory) and (spec.method, spec.statistic) == ("maxmin", "max"):
+        elif isinstance(other, PooledMemory) and (spec.method, spec.statistic) == (
+            "maxmin",
+            "max",
+        ):
             self._hold(torch.stack([*other.extremes(), *other.extremes()])[None])
         elif isinstance(other, PooledMemory):
             needs = f"{spec.statistic} of {spec.method} needs the range of each batch"
             raise LookupError(f"{needs}, and one histogram is kept")
         else:
-            raise LookupError(f"{spec.method} needs a histogram of each batch, and the range of each is kept")
+            raise LookupError(
+                f"{spec.method} needs a histogram of each batch, and the range of each is kept"
+            )
 
     def put_together(self, parts: Sequence[tuple[Memory, float]]) -> None:
         """The outermost ends that any part has, batch by batch."""
@@ -194,8 +216,15 @@ class RangeMemory(Memory):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         batches = state.get("batches")
-        if set(state) != {"batches"} or batches is None or batches.ndim != 3 or batches.shape[1] != 4:
-            raise ValueError(f'An observer\'s state is one tensor "batches" of shape (B, 4, R), not {sorted(state)}.')
+        if (
+            set(state) != {"batches"}
+            or batches is None
+            or batches.ndim != 3
+            or batches.shape[1] != 4
+        ):
+            raise ValueError(
+                f'An observer\'s state is one tensor "batches" of shape (B, 4, R), not {sorted(state)}.'
+            )
         self._hold(batches.double())
 
     @property
@@ -221,7 +250,9 @@ def find_ranges(memories: Iterable[Memory]) -> None:
         opened = [memory._open for memory in alike if memory._open is not None]
         found = ranges(CountedBatches.stacked(opened), spec)
         rows = [len(each.low) for each in opened]
-        for memory, *ends in zip(alike, *(torch.split(end, rows) for end in found), strict=True):
+        for memory, *ends in zip(
+            alike, *(torch.split(end, rows) for end in found), strict=True
+        ):
             memory._found(*ends)
 
 
@@ -241,7 +272,11 @@ class PooledMemory(Memory):
     def add(self, x: Tensor, batch: ObservedBatch) -> None:
         rows, weight = slices(x) if self.spec.has_one_scale else (batch.rows, 1)
         # A value far away may be one that is left out, and matters most.
-        outermost = None if batch.outermost is None or weight == 1 else _wide(batch.outermost).to(rows.device)
+        outermost = (
+            None
+            if batch.outermost is None or weight == 1
+            else _wide(batch.outermost).to(rows.device)
+        )
         last = Histogram.of(_wide(rows), batch.low, batch.high, weight=weight, beside=outermost)
         self._pool, self._last = self._all(), last
         self._batches += 1
@@ -267,7 +302,10 @@ class PooledMemory(Memory):
 
     def take_up(self, other: Memory, beside: Memory | None) -> None:
         kept = next((each for each in (other, beside) if isinstance(each, PooledMemory)), None)
-        if kept is None or (other.spec.qscheme, self.spec.qscheme) != ("per_tensor", "per_tensor"):
+        if kept is None or (other.spec.qscheme, self.spec.qscheme) != (
+            "per_tensor",
+            "per_tensor",
+        ):
             raise LookupError(f"{self.spec.method} needs a histogram, and only ranges are kept")
         self._pool, self._last, self._batches = kept._all(), None, kept._batches
 
@@ -285,13 +323,18 @@ class PooledMemory(Memory):
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors of the histogram, and how many "batches" it is of; that alone if new."""
         found = self._all()
-        return {"batches": torch.tensor(self._batches), **({} if found is None else found.to_tensors())}
+        return {
+            "batches": torch.tensor(self._batches),
+            **({} if found is None else found.to_tensors()),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         tensors = dict(state)
         batches = tensors.pop("batches", None)
         if batches is None or batches.ndim:
-            raise ValueError(f'An observer\'s state is a histogram and the number of "batches", not {sorted(state)}.')
+            raise ValueError(
+                f'An observer\'s state is a histogram and the number of "batches", not {sorted(state)}.'
+            )
         self._pool = Histogram.from_tensors(tensors) if tensors else None
         self._last, self._batches = None, int(batches)
 

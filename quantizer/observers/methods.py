@@ -77,8 +77,13 @@ def axis_of(spec: QuantizationSpec) -> int | None:
     Raises:
         ValueError: the axis is missing, or microexponents have no groups.
     """
-    if spec.scale_type == "microexponent" and (spec.qscheme, spec.group_size) != ("per_group", MICROEXPONENT_GROUP):
-        raise ValueError(f"Microexponents need groups of {MICROEXPONENT_GROUP}, not {spec.qscheme} {spec.group_size}.")
+    if spec.scale_type == "microexponent" and (spec.qscheme, spec.group_size) != (
+        "per_group",
+        MICROEXPONENT_GROUP,
+    ):
+        raise ValueError(
+            f"Microexponents need groups of {MICROEXPONENT_GROUP}, not {spec.qscheme} {spec.group_size}."
+        )
     if spec.qscheme == "per_tensor":
         return None
     if spec.ch_axis is None:
@@ -112,7 +117,9 @@ def percentile(values: Distribution, spec: QuantizationSpec) -> Range:
 @register(METHODS, "diffs")
 def diffs(values: Distribution, spec: QuantizationSpec) -> Range:
     """Return the range halved as often (0 to 4 times) as the squared error falls; of equal errors the widest range."""
-    assert isinstance(values, ObservedBatch)  # an observer of all batches together refuses the method
+    assert isinstance(
+        values, ObservedBatch
+    )  # an observer of all batches together refuses the method
     code_range, sample = code_range_of(spec), values.sample(DIFFS_SAMPLE)
     factors = 0.5 ** torch.arange(DIFFS_CANDIDATES, dtype=torch.float64)
     low, high = ((end * factors[:, None]).view(-1) for end in (values.low, values.high))
@@ -140,7 +147,9 @@ def entropy(values: Distribution, spec: QuantizationSpec) -> Range:
     counts[:, 0] = counts[:, 1]
     clips = torch.cat([torch.arange(128, 1536, 32), torch.arange(1536, BINS + 1, 16)])
     at_once = max(1, ENTROPY_AT_ONCE // (len(clips) * levels))
-    divergence = torch.cat([_divergence(part, clips, levels) for part in torch.split(counts, at_once)])
+    divergence = torch.cat(
+        [_divergence(part, clips, levels) for part in torch.split(counts, at_once)]
+    )
     last_minimum = len(clips) - 1 - divergence.flip(1).argmin(1)
     return values.clipped(values.width * clips[last_minimum])
 
@@ -164,8 +173,12 @@ def _divergence(counts: Tensor, clips: Tensor, levels: int) -> Tensor:
         - torch.xlogy(last, last)
         + torch.xlogy(last + tail, last + tail)
     )
-    cross = torch.xlogy(groups, means).sum(2) + torch.xlogy(tail, torch.where(last > 0, last_mean, 0.0))
-    return ((reference - cross) / total - total.log() + inside.log()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    cross = torch.xlogy(groups, means).sum(2) + torch.xlogy(
+        tail, torch.where(last > 0, last_mean, 0.0)
+    )
+    return ((reference - cross) / total - total.log() + inside.log()).nan_to_num(
+        nan=torch.inf, posinf=torch.inf
+    )
 
 
 def _running(x: Tensor) -> Tensor:
@@ -202,4 +215,6 @@ def reduce_batches(values: Tensor, name: str) -> Tensor:
     statistic = lookup(STATISTICS, name, "statistic over batches")
     if len(values) == 1:
         return values[0].double()
-    return torch.tensor([statistic(column) for column in values.T.tolist()], dtype=torch.float64)
+    return torch.tensor(
+        [statistic(column) for column in values.T.tolist()], dtype=torch.float64
+    )

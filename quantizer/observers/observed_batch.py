@@ -26,7 +26,9 @@ SLICE = 1 << 13  # values of one index of the first axis, where all batches are 
 SAMPLE_PER_ROW = 1 << 12
 NARROW = 16
 ALONE = 1 << 17  # values of a row that are read by themselves, by all threads
-READ = 2 * BLOCK  # values per step where nothing is written, so that as much again stays in the cache
+READ = (
+    2 * BLOCK
+)  # values per step where nothing is written, so that as much again stays in the cache
 
 Range = tuple[Tensor, Tensor]
 
@@ -62,10 +64,18 @@ def extremes(rows: Tensor) -> Range:
     if count == 1 or (rows.is_cpu and length >= ALONE):
         lows, highs = zip(*(row.aminmax() for row in rows), strict=True)
         return torch.stack(lows), torch.stack(highs)
-    wide = rows.dtype if rows.dtype in _BITS else torch.float32  # torch reduces narrow dtypes slowly
-    parts = [rows] if rows.numel() <= READ else torch.split(rows, max(1, READ // max(1, length)))
+    wide = (
+        rows.dtype if rows.dtype in _BITS else torch.float32
+    )  # torch reduces narrow dtypes slowly
+    parts = (
+        [rows] if rows.numel() <= READ else torch.split(rows, max(1, READ // max(1, length)))
+    )
     low, bits = _joined(_least_and_bits(part.to(wide)) for part in parts)
-    high = bits.view(wide) if count and int(bits.min()) >= 0 else torch.cat([part.to(wide).amax(1) for part in parts])
+    high = (
+        bits.view(wide)
+        if count and int(bits.min()) >= 0
+        else torch.cat([part.to(wide).amax(1) for part in parts])
+    )
     return low.to(rows.dtype), high.to(rows.dtype)
 
 
@@ -78,7 +88,9 @@ def _least_and_bits(rows: Tensor) -> Range:
 def _joined(ranges: Iterable[Range]) -> Range:
     """Those of parts as one."""
     least, greatest = zip(*ranges, strict=True)
-    return (least[0], greatest[0]) if len(least) == 1 else (torch.cat(least), torch.cat(greatest))
+    return (
+        (least[0], greatest[0]) if len(least) == 1 else (torch.cat(least), torch.cat(greatest))
+    )
 
 
 def _narrowed(rows: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -263,8 +275,12 @@ class ObservedBatch(Distribution):
         """Return the counts of the sample over [-amax, amax] in 2 * BINS equal bins, of each row int64 on the CPU."""
         sample, count, width = self.sample(), len(self.rows), 2 * BINS
         amax = torch.where(self.amax == 0, 1.0, self.amax).to(sample)
-        index = (sample / amax[:, None]).mul_(BINS).add_(BINS).clamp_(0, width - 1).to(torch.int32)
+        index = (
+            (sample / amax[:, None]).mul_(BINS).add_(BINS).clamp_(0, width - 1).to(torch.int32)
+        )
         if count > 1:
-            index += torch.arange(0, count * width, width, dtype=torch.int32, device=index.device)[:, None]
+            index += torch.arange(
+                0, count * width, width, dtype=torch.int32, device=index.device
+            )[:, None]
         counts = torch.bincount(index.view(-1), minlength=count * width).view(count, width)
         return CountedBatches(self.low, self.high, counts.cpu())

@@ -11,11 +11,24 @@ from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qparams import IntegerRange, QParams, qparams_from_range, qparams_from_step, step_from_range
+from quantizer.numerics.qparams import (
+    IntegerRange,
+    QParams,
+    qparams_from_range,
+    qparams_from_step,
+    step_from_range,
+)
 from quantizer.numerics.registry import lookup
 from quantizer.observers.memory import Memory, memory_of
 from quantizer.observers.memory import find_ranges as find_in_memories
-from quantizer.observers.methods import INTEGER_ONLY, METHODS, STATISTICS, axis_of, code_range_of, reduce_batches
+from quantizer.observers.methods import (
+    INTEGER_ONLY,
+    METHODS,
+    STATISTICS,
+    axis_of,
+    code_range_of,
+    reduce_batches,
+)
 from quantizer.observers.observed_batch import ObservedBatch
 
 
@@ -31,7 +44,9 @@ class NonFiniteError(ObservationError):
     """A batch held NaN or infinity; `nans` and `infinities` count them, among `total` values."""
 
     def __init__(self, nans: int, infinities: int, total: int) -> None:
-        super().__init__(f"{nans} NaN and {infinities} infinite among {total} values; a range needs finite ones.")
+        super().__init__(
+            f"{nans} NaN and {infinities} infinite among {total} values; a range needs finite ones."
+        )
         self.nans, self.infinities, self.total = nans, infinities, total
 
 
@@ -56,15 +71,21 @@ class Observer:
     def __init__(self, spec: QuantizationSpec) -> None:
         self._code_range = code_range_of(spec)
         if spec.method in INTEGER_ONLY and spec.dtype != "int":
-            raise ValueError(f"The {spec.method} method needs integer codes, and dtype is {spec.dtype}.")
+            raise ValueError(
+                f"The {spec.method} method needs integer codes, and dtype is {spec.dtype}."
+            )
         if spec.method in ("mse", "entropy") and not spec.symmetric:
             raise ValueError(f"The {spec.method} method needs a symmetric spec.")
         if spec.method == "diffs" and spec.scale_type != "poweroftwo":
-            raise ValueError("The diffs method tries powers of two, so it needs scale_type poweroftwo.")
+            raise ValueError(
+                "The diffs method tries powers of two, so it needs scale_type poweroftwo."
+            )
         self.spec, self._axis = spec, axis_of(spec)
         self._shape: tuple[int, ...] | None = None if self._axis is not None else ()
         if spec.method == "diffs" and spec.statistic == POOLED:
-            raise ValueError("The diffs method reads each batch's values, so its statistic is not pooled.")
+            raise ValueError(
+                "The diffs method reads each batch's values, so its statistic is not pooled."
+            )
         lookup(METHODS, spec.method, "calibration method")
         lookup({**STATISTICS, POOLED: None}, spec.statistic, "statistic over batches")
         self._memory = memory_of(spec)
@@ -109,7 +130,9 @@ class Observer:
         self._memory.add(x, batch)
         self._shape, self._qparams = shape, None
         if beside is not None:
-            beside._memory.add(x, batch if beside.spec.cut == self.spec.cut else beside._batch(x))
+            beside._memory.add(
+                x, batch if beside.spec.cut == self.spec.cut else beside._batch(x)
+            )
             beside._shape, beside._qparams = scale_shape(tuple(x.shape), *beside.spec.cut), None
 
     def qparams(self) -> QParams:
@@ -130,7 +153,9 @@ class Observer:
         if len(lows) == 1:  # any statistic of one range is that range
             qparams = qparams_from_range(lows[0], highs[0], self._code_range)
         elif self._code_range.symmetric:
-            step = reduce_batches(step_from_range(lows, highs, self._code_range), self.spec.statistic)
+            step = reduce_batches(
+                step_from_range(lows, highs, self._code_range), self.spec.statistic
+            )
             qparams = qparams_from_step(step, torch.zeros_like(step), self._code_range)
         else:
             low = -reduce_batches(-lows, self.spec.statistic)
@@ -151,7 +176,9 @@ class Observer:
         """
         for other in others:
             if other.spec != self.spec:
-                raise ValueError(f"Only observers of one spec can be merged, not of {self.spec} and {other.spec}.")
+                raise ValueError(
+                    f"Only observers of one spec can be merged, not of {self.spec} and {other.spec}."
+                )
             self._shape = other._shape if self._shape is None else self._shape
         self._memory.merge(*(other._memory for other in others))
         self._qparams = None
@@ -168,14 +195,18 @@ class Observer:
             LookupError: what was kept does not say it; what is missing.
         """
         if spec.cut != self.spec.cut:
-            raise ValueError(f"What was observed {self.spec.qscheme} cannot be restated {spec.qscheme}.")
+            raise ValueError(
+                f"What was observed {self.spec.qscheme} cannot be restated {spec.qscheme}."
+            )
         other = Observer(spec)
         other._memory.take_up(self._memory, beside._memory if beside else None)
         other._shape = self._shape
         return other
 
     @classmethod
-    def of_parts(cls, spec: QuantizationSpec, parts: Sequence[tuple[Observer, float]]) -> Observer:
+    def of_parts(
+        cls, spec: QuantizationSpec, parts: Sequence[tuple[Observer, float]]
+    ) -> Observer:
         """Return what an observer with one scale would have seen of several tensors in one.
 
         Args:
@@ -187,7 +218,9 @@ class Observer:
             ValueError: a part has another spec, or several scales.
         """
         if not spec.has_one_scale or any(part.spec != spec for part, _ in parts):
-            raise ValueError(f"Only what was observed alike, with one scale, can be put together as {spec}.")
+            raise ValueError(
+                f"Only what was observed alike, with one scale, can be put together as {spec}."
+            )
         together = cls(spec)
         together._memory.put_together([(part._memory, factor) for part, factor in parts])
         return together
@@ -227,7 +260,11 @@ class Observer:
         low, high = batch.low, batch.high
         if not (math.isfinite(low.min()) and math.isfinite(high.max())):
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
-        if isinstance(self._code_range, IntegerRange) and self._code_range.nonnegative and bool((low < 0).any()):
+        if (
+            isinstance(self._code_range, IntegerRange)
+            and self._code_range.nonnegative
+            and bool((low < 0).any())
+        ):
             raise NegativeValuesError(
                 f"The smallest value is {low.min():g}, and unsigned symmetric codes have no negative values; "
                 "make it signed, or asymmetric."
@@ -249,7 +286,9 @@ def find_ranges(observers: Iterable[Observer]) -> None:
     find_in_memories(observer._memory for observer in observers)
 
 
-def _restored(spec: QuantizationSpec, shape: tuple[int, ...] | None, state: Mapping[str, Tensor]) -> Observer:
+def _restored(
+    spec: QuantizationSpec, shape: tuple[int, ...] | None, state: Mapping[str, Tensor]
+) -> Observer:
     observer = Observer(spec)
     observer._shape = shape
     observer.load_state_dict(state)

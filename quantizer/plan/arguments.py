@@ -29,7 +29,9 @@ def arguments(graph: Graph, constants: Set[str]) -> Set[str]:
             may_share = all(reader for reader, _ in read_by)
         if read_by and all(_is_argument(graph, reader, alone, constants) for reader in read_by):
             alone.add(node.name)
-        elif may_share and any(_is_argument(graph, reader, alone | shared, constants) for reader in read_by):
+        elif may_share and any(
+            _is_argument(graph, reader, alone | shared, constants) for reader in read_by
+        ):
             shared.add(node.name)
     return alone | shared
 
@@ -44,7 +46,9 @@ def _uses(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
             yield reader, name
 
 
-def _is_argument(graph: Graph, reading: tuple[str, str], arguments: Set[str], constants: Set[str]) -> bool:
+def _is_argument(
+    graph: Graph, reading: tuple[str, str], arguments: Set[str], constants: Set[str]
+) -> bool:
     """Whether a reader takes a value as an argument, or makes arguments of it and of constants."""
     name, value = reading
     if not name:

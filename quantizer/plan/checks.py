@@ -21,19 +21,31 @@ _KEYS = {
 """What the file calls a selector."""
 
 
-def unmatched(form: Form, rules: Sequence[MatchedRule], original: Graph) -> Iterator[Diagnostic]:
+def unmatched(
+    form: Form, rules: Sequence[MatchedRule], original: Graph
+) -> Iterator[Diagnostic]:
     """A selector that finds nothing is an error, with the closest names; one that was not taken literally is a note."""
     for row in rules:
         selector, found = row.rule.selector, row.found
         if found.note:
             yield Diagnostic("QZ404", found.note, selector.place, "note")
-        if found.layers or selector.kind == "all" or not selector.required or selector.text in KINDS:
+        if (
+            found.layers
+            or selector.kind == "all"
+            or not selector.required
+            or selector.text in KINDS
+        ):
             continue
         if selector.kind == "weighted" and not row.rule.fields:
             continue  # an empty block says nothing
         if selector.kind == "weighted":
             text = f"{row.rule.label} applies to no layer: {original.model} has none with weights of its own"
-            yield Diagnostic("QZ402", text, selector.place, help="`quantizer inspect --top all` lists all layers")
+            yield Diagnostic(
+                "QZ402",
+                text,
+                selector.place,
+                help="`quantizer inspect --top all` lists all layers",
+            )
             continue
         if found.absorbed:
             text = f"all {len(found.absorbed)} layers of type {selector.text!r} are folded into the layers before them"
@@ -59,16 +71,31 @@ def overridden(rules: Sequence[MatchedRule]) -> Iterator[Diagnostic]:
 
 def _says_otherwise(rule: ConfigRule, other: ConfigRule) -> bool:
     """Whether two rules for one layer disagree: about a tensor that both are about, or about which are quantized."""
-    are_about_same = rule.roles is not None or other.roles is not None or rule.fields.keys() & other.fields.keys()
+    are_about_same = (
+        rule.roles is not None
+        or other.roles is not None
+        or rule.fields.keys() & other.fields.keys()
+    )
     return bool(are_about_same) and rule.fields != other.fields
 
 
-def embeddings(rules: Sequence[MatchedRule], graph: Graph, planned: Container[Key]) -> Iterator[Diagnostic]:
+def embeddings(
+    rules: Sequence[MatchedRule], graph: Graph, planned: Container[Key]
+) -> Iterator[Diagnostic]:
     """A note on embeddings that only the global block reaches: other tools leave them float."""
     weights = [row for row in rules if row.rule.fields.get("weights")]
     everywhere = [row.rule for row in weights if row.rule.selector.kind == "weighted"]
-    named = {layer for row in weights if RANKS.index("weighted") < row.found.rank for layer in row.found.layers}
-    names = [node.name for node in graph.nodes if node.row.looks_up and (node.name, "weights") in planned]
+    named = {
+        layer
+        for row in weights
+        if RANKS.index("weighted") < row.found.rank
+        for layer in row.found.layers
+    }
+    names = [
+        node.name
+        for node in graph.nodes
+        if node.row.looks_up and (node.name, "weights") in planned
+    ]
     reached = [name for name in names if name not in named]
     if everywhere and reached:
         text = f"{everywhere[0].label} also quantizes the weights of embeddings: {', '.join(reached)}"
@@ -76,14 +103,20 @@ def embeddings(rules: Sequence[MatchedRule], graph: Graph, planned: Container[Ke
         yield Diagnostic("QZ409", text, everywhere[0].selector.place, "note", help=help_)
 
 
-def ineffective(rules: Sequence[MatchedRule], floats: Mapping[str, str]) -> Iterator[Diagnostic]:
+def ineffective(
+    rules: Sequence[MatchedRule], floats: Mapping[str, str]
+) -> Iterator[Diagnostic]:
     """A rule that matches layers but sets nothing is most likely a misunderstanding."""
     for row in rules:
         layers, selector = row.found.layers, row.rule.selector
         is_empty = selector.kind == "weighted" and not row.rule.fields
         if layers and not row.effects and selector.kind != "all" and not is_empty:
             why = floats.get(layers[0], "the layer has no tensor of the listed kinds")
-            idle = "there is nothing to quantize" if selector.kind == "exclude" else "changes no tensor"
+            idle = (
+                "there is nothing to quantize"
+                if selector.kind == "exclude"
+                else "changes no tensor"
+            )
             text = f"{row.rule.label} matches {len(layers)} layer(s) but {idle}: {layers[0]}: {why}"
             yield Diagnostic("QZ405", text, selector.place, "warning")
 
@@ -106,7 +139,9 @@ def conflicting(
             order.setdefault(sourced.place, strength)
     for conflict in conflicts(spec, role, config.settings.target_device, config.form):
         places = [sources[name].place for name in conflict.fields if name in sources]
-        known = sorted(dict.fromkeys(filter(None, places)), key=lambda place: -order.get(place, 0))
+        known = sorted(
+            dict.fromkeys(filter(None, places)), key=lambda place: -order.get(place, 0)
+        )
         if not known:
             continue
         yield Diagnostic(
@@ -119,8 +154,12 @@ def conflicting(
         )
 
 
-def under_float(role: Role, spec: QuantizationSpec, rules: Sequence[ConfigRule]) -> Iterator[Diagnostic]:
+def under_float(
+    role: Role, spec: QuantizationSpec, rules: Sequence[ConfigRule]
+) -> Iterator[Diagnostic]:
     """Integer values of a rule that inherits a floating-point datatype from a weaker one; `rules` are weakest first."""
     if spec.dtype != "int":
         blocks = [rule.fields.get(role, {}) for rule in rules]
-        yield from filter(None, (refused_under_float(*inherited) for inherited in inherits_float(blocks)))
+        yield from filter(
+            None, (refused_under_float(*inherited) for inherited in inherits_float(blocks))
+        )

@@ -52,7 +52,10 @@ def _pads(most: Callable[[int], int], dilated: bool = True) -> Callable[[Geometr
 
     def fits(g: Geometry) -> bool:
         sides = zip(g.padding, g.kernel, g.dilation, strict=True)
-        return all(pad <= most(kernel) * (dilation if dilated else 1) for pad, kernel, dilation in sides)
+        return all(
+            pad <= most(kernel) * (dilation if dilated else 1)
+            for pad, kernel, dilation in sides
+        )
 
     return fits
 
@@ -65,11 +68,27 @@ _WIDE = "its padding {g.padding} is wider than its kernel less one"
 _BEYOND = "its padding is {g.padding}, and sides are at most 15 and less than"
 
 LIMITS: tuple[Limit, ...] = (
-    Limit(("conv2d",), lambda g: _within(g.kernel, 16), "its kernel is {g.kernel}, and sides are 1 to 16"),
-    Limit(("conv2d",), lambda g: _within(g.stride, 8), "its stride is {g.stride}, and sides are 1 to 8"),
+    Limit(
+        ("conv2d",),
+        lambda g: _within(g.kernel, 16),
+        "its kernel is {g.kernel}, and sides are 1 to 16",
+    ),
+    Limit(
+        ("conv2d",),
+        lambda g: _within(g.stride, 8),
+        "its stride is {g.stride}, and sides are 1 to 8",
+    ),
     Limit(("conv2d",), _pads(lambda k: k - 1), _WIDE),
-    Limit(("depthwise-conv2d",), lambda g: _within(g.kernel, 256), "its kernel is {g.kernel}, and sides are 1 to 256"),
-    Limit(("depthwise-conv2d",), lambda g: _within(g.stride, 256), "its stride is {g.stride}, and sides are 1 to 256"),
+    Limit(
+        ("depthwise-conv2d",),
+        lambda g: _within(g.kernel, 256),
+        "its kernel is {g.kernel}, and sides are 1 to 256",
+    ),
+    Limit(
+        ("depthwise-conv2d",),
+        lambda g: _within(g.stride, 256),
+        "its stride is {g.stride}, and sides are 1 to 256",
+    ),
     Limit(("depthwise-conv2d",), _pads(lambda k: min(k - 1, 15)), f"{_BEYOND} the kernel"),
     Limit(
         _CONVOLVES,
@@ -83,12 +102,22 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         _TRANSPOSED,
-        lambda g: all(1 <= math.ceil(k / s) <= 16 for k, s in zip(g.kernel, g.stride, strict=True)),
+        lambda g: all(
+            1 <= math.ceil(k / s) <= 16 for k, s in zip(g.kernel, g.stride, strict=True)
+        ),
         "kernel over stride is {g.kernel} over {g.stride}, and the ratio is 1 to 16",
     ),
     Limit(_TRANSPOSED, _pads(lambda k: k - 1, dilated=False), _WIDE),
-    Limit(_POOLS, lambda g: _within(g.kernel, 256), "its window is {g.kernel}, and sides are 1 to 256"),
-    Limit(_POOLS, lambda g: _within(g.stride, 256), "its stride is {g.stride}, and sides are 1 to 256"),
+    Limit(
+        _POOLS,
+        lambda g: _within(g.kernel, 256),
+        "its window is {g.kernel}, and sides are 1 to 256",
+    ),
+    Limit(
+        _POOLS,
+        lambda g: _within(g.stride, 256),
+        "its stride is {g.stride}, and sides are 1 to 256",
+    ),
     Limit(_POOLS, _pads(lambda k: min(k - 1, 15)), f"{_BEYOND} the window"),
     Limit(
         (*_CONVOLVES, *_TRANSPOSED, *_POOLS, "eltwise"),
@@ -98,7 +127,9 @@ LIMITS: tuple[Limit, ...] = (
 )
 
 FUSED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*_CONVOLVES, *_TRANSPOSED), ("relu", "relu6", "leaky_relu", "hardswish", "hardsigmoid")),
+    **dict.fromkeys(
+        (*_CONVOLVES, *_TRANSPOSED), ("relu", "relu6", "leaky_relu", "hardswish", "hardsigmoid")
+    ),
     "eltwise": ("relu",),
     **dict.fromkeys(_POOLS, ("relu", "relu6")),
 }

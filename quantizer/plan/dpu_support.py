@@ -14,8 +14,13 @@ from quantizer.plan.dpu_limits import FUSED, LIMITS, OPERATORS, PYTORCH, Geometr
 from quantizer.plan.groups import EVERY_JOIN, Layout, layout, quantization_point
 from quantizer.plan.model import Plan
 
-RESTRICTIONS = "the DPU's restrictions on a configuration: 8 bits, symmetric, one power-of-two scale"
-STUBS = ("quant_stub", "dequant_stub")  # they say where quantization begins and ends, and compute nothing
+RESTRICTIONS = (
+    "the DPU's restrictions on a configuration: 8 bits, symmetric, one power-of-two scale"
+)
+STUBS = (
+    "quant_stub",
+    "dequant_stub",
+)  # they say where quantization begins and ends, and compute nothing
 
 
 @dataclass(frozen=True)
@@ -54,21 +59,36 @@ def subgraphs(graph: Graph, found: Mapping[str, Verdict]) -> int:
     for node in graph.nodes:
         device = found[node.name].device
         read = [name for name in node.refs() if found[name].device]
-        stage[node.name] = max((stage[name] + (found[name].device != device) for name in read), default=0)
+        stage[node.name] = max(
+            (stage[name] + (found[name].device != device) for name in read), default=0
+        )
         if device == "DPU":
             piece[node.name] = node.name
-            joined = {piece[n] for n in read if found[n].device == "DPU" and stage[n] == stage[node.name]}
-            piece = {name: node.name if owner in joined else owner for name, owner in piece.items()}
+            joined = {
+                piece[n]
+                for n in read
+                if found[n].device == "DPU" and stage[n] == stage[node.name]
+            }
+            piece = {
+                name: node.name if owner in joined else owner for name, owner in piece.items()
+            }
     return len(set(piece.values()))
 
 
 def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
     """What the operator and its shape say."""
-    several = node.dtype is None and any(graph.by_name[name].is_float for name in node.refs())  # results
+    several = node.dtype is None and any(
+        graph.by_name[name].is_float for name in node.refs()
+    )  # results
     if node.row.kind == "structural" or node.op in STUBS or not (node.is_float or several):
         return Verdict("")
-    in_order = node.row.only_moves and node.row.axes in (SAME, RESHAPED)  # values stay as they lie in memory
-    if node.op == "getitem" or (in_order and node.dtype == graph.by_name[next(node.refs())].dtype):
+    in_order = node.row.only_moves and node.row.axes in (
+        SAME,
+        RESHAPED,
+    )  # values stay as they lie in memory
+    if node.op == "getitem" or (
+        in_order and node.dtype == graph.by_name[next(node.refs())].dtype
+    ):
         source = found[next(node.refs())]
         return source if source.device != "CPU" else _refused("it moves what the CPU makes")
     op = _activation(node)
@@ -96,16 +116,23 @@ def _fused(graph: Graph, node: Node, op: str, found: Mapping[str, Verdict]) -> V
         return _refused(f"{producer} is an activation already, and an engine applies one")
     if op in FUSED.get(engine, ()):
         return Verdict("DPU", engine)
-    return _refused(f"{op} runs as part of another layer, and {engine or 'what the CPU runs'} has none", OPERATORS)
+    return _refused(
+        f"{op} runs as part of another layer, and {engine or 'what the CPU runs'} has none",
+        OPERATORS,
+    )
 
 
 def _convolution(graph: Graph, node: Node) -> Verdict:
     shape, attrs = graph.by_name[next(node.refs())].shape, node.attrs
     if shape is None or len(shape) != 4 or "weight" not in node.params:
-        return _refused("it is not a convolution of [b, channels, height, width] with a weight of its own")
+        return _refused(
+            "it is not a convolution of [b, channels, height, width] with a weight of its own"
+        )
     weight, transposed = graph.weight(node).shape, node.row.transposed
     groups = attrs.get("groups", 1)
-    channels = (weight[0], weight[1] * groups) if transposed else (weight[1] * groups, weight[0])
+    channels = (
+        (weight[0], weight[1] * groups) if transposed else (weight[1] * groups, weight[0])
+    )
     if groups not in (1, channels[0]):
         return _refused(f"it has {groups} groups, and the DPU has 1 or one per input channel")
     if transposed and max(pair(attrs.get("output_padding", 0))):
@@ -114,7 +141,9 @@ def _convolution(graph: Graph, node: Node) -> Verdict:
     if isinstance(padding, str):
         padding = [(k - 1) * d // 2 for k, d in zip(weight[2:], dilation, strict=True)]
     kernel = weight[2], weight[3]
-    geometry = Geometry(kernel, pair(attrs.get("stride", 1)), pair(padding), dilation, *channels)
+    geometry = Geometry(
+        kernel, pair(attrs.get("stride", 1)), pair(padding), dilation, *channels
+    )
     depthwise = "depthwise-" if groups > 1 else ""
     return _within_limits(f"{depthwise}{'transposed-' if transposed else ''}conv2d", geometry)
 
@@ -127,19 +156,31 @@ def _linear(graph: Graph, node: Node) -> Verdict:
     source = graph.by_name[next(node.refs())]
     before = graph.by_name[next(source.refs())].shape if source.row.axes is RESHAPED else None
     if before is not None and len(before) == 4 and before[1] and before[2] and before[3]:
-        return _within_limits("conv2d", Geometry((before[2], before[3]), in_channels=before[1], out_channels=out))
+        return _within_limits(
+            "conv2d", Geometry((before[2], before[3]), in_channels=before[1], out_channels=out)
+        )
     return _within_limits("conv2d", Geometry(in_channels=features, out_channels=out))
 
 
 def _pooling(graph: Graph, node: Node) -> Verdict:
     attrs, shape = node.attrs, node.shape
     if node.op != "max_pool2d" and node.target != "dpu.avg_pool2d":
-        return _refused("it is not an average over windows of one fixed size in height and width")
+        return _refused(
+            "it is not an average over windows of one fixed size in height and width"
+        )
     kernel, channels = pair(attrs["kernel_size"]), (shape or (1, 1))[1] or 1
     if max(pair(attrs.get("dilation", 1))) > 1:
         return _refused("its window is dilated")
-    geometry = Geometry(kernel, pair(attrs.get("stride") or kernel), pair(attrs.get("padding") or 0), (1, 1), channels)
-    return _within_limits("max-pooling" if node.op == "max_pool2d" else "average-pooling", geometry)
+    geometry = Geometry(
+        kernel,
+        pair(attrs.get("stride") or kernel),
+        pair(attrs.get("padding") or 0),
+        (1, 1),
+        channels,
+    )
+    return _within_limits(
+        "max-pooling" if node.op == "max_pool2d" else "average-pooling", geometry
+    )
 
 
 def _elementwise(graph: Graph, node: Node) -> Verdict:
@@ -154,18 +195,32 @@ def _elementwise(graph: Graph, node: Node) -> Verdict:
 
 def _join(graph: Graph, node: Node) -> Verdict:
     along = int(node.attrs.get("dim", 0)) % max(node.rank, 1)
-    return Verdict("DPU", "concat") if node.op == "cat" and along == 1 else _refused("it does not join channels")
+    return (
+        Verdict("DPU", "concat")
+        if node.op == "cat" and along == 1
+        else _refused("it does not join channels")
+    )
 
 
 def _pad(graph: Graph, node: Node) -> Verdict:
     constant = node.attrs.get("mode", "constant") == "constant" and not node.attrs.get("value")
-    return Verdict("DPU", "pad") if constant else _refused("it pads with something else than zeros")
+    return (
+        Verdict("DPU", "pad")
+        if constant
+        else _refused("it pads with something else than zeros")
+    )
 
 
 def _nearest(graph: Graph, node: Node) -> Verdict:
     before, after = graph.by_name[next(node.refs())].shape, node.shape
-    whole = before and after and all(a and b and b % a == 0 for a, b in zip(before[2:], after[2:], strict=True))
-    return Verdict("DPU", "resize") if whole else _refused("it does not enlarge by whole numbers")
+    whole = (
+        before
+        and after
+        and all(a and b and b % a == 0 for a, b in zip(before[2:], after[2:], strict=True))
+    )
+    return (
+        Verdict("DPU", "resize") if whole else _refused("it does not enlarge by whole numbers")
+    )
 
 
 def _slice(graph: Graph, node: Node) -> Verdict:
@@ -191,7 +246,9 @@ def _unquantized(plan: Plan, where: Layout, node: Node) -> str:
         return "its weights are not quantized"
     for name in [*node.refs(), node.name]:
         point = quantization_point(plan.graph, where, name)
-        quantized = point and any((point, role) in plan.tensors for role in ("activation", "input"))
+        quantized = point and any(
+            (point, role) in plan.tensors for role in ("activation", "input")
+        )
         if plan.graph.by_name[name].is_float and not quantized:
             return f"{'its output' if name == node.name else name} is not quantized"
     return ""
@@ -205,7 +262,11 @@ def _unfit(spec: QuantizationSpec) -> str:
         return "codes that are not signed and symmetric"
     if spec.is_dynamic:
         return "a dynamic range"
-    return "" if spec.scale_type == "poweroftwo" and spec.ch_axis is None else "no single power-of-two scale"
+    return (
+        ""
+        if spec.scale_type == "poweroftwo" and spec.ch_axis is None
+        else "no single power-of-two scale"
+    )
 
 
 _RULES: dict[str, Callable[[Graph, Node], Verdict]] = {

@@ -19,7 +19,15 @@ RESIDUAL = "only normalizations, and sums that they read, take it"
 OUTSIDE = "outside QuantStub … DeQuantStub"
 
 _NORM_PARTS = ("rsqrt", "pow", "square")  # of a normalization that is written by hand
-_NEVER = ("size", "constant", "zeros", "ones", "full", "arange", "empty")  # on either side of a stub
+_NEVER = (
+    "size",
+    "constant",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "empty",
+)  # on either side of a stub
 _PICKS = ("gather", "take_along_dim", "index_select", "index")  # by integers
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
 _HANDS_ON = ("compute", "fusable", "passthrough")  # with one operand: a sum, a guard, a slice
@@ -31,12 +39,20 @@ def floating(graph: Graph) -> dict[str, str]:
     found = dict.fromkeys(derived(graph), DERIVED)
     constants = set(found)
     found |= dict.fromkeys((name for name in masks(graph) if name not in found), MASK)
-    found |= dict.fromkeys((name for name in sentinels(graph, constants) if name not in found), MASK)
+    found |= dict.fromkeys(
+        (name for name in sentinels(graph, constants) if name not in found), MASK
+    )
     found |= dict.fromkeys((name for name in _bounded(graph) if name not in found), BOUNDED)
-    found |= dict.fromkeys((name for name in _denominators(graph) if name not in found), DENOMINATOR)
+    found |= dict.fromkeys(
+        (name for name in _denominators(graph) if name not in found), DENOMINATOR
+    )
     found |= dict.fromkeys((name for name in _compared(graph) if name not in found), COMPARED)
-    found |= dict.fromkeys((name for name in arguments(graph, constants) if name not in found), ARGUMENT)
-    found |= dict.fromkeys((name for name, read_by in graph.consumers.items() if not read_by), UNREAD)
+    found |= dict.fromkeys(
+        (name for name in arguments(graph, constants) if name not in found), ARGUMENT
+    )
+    found |= dict.fromkeys(
+        (name for name, read_by in graph.consumers.items() if not read_by), UNREAD
+    )
     for node in reversed(graph.nodes):
         if node.name not in found and _read_by_float_only(graph, node, found):
             found[node.name] = FLOAT_READERS
@@ -55,7 +71,11 @@ def derived(graph: Graph) -> set[str]:
         elif node.row.kind == "structural":
             follows = node.op not in ("parameter", "module_input", "dequant_stub")
         else:
-            follows = not node.params and node.op != "quant_stub" and all(name in found for name in node.refs())
+            follows = (
+                not node.params
+                and node.op != "quant_stub"
+                and all(name in found for name in node.refs())
+            )
         if follows:
             found.add(node.name)
     return found
@@ -66,7 +86,9 @@ def multiplied(node: Node, name: str) -> bool:
     if node.row.kind != "mac":
         return False
     added = ("attn_mask", "bias", "hx", *(("input",) if node.op in _PRODUCTS_PLUS else ()))
-    return any(name in references(value) for key, value in node.inputs.items() if key not in added)
+    return any(
+        name in references(value) for key, value in node.inputs.items() if key not in added
+    )
 
 
 def computes_in_float(node: Node, floats: Mapping[str, str]) -> bool:
@@ -84,10 +106,18 @@ def outside_stubs(graph: Graph) -> set[str]:
         return set()
     inside: set[str] = set()
     for node in graph.nodes:
-        if node.op == "quant_stub" or (node.op != "dequant_stub" and any(name in inside for name in node.refs())):
+        if node.op == "quant_stub" or (
+            node.op != "dequant_stub" and any(name in inside for name in node.refs())
+        ):
             inside.add(node.name)
-    inside |= {n.name for n in graph.nodes if n.op == "parameter" and inside.intersection(graph.consumers[n.name])}
-    return {node.name for node in graph.nodes if node.name not in inside and node.op not in _NEVER}
+    inside |= {
+        n.name
+        for n in graph.nodes
+        if n.op == "parameter" and inside.intersection(graph.consumers[n.name])
+    }
+    return {
+        node.name for node in graph.nodes if node.name not in inside and node.op not in _NEVER
+    }
 
 
 def before_norms(graph: Graph) -> set[str]:
@@ -103,17 +133,26 @@ def before_norms(graph: Graph) -> set[str]:
     for node in reversed(graph.nodes):
         added = node.op in ("add", "sub") or node.row.spatial == 0 or node.row.looks_up
         if added and node.is_float:
-            taking = [graph.by_name[name] if name else None for name, _ in readers(graph, node.name)]
-            if taking and all(reader and _feeds_norm(graph, reader, found) for reader in taking):
+            taking = [
+                graph.by_name[name] if name else None for name, _ in readers(graph, node.name)
+            ]
+            if taking and all(
+                reader and _feeds_norm(graph, reader, found) for reader in taking
+            ):
                 found.add(node.name)
     return found
 
 
 def _feeds_norm(graph: Graph, reader: Node, found: set[str]) -> bool:
     """Whether the reader is a normalization, a part of one, or a sum before one."""
-    scaled = reader.op == "mul" and any(graph.by_name[name].op == "rsqrt" for name in reader.refs())
+    scaled = reader.op == "mul" and any(
+        graph.by_name[name].op == "rsqrt" for name in reader.refs()
+    )
     return (
-        scaled or reader.row.normalizes or reader.op in _NORM_PARTS or (reader.name in found and not reader.row.weight)
+        scaled
+        or reader.row.normalizes
+        or reader.op in _NORM_PARTS
+        or (reader.name in found and not reader.row.weight)
     )
 
 
@@ -164,20 +203,33 @@ def _made_of(graph: Graph, names: Iterable[str]) -> Iterator[str]:
         found.add(node.name)
         yield node.name
         refs = set(node.refs())
-        if (len(refs) == 1 and node.row.kind in _HANDS_ON and not node.row.weight) or node.row.axes is ALIKE:
+        if (
+            len(refs) == 1 and node.row.kind in _HANDS_ON and not node.row.weight
+        ) or node.row.axes is ALIKE:
             pending += refs
 
 
 def _read_by_float_only(graph: Graph, node: Node, floats: dict[str, str]) -> bool:
     """Whether no reader takes integers: then rounding the values would only lose something."""
-    if node.row.kind not in ("compute", "nonlinear", "passthrough") and node.op not in ("input", "parameter"):
+    if node.row.kind not in ("compute", "nonlinear", "passthrough") and node.op not in (
+        "input",
+        "parameter",
+    ):
         return False
     names = graph.consumers[node.name]
-    return node.op != "quant_stub" and bool(names) and all(_takes_float(graph, name, floats) for name in names)
+    return (
+        node.op != "quant_stub"
+        and bool(names)
+        and all(_takes_float(graph, name, floats) for name in names)
+    )
 
 
 def _takes_float(graph: Graph, name: str, floats: dict[str, str]) -> bool:
     """Whether the reader of that name runs in float; a DeQuantStub ends what does not, as the output does."""
     if not name or graph.by_name[name].op == "dequant_stub":
         return False
-    return floats.get(name) == FLOAT_READERS or graph.by_name[name].row.kind in ("float", "unknown", "structural")
+    return floats.get(name) == FLOAT_READERS or graph.by_name[name].row.kind in (
+        "float",
+        "unknown",
+        "structural",
+    )

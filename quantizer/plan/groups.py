@@ -132,7 +132,9 @@ class _Layouter:
                 continue
             if node.is_join:
                 self._place_join(node)
-            elif not is_carried and not self._is_placed_behind(node) and self._makes_values(node):
+            elif (
+                not is_carried and not self._is_placed_behind(node) and self._makes_values(node)
+            ):
                 self._place(node)
         return self.where
 
@@ -155,7 +157,9 @@ class _Layouter:
             self.where.groups[group.point] = group
             products = self._products_of_parts(group)
             if products and node.op != PART_SCALE:
-                self.where.blends[group.point] = Join(node.name, group, (), products, is_returned=False)
+                self.where.blends[group.point] = Join(
+                    node.name, group, (), products, is_returned=False
+                )
 
     def _products_of_parts(self, group: Group) -> tuple[Product, ...]:
         """The layers that multiply what is computed of several parts."""
@@ -169,13 +173,21 @@ class _Layouter:
 
     def _is_placed_behind(self, node: Node) -> bool:
         """Place what is computed of parts behind the operators that bring these to one range, if any do."""
-        if node.name not in self.where.runs or node.row.kind == "passthrough" or node.op == PART_SCALE:
+        if (
+            node.name not in self.where.runs
+            or node.row.kind == "passthrough"
+            or node.op == PART_SCALE
+        ):
             return False
         group, _ = self._chain(node)
         if group.point not in self.where.runs or self._products_of_parts(group):
             return False
-        reading = [name for name, _ in values_readers(self.graph, group.point, self.where.floats)]
-        scaling = [name for name in reading if name and self.graph.by_name[name].op == PART_SCALE]
+        reading = [
+            name for name, _ in values_readers(self.graph, group.point, self.where.floats)
+        ]
+        scaling = [
+            name for name in reading if name and self.graph.by_name[name].op == PART_SCALE
+        ]
         for name in scaling:
             self.where.groups[name] = Group(name, (*group.members, name))
         if scaling:
@@ -188,7 +200,11 @@ class _Layouter:
         if node.row.axes not in _ELEMENTWISE and node.name not in self.where.runs:
             return False
         for name in node.refs():
-            is_joined = name in self.where.origins or name in self.after_joins or name in self.where.runs
+            is_joined = (
+                name in self.where.origins
+                or name in self.after_joins
+                or name in self.where.runs
+            )
             if is_joined and quantization_point(self.graph, self.where, name) is None:
                 return True
         return False
@@ -201,7 +217,9 @@ class _Layouter:
             self.feeds[node.name] = outer
         reading = values_readers(self.graph, group.point, self.where.floats)
         outside = [(name, read) for name, read in reading if not self._is_join(name)]
-        products = [Product(name, read) for name, read in outside if self._needs_one_grid(name, read)]
+        products = [
+            Product(name, read) for name, read in outside if self._needs_one_grid(name, read)
+        ]
         is_named = node.name in self.single and self.single is not EVERY_JOIN
         is_scaled = self.graph.by_name[group.point].op == PART_SCALE
         is_single = is_named or is_scaled or (self.single is EVERY_JOIN and bool(outside))
@@ -270,7 +288,11 @@ class _Layouter:
             for reader, read in readers_of(self.graph, node.name, where.floats):
                 if reader and self._multiplies(reader, read):
                     products.append(Product(reader, read))
-            if is_argument and self.single is not EVERY_JOIN and all(map(self._is_own_input, products)):
+            if (
+                is_argument
+                and self.single is not EVERY_JOIN
+                and all(map(self._is_own_input, products))
+            ):
                 if products:
                     where.arguments[node.name] = tuple(products)
                 return False
@@ -331,7 +353,9 @@ class _Layouter:
         return Group(point, tuple(members)), ""
 
 
-def values_readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def values_readers(
+    graph: Graph, name: str, floats: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Yield the `readers` of a node's values; of values with sentinels, which do not outlive it, a choice is one."""
     for reader in graph.consumers[name]:
         is_moved = reader and graph.by_name[reader].row.kind == "passthrough"
@@ -341,7 +365,9 @@ def values_readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterat
             yield reader, name
 
 
-def outer_readers(graph: Graph, name: str, floats: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
+def outer_readers(
+    graph: Graph, name: str, floats: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield (reader, what it reads) of a node's values, directly or through moves and joins; "" is the output.
 
     Args:
@@ -366,7 +392,11 @@ def _staying_apart(graph: Graph, where: Layout) -> set[str]:
         needs_one = False
         for name, _ in values_readers(graph, node.name, where.floats):
             reader = graph.by_name.get(name)
-            keeps = reader is None or reader.op == PART_SCALE or (reader.row.kind != "mac" and name in apart)
+            keeps = (
+                reader is None
+                or reader.op == PART_SCALE
+                or (reader.row.kind != "mac" and name in apart)
+            )
             needs_one = needs_one or not keeps
         if not needs_one:
             apart.add(node.name)

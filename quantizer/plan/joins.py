@@ -13,7 +13,15 @@ from quantizer.graph.computed_parts import Runs
 from quantizer.graph.ir import Graph
 from quantizer.plan.groups import EVERY_JOIN, Group, Join, Layout, Product, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule
-from quantizer.plan.model import ENTRIES, JoinDecision, JoinPlan, Key, Plan, TensorPlan, part_name
+from quantizer.plan.model import (
+    ENTRIES,
+    JoinDecision,
+    JoinPlan,
+    Key,
+    Plan,
+    TensorPlan,
+    part_name,
+)
 
 OWN = "its parts keep their own quantization"
 CLOSE_DB = 9.0
@@ -32,7 +40,11 @@ def single_joins(config: Config, graph: Graph, rules: Iterable[MatchedRule]) -> 
     for row in rules:
         layers = row.found.layers
         names_joins = layers and all(graph.by_name[layer].is_join for layer in layers)
-        if names_joins and row.found.rank > RANKS.index("weighted") and row.speaks_of("activation"):
+        if (
+            names_joins
+            and row.found.rank > RANKS.index("weighted")
+            and row.speaks_of("activation")
+        ):
             named.update(layers)
     return named
 
@@ -119,7 +131,12 @@ class JoinPlanner:
                 key = self._span_key(join, first, length)
                 layer, role = key
                 parts[key] = replace(
-                    whole, layer=layer, role=role, source=join.group.point, members=(layer,), channels=span
+                    whole,
+                    layer=layer,
+                    role=role,
+                    source=join.group.point,
+                    members=(layer,),
+                    channels=span,
                 )
             if spans or join.group.point in self.where.blends:
                 continue
@@ -130,14 +147,20 @@ class JoinPlanner:
                 if key in self.tensors or is_constant:
                     continue
                 point, role = key
-                parts[key] = replace(whole, layer=point, role=role, source=point, members=(point,))
+                parts[key] = replace(
+                    whole, layer=point, role=role, source=point, members=(point,)
+                )
         return parts
 
     def plans(self, observed: Container[Key]) -> list[JoinPlan]:
         """Return the open joins; `observed` are the parts that are quantized in neither way."""
         plans: list[JoinPlan] = []
         for join in open_joins(self.where).values():
-            plan = self._plan_of_channels(join) if self._spans(join) else self._plan(join, observed)
+            plan = (
+                self._plan_of_channels(join)
+                if self._spans(join)
+                else self._plan(join, observed)
+            )
             if plan.single is not None or plan.inputs:
                 plans.append(plan)
         for join in self.where.blends.values():
@@ -158,7 +181,9 @@ class JoinPlanner:
                 inputs.append(key)
             if self._is_scalable(product):
                 lying = groupby(self.where.runs[product.value].numbers)
-                parts[product.layer] = tuple((keys[number], len([*same])) for number, same in lying)
+                parts[product.layer] = tuple(
+                    (keys[number], len([*same])) for number, same in lying
+                )
         single = (join.group.point, "activation")
         has_single = single in self.tensors
         alone = [self._key_at(part.point) for part in join.alone]
@@ -264,7 +289,9 @@ class JoinPlanner:
         for source in self.where.origins[join.name].sources:
             key = alone.get(source) or self._part_key(source)
             trained = (source, "weights")
-            is_trained = self.graph.by_name[source].row.kind == "structural" and trained in self.tensors
+            is_trained = (
+                self.graph.by_name[source].row.kind == "structural" and trained in self.tensors
+            )
             if is_trained:
                 keys[trained] = None
             elif key in self.tensors:
@@ -325,7 +352,9 @@ def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
     return (*single, *join.observed, *(join.divisible if is_split else ()))
 
 
-def decide(join: JoinPlan, lost_bits: Mapping[str, float], gains: Mapping[str, Mapping[str, float]]) -> JoinDecision:
+def decide(
+    join: JoinPlan, lost_bits: Mapping[str, float], gains: Mapping[str, Mapping[str, float]]
+) -> JoinDecision:
     """Return how a join is quantized.
 
     Args:

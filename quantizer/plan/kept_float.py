@@ -14,15 +14,23 @@ def residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]
     """
     if config.form == "hierarchical" or config.settings.target_device == "DPU":
         return set()
-    return before_norms(graph) - {name for row in rules if row.found.rank for name in row.found.layers}
+    return before_norms(graph) - {
+        name for row in rules if row.found.rank for name in row.found.layers
+    }
 
 
 def kept_float(config: Config, graph: Graph) -> dict[str, str]:
     """Layers that a global switch keeps in float, with the switch's name."""
     kept = dict.fromkeys(outside_stubs(graph), OUTSIDE)
-    weighted = [node.name for node in graph.nodes if node.row.weight and node.params and node.op != "parameter"]
+    weighted = [
+        node.name
+        for node in graph.nodes
+        if node.row.weight and node.params and node.op != "parameter"
+    ]
     if config.settings.keep_first_last_layer_accuracy and weighted:
         kept |= dict.fromkeys((weighted[0], weighted[-1]), FIRST_LAST)
     if config.settings.keep_add_layer_accuracy:
-        kept |= {node.name: "keep_add_layer_accuracy" for node in graph.nodes if node.op == "add"}
+        kept |= {
+            node.name: "keep_add_layer_accuracy" for node in graph.nodes if node.op == "add"
+        }
     return kept

@@ -27,7 +27,9 @@ KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
 """What can be said of any model, so that a model without such layers is no error. The head is the last layer that
 multiplies."""
 
-_OTHER_WORDS = {"dense": "Linear"}  # the word of other frameworks, which the documentation of the form uses, too
+_OTHER_WORDS = {
+    "dense": "Linear"
+}  # the word of other frameworks, which the documentation of the form uses, too
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,25 @@ class MatchedRule:
 
     def speaks_of(self, role: Role) -> bool:
         """Whether it says anything about a role."""
-        return role in (self.rule.roles or ()) or role in self.rule.adds or bool(self.rule.fields.get(role))
+        return (
+            role in (self.rule.roles or ())
+            or role in self.rule.adds
+            or bool(self.rule.fields.get(role))
+        )
 
     def quantizes(self, role: Role, before: bool) -> bool:
         """Whether the role is quantized after the rule, which may not say."""
-        return (before if self.rule.roles is None else role in self.rule.roles) or role in self.rule.adds
+        return (
+            before if self.rule.roles is None else role in self.rule.roles
+        ) or role in self.rule.adds
 
     def summary(self) -> RuleMatch:
         """For the plan."""
         selector = self.rule.selector
         shown = selector.text or selector.kind
-        return RuleMatch(self.rule.label, shown, self.found.layers, self.effects, str(selector.place or ""))
+        return RuleMatch(
+            self.rule.label, shown, self.found.layers, self.effects, str(selector.place or "")
+        )
 
 
 def match(selector: Selector, graph: Graph, original: Graph) -> Match:
@@ -71,7 +81,10 @@ def match(selector: Selector, graph: Graph, original: Graph) -> Match:
     if selector.kind == "all":
         return Match(tuple(graph.by_name), RANKS.index("all"))
     if selector.kind == "weighted":
-        return Match(tuple(node.name for node in graph.nodes if is_weighted(node)), RANKS.index("weighted"))
+        return Match(
+            tuple(node.name for node in graph.nodes if is_weighted(node)),
+            RANKS.index("weighted"),
+        )
     if selector.kind == "type":
         return _by_type(selector.text, graph, original)
     found_by_name = _by_name(selector.text, graph, original)
@@ -82,14 +95,20 @@ def match(selector: Selector, graph: Graph, original: Graph) -> Match:
 
 def is_weighted(node: Node) -> bool:
     """Whether the node is a module such as Linear, with weights of its own; not a trained tensor in an expression."""
-    return node.row.weight and bool(node.params) and node.op not in ("parameter", "channel_scale")
+    return (
+        node.row.weight and bool(node.params) and node.op not in ("parameter", "channel_scale")
+    )
 
 
 def type_names(node: Node) -> frozenset[str]:
     """All words that select the node by type: operator, torch's names for it, its modules' classes."""
     names = {node.op, *node.row.types, *node.classes}
     short = {name.rpartition(".")[2] for name in names}
-    return frozenset(names | short | {f"nn.{n.rpartition('.')[2]}" for n in names if n.startswith("torch.nn.")})
+    return frozenset(
+        names
+        | short
+        | {f"nn.{n.rpartition('.')[2]}" for n in names if n.startswith("torch.nn.")}
+    )
 
 
 def _by_type(text: str, graph: Graph, original: Graph) -> Match:
@@ -103,32 +122,55 @@ def _by_type(text: str, graph: Graph, original: Graph) -> Match:
     note = None
     if not found:
         word = _OTHER_WORDS.get(text.casefold(), text)
-        known = {name.casefold(): name for node in nodes for name in sorted(type_names(node), reverse=True)}
+        known = {
+            name.casefold(): name
+            for node in nodes
+            for name in sorted(type_names(node), reverse=True)
+        }
         meant = known.get(word.casefold(), "")
         found = [node.name for node in nodes if meant in type_names(node)]
         note = f"{text!r} is read as {meant!r}" if found else None
     kept = tuple(name for name in found if name in graph.by_name)
-    return Match(kept, RANKS.index("type"), note, absorbed=tuple(name for name in found if name not in graph.by_name))
+    return Match(
+        kept,
+        RANKS.index("type"),
+        note,
+        absorbed=tuple(name for name in found if name not in graph.by_name),
+    )
 
 
 def closest(selector: Selector, original: Graph) -> list[str]:
     """Up to three names close to a selector that found nothing."""
     if selector.kind == "type":
-        known = {name for node in original.nodes for name in (*node.row.types, *node.classes, node.op)}
+        known = {
+            name
+            for node in original.nodes
+            for name in (*node.row.types, *node.classes, node.op)
+        }
         short = {name.rpartition(".")[2]: name for name in known}
         near = difflib.get_close_matches(selector.text.rpartition(".")[2], short, 3, 0.5)
         return [short[name] for name in near]
     layers = [node for node in original.nodes if node.op not in ("module", "module_input")]
-    known = {node.name for node in layers} | {node.scope for node in layers if node.scope} | {*KINDS}
+    known = (
+        {node.name for node in layers}
+        | {node.scope for node in layers if node.scope}
+        | {*KINDS}
+    )
     scope = selector.text.rpartition("/")[0]
-    same_scope = [node.name for node in layers if scope and node.name.rpartition("/")[0] == scope]
+    same_scope = [
+        node.name for node in layers if scope and node.name.rpartition("/")[0] == scope
+    ]
     return (same_scope + difflib.get_close_matches(selector.text, sorted(known), 3, 0.5))[:3]
 
 
 def advice(selector: Selector, original: Graph) -> str:
     """What to do about a selector that found nothing."""
     near = closest(selector, original)
-    return f"closest: {', '.join(near)}" if near else "`quantizer inspect --top all` lists all layers"
+    return (
+        f"closest: {', '.join(near)}"
+        if near
+        else "`quantizer inspect --top all` lists all layers"
+    )
 
 
 def _by_name(text: str, graph: Graph, original: Graph) -> Match:
@@ -138,14 +180,26 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     if text in KINDS:
         return Match(tuple(KINDS[text](graph)), RANKS.index("pattern"))
     scope = text.rpartition("/")[0]
-    siblings = [name for name in original.by_name if name.rpartition("/")[0] == scope] if "::" in text else []
+    siblings = (
+        [name for name in original.by_name if name.rpartition("/")[0] == scope]
+        if "::" in text
+        else []
+    )
     if len(siblings) == 1:
         note = f"{text!r} is read as {siblings[0]!r}, the only layer of that module"
         return _survivors(siblings, "name", graph, note)
-    inside = [node.name for node in original.nodes if node.scope == text or node.scope.startswith(f"{text}.")]
+    inside = [
+        node.name
+        for node in original.nodes
+        if node.scope == text or node.scope.startswith(f"{text}.")
+    ]
     if inside and not text.startswith("re:"):
         return _survivors(inside, "path", graph)
-    called = [n.name for n in original.nodes if text in call_paths(n.name, module_of(original, n.name))]
+    called = [
+        n.name
+        for n in original.nodes
+        if text in call_paths(n.name, module_of(original, n.name))
+    ]
     if called:
         return _survivors(called, "name", graph)
     patterns = _patterns(text)
@@ -153,7 +207,11 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
         return Match((), RANKS.index("name"))
     names, paths = (pattern.fullmatch for pattern in patterns)
     with _in_time(text):
-        found = [node.name for node in original.nodes if names(node.name) or any(map(paths, _around(node, graph)))]
+        found = [
+            node.name
+            for node in original.nodes
+            if names(node.name) or any(map(paths, _around(node, graph)))
+        ]
     return _survivors(found, "pattern", graph)
 
 
@@ -178,7 +236,10 @@ def _in_time(text: str) -> Iterator[None]:
 
     def stop(*_: object) -> None:
         remedy = "repeat nothing inside of what is repeated"
-        raise UsageError(f"the pattern {text!r} takes more than {MATCHING_S} s to match names of layers", help=remedy)
+        raise UsageError(
+            f"the pattern {text!r} takes more than {MATCHING_S} s to match names of layers",
+            help=remedy,
+        )
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, MATCHING_S)

@@ -63,7 +63,11 @@ class TensorPlan:
     def to_json(self) -> dict[str, Any]:
         """For plan.json: what was decided, and where each value comes from."""
         elsewhere = {"source": self.place} if self.place != self.layer else {}
-        return self.decided() | elsewhere | {"origins": {k: _portable(v) for k, v in self.origins.items()}}
+        return (
+            self.decided()
+            | elsewhere
+            | {"origins": {k: _portable(v) for k, v in self.origins.items()}}
+        )
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,9 @@ class Plan:
     @property
     def needs_data(self) -> bool:
         """Whether calibration has to run the model: to find a range that stays, or a mean output to correct by."""
-        return bool(self.corrected) or any(tensor.is_calibrated for tensor in self.tensors.values())
+        return bool(self.corrected) or any(
+            tensor.is_calibrated for tensor in self.tensors.values()
+        )
 
     @cached_property
     def corrected(self) -> tuple[str, ...]:
@@ -204,11 +210,15 @@ class Plan:
         if not self.settings.include_bias_corr:
             return ()
         as_codes = self.settings.target_device == "DPU"
-        weights = {layer: tensor for (layer, role), tensor in self.tensors.items() if role == "weights"}
+        weights = {
+            layer: tensor for (layer, role), tensor in self.tensors.items() if role == "weights"
+        }
         return tuple(
             node.name
             for node in self.graph.nodes
-            if node.row.kind == "mac" and node.name in weights and weights[node.name].spec.dtype != "float32"
+            if node.row.kind == "mac"
+            and node.name in weights
+            and weights[node.name].spec.dtype != "float32"
             if "bias" in node.params or not as_codes
         )
 
@@ -220,11 +230,17 @@ class Plan:
             tensors = self.of_layer(node.name)
             if tensors:
                 row["tensors"] = {role: tensor.to_json() for role, tensor in tensors.items()}
-            observed = {role: tensor.to_json() for (layer, role), tensor in self.left.items() if layer == node.name}
+            observed = {
+                role: tensor.to_json()
+                for (layer, role), tensor in self.left.items()
+                if layer == node.name
+            }
             if observed:
                 row["left_by_joins"] = observed
             if node.name in off:
-                row["float32"] = {role: _portable(origin) for role, origin in off[node.name].items()}
+                row["float32"] = {
+                    role: _portable(origin) for role, origin in off[node.name].items()
+                }
             if node.name in ungrouped:
                 row["ungrouped"] = ungrouped[node.name]
             if node.name in self.corrected:
@@ -242,12 +258,25 @@ class Plan:
             }
             for r in self.rules
         ]
-        target = {"device": self.settings.target_device, "onnx_opset_version": self.settings.onnx_opset_version}
+        target = {
+            "device": self.settings.target_device,
+            "onnx_opset_version": self.settings.onnx_opset_version,
+        }
         changes = [
-            {"pass": change.rewrite, "layers": list(change.layers), "amount": round(change.amount, 3)}
+            {
+                "pass": change.rewrite,
+                "layers": list(change.layers),
+                "amount": round(change.amount, 3),
+            }
             for change in self.graph.changes
         ]
-        return {"model": self.graph.model, "target": target, "rules": rules, "changes": changes, "layers": layers}
+        return {
+            "model": self.graph.model,
+            "target": target,
+            "rules": rules,
+            "changes": changes,
+            "layers": layers,
+        }
 
 
 def _by_layer(values: Mapping[Key, T]) -> dict[str, dict[str, T]]:

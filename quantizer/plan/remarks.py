@@ -26,7 +26,9 @@ def remarks(plan: Plan) -> Iterator[str]:
     elif (found := left_parameters(plan))[0] > MUCH:
         yield f"warning: {share_left(found[0])}, the largest is {found[1]}"
     yield from ungrouped(plan)
-    yield from left_float(node.op for node in plan.graph.nodes if plan.floats.get(node.name) == NO_RULES)
+    yield from left_float(
+        node.op for node in plan.graph.nodes if plan.floats.get(node.name) == NO_RULES
+    )
 
 
 MUCH = 0.2
@@ -48,8 +50,16 @@ def left_parameters(plan: Plan) -> tuple[float, str]:
         node for node in plan.graph.nodes if node.op != "constant" and node.row.kind != "float"
     ]  # no inserted factors
     used = {path: node for node in own for path in node.params.values()}
-    sizes = {path: plan.graph.tensors[path].numel() for path in used if plan.graph.tensors[path].is_floating_point()}
-    names = [(plan.graph.by_name[layer], parameter_name(role)) for layer, role in plan.tensors if is_parameter(role)]
+    sizes = {
+        path: plan.graph.tensors[path].numel()
+        for path in used
+        if plan.graph.tensors[path].is_floating_point()
+    }
+    names = [
+        (plan.graph.by_name[layer], parameter_name(role))
+        for layer, role in plan.tensors
+        if is_parameter(role)
+    ]
     covered = {node.params[name] for node, name in names}
     left = {path: size for path, size in sizes.items() if path not in covered}
     largest = max(left, key=left.__getitem__, default="")
@@ -66,7 +76,11 @@ def behind_norms(graph: Graph) -> list[str]:
 def ungrouped(plan: Plan) -> Iterator[str]:
     """One sentence for each size that groups do not fit, where that is no error."""
     for why in dict.fromkeys(plan.ungrouped.values()):
-        names = [f"{role} of {layer}" for (layer, role), each in plan.ungrouped.items() if each == why]
+        names = [
+            f"{role} of {layer}"
+            for (layer, role), each in plan.ungrouped.items()
+            if each == why
+        ]
         yield f"left float, as {why}: {shortened(names)}"
 
 

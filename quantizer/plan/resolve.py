@@ -7,7 +7,16 @@ from collections.abc import Iterable, Sequence
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.effective import effective
 from quantizer.config.hierarchical_spec import is_foreign, turned
-from quantizer.config.model import AUTO, CAST_ONLY, POOLED, Config, Fields, QuantizationSpec, Role, Sourced
+from quantizer.config.model import (
+    AUTO,
+    CAST_ONLY,
+    POOLED,
+    Config,
+    Fields,
+    QuantizationSpec,
+    Role,
+    Sourced,
+)
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
@@ -37,9 +46,22 @@ EXCLUDED = "excluded"
 LEFT_FLOAT = "the config leaves it float"
 APART = "holds parts that nothing reads which needs one scale for them"
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
-_NO_VALUES = {"constant": "a constant", "module": "a module without weights that can be quantized"}
+_NO_VALUES = {
+    "constant": "a constant",
+    "module": "a module without weights that can be quantized",
+}
 _DERIVED = ("ch_axis", "finest_position")  # by default from the layer and from the device
-KINDRED = frozenset({"bit_width", "signed", "symmetric", "narrow_range", "symmetric_scale", "round_mode", "scale_mode"})
+KINDRED = frozenset(
+    {
+        "bit_width",
+        "signed",
+        "symmetric",
+        "narrow_range",
+        "symmetric_scale",
+        "round_mode",
+        "scale_mode",
+    }
+)
 """Fields that integers do not inherit from floating-point formats, and the other way round."""
 _AXES = {"per_channel", "per_group"}
 
@@ -58,7 +80,9 @@ class _Resolver:
 
     def __init__(self, config: Config, graph: Graph, original: Graph) -> None:
         self.config, self.graph = config, graph
-        self.rules = [MatchedRule(rule, match(rule.selector, graph, original)) for rule in config.rules]
+        self.rules = [
+            MatchedRule(rule, match(rule.selector, graph, original)) for rule in config.rules
+        ]
         self.where = layout(graph, single_joins(config, graph, self.rules))
         self.joins = open_joins(self.where)
         self.products = products_of(self.joins.values())
@@ -130,11 +154,20 @@ class _Resolver:
         if node.name in self.where.arguments:
             group = Group(node.name, (node.name,))
         if group is None or self.kept.get(node.name) == OUTSIDE:
-            self.floats[node.name] = OUTSIDE if self.kept.get(node.name) == OUTSIDE else self._why_float(node)
+            self.floats[node.name] = (
+                OUTSIDE if self.kept.get(node.name) == OUTSIDE else self._why_float(node)
+            )
             return
-        reason = next((self.kept[member] for member in group.members if member in self.kept), None)
+        reason = next(
+            (self.kept[member] for member in group.members if member in self.kept), None
+        )
         readers = self.graph.consumers[node.name]
-        if reason is None and node.op == "input" and readers and all(self.kept.get(n) == FIRST_LAST for n in readers):
+        if (
+            reason is None
+            and node.op == "input"
+            and readers
+            and all(self.kept.get(n) == FIRST_LAST for n in readers)
+        ):
             reason = FIRST_LAST
         if reason is None and node.name in self.residual and not self._is_cast(group):
             reason = RESIDUAL
@@ -143,12 +176,16 @@ class _Resolver:
         role: Role = "input" if node.op in ENTRIES else "activation"
         if reason is None and self._add(node.name, role, group, self._view(group)):
             return
-        excluded = reason is None and any(RANKS[r.found.rank] == "exclude" for r in self._rules_for(group.members))
+        excluded = reason is None and any(
+            RANKS[r.found.rank] == "exclude" for r in self._rules_for(group.members)
+        )
         self.floats[node.name] = reason or (EXCLUDED if excluded else LEFT_FLOAT)
 
     def _view(self, group: Group) -> TensorView:
         """What is quantized at the group's point; its features are those that the group's first layer makes."""
-        return axes.activation_view(self.graph, self.graph.by_name[group.members[0]], group.point)
+        return axes.activation_view(
+            self.graph, self.graph.by_name[group.members[0]], group.point
+        )
 
     def _is_cast(self, group: Group) -> bool:
         """Whether its values are cast to a shorter float, in which large ones cost small ones nothing."""
@@ -164,12 +201,20 @@ class _Resolver:
         if merged is None:
             return False
         spec, _ = merged
-        return weights.spec.dtype == spec.dtype and weights.spec.bit_width <= spec.bit_width and not spec.is_dynamic
+        return (
+            weights.spec.dtype == spec.dtype
+            and weights.spec.bit_width <= spec.bit_width
+            and not spec.is_dynamic
+        )
 
     def _why_float(self, node: Node) -> str:
         """In words, for `inspect` and plan.json."""
         served = self.where.served.get(node.name)
-        if served == "" and node.name in self.where.runs and self.graph.consumers[node.name] != ("",):
+        if (
+            served == ""
+            and node.name in self.where.runs
+            and self.graph.consumers[node.name] != ("",)
+        ):
             return APART
         if served is not None:
             return f"quantized at {served}" if served else "the network's last activation"
@@ -183,23 +228,34 @@ class _Resolver:
             return "computed in float"
         if node.dtype is not None and not node.is_float:
             return "not a floating-point tensor"
-        if node.row.kind == "unknown" and any(self.graph.by_name[name].is_float for name in node.refs()):
+        if node.row.kind == "unknown" and any(
+            self.graph.by_name[name].is_float for name in node.refs()
+        ):
             return NO_RULES
         if node.row.keeps_scale:
             return "keeps the quantization of its input"
-        return "not an activation" if node.row.kind == "structural" else "not a floating-point tensor"
+        return (
+            "not an activation"
+            if node.row.kind == "structural"
+            else "not a floating-point tensor"
+        )
 
     def _plan_inputs(self, node: Node) -> None:
         """The layer's own quantization of what it reads, where a rule for it sets another than its producer has."""
         rules = self._rules_for((node.name,)) if node.row.kind in ("mac", "compute") else []
-        if node.name in self.kept or not any(row.found.rank and row.speaks_of("input") for row in rules):
+        if node.name in self.kept or not any(
+            row.found.rank and row.speaks_of("input") for row in rules
+        ):
             return
         for role, name in node.input_roles().items():
             if not self.graph.by_name[name].is_float:
                 continue
             view = axes.activation_view(self.graph, node, name)
             merged = self._merge(rules, "input")
-            if any(RANKS[row.found.rank] not in ("all", "weighted") and row.speaks_of("input") for row in rules):
+            if any(
+                RANKS[row.found.rank] not in ("all", "weighted") and row.speaks_of("input")
+                for row in rules
+            ):
                 self.stated.add((node.name, role))
             if merged and self._is_quantized(name, axes.fitted(merged[0], view, role)):
                 _count(rules, "input")
@@ -235,7 +291,11 @@ class _Resolver:
                 for key, value in self.graph.by_name[product.layer].input_roles().items():
                     if value == product.value and (product.layer, key) not in self.tensors:
                         own = dataclasses.replace(
-                            whole, layer=product.layer, role=key, source=value, members=(product.layer,)
+                            whole,
+                            layer=product.layer,
+                            role=key,
+                            source=value,
+                            members=(product.layer,),
                         )
                         self.tensors[product.layer, key] = own
 
@@ -245,7 +305,9 @@ class _Resolver:
         made = "input" if self.graph.by_name[point].op in ENTRIES else "activation"
         producer = self.tensors.get((point, made))
         same = producer is not None and effective(producer.spec) == effective(spec)
-        return same and (point == name or (spec.qscheme == "per_tensor" and not spec.is_dynamic))
+        return same and (
+            point == name or (spec.qscheme == "per_tensor" and not spec.is_dynamic)
+        )
 
     def _add(self, layer: str, role: str, group: Group, view: TensorView) -> bool:
         """Resolve and record one tensor; False when the config leaves it float."""
@@ -256,7 +318,11 @@ class _Resolver:
             return False
         spec, sources = axes.fitted(merged[0], view, role), merged[1]
         stated = {name: sources[name].origin for name in _FIELDS if name in sources}
-        origins = {name: stated.get(name, "default") for name in _FIELDS if name in stated or name not in _DERIVED}
+        origins = {
+            name: stated.get(name, "default")
+            for name in _FIELDS
+            if name in stated or name not in _DERIVED
+        }
         weakest_first = [row.rule for row in rules]
         found = [
             *checks.conflicting(layer, base, spec, sources, self.config, weakest_first),
@@ -266,11 +332,17 @@ class _Resolver:
         if not is_refused:
             found += axes.impossible(layer, role, spec, view, sources)
             is_refused = any(finding.severity == "error" for finding in found)
-        self.findings += [f for f in found if not any(f.code == g.code and f.place == g.place for g in self.findings)]
+        self.findings += [
+            f
+            for f in found
+            if not any(f.code == g.code and f.place == g.place for g in self.findings)
+        ]
         misfit = axes.misfit(layer, role, spec, view, sources)
         _count(rules, base)
         if misfit and is_parameter(role) and is_apart(self.graph, self.graph.by_name[layer]):
-            self.ungrouped[(layer, role)] = f"groups of {misfit.group_size} do not divide {misfit.length}"
+            self.ungrouped[(layer, role)] = (
+                f"groups of {misfit.group_size} do not divide {misfit.length}"
+            )
             return False
         self.misfits += [misfit] if misfit else []
         if spec.dtype == "float32":
@@ -280,15 +352,22 @@ class _Resolver:
         if is_parameter(role) and spec.is_scaled and not is_refused:
             sizes = tuple(size or 0 for size in view.sizes or ())
             scales = math.prod(scale_shape(sizes, *spec.cut))
-        self.tensors[(layer, role)] = TensorPlan(layer, role, spec, origins, group.point, group.members, scales)
+        self.tensors[(layer, role)] = TensorPlan(
+            layer, role, spec, origins, group.point, group.members, scales
+        )
         return True
 
     def _rules_for(self, members: Iterable[str]) -> list[MatchedRule]:
         """The rules that speak about any of the layers, weakest first; equal ranks in the file's order."""
         wanted = set(members)
-        return sorted((r for r in self.rules if wanted.intersection(r.found.layers)), key=lambda row: row.found.rank)
+        return sorted(
+            (r for r in self.rules if wanted.intersection(r.found.layers)),
+            key=lambda row: row.found.rank,
+        )
 
-    def _merge(self, rules: list[MatchedRule], role: Role) -> tuple[QuantizationSpec, dict[str, Sourced]] | None:
+    def _merge(
+        self, rules: list[MatchedRule], role: Role
+    ) -> tuple[QuantizationSpec, dict[str, Sourced]] | None:
         """The effective spec, each field from the strongest rule that sets it; None if the last word is "float"."""
         quantized = True
         for row in rules:
@@ -296,8 +375,12 @@ class _Resolver:
         if not quantized:
             return None
         values = merged([row.rule.fields.get(role, {}) for row in rules], role)
-        spec = with_finest_position(QuantizationSpec.of(values), self.config.settings.target_device)
-        is_pooled = spec.method == AUTO and not is_parameter(role)  # of a parameter there is one batch, with all values
+        spec = with_finest_position(
+            QuantizationSpec.of(values), self.config.settings.target_device
+        )
+        is_pooled = spec.method == AUTO and not is_parameter(
+            role
+        )  # of a parameter there is one batch, with all values
         return (dataclasses.replace(spec, statistic=POOLED) if is_pooled else spec), values
 
 
@@ -312,7 +395,9 @@ def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
     {'dtype': Sourced(value='fp4', place=None)}
     """
     values: dict[str, Sourced] = {}
-    last = next((fields["dtype"].value for fields in reversed(blocks) if "dtype" in fields), None)
+    last = next(
+        (fields["dtype"].value for fields in reversed(blocks) if "dtype" in fields), None
+    )
     dtype: str | None = None
     for fields in blocks:
         wider, dtype = dtype, fields["dtype"].value if "dtype" in fields else dtype
@@ -322,7 +407,11 @@ def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
         before = _value(values, "qscheme"), values.get("ch_axis")
         foreign = KINDRED if is_foreign(dtype, last) else frozenset()
         values |= {name: sourced for name, sourced in fields.items() if name not in foreign}
-        if before[1] and "ch_axis" not in fields and {before[0], _value(values, "qscheme")} == _AXES:
+        if (
+            before[1]
+            and "ch_axis" not in fields
+            and {before[0], _value(values, "qscheme")} == _AXES
+        ):
             axis = turned(values.pop("ch_axis"), role)
             values |= {"ch_axis": axis} if axis else {}
     return values

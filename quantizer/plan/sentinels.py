@@ -7,16 +7,45 @@ from quantizer.graph.far_values import FAR, far_value
 from quantizer.graph.ir import Graph, Node, readers, references
 
 _FACTOR = 1e4  # what turns a mask of zeros and ones into such values
-_FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "scalar_tensor", "index_fill")
+_FILLS = (
+    "masked_fill",
+    "where",
+    "full",
+    "full_like",
+    "new_full",
+    "scalar_tensor",
+    "index_fill",
+)
 _CARRIES = (
     *("add", "sub", "rsub", "mul", "div", "where", "masked_fill", "minimum", "cat", "stack"),
-    *("slice_scatter", "select_scatter", "diagonal_scatter", "scatter", "masked_scatter", "index_put", "index_copy"),
+    *(
+        "slice_scatter",
+        "select_scatter",
+        "diagonal_scatter",
+        "scatter",
+        "masked_scatter",
+        "index_put",
+        "index_copy",
+    ),
     "index_fill",
 )
 _PRODUCTS_PLUS = ("addmm", "baddbmm")
-_FILLS_TOO = ("scatter", "pad", "index_put")  # with a number, of which only those that end in one of the next count
+_FILLS_TOO = (
+    "scatter",
+    "pad",
+    "index_put",
+)  # with a number, of which only those that end in one of the next count
 _ENDS = (
-    *("sigmoid", "hardsigmoid", "log_sigmoid", "tanh", "softmax", "log_softmax", "exp", "logsumexp"),
+    *(
+        "sigmoid",
+        "hardsigmoid",
+        "log_sigmoid",
+        "tanh",
+        "softmax",
+        "log_softmax",
+        "exp",
+        "logsumexp",
+    ),
     *("max", "min", "amax", "amin", "argmax", "argmin", "topk", "sort", "argsort", "kthvalue"),
     *("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices"),
     *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
@@ -32,9 +61,15 @@ def masks(graph: Graph) -> Iterator[str]:
     """Layers whose values may be as low as a mask's, from where such values arise to where a softmax takes them."""
     found: set[str] = set()
     for node in graph.nodes:
-        moved = node.refs() if node.row.kind == "passthrough" or node.op in _CARRIES else iter(())
+        moved = (
+            node.refs() if node.row.kind == "passthrough" or node.op in _CARRIES else iter(())
+        )
         carried = references(node.inputs.get("input")) if node.op in _PRODUCTS_PLUS else moved
-        if _is_mask_input(graph, node) or _fills_lowest(graph, node) or not found.isdisjoint(carried):
+        if (
+            _is_mask_input(graph, node)
+            or _fills_lowest(graph, node)
+            or not found.isdisjoint(carried)
+        ):
             found.add(node.name)
             yield node.name
 
@@ -65,14 +100,20 @@ def sentinels(graph: Graph, constants: Set[str]) -> Iterator[str]:
 
 def _fills_far(node: Node) -> bool:
     """Whether the node fills in a number that may be a sentinel."""
-    return node.op in (*_FILLS, *_FILLS_TOO) and any(abs(number) >= FAR for number in _numbers(node))
+    return node.op in (*_FILLS, *_FILLS_TOO) and any(
+        abs(number) >= FAR for number in _numbers(node)
+    )
 
 
 def _handed_on(node: Node, constants: Set[str]) -> Iterator[str]:
     """What the node reads that is a sentinel in its output, too, if it is one; a constant factor only scales others."""
     if node.op in ("mul", "div"):
         taken = node.inputs.get("input") if node.op == "div" else list(node.inputs.values())
-        yield from (name for name in references(taken) if name not in constants or node.name in constants)
+        yield from (
+            name
+            for name in references(taken)
+            if name not in constants or node.name in constants
+        )
     elif node.op in _PRODUCTS_PLUS:
         yield from references(node.inputs.get("input"))
     elif node.row.kind == "passthrough" or node.op in _CARRIES or node.op in _MIRRORS:
@@ -84,7 +125,9 @@ def _ending(graph: Graph) -> set[str]:
     ending: set[str] = set()
     for node in reversed(graph.nodes):
         read_by = graph.consumers[node.name]
-        if read_by and all(name and _ends(graph.by_name[name], node.name, ending) for name in read_by):
+        if read_by and all(
+            name and _ends(graph.by_name[name], node.name, ending) for name in read_by
+        ):
             ending.add(node.name)
     return ending
 
@@ -93,7 +136,11 @@ def _ends(reader: Node, value: str, ending: Set[str]) -> bool:
     """Whether of a value that is read nothing else is left, there or further on."""
     if reader.op in _ENDS or value in references(reader.inputs.get("attn_mask")):
         return True
-    hands_on = reader.row.kind == "passthrough" or reader.op in (*_CARRIES, *_MIRRORS, *_PRODUCTS_PLUS)
+    hands_on = reader.row.kind == "passthrough" or reader.op in (
+        *_CARRIES,
+        *_MIRRORS,
+        *_PRODUCTS_PLUS,
+    )
     return hands_on and reader.name in ending
 
 
@@ -110,7 +157,9 @@ def _fills_lowest(graph: Graph, node: Node) -> bool:
 def _numbers(node: Node) -> list[float]:
     """The numbers that the node is called with."""
     values = node.attrs.values()
-    return [value for value in values if isinstance(value, (int, float)) and not math.isnan(value)]
+    return [
+        value for value in values if isinstance(value, (int, float)) and not math.isnan(value)
+    ]
 
 
 def _held(graph: Graph, node: Node) -> float | None:
@@ -120,8 +169,14 @@ def _held(graph: Graph, node: Node) -> float | None:
 
 def _is_mask_input(graph: Graph, node: Node) -> bool:
     """A floating-point value that is only added to attention scores before their softmax."""
-    found = list(readers(graph, node.name)) if node.is_float and node.row.kind != "passthrough" else []
-    return bool(found) and all(name and _adds_to_scores(graph, graph.by_name[name], read, node) for name, read in found)
+    found = (
+        list(readers(graph, node.name))
+        if node.is_float and node.row.kind != "passthrough"
+        else []
+    )
+    return bool(found) and all(
+        name and _adds_to_scores(graph, graph.by_name[name], read, node) for name, read in found
+    )
 
 
 def _adds_to_scores(graph: Graph, reader: Node, read: str, value: Node) -> bool:
@@ -129,4 +184,8 @@ def _adds_to_scores(graph: Graph, reader: Node, read: str, value: Node) -> bool:
         return True
     to_softmax = [name for name, _ in readers(graph, reader.name)]
     adds = reader.op == "add" and bool(to_softmax)
-    return value.op == "input" and adds and all(n and graph.by_name[n].op == "softmax" for n in to_softmax)
+    return (
+        value.op == "input"
+        and adds
+        and all(n and graph.by_name[n].op == "softmax" for n in to_softmax)
+    )

@@ -27,14 +27,22 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
             size = tensor.numel() * tensor.element_size()
             before += size
             planned = tensors.get(parameter_role(key))
-            after += size if planned is None else parameter_bytes(tensor.numel(), planned.spec, planned.scales)
+            after += (
+                size
+                if planned is None
+                else parameter_bytes(tensor.numel(), planned.spec, planned.scales)
+            )
     return before, after
 
 
 def parameter_bytes(values: int, spec: QuantizationSpec, scales: int) -> int:
     """Of a parameter with that many values and scales, in the bytes that these take; integers have zero points, too."""
     zero_points = scales if spec.dtype == "int" else 0
-    return math.ceil(values * bits_of(spec) / 8) + scale_bytes(spec.scale_type, scales) + zero_points
+    return (
+        math.ceil(values * bits_of(spec) / 8)
+        + scale_bytes(spec.scale_type, scales)
+        + zero_points
+    )
 
 
 def peak_activation_bytes(graph: Graph, batch_size: int) -> int:
@@ -60,7 +68,9 @@ def alive_bytes(graph: Graph, batch_size: int) -> dict[str, tuple[int, int]]:
     for node in graph.nodes:
         alive += value_bytes(graph, node.name, batch_size)
         during = alive
-        alive -= sum(value_bytes(graph, name, batch_size) for name in freed.get(order[node.name], ()))
+        alive -= sum(
+            value_bytes(graph, name, batch_size) for name in freed.get(order[node.name], ())
+        )
         found[node.name] = during, alive
     return found
 
@@ -78,13 +88,22 @@ def working_bytes(graph: Graph, node: Node, batch_size: int) -> int:
 def value_bytes(graph: Graph, name: str, batch_size: int) -> int:
     """Bytes of one value; views and parameters take none of their own."""
     node = graph.by_name[name]
-    if node.shape is None or node.dtype is None or not (_is_computed(node) or node.op == "input"):
+    if (
+        node.shape is None
+        or node.dtype is None
+        or not (_is_computed(node) or node.op == "input")
+    ):
         return 0
-    return math.prod(batch_size if size is None else size for size in node.shape) * node.dtype.itemsize
+    return (
+        math.prod(batch_size if size is None else size for size in node.shape)
+        * node.dtype.itemsize
+    )
 
 
 def _is_computed(node: Node) -> bool:
-    return node.row.fresh or (node.row.kind not in ("structural", "unknown") and not _is_view(node))
+    return node.row.fresh or (
+        node.row.kind not in ("structural", "unknown") and not _is_view(node)
+    )
 
 
 def _is_view(node: Node) -> bool:

@@ -1,7 +1,14 @@
 """Progress as bars on a terminal. Says nothing else."""
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from quantizer.engine.events import Events, Stage
 
@@ -16,9 +23,17 @@ class Bars(Events):
 
     def started(self, stage: Stage) -> None:
         """Show a bar."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         bar = Progress(*columns, console=self._console, transient=True)
-        self._bars[id(stage)] = bar, bar.add_task(stage.name, total=stage.total, completed=stage.done)
+        self._bars[id(stage)] = (
+            bar,
+            bar.add_task(stage.name, total=stage.total, completed=stage.done),
+        )
         bar.start()
 
     def advanced(self, stage: Stage) -> None:

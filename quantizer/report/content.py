@@ -60,16 +60,27 @@ def content(
     try:
         lines = _commands(opened.commands if commands is None else commands)
         return _content(info, opened.plan, tested, statistics) | beside | {"commands": lines}
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
         why = f"{opened.folder} has no results that a report can be made of: {type(error).__name__}: {error}"
         raise ResultError(why, help="run --quant_mode calib again") from error
 
 
-def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapping[str, Tensor]) -> Json:
+def _content(
+    info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapping[str, Tensor]
+) -> Json:
     measured = {(row["layer"], row["tensor"]): row for row in tested.get("layers", ())}
     name = (plan.get("config") or {}).get("name", "")
     rows = [
-        _measured(measured.get((row["layer"], row["tensor"]), {})) | row | {"line": _line(row["origins"], name)}
+        _measured(measured.get((row["layer"], row["tensor"]), {}))
+        | row
+        | {"line": _line(row["origins"], name)}
         for row in _tensors(info["tensors"], plan, _by_tensor(statistics))
     ]
     declared = {key: tested[key] for key in ("lower_is_better",) if key in tested}
@@ -87,7 +98,11 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
         "weight_bytes": plan["weight_bytes"],
         "layers": sorted(rows, key=_damage),
         "paths": plan["paths"],
-        "floats": {row["name"]: row["activation_is_float"] for row in plan["layers"] if "activation_is_float" in row},
+        "floats": {
+            row["name"]: row["activation_is_float"]
+            for row in plan["layers"]
+            if "activation_is_float" in row
+        },
         "config": plan.get("config"),
     }
 
@@ -126,7 +141,9 @@ def _by_tensor(statistics: Mapping[str, Tensor]) -> dict[tuple[str, str], dict[s
 
 
 def _tensors(
-    entries: Mapping[str, Mapping[str, Json]], plan: Json, statistics: Mapping[tuple[str, str], dict[str, Tensor]]
+    entries: Mapping[str, Mapping[str, Json]],
+    plan: Json,
+    statistics: Mapping[tuple[str, str], dict[str, Tensor]],
 ) -> Iterator[Json]:
     """A row for each quantized tensor, in the order of execution."""
     observed = _observed(plan, statistics)
@@ -136,14 +153,23 @@ def _tensors(
             if entry is None:
                 continue
             spec = QuantizationSpec(**entry["spec"])
-            row: Json = {"layer": node["name"], "tensor": role, "op": node["op"], "order": order}
+            row: Json = {
+                "layer": node["name"],
+                "tensor": role,
+                "op": node["op"],
+                "order": order,
+            }
             row["spec"] = describe_spec(spec)
-            row["origins"] = sorted({place for place in planned["origins"].values() if place != "default"})
+            row["origins"] = sorted(
+                {place for place in planned["origins"].values() if place != "default"}
+            )
             if "observed_min" in entry:
                 row |= _range(entry)
             if is_parameter(role) and "codes" in entry:
                 values = torch.Size(entry["codes"]["shape"]).numel()
-                scales = torch.Size(entry.get("scale_shape", ())).numel() or len(_list(entry.get("scale", 1.0)))
+                scales = torch.Size(entry.get("scale_shape", ())).numel() or len(
+                    _list(entry.get("scale", 1.0))
+                )
                 row["bytes"] = parameter_bytes(values, spec, scales)
             elif not is_parameter(role) and "scale" in entry and spec.qscheme == "per_tensor":
                 source = planned.get("source", node["name"])
@@ -158,7 +184,9 @@ def _observed(
 ) -> dict[tuple[str, str], dict[str, Tensor]]:
     """What was observed of each value under each spec; one tensor keeps it for all that have both in common."""
     return {
-        (planned.get("source", node["name"]), str(planned["spec"])): statistics[node["name"], role]
+        (planned.get("source", node["name"]), str(planned["spec"])): statistics[
+            node["name"], role
+        ]
         for node in plan["layers"]
         for role, planned in node.get("tensors", {}).items()
         if not is_parameter(role) and (node["name"], role) in statistics
@@ -170,7 +198,10 @@ def _range(entry: Json) -> Json:
     lows, highs = _list(entry["observed_min"]), _list(entry["observed_max"])
     row: Json = {"low": min(lows), "high": max(highs)}
     if len(lows) > 1:
-        at_once, widths = -(-len(lows) // STRIPES), [high - low for low, high in zip(lows, highs, strict=True)]
+        at_once, widths = (
+            -(-len(lows) // STRIPES),
+            [high - low for low, high in zip(lows, highs, strict=True)],
+        )
         starts = range(0, len(lows), at_once)
         row["channels"] = {
             "low": [min(lows[start : start + at_once]) for start in starts],
@@ -182,11 +213,16 @@ def _range(entry: Json) -> Json:
     return row
 
 
-def _distributed(seen: Mapping[str, Tensor], own: Mapping[str, Tensor], spec: QuantizationSpec, entry: Json) -> Json:
+def _distributed(
+    seen: Mapping[str, Tensor], own: Mapping[str, Tensor], spec: QuantizationSpec, entry: Json
+) -> Json:
     """What the histogram of an activation says about its scale."""
     parts = {name: tensor + 0 for name, tensor in seen.items() if name != "batches"}
     values = Distribution(Histogram.from_tensors(parts), spec)
-    qparams = QParams(torch.tensor(entry["scale"]), torch.tensor(entry.get("zero_point", 0), dtype=torch.int32))
+    qparams = QParams(
+        torch.tensor(entry["scale"]),
+        torch.tensor(entry.get("zero_point", 0), dtype=torch.int32),
+    )
     row: Json = {
         "limits": values.limits(qparams),
         "clipped": values.clipped(qparams),
@@ -224,4 +260,8 @@ def _sufficiency(ranges: Tensor, values: Distribution) -> Json:
 
 def _list(value: Any) -> list[float]:
     """Of one number or of several, nested or not."""
-    return [value] if not isinstance(value, list) else [each for part in value for each in _list(part)]
+    return (
+        [value]
+        if not isinstance(value, list)
+        else [each for part in value for each in _list(part)]
+    )

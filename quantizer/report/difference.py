@@ -55,8 +55,16 @@ class Difference:
 
     def to_json(self) -> Json:
         """For programs; infinite figures as null."""
-        figures = {name: (finite(before), finite(after)) for name, (before, after) in self.figures.items()}
-        return {"tensors": self.rows, "figures": figures, "worse": list(self.worse), "unknown": list(self.unknown)}
+        figures = {
+            name: (finite(before), finite(after))
+            for name, (before, after) in self.figures.items()
+        }
+        return {
+            "tensors": self.rows,
+            "figures": figures,
+            "worse": list(self.worse),
+            "unknown": list(self.unknown),
+        }
 
 
 def of_folder(place: Path) -> Side:
@@ -69,7 +77,11 @@ def of_folder(place: Path) -> Side:
     plan, tested = opened.plan, opened.about(REPORT)
     measured = {(row["layer"], row["tensor"]): row for row in tested.get("layers", ())}
     tensors = {
-        (layer, role): {"spec": entry["spec"], "scale": entry.get("scale"), "zero_point": entry.get("zero_point")}
+        (layer, role): {
+            "spec": entry["spec"],
+            "scale": entry.get("scale"),
+            "zero_point": entry.get("zero_point"),
+        }
         | {name: measured.get((layer, role), {}).get(name) for name in SQNR}
         for layer, roles in opened.entries.items()
         for role, entry in roles.items()
@@ -132,7 +144,11 @@ def of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
 def difference(first: Side, second: Side) -> Difference:
     """What differs, in the order of the first; `worse` are the figures by which the second loses."""
     keys = [*first.tensors, *(key for key in second.tensors if key not in first.tensors)]
-    rows = [row for key in keys if (row := _row(key, first.tensors.get(key), second.tensors.get(key)))]
+    rows = [
+        row
+        for key in keys
+        if (row := _row(key, first.tensors.get(key), second.tensors.get(key)))
+    ]
     names = [*first.figures, *(name for name in second.figures if name not in first.figures)]
     figures = {name: (first.figures.get(name), second.figures.get(name)) for name in names}
     differing = {name: pair for name, pair in figures.items() if pair[0] != pair[1]}
@@ -197,7 +213,9 @@ def difference_table(found: Difference, view: View) -> Listing:
         )
         for row in found.rows
     ]
-    return view.listing(titles, texts, [_fall(row) for row in found.rows], numbers=titles[3:], what="tensor")
+    return view.listing(
+        titles, texts, [_fall(row) for row in found.rows], numbers=titles[3:], what="tensor"
+    )
 
 
 def _words(row: Json) -> Iterator[str]:
@@ -214,7 +232,11 @@ def _fall(row: Json) -> float:
 
 
 def _pair(pair: list[float | None] | None) -> str:
-    return "" if pair is None else " → ".join("" if value is None else f"{value:.2f}" for value in pair)
+    return (
+        ""
+        if pair is None
+        else " → ".join("" if value is None else f"{value:.2f}" for value in pair)
+    )
 
 
 def _ratio(pair: list[Any] | None) -> str:
@@ -222,7 +244,9 @@ def _ratio(pair: list[Any] | None) -> str:
     if pair is None:
         return ""
     before, after = (value if isinstance(value, list) else [value] for value in pair)
-    if len(before) != len(after) or not all(isinstance(value, (int, float)) and value for value in (*before, *after)):
+    if len(before) != len(after) or not all(
+        isinstance(value, (int, float)) and value for value in (*before, *after)
+    ):
         return "other scales"
     ratios = [y / x for x, y in zip(before, after, strict=True)]
     least, most = f"{min(ratios):.3f}", f"{max(ratios):.3f}"

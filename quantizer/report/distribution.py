@@ -34,13 +34,17 @@ class Distribution:
         """Centres of the bins with values in them, no further out than any value, and their counts."""
         at = self.histogram.counts[0].nonzero().squeeze(1)
         centres = (at - BINS + 0.5) * self.histogram.width
-        return centres.clamp(self.histogram.low, self.histogram.high), self.histogram.counts[0, at].double()
+        return centres.clamp(self.histogram.low, self.histogram.high), self.histogram.counts[
+            0, at
+        ].double()
 
     def limits(self, qparams: QParams) -> tuple[float, float]:
         """The least and the greatest value that a code stands for."""
         codes = code_range_of(self.spec)
         ends = (
-            (codes.quant_min, codes.quant_max) if isinstance(codes, IntegerRange) else (-codes.largest, codes.largest)
+            (codes.quant_min, codes.quant_max)
+            if isinstance(codes, IntegerRange)
+            else (-codes.largest, codes.largest)
         )
         low, high = ((end - float(qparams.zero_point)) * float(qparams.scale) for end in ends)
         return low, high
@@ -49,12 +53,17 @@ class Distribution:
         """The share of values beyond these limits by more than half a step, which are cut off."""
         (low, high), half = self.limits(qparams), float(qparams.scale) / 2
         centres, counts = self._occupied
-        return float(counts[(centres < low - half) | (centres > high + half)].sum() / counts.sum())
+        return float(
+            counts[(centres < low - half) | (centres > high + half)].sum() / counts.sum()
+        )
 
     def sqnr_db(self, qparams: QParams) -> float:
         """Of the values at the centres of their bins."""
         centres, counts = self._occupied
-        lost = place(centres.float(), self.spec, qparams.scale, qparams.zero_point).double() - centres
+        lost = (
+            place(centres.float(), self.spec, qparams.scale, qparams.zero_point).double()
+            - centres
+        )
         return decibel(float(counts @ centres.square()), float(counts @ lost.square()))
 
     def codes_used(self, qparams: QParams) -> float:
@@ -63,10 +72,13 @@ class Distribution:
         centres, _ = self._occupied
         half, first = self.histogram.width / 2, round(low / scale)
         begins, stops = (
-            ((end.clamp(low, high) / scale).round() - first).long() for end in (centres - half, centres + half)
+            ((end.clamp(low, high) / scale).round() - first).long()
+            for end in (centres - half, centres + half)
         )
         covering = torch.zeros(round(high / scale) - first + 2, dtype=torch.int64)
-        covering.index_add_(0, begins, torch.ones_like(begins)).index_add_(0, stops + 1, -torch.ones_like(stops))
+        covering.index_add_(0, begins, torch.ones_like(begins)).index_add_(
+            0, stops + 1, -torch.ones_like(stops)
+        )
         return float((covering.cumsum(0)[:-1] > 0).double().mean())
 
     def methods(self, qparams: QParams) -> dict[str, tuple[float, float]]:
@@ -83,7 +95,9 @@ class Distribution:
                 if observer.spec == self.spec:
                     found[label] = self.limits(qparams)
                     continue
-                observer.load_state_dict({"batches": torch.tensor(1), **self.histogram.to_tensors()})
+                observer.load_state_dict(
+                    {"batches": torch.tensor(1), **self.histogram.to_tensors()}
+                )
                 found[label] = self.limits(observer.qparams())
         return found
 

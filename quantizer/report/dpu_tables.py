@@ -14,18 +14,33 @@ from quantizer.report.view import Listing, View
 def exact_table(found: ExactComparison, view: View) -> Listing:
     """One line per tensor with codes, in execution order; the first to show are those with the most wrong ones."""
     rows = [
-        (row.layer, row.role, str(row.position), str(row.codes), str(row.differing), str(row.most_steps))
+        (
+            row.layer,
+            row.role,
+            str(row.position),
+            str(row.codes),
+            str(row.differing),
+            str(row.most_steps),
+        )
         for row in found.layers
     ]
     titles = ("layer", "tensor", "position", "codes", "differing", "at most steps")
     ranks = [-row.differing / row.codes if row.differing else None for row in found.layers]
-    return view.listing(titles, rows, ranks, numbers=titles[2:], what="tensor", idle="without a difference")
+    return view.listing(
+        titles, rows, ranks, numbers=titles[2:], what="tensor", idle="without a difference"
+    )
 
 
 def support_table(graph: Graph, found: Mapping[str, Verdict], view: View) -> Listing:
     """One line per layer: what runs it, and why not the DPU; the first to show are those that the DPU cannot run."""
     rows = [
-        (node.name, node.op, shape_text(node), found[node.name].device, found[node.name].why or found[node.name].engine)
+        (
+            node.name,
+            node.op,
+            shape_text(node),
+            found[node.name].device,
+            found[node.name].why or found[node.name].engine,
+        )
         for node in graph.nodes
     ]
     ranks = [{"CPU": 0.0, "DPU": 1.0}.get(found[node.name].device) for node in graph.nodes]

@@ -25,7 +25,9 @@ def _png(drawing: str) -> bytes:
     try:
         import resvg_py
     except ImportError:
-        raise UsageError("PNG needs resvg-py", help=f"{pip_line('plots')}, or write SVG") from None
+        raise UsageError(
+            "PNG needs resvg-py", help=f"{pip_line('plots')}, or write SVG"
+        ) from None
     return bytes(resvg_py.svg_to_bytes(svg_string=drawing, zoom=PIXELS))
 
 
@@ -41,7 +43,9 @@ def write_plots(values: Mapping[str, Any], folder: Path, kind: str = "svg") -> l
         ResultError: a file cannot be written.
     """
     if kind not in KINDS:
-        raise UsageError(f"there are no plots of kind {kind!r}", help=f"known are {', '.join(KINDS)}")
+        raise UsageError(
+            f"there are no plots of kind {kind!r}", help=f"known are {', '.join(KINDS)}"
+        )
     written = []
     remove_left_over(folder)
     for name, drawing in figures(dict(values)):
@@ -96,7 +100,9 @@ def _add_histogram(writer: Any, name: str, drawn: dict[str, Any]) -> None:
         max=high,
         num=sum(counts),
         sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
-        sum_squares=sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
+        sum_squares=sum(
+            count * middle**2 for count, middle in zip(counts, middles, strict=True)
+        ),
         bucket_limits=[low + (at + 1) * width for at in range(len(counts))],
         bucket_counts=counts,
     )

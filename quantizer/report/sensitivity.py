@@ -11,14 +11,22 @@ from quantizer.report.view import Listing, View
 
 def table(found: Analysis, picked: Sequence[int] | None, view: View) -> Listing:
     """One line per weight: with a choice, its width; without one, what each width costs, most sensitive first."""
-    return _sensitivity_table(found, view) if picked is None else _choice_table(found, picked, view)
+    return (
+        _sensitivity_table(found, view)
+        if picked is None
+        else _choice_table(found, picked, view)
+    )
 
 
 def _sensitivity_table(found: Analysis, view: View) -> Listing:
     """At each width, how far the noise lies below the output, in dB."""
     total = sum(row.noise[0] for row in found.rows)
     rows = [
-        (*_about(row), *(f"{found.db(noise):.1f}" for noise in row.noise), _percent(row.noise[0], total))
+        (
+            *_about(row),
+            *(f"{found.db(noise):.1f}" for noise in row.noise),
+            _percent(row.noise[0], total),
+        )
         for row in sorted(found.rows, key=lambda row: (-row.noise[0], row.name))
     ]
     costs = (*(f"dB at {width}" for width in found.widths), f"share at {found.widths[0]}")
@@ -54,24 +62,37 @@ def analysis_json(found: Analysis, picked: Sequence[int] | None = None) -> dict[
     """The same for programs; noise relative to the output's energy."""
     layers = []
     for index, row in enumerate(found.rows):
-        entry: dict[str, Any] = {"layers": list(row.candidate.layers), "weights": row.values, "config_bits": row.own}
-        entry["noise"] = {
-            str(width): finite(noise / found.energy) for width, noise in zip(found.widths, row.noise, strict=True)
+        entry: dict[str, Any] = {
+            "layers": list(row.candidate.layers),
+            "weights": row.values,
+            "config_bits": row.own,
         }
-        entry["bytes"] = {str(width): size for width, size in zip(found.widths, row.sizes, strict=True)}
+        entry["noise"] = {
+            str(width): finite(noise / found.energy)
+            for width, noise in zip(found.widths, row.noise, strict=True)
+        }
+        entry["bytes"] = {
+            str(width): size for width, size in zip(found.widths, row.sizes, strict=True)
+        }
         layers.append(entry | ({"bits": found.widths[picked[index]]} if picked else {}))
     return {
         "passes": found.passes,
         "layers": layers,
         "kept": dict(found.kept),
         "curve": [_size(found, choice) for choice in curve(found)],
-        "uniform": {str(width): _size(found, (at,) * len(found.rows)) for at, width in enumerate(found.widths)},
+        "uniform": {
+            str(width): _size(found, (at,) * len(found.rows))
+            for at, width in enumerate(found.widths)
+        },
     }
 
 
 def _size(found: Analysis, picked: Sequence[int]) -> dict[str, Any]:
     """What a choice takes, and its predicted SQNR."""
-    return {"weight_bytes": found.bytes(picked), "predicted_db": finite(found.db(found.total(picked)))}
+    return {
+        "weight_bytes": found.bytes(picked),
+        "predicted_db": finite(found.db(found.total(picked))),
+    }
 
 
 def ablation_json(found: Ablation) -> dict[str, Any]:
@@ -85,7 +106,11 @@ def ablation_json(found: Ablation) -> dict[str, Any]:
         }
         for e in sorted(found.effects, key=lambda effect: (-found.gain_db(effect), effect.key))
     ]
-    return {"output_sqnr_db": finite(found.sqnr_db), "noise_floor_db": found.floor_db, "tensors": rows}
+    return {
+        "output_sqnr_db": finite(found.sqnr_db),
+        "noise_floor_db": found.floor_db,
+        "tensors": rows,
+    }
 
 
 def ablation_table(found: Ablation, view: View) -> Listing:
@@ -93,13 +118,17 @@ def ablation_table(found: Ablation, view: View) -> Listing:
     effects = sorted(found.effects, key=lambda effect: (-found.gain_db(effect), effect.key))
     texts = [(*e.key, f"{found.alone_db(e):.1f}", f"{found.gain_db(e):+.2f}") for e in effects]
     titles = ("layer", "tensor", "alone dB", "gain in float dB")
-    return view.listing(titles, texts, [-found.gain_db(e) for e in effects], numbers=titles[2:], what="tensor")
+    return view.listing(
+        titles, texts, [-found.gain_db(e) for e in effects], numbers=titles[2:], what="tensor"
+    )
 
 
 def ablation_line(found: Ablation) -> str:
     """What gains mean nothing below."""
     floor = (
-        "one batch does not tell what is noise" if found.floor_db is None else f"noise floor {found.floor_db:.2f} dB"
+        "one batch does not tell what is noise"
+        if found.floor_db is None
+        else f"noise floor {found.floor_db:.2f} dB"
     )
     return f"output {found.sqnr_db:.2f} dB with all of them quantized; {floor}"
 

@@ -14,7 +14,11 @@ _TITLES = ("layers that read one value", "channels", "factors are folded into")
 def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | str]:
     """The blocks, the groups of each kind of block once, and those outside; names are relative to a block."""
     rows = {
-        number: tuple(_row(graph, group, block.path) for group in structure.groups if group.block == number)
+        number: tuple(
+            _row(graph, group, block.path)
+            for group in structure.groups
+            if group.block == number
+        )
         for number, block in enumerate(structure.blocks)
     }
     alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
@@ -28,7 +32,9 @@ def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | s
     if outside:
         yield "in no block:" if structure.blocks else "no blocks:"
         yield Listing(_TITLES, outside, frozenset(_TITLES[1:2]))
-    kinds = Counter("none" if group.fold is None else group.fold.kind for group in structure.groups)
+    kinds = Counter(
+        "none" if group.fold is None else group.fold.kind for group in structure.groups
+    )
     layers = sum(len(group.layers) for group in structure.groups)
     yield (
         f"{layers} layers read {len(structure.groups)} values; factors fold into a normalization for {kinds['norm']}, "
@@ -50,10 +56,17 @@ def _where(graph: Graph, group: InputGroup, block: str) -> str:
     parts = [_relative(module_of(graph, fold.node), block)]
     if fold.channels is not None:
         count = len(set(fold.channels))
-        shared = "each is read several times" if count < len(fold.channels) else "not in this order or not all"
+        shared = (
+            "each is read several times"
+            if count < len(fold.channels)
+            else "not in this order or not all"
+        )
         parts.append(f"{count} of its channels, {shared}")
     if fold.extra:
-        parts.append("also changes " + ", ".join(_relative(module_of(graph, name), block) for name in fold.extra))
+        parts.append(
+            "also changes "
+            + ", ".join(_relative(module_of(graph, name), block) for name in fold.extra)
+        )
     return "; ".join(parts)
 
 

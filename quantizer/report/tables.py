@@ -23,7 +23,9 @@ _LOSSLESS_DB = 144.0
 """Noise this far below a signal is less than float32 resolves with its 24 bits."""
 
 
-def layer_rows(comparison: Comparison, specs: Mapping[tuple[str, str], QuantizationSpec]) -> list[dict[str, Any]]:
+def layer_rows(
+    comparison: Comparison, specs: Mapping[tuple[str, str], QuantizationSpec]
+) -> list[dict[str, Any]]:
     """One row per quantized tensor, the most damaged first (lowest local SQNR; ties by name)."""
     rows = [_row(noise, specs[noise.layer, noise.role]) for noise in comparison.layers]
     return sorted(rows, key=lambda row: (row["local_sqnr_db"], row["layer"], row["tensor"]))
@@ -43,7 +45,10 @@ def report(
     """What test mode found, infinite figures as null. `stamp` marks results that say nothing of real data."""
     found: dict[str, Any] = {"metrics": {key: finite(value) for key, value in metrics.items()}}
     if pairs:
-        found["pairs"] = {name: {kind: finite(value) for kind, value in pair.items()} for name, pair in pairs.items()}
+        found["pairs"] = {
+            name: {kind: finite(value) for kind, value in pair.items()}
+            for name, pair in pairs.items()
+        }
     declared = directions.declared_of(pairs)
     if declared:
         found["lower_is_better"] = declared
@@ -74,7 +79,14 @@ def named_outputs(outputs: Iterable[Output]) -> list[dict[str, Any]]:
     for output in outputs:
         parts: list[dict[str, Any]] = []
         for part in output.parts:
-            parts.append({"name": part.name, "index": part.index, "layer": part.layer, "pooled": part.pooled})
+            parts.append(
+                {
+                    "name": part.name,
+                    "index": part.index,
+                    "layer": part.layer,
+                    "pooled": part.pooled,
+                }
+            )
         rows.append({"name": output.name, "parts": parts if len(parts) > 1 else []})
     return rows
 
@@ -121,7 +133,9 @@ def _digits(value: float | None) -> str:
 def as_csv(rows: list[dict[str, Any]]) -> str:
     """layers.csv, with a header line."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["layer"], lineterminator="\n")
+    writer = csv.DictWriter(
+        out, fieldnames=list(rows[0]) if rows else ["layer"], lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
@@ -140,9 +154,15 @@ def describe_spec(spec: QuantizationSpec) -> str:
     if not spec.is_scaled:
         return spec.dtype
     integer = spec.dtype == "int"
-    name = f"{'int' if spec.signed and spec.symmetric else 'uint'}{spec.bit_width}" if integer else spec.dtype
+    name = (
+        f"{'int' if spec.signed and spec.symmetric else 'uint'}{spec.bit_width}"
+        if integer
+        else spec.dtype
+    )
     words = [name, spec.qscheme]
-    words += [str(spec.group_size)] if spec.qscheme == "per_group" and spec.group_size != -1 else []
+    words += (
+        [str(spec.group_size)] if spec.qscheme == "per_group" and spec.group_size != -1 else []
+    )
     words += ["dynamic"] if spec.is_dynamic else []
     if spec.scale_type == "e8m0":
         return " ".join([*words, "e8m0", spec.scale_mode])
@@ -152,7 +172,11 @@ def describe_spec(spec: QuantizationSpec) -> str:
     words += [] if spec.is_dynamic else [spec.method]
     words += [spec.round_mode] if integer else []
     words += ["asymmetric"] if not spec.symmetric else []
-    words += ["half_range"] if spec.has_symmetric_scale and spec.symmetric_scale == "half_range" else []
+    words += (
+        ["half_range"]
+        if spec.has_symmetric_scale and spec.symmetric_scale == "half_range"
+        else []
+    )
     words += ["poweroftwo"] if spec.scale_type == "poweroftwo" else []
     return " ".join(words)
 
@@ -182,7 +206,11 @@ def damage_table(rows: Sequence[Mapping[str, Any]], view: View) -> Listing:
         for row, ratio in zip(rows, ratios, strict=True)
     ]
     *figures, bar = "local dB", "accumulated dB", "noise"
-    layouts = tuple(("layer", "tensor", spec, *figures, *bars) for spec in ("spec", "format") for bars in ((bar,), ()))
+    layouts = tuple(
+        ("layer", "tensor", spec, *figures, *bars)
+        for spec in ("spec", "format")
+        for bars in ((bar,), ())
+    )
     return view.listing(
         ("layer", "tensor", "spec", "format", *figures, bar),
         lines,
@@ -198,7 +226,12 @@ def damage_table(rows: Sequence[Mapping[str, Any]], view: View) -> Listing:
 def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Listing:
     """One line per metric: float, quantized, difference."""
     rows = [
-        (name, f"{v['float']:.6g}", f"{v['quantized']:.6g}", f"{v['quantized'] - v['float']:+.6g}")
+        (
+            name,
+            f"{v['float']:.6g}",
+            f"{v['quantized']:.6g}",
+            f"{v['quantized'] - v['float']:+.6g}",
+        )
         for name, v in metrics.items()
     ]
     titles = ("metric", "float", "quantized", "change")
@@ -207,8 +240,13 @@ def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Listing:
 
 def rule_table(plan: Plan) -> Listing:
     """What each block of the config found."""
-    rows = [(rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect)) for rule in plan.rules]
-    return Listing(("rule", "selector", "layers", "tensors"), rows, frozenset(("layers", "tensors")))
+    rows = [
+        (rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect))
+        for rule in plan.rules
+    ]
+    return Listing(
+        ("rule", "selector", "layers", "tensors"), rows, frozenset(("layers", "tensors"))
+    )
 
 
 def plan_table(plan: Plan, view: View) -> Listing:
@@ -216,15 +254,28 @@ def plan_table(plan: Plan, view: View) -> Listing:
     rows: list[tuple[str, ...]] = []
     ranks: list[float | None] = []
     for node in plan.graph.nodes:
-        said = [(role, describe_spec(tensor.spec)) for role, tensor in plan.of_layer(node.name).items()]
-        said += [(role, f"float: as {at} says") for (name, role), at in plan.off.items() if name == node.name]
-        said += [(role, f"float: {why}") for (name, role), why in plan.ungrouped.items() if name == node.name]
+        said = [
+            (role, describe_spec(tensor.spec))
+            for role, tensor in plan.of_layer(node.name).items()
+        ]
+        said += [
+            (role, f"float: as {at} says")
+            for (name, role), at in plan.off.items()
+            if name == node.name
+        ]
+        said += [
+            (role, f"float: {why}")
+            for (name, role), why in plan.ungrouped.items()
+            if name == node.name
+        ]
         rows += [(node.name, *each) for each in said]
         ranks += [0.0] * len(said)
         if node.name in plan.floats and node.row.kind != "structural":
             rows.append((node.name, "activation", why_float(plan.floats[node.name])))
             ranks.append(None)
-    return view.listing(("layer", "tensor", "spec"), rows, ranks, what="tensor", idle="in float")
+    return view.listing(
+        ("layer", "tensor", "spec"), rows, ranks, what="tensor", idle="in float"
+    )
 
 
 def refusal_table(rows: Iterable[tuple[str, str, str]], view: View) -> Listing:
@@ -232,7 +283,9 @@ def refusal_table(rows: Iterable[tuple[str, str, str]], view: View) -> Listing:
     return view.listing(("layer", "tensor", "reason"), list(rows), what="tensor")
 
 
-def layer_table(graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str], view: View) -> Listing:
+def layer_table(
+    graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str], view: View
+) -> Listing:
     """All layers: name, operator, output shape ("b" is the batch), quantized tensors, else why the output is float."""
     roles: dict[str, list[str]] = {}
     for layer, role in tensors:
@@ -240,9 +293,13 @@ def layer_table(graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mappin
     rows = []
     for node in graph.nodes:
         why = why_float(floats[node.name]) if node.name in floats else ""
-        rows.append((node.name, node.op, shape_text(node), ", ".join(roles.get(node.name, ())) or why))
+        rows.append(
+            (node.name, node.op, shape_text(node), ", ".join(roles.get(node.name, ())) or why)
+        )
     ranks = [0.0 if node.name in roles else None for node in graph.nodes]
-    return view.listing(("layer", "operator", "output", "tensors"), rows, ranks, idle="in float")
+    return view.listing(
+        ("layer", "operator", "output", "tensors"), rows, ranks, idle="in float"
+    )
 
 
 def why_float(reason: str) -> str:
@@ -256,7 +313,11 @@ def why_float(reason: str) -> str:
 
 def shape_text(node: Node) -> str:
     """`bx3x8x8` for an output of any batch size."""
-    return "" if node.shape is None else "x".join("b" if size is None else str(size) for size in node.shape)
+    return (
+        ""
+        if node.shape is None
+        else "x".join("b" if size is None else str(size) for size in node.shape)
+    )
 
 
 def _db(value: float | None) -> str:

@@ -50,7 +50,11 @@ class Listing:
         return [tuple(row[at] for at in chosen) for row in self.rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = replace(self, rows=[tuple(map(one_line, row)) for row in self.rows], note=one_line(self.note))
+        shown = replace(
+            self,
+            rows=[tuple(map(one_line, row)) for row in self.rows],
+            note=one_line(self.note),
+        )
         yield from shown._laid_out(options)
 
     def _laid_out(self, options: ConsoleOptions) -> RenderResult:
@@ -58,7 +62,10 @@ class Listing:
         cells = {title: [row[at] for row in self.rows] for at, title in enumerate(self.titles)}
         natural = {title: max(map(len, (title, *texts))) for title, texts in cells.items()}
         layouts = self.layouts or (self.titles,)
-        titles = next((each for each in layouts if _total(natural, each) <= options.max_width), layouts[-1])
+        titles = next(
+            (each for each in layouts if _total(natural, each) <= options.max_width),
+            layouts[-1],
+        )
         widths = self._wrapped(natural, titles, options.max_width)
         rows = self.rows_of(titles)
         if self.note and not rows:
@@ -71,7 +78,9 @@ class Listing:
         if self.note:
             yield Text(self.note)
 
-    def _wrapped(self, natural: Mapping[str, int], titles: Sequence[str], width: int) -> dict[str, int] | None:
+    def _wrapped(
+        self, natural: Mapping[str, int], titles: Sequence[str], width: int
+    ) -> dict[str, int] | None:
         """The width of each column, the last and the first one narrowed as far as need be; None if that won't do."""
         widths = {title: natural[title] for title in titles}
         for title in (titles[-1], titles[0]):
@@ -83,7 +92,12 @@ class Listing:
     def _table(self, widths: Mapping[str, int], rows: Iterable[tuple[str, ...]]) -> Table:
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
         for title, width in widths.items():
-            table.add_column(title, justify="right" if title in self.numbers else "left", width=width, overflow="fold")
+            table.add_column(
+                title,
+                justify="right" if title in self.numbers else "left",
+                width=width,
+                overflow="fold",
+            )
         for row in rows:
             table.add_row(*map(Text, row))  # brackets in layer names are not markup
         return table
@@ -141,10 +155,14 @@ class View:
         ]
         kept = list(range(len(ranked)))
         if self.top is not None:
-            by_rank = sorted((rank, at) for at, (rank, _) in enumerate(ranked) if rank is not None)
+            by_rank = sorted(
+                (rank, at) for at, (rank, _) in enumerate(ranked) if rank is not None
+            )
             kept = sorted(at for _, at in by_rank[: self.top])
         hidden, idling = len(ranked) - len(kept), sum(rank is None for rank, _ in ranked)
-        share = f", {'all' if idling == hidden else f'{idling} of them'} {idle}" if idling else ""
+        share = (
+            f", {'all' if idling == hidden else f'{idling} of them'} {idle}" if idling else ""
+        )
         count = f"{hidden}{' more' if kept else ''} {what}{'' if hidden == 1 else 's'}"
         note = f"{count}{share}: {self.remedy}{also}" if hidden else ""
         shown = [tuple(map(self.text, ranked[at][1])) for at in kept]
@@ -159,5 +177,7 @@ def _stacked(titles: Sequence[str], rows: Iterable[tuple[str, ...]]) -> RenderRe
     """Each row as its name and, indented below, its other columns."""
     for name, *values in rows:
         yield Text(name)
-        labelled = [f"{title} {value}" for title, value in zip(titles[1:], values, strict=True) if value]
+        labelled = [
+            f"{title} {value}" for title, value in zip(titles[1:], values, strict=True) if value
+        ]
         yield Padding(Text("  ".join(labelled)), (0, 0, 0, 4))

@@ -63,8 +63,12 @@ class Arguments:
             return True
         if self.needed <= count <= self.most:
             return False
-        wanted = str(self.needed) if self.needed == self.most else f"{self.needed} to {self.most}"
-        raise DataError(f"has {count} elements, but the model takes {wanted} inputs (and one target may follow)")
+        wanted = (
+            str(self.needed) if self.needed == self.most else f"{self.needed} to {self.most}"
+        )
+        raise DataError(
+            f"has {count} elements, but the model takes {wanted} inputs (and one target may follow)"
+        )
 
     def _is_target(self, item: Sequence[Any]) -> bool:
         first, last = item[0], item[-1]
@@ -72,7 +76,9 @@ class Arguments:
             return len(item) == 2
         if not isinstance(last, Tensor) or is_one_per_sample(last):
             return len(item) == 2 or self.takes_labels
-        integers = isinstance(first, Tensor) and not (first.is_floating_point() or last.is_floating_point())
+        integers = isinstance(first, Tensor) and not (
+            first.is_floating_point() or last.is_floating_point()
+        )
         return self.takes_labels and integers and first.shape == last.shape
 
 
@@ -88,14 +94,22 @@ def arguments_of(module: nn.Module | None) -> Arguments:
     known = frozenset(p.name for p in parameters)
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return Arguments(known=known)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    others = (at for at, p in enumerate(positional) if p.default is not p.empty and not _may_be_tensor(p))
+    positional = [
+        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    others = (
+        at
+        for at, p in enumerate(positional)
+        if p.default is not p.empty and not _may_be_tensor(p)
+    )
     return Arguments(
         names=tuple(p.name for p in positional),
         required=sum(p.default is p.empty for p in positional),
         tensors=next(others, len(positional)),
         most=len(positional),
-        takes_labels=any(p.name in TARGET_NAMES for p in parameters if p.default is not p.empty),
+        takes_labels=any(
+            p.name in TARGET_NAMES for p in parameters if p.default is not p.empty
+        ),
         known=known,
     )
 
@@ -137,18 +151,30 @@ class Filled:
     def __str__(self) -> str:
         """In words; "" where there is one input and nothing to choose."""
         unfilled = ", ".join(filter(None, (self.passed_over, *self.left_out)))
-        fills = f"batches fill {', '.join(self.arguments)} of forward()" + (f", not {unfilled}" if unfilled else "")
+        fills = f"batches fill {', '.join(self.arguments)} of forward()" + (
+            f", not {unfilled}" if unfilled else ""
+        )
         is_plain = len(self.arguments) == 1 and not unfilled
         if not self.target:
             return "" if is_plain else fills
         what = "(input, target) pairs" if is_plain else f"{fills}, and have a target"
-        doubt = "; if it is an input, give dicts, which name what they fill" if self.doubtful else ""
+        doubt = (
+            "; if it is an input, give dicts, which name what they fill"
+            if self.doubtful
+            else ""
+        )
         return f"{what}; calibration ignores the targets{doubt}"
 
 
-def filled(args: Sequence[Any], kwargs: Mapping[str, Any], target: Tensor | None, given: Arguments) -> Filled:
+def filled(
+    args: Sequence[Any], kwargs: Mapping[str, Any], target: Tensor | None, given: Arguments
+) -> Filled:
     """What a call fills of the arguments that `forward` takes."""
-    named = (*given.names[: len(args)], *(f"argument {at}" for at in range(len(given.names), len(args))), *kwargs)
+    named = (
+        *given.names[: len(args)],
+        *(f"argument {at}" for at in range(len(given.names), len(args))),
+        *kwargs,
+    )
     free = given.names[len(args) : given.tensors]
     if target is None or kwargs or not free:
         return Filled(named, target is not None)

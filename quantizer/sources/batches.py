@@ -53,7 +53,9 @@ class Batch:
 
     def filled(self, given: Arguments) -> Filled:
         """The arguments of `forward` that it fills, of those that are given."""
-        return replace(filled(self.args, self.kwargs, self.target, given), left_out=self.left_out)
+        return replace(
+            filled(self.args, self.kwargs, self.target, given), left_out=self.left_out
+        )
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the same batch with its tensors on `device`."""
@@ -71,7 +73,11 @@ class Batch:
     def first(self, count: int) -> Batch:
         """The first `count` samples."""
         size = self.size
-        return self._map(lambda tensor: tensor[:count] if tensor.dim() and tensor.shape[0] == size else tensor)
+        return self._map(
+            lambda tensor: (
+                tensor[:count] if tensor.dim() and tensor.shape[0] == size else tensor
+            )
+        )
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with each tensor replaced; what is one tensor in `args` and `raw` stays one."""
@@ -82,7 +88,10 @@ class Batch:
                 results[id(tensor)] = function(tensor)
             return results[id(tensor)]
 
-        changed = {name: _map_tensors(once, getattr(self, name)) for name in ("args", "kwargs", "target", "raw")}
+        changed = {
+            name: _map_tensors(once, getattr(self, name))
+            for name in ("args", "kwargs", "target", "raw")
+        }
         return replace(self, **changed)
 
 
@@ -110,7 +119,12 @@ class Fingerprint:
     def to_json(self) -> dict[str, Any]:
         """For example `{"samples": 256, "batches": 8, "inputs": {"args[0]": ["float32[1, 8, 8]"]}, "digest": "…"}`."""
         inputs = {name: sorted(kinds) for name, kinds in sorted(self._inputs.items())}
-        return {"samples": self.samples, "batches": self.batches, "inputs": inputs, "digest": self._hash.hexdigest()}
+        return {
+            "samples": self.samples,
+            "batches": self.batches,
+            "inputs": inputs,
+            "digest": self._hash.hexdigest(),
+        }
 
 
 def not_finite(tensor: Tensor, is_sound: Callable[[Tensor], Tensor] = torch.isfinite) -> int:
@@ -178,14 +192,20 @@ def _from_sequence(item: tuple[Any, ...] | list[Any], given: Arguments) -> Batch
 
 def _check_samples(batch: Batch) -> None:
     tensors = list(batch.tensors())
-    for name, tensor in (*tensors, *_leaves("target", batch.target), *_leaves("item", batch.raw)):
+    for name, tensor in (
+        *tensors,
+        *_leaves("target", batch.target),
+        *_leaves("item", batch.raw),
+    ):
         if (reason := oddity(tensor)) is not None:
             raise DataError(f"cannot be computed with: {name} {reason}", help=PLAIN)
     if not tensors:
         raise DataError("holds no tensor")
     name, tensor = tensors[0]
     if tensor.dim() == 0:
-        raise DataError(f"is not a batch: {name} is a single number, without a dimension for the samples")
+        raise DataError(
+            f"is not a batch: {name} is a single number, without a dimension for the samples"
+        )
     if tensor.shape[0] == 0:
         raise DataError(f"is empty: {name} has the shape {list(tensor.shape)}")
 

@@ -21,7 +21,13 @@ from quantizer.errors import DataError, UsageError
 from quantizer.numerics.deferred import GROWTH, give_back
 from quantizer.sources.arguments import UNKNOWN, Arguments, Filled, arguments_of
 from quantizer.sources.batches import Batch, Fingerprint, not_finite
-from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
+from quantizer.sources.images import (
+    EXAMPLE,
+    IMAGE_SUFFIXES,
+    find_images,
+    image_batches,
+    parse_preprocess,
+)
 from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
 from quantizer.sources.user_code import split_spec
@@ -31,7 +37,11 @@ _END: Any = object()
 logger = logging.getLogger(__name__)
 
 TENSORS, IMAGES, TEXTS = "tensor files", "images", "texts"
-KINDS: Mapping[str, Sequence[str]] = {TENSORS: tuple(READERS), TEXTS: (".txt",), IMAGES: IMAGE_SUFFIXES}
+KINDS: Mapping[str, Sequence[str]] = {
+    TENSORS: tuple(READERS),
+    TEXTS: (".txt",),
+    IMAGES: IMAGE_SUFFIXES,
+}
 FORMS = (
     "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, .safetensors or .pt tensors "
     "or of .txt texts, a folder of images, or random:NxCxHxW"
@@ -75,7 +85,11 @@ class Batches:
         """How many batches a pass has, as far as that is known once one has begun: for progress only."""
         if self.fingerprint is not None:
             return int(self.fingerprint["batches"])
-        asked = math.ceil(self.subset_len / self.first_size) if self.subset_len and self.first_size else None
+        asked = (
+            math.ceil(self.subset_len / self.first_size)
+            if self.subset_len and self.first_size
+            else None
+        )
         known = [count for count in (self.length, asked) if count is not None]
         return min(known, default=None)
 
@@ -99,7 +113,9 @@ class Batches:
         other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
         if other is not None:
             remedy = "every rank reads all batches, in the same order: give no DistributedSampler, and a fixed seed"
-            raise DataError(f"{self.label} gives rank {other} other batches than rank 0", help=remedy)
+            raise DataError(
+                f"{self.label} gives rank {other} other batches than rank 0", help=remedy
+            )
 
     def note_length(self, items: object) -> None:
         """Take the length of the user's data, if they tell one; a wrong one makes only the progress wrong."""
@@ -117,22 +133,33 @@ class Batches:
             for name, tensor in batch.tensors():
                 if bad := not_finite(tensor):
                     place = f"batch {seen.batches} of {self.label}"
-                    raise DataError(f"{place} holds NaN or Inf: {bad} of {tensor.numel()} values of {name}")
+                    raise DataError(
+                        f"{place} holds NaN or Inf: {bad} of {tensor.numel()} values of {name}"
+                    )
             self.filled = self.filled or self._say(batch.filled(self.given))
             self.first_size = self.first_size or batch.size
             seen.update(batch)
             yield batch
-            give_back(GROWTH)  # holes in the heap grow from batch to batch, to several times what is alive
+            give_back(
+                GROWTH
+            )  # holes in the heap grow from batch to batch, to several times what is alive
         if not seen.batches:
             raise DataError(f"{self.label} gives no batch", help=FORMS)
         if self.subset_len and seen.samples < self.subset_len:
-            logger.warning("%s has %d samples of the %d asked for", self.label, seen.samples, self.subset_len)
+            logger.warning(
+                "%s has %d samples of the %d asked for",
+                self.label,
+                seen.samples,
+                self.subset_len,
+            )
         self.fingerprint = seen.to_json()
 
     def _say(self, filled: Filled) -> Filled:
         """Tell once what the batches are taken for."""
         if text := str(filled):
-            logger.log(logging.WARNING if filled.doubtful else logging.INFO, "%s: %s", self.label, text)
+            logger.log(
+                logging.WARNING if filled.doubtful else logging.INFO, "%s: %s", self.label, text
+            )
         return filled
 
     def _subset(self) -> Iterator[Batch]:
@@ -188,20 +215,31 @@ def load_batches(
         images = find_images(paths)
         if preprocess is None:
             remedy = f"--preprocess '{EXAMPLE}'"
-            raise UsageError(f"{source}: images need preprocessing, and none is given", help=remedy)
+            raise UsageError(
+                f"{source}: images need preprocessing, and none is given", help=remedy
+            )
         opened = partial(image_batches, images, parse_preprocess(preprocess), size, seed)
         length = math.ceil(len(images) / size)
-        return Batches(partial(_prefetched, opened), str(source), subset_len, length=length, given=given)
+        return Batches(
+            partial(_prefetched, opened), str(source), subset_len, length=length, given=given
+        )
     if kind == TENSORS:
         opened = partial(tensor_batches, paths, size, given, max_unpacked)
         return Batches(partial(_prefetched, opened), str(source), subset_len, given=given)
     if kind == TEXTS:
         text = TextData(paths, str(source), windows or Windows(), module)
-        return Batches(partial(text.batches, batch_size or DEFAULT_TEXT_BATCH), text.label, subset_len, given=given)
+        return Batches(
+            partial(text.batches, batch_size or DEFAULT_TEXT_BATCH),
+            text.label,
+            subset_len,
+            given=given,
+        )
     if isinstance(source, str) and source.startswith("random:"):
         shape = _random_shape(source)
         draw = partial(_random_batches, shape, size, seed)
-        return Batches(draw, source, subset_len, stamp="random data", length=math.ceil(shape[0] / size))
+        return Batches(
+            draw, source, subset_len, stamp="random data", length=math.ceil(shape[0] / size)
+        )
     items, label = from_python(source) if isinstance(source, str) else (source, label)
     batches = Batches(lambda: iter(()), label, subset_len, given=given)
     items = asked_once(items) if callable(items) and not isinstance(items, Iterable) else items
@@ -228,7 +266,10 @@ def find_files(spec: str) -> tuple[str, list[Path]]:
         return "", []
     else:
         raise DataError(f"there is no file or folder {spec}", help=FORMS)
-    sorts = {kind: [file for file in found if file.suffix.lower() in suffixes] for kind, suffixes in KINDS.items()}
+    sorts = {
+        kind: [file for file in found if file.suffix.lower() in suffixes]
+        for kind, suffixes in KINDS.items()
+    }
     present = [kind for kind, files in sorts.items() if files]
     if path.is_dir() and not {TENSORS, TEXTS}.intersection(present):
         return IMAGES, [path]
@@ -236,7 +277,10 @@ def find_files(spec: str) -> tuple[str, list[Path]]:
         raise DataError(f"{spec} gives no tensor file, no text and no image", help=FORMS)
     if len(present) > 1:
         pattern = path / f"*{sorts[present[0]][0].suffix}"
-        raise DataError(f"{spec} holds {' and '.join(present)}", help=f"name one kind, for example {pattern}")
+        raise DataError(
+            f"{spec} holds {' and '.join(present)}",
+            help=f"name one kind, for example {pattern}",
+        )
     return present[0], sorts[present[0]]
 
 
@@ -257,14 +301,20 @@ def _prefetched(items: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
 
 def _random_shape(spec: str) -> tuple[int, ...]:
     if not re.fullmatch(r"random:[1-9]\d{0,8}(x[1-9]\d{0,8})+", spec):
-        raise UsageError(f"{spec!r} is not random:NxCxHxW", help="for example random:32x3x224x224")
+        raise UsageError(
+            f"{spec!r} is not random:NxCxHxW", help="for example random:32x3x224x224"
+        )
     shape = tuple(int(number) for number in spec.removeprefix("random:").split("x"))
     if math.prod(shape[1:]) > 2**31:
-        raise UsageError(f"one sample of {spec} has {math.prod(shape[1:])} values, more than 2^31")
+        raise UsageError(
+            f"one sample of {spec} has {math.prod(shape[1:])} values, more than 2^31"
+        )
     return shape
 
 
 def _random_batches(shape: tuple[int, ...], size: int, seed: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, shape[0], size):
-        yield Batch.of(torch.randn(min(size, shape[0] - start), *shape[1:], generator=generator))
+        yield Batch.of(
+            torch.randn(min(size, shape[0] - start), *shape[1:], generator=generator)
+        )

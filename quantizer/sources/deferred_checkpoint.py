@@ -25,14 +25,18 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     transformers = importlib.import_module("transformers")
     accelerate = importlib.import_module("accelerate")
     stored = _stored(folder)
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     if not stored or getattr(config, "quantization_config", None) is not None:
         return None
     model = getattr(transformers, architecture)
     if not hasattr(model, "_from_config"):  # one of the Auto classes
         return None
     with accelerate.init_empty_weights(include_buffers=False):
-        module: nn.Module = model._from_config(config, dtype=config.dtype or next(iter(stored.values())).dtype)
+        module: nn.Module = model._from_config(
+            config, dtype=config.dtype or next(iter(stored.values())).dtype
+        )
     module.tie_weights()  # type: ignore[operator]  # which making them empty has undone
     if not _fits(module, stored):
         return None
@@ -64,7 +68,9 @@ def indexed_files(index: Path) -> list[str]:
     """
     content = json.loads(index.read_text("utf-8"))
     places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+    if not isinstance(places, dict) or not all(
+        isinstance(name, str) for name in places.values()
+    ):
         raise ModelError(f"{index} is damaged: its weight_map does not name files")
     for name in places.values():
         require_inside(index, name)
@@ -90,5 +96,8 @@ def _fits(module: nn.Module, stored: dict[str, DeferredTensor]) -> bool:
     return (
         computed
         and own.keys() == stored.keys()
-        and all(own[name].shape == each.shape and own[name].dtype == each.dtype for name, each in stored.items())
+        and all(
+            own[name].shape == each.shape and own[name].dtype == each.dtype
+            for name, each in stored.items()
+        )
     )

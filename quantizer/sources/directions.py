@@ -14,7 +14,20 @@ from quantizer.errors import ModelError, QuantizerError, UsageError
 from quantizer.sources.user_code import UserModule
 
 LOWER_IS_BETTER = frozenset(
-    ["perplexity", "ppl", "loss", "nll", "mae", "mse", "rmse", "mape", "wer", "cer", "eer", "fid"]
+    [
+        "perplexity",
+        "ppl",
+        "loss",
+        "nll",
+        "mae",
+        "mse",
+        "rmse",
+        "mape",
+        "wer",
+        "cer",
+        "eer",
+        "fid",
+    ]
 )
 HIGHER_IS_BETTER = frozenset(
     [

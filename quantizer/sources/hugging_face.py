@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from quantizer.config.wording import shortened
 from quantizer.errors import DataError, ModelError, pip_line
-from quantizer.sources.deferred_checkpoint import INDEX, deferred_model, indexed_files, require_inside
+from quantizer.sources.deferred_checkpoint import (
+    INDEX,
+    deferred_model,
+    indexed_files,
+    require_inside,
+)
 from quantizer.sources.text import longest_window
 from quantizer.sources.user_code import user_errors
 
@@ -33,7 +38,10 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         ModelError: it cannot be read, lacks weights or needs code that is not trusted, or transformers is missing.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ModelError(f"{folder} is a Hugging Face model, and transformers is missing", help=pip_line("llm"))
+        raise ModelError(
+            f"{folder} is a Hugging Face model, and transformers is missing",
+            help=pip_line("llm"),
+        )
     with user_errors(f"transformers, loading {folder},", ModelError):
         config = json.loads((folder / CONFIG).read_text("utf-8"))
         if not isinstance(config, dict):
@@ -75,7 +83,8 @@ def _class_of(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
     transformers = importlib.import_module("transformers")
     name = str((config.get("architectures") or ["AutoModel"])[0])
     own: dict[str, str] = {
-        str(place).rpartition(".")[2]: auto for auto, place in (config.get("auto_map") or {}).items()
+        str(place).rpartition(".")[2]: auto
+        for auto, place in (config.get("auto_map") or {}).items()
     }
     if trust and name in own:
         return own[name]
@@ -85,10 +94,14 @@ def _class_of(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
     if name in own:
         help_ = "read these Python files, and add --trust if you would run them"
         raise ModelError(f"{folder} is not loaded: {name} is code in this folder", help=help_)
-    raise ModelError(f"{folder / CONFIG} names a model {name!r}, which this version of transformers does not have")
+    raise ModelError(
+        f"{folder / CONFIG} names a model {name!r}, which this version of transformers does not have"
+    )
 
 
-def read_checkpoint(folder: Path, architecture: str, **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
+def read_checkpoint(
+    folder: Path, architecture: str, **settings: Any
+) -> tuple[nn.Module, dict[str, Any]]:
     """What `from_pretrained` makes of a folder, in eval mode, and what it says of keys that it has not found or not
     used; errors are those of transformers.
     """
@@ -131,8 +144,14 @@ def without_cache(module: nn.Module) -> Iterator[None]:
 
 def _caching(module: nn.Module) -> list[Any]:
     """The configs that ask for a cache; a decoder may have one of its own."""
-    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
-    return [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    configs = {
+        id(config): config
+        for part in module.modules()
+        if (config := getattr(part, "config", None)) is not None
+    }
+    return [
+        config for config in configs.values() if getattr(config, "use_cache", False) is True
+    ]
 
 
 def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
@@ -146,11 +165,19 @@ def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
     config: Any = module.config
     name = getattr(module, "main_input_name", "input_ids")
     if name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
-        ids = (torch.arange(min(seq_len, longest_window(module) or seq_len)) % config.vocab_size)[None]
-        return {name: ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {name: ids}
+        ids = (
+            torch.arange(min(seq_len, longest_window(module) or seq_len)) % config.vocab_size
+        )[None]
+        return (
+            {name: ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {name: ids}
+        )
     size = getattr(config, "image_size", None)
     if name == "pixel_values" and size is not None:
         height, width = (size, size) if isinstance(size, int) else size
         dtype = next(module.parameters()).dtype
-        return {name: torch.zeros(1, getattr(config, "num_channels", 3), height, width, dtype=dtype)}
-    raise DataError(f"{type(module).__name__} says no shape of its input {name}", help="give --data")
+        return {
+            name: torch.zeros(1, getattr(config, "num_channels", 3), height, width, dtype=dtype)
+        }
+    raise DataError(
+        f"{type(module).__name__} says no shape of its input {name}", help="give --data"
+    )

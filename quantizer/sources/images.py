@@ -18,14 +18,27 @@ from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.plain_files import read_start, require_plain
 from quantizer.sources.batches import Batch, naming
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
+IMAGE_SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".bmp",
+    ".webp",
+    ".ppm",
+    ".pgm",
+    ".gif",
+    ".tif",
+    ".tiff",
+)
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 """What is read, whatever a file is called: Pillow would start Ghostscript for an EPS."""
 MOST_PIXELS = 200_000_000
 LONGEST_SETTINGS = 1_000_000
 """Bytes of a file for `--preprocess`."""
-EXAMPLE = '{"resize": 256, "crop": 224, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}'
+EXAMPLE = (
+    '{"resize": 256, "crop": 224, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}'
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,9 @@ class Preprocess:
         if self.crop:
             image = image.crop(_centre(image.size, self.crop))
         width, height = image.size
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(height, width, -1)
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(
+            height, width, -1
+        )
         mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
         return (pixels.permute(2, 0, 1).float() / 255 - mean) / std
 
@@ -66,7 +81,10 @@ class Preprocess:
         if math.prod(size) > self.max_pixels:
             width, height = size
             remedy = 'a larger "max_pixels" in --preprocess allows it'
-            raise DataError(f"would have {width} x {height} pixels, more than {self.max_pixels}", help=remedy)
+            raise DataError(
+                f"would have {width} x {height} pixels, more than {self.max_pixels}",
+                help=remedy,
+            )
 
 
 def parse_preprocess(text: str) -> Preprocess:
@@ -83,11 +101,15 @@ def parse_preprocess(text: str) -> Preprocess:
         except (OSError, UnicodeDecodeError) as cause:
             remedy = f"give a file or: {EXAMPLE}"
             reason = getattr(cause, "strerror", None) or cause
-            raise UsageError(f"--preprocess {place} cannot be read: {reason}", help=remedy) from cause
+            raise UsageError(
+                f"--preprocess {place} cannot be read: {reason}", help=remedy
+            ) from cause
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        raise UsageError(f"{place} is not JSON: {cause}", help=f"for example: {EXAMPLE}") from cause
+        raise UsageError(
+            f"{place} is not JSON: {cause}", help=f"for example: {EXAMPLE}"
+        ) from cause
     if not isinstance(fields, dict):
         raise UsageError(f"{place} is not a JSON object", help=f"for example: {EXAMPLE}")
     _check_fields(fields, place)
@@ -106,10 +128,15 @@ def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
         return [(path, None) for path in paths]
     folder = paths[0]
     flat = _images_in(folder)
-    classes = [images for each in sorted(folder.iterdir()) if each.is_dir() and (images := _images_in(each))]
+    classes = [
+        images
+        for each in sorted(folder.iterdir())
+        if each.is_dir() and (images := _images_in(each))
+    ]
     if flat and classes:
         raise DataError(
-            f"{folder} holds images and folders of images", help="keep either class folders or a flat folder"
+            f"{folder} holds images and folders of images",
+            help="keep either class folders or a flat folder",
         )
     if not flat and not classes:
         remedy = f"images end in {', '.join(IMAGE_SUFFIXES)}"
@@ -127,7 +154,9 @@ def image_batches(
     random.Random(seed).shuffle(order)
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
-        x = _stack([_decode(path, preprocess) for path, _ in chosen], [path for path, _ in chosen])
+        x = _stack(
+            [_decode(path, preprocess) for path, _ in chosen], [path for path, _ in chosen]
+        )
         labels = [label for _, label in chosen if label is not None]
         yield Batch.of(x, torch.tensor(labels) if labels else None)
 
@@ -168,8 +197,13 @@ def _decode(path: Path, preprocess: Preprocess) -> Tensor:
 def _stack(images: Sequence[Tensor], paths: Sequence[Path]) -> Tensor:
     for image, path in zip(images, paths, strict=True):
         if image.shape != images[0].shape:
-            sizes = f"{path} gives {list(image.shape)}, {paths[0]} gives {list(images[0].shape)}"
-            raise DataError(f"the images differ in size: {sizes}", help='set "resize" and "crop" in --preprocess')
+            sizes = (
+                f"{path} gives {list(image.shape)}, {paths[0]} gives {list(images[0].shape)}"
+            )
+            raise DataError(
+                f"the images differ in size: {sizes}",
+                help='set "resize" and "crop" in --preprocess',
+            )
     return torch.stack(list(images))
 
 
@@ -185,9 +219,15 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "resize": (_is_size, "a number of pixels"),
     "crop": (_is_size, "a number of pixels"),
     "mean": (_are_numbers, "a list of one or three numbers"),
-    "std": (lambda value: _are_numbers(value) and all(v > 0 for v in value), "a list of one or three positive numbers"),
+    "std": (
+        lambda value: _are_numbers(value) and all(v > 0 for v in value),
+        "a list of one or three positive numbers",
+    ),
     "max_pixels": (_is_size, "a number of pixels"),
-    "interpolation": (lambda value: value in INTERPOLATIONS, f"one of {', '.join(INTERPOLATIONS)}"),
+    "interpolation": (
+        lambda value: value in INTERPOLATIONS,
+        f"one of {', '.join(INTERPOLATIONS)}",
+    ),
 }
 
 

@@ -19,7 +19,13 @@ from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.hugging_face import CONFIG, example_input, for_windows, load_hugging_face
 from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
-from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors, user_exits
+from quantizer.sources.user_code import (
+    UserModule,
+    import_user_module,
+    split_spec,
+    user_errors,
+    user_exits,
+)
 from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
 
 logger = logging.getLogger(__name__)
@@ -67,7 +73,11 @@ class LoadedModel:
 
 
 def load_model(
-    spec: str, weights: str | None = None, *, trust: bool = False, max_unpacked: int | None = None
+    spec: str,
+    weights: str | None = None,
+    *,
+    trust: bool = False,
+    max_unpacked: int | None = None,
 ) -> LoadedModel:
     """The model of `--model`, with the weights of `--weights` if given.
 
@@ -103,8 +113,14 @@ def materialize(module: nn.Module, batch: Batch) -> None:
     """
     if not any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         return
-    logger.warning("%s has lazy layers: their weights are drawn at random", type(module).__name__)
-    with torch.random.fork_rng(), torch.no_grad(), user_errors("running the model on the first batch", ModelError):
+    logger.warning(
+        "%s has lazy layers: their weights are drawn at random", type(module).__name__
+    )
+    with (
+        torch.random.fork_rng(),
+        torch.no_grad(),
+        user_errors("running the model on the first batch", ModelError),
+    ):
         torch.manual_seed(0)
         module(*batch.args, **batch.kwargs)
     check_finite(module)
@@ -117,9 +133,16 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
         DataError: it cannot run at all, so the batch and the model do not fit.
         ModelError: it would end the process.
     """
-    inputs = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, tensor in batch.tensors()]
+    inputs = [
+        f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for _, tensor in batch.tensors()
+    ]
     what = f"running the model on the first batch ({', '.join(inputs)})"
-    with torch.random.fork_rng(), torch.no_grad(), user_errors(what, DataError, ended=ModelError):
+    with (
+        torch.random.fork_rng(),
+        torch.no_grad(),
+        user_errors(what, DataError, ended=ModelError),
+    ):
         module(*batch.args, **batch.kwargs)
 
 
@@ -156,9 +179,13 @@ def _from_python(spec: str) -> LoadedModel:
         name=type(module).__name__,
         calibration_data=calibration_data,
         evaluation_data=_data(user, "evaluation_data") or calibration_data,
-        evaluate=Evaluate(_checked_evaluate(user, evaluate), directions) if evaluate is not None else None,
+        evaluate=Evaluate(_checked_evaluate(user, evaluate), directions)
+        if evaluate is not None
+        else None,
         directions=directions,
-        tokenizer=(lambda: as_encode(tokenizer(), f"tokenizer() of {user.label}")) if tokenizer is not None else None,
+        tokenizer=(lambda: as_encode(tokenizer(), f"tokenizer() of {user.label}"))
+        if tokenizer is not None
+        else None,
         example=(lambda seq_len: example()) if example is not None else None,
     )
 
@@ -169,7 +196,9 @@ def _build(user: UserModule, name: str) -> nn.Module:
         return factory
     what = f"{name} of {user.label}"
     if not callable(factory):
-        raise ModelError(f"{what} is {a_kind(factory)}, not a function that returns a torch.nn.Module")
+        raise ModelError(
+            f"{what} is {a_kind(factory)}, not a function that returns a torch.nn.Module"
+        )
     if required := _required_parameters(factory):
         remedy = f"give them defaults, or write a function without parameters that calls {name}"
         raise ModelError(f"{what} needs arguments: {', '.join(required)}", help=remedy)
@@ -197,7 +226,9 @@ def _data(user: UserModule, name: str) -> Callable[[], Any] | None:
 
 def _checked_evaluate(user: UserModule, function: Any) -> Measure:
     if not callable(function):
-        raise user.error(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
+        raise user.error(
+            f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)"
+        )
 
     def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
         metrics = user.call(function, DataError, model, data)
@@ -229,7 +260,10 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
         raise ModelError(f"{path} cannot be read as an exported program: {cause}") from cause
 
 
-_WEIGHTS = "{path} holds weights, not a model", "give the Python that builds it: --model FILE.py --weights {path}"
+_WEIGHTS = (
+    "{path} holds weights, not a model",
+    "give the Python that builds it: --model FILE.py --weights {path}",
+)
 _REFUSED: Mapping[str, tuple[str, str]] = {
     ".onnx": (
         "{path}: an ONNX graph is not a PyTorch model, and quantizer has no converter",
@@ -242,11 +276,15 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
 
 def _from_folder(folder: Path, trust: bool) -> LoadedModel:
     if not (folder / CONFIG).is_file():
-        raise ModelError(f"{folder} is a folder without a {CONFIG}, so not a Hugging Face model", help=FORMS)
+        raise ModelError(
+            f"{folder} is a folder without a {CONFIG}, so not a Hugging Face model", help=FORMS
+        )
     module = load_hugging_face(folder, trust=trust)
     return LoadedModel(
         module,
         type(module).__name__,
-        tokenizer=partial(load_tokenizer, folder, trust=trust) if has_tokenizer(folder) else None,
+        tokenizer=partial(load_tokenizer, folder, trust=trust)
+        if has_tokenizer(folder)
+        else None,
         example=partial(example_input, module),
     )

@@ -21,8 +21,14 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._held = [(part, name, dict(vars(part)[name])) for _, part in _parts(module) for name in _HELD]
-        self._values = [(each, each.clone()) for each in module.buffers() if not isinstance(each, DeferredTensor)]
+        self._held = [
+            (part, name, dict(vars(part)[name])) for _, part in _parts(module) for name in _HELD
+        ]
+        self._values = [
+            (each, each.clone())
+            for each in module.buffers()
+            if not isinstance(each, DeferredTensor)
+        ]
         self._attributes = {
             (path, name): (part, value, value.copy() if type(value) in _CONTAINERS else None)
             for path, part in _parts(module)
@@ -32,9 +38,18 @@ class ModuleState:
 
     def changed(self) -> list[str]:
         """The attributes that are others now, by their paths."""
-        names = [".".join(filter(None, key)) for key in self._attributes if self._is_changed(*key)]
-        now = {(path, name) for path, part in _parts(self._module) for name in vars(part) if name not in _OWN}
-        return names + sorted(".".join(filter(None, key)) for key in now - self._attributes.keys())
+        names = [
+            ".".join(filter(None, key)) for key in self._attributes if self._is_changed(*key)
+        ]
+        now = {
+            (path, name)
+            for path, part in _parts(self._module)
+            for name in vars(part)
+            if name not in _OWN
+        }
+        return names + sorted(
+            ".".join(filter(None, key)) for key in now - self._attributes.keys()
+        )
 
     def _is_changed(self, path: str, name: str) -> bool:
         part, value, content = self._attributes[path, name]
@@ -60,7 +75,11 @@ class ModuleState:
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of one by their paths; those compiled by torch.jit hold what they have elsewhere."""
-    return ((path, part) for path, part in module.named_modules() if not isinstance(part, torch.jit.ScriptModule))
+    return (
+        (path, part)
+        for path, part in module.named_modules()
+        if not isinstance(part, torch.jit.ScriptModule)
+    )
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -72,7 +91,11 @@ def _same(one: Any, other: Any) -> bool:
     """Whether two containers hold the same objects, or equal ones."""
     try:
         return bool(one == other)
-    except (RuntimeError, ValueError, TypeError):  # tensors and arrays say of each value whether it is equal
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+    ):  # tensors and arrays say of each value whether it is equal
         return False
 
 

@@ -19,7 +19,9 @@ from typing import Any
 
 HASHED_BYTES = 32 << 20
 """Larger files are told by their size and times, as reading them would take longer than what is saved."""
-_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = tuple(
+    {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 _VOLATILE = ("/proc/", "/sys/", "/dev/")
 
 
@@ -32,8 +34,14 @@ class Reads:
 
     def stamps(self) -> dict[str, str]:
         """What tells each of them, and each file of a module that is imported, from a changed one."""
-        modules = {path for module in list(sys.modules.values()) if (path := getattr(module, "__file__", None))}
-        files = {source_of(path) for path in self.files} | {os.path.abspath(path) for path in modules}
+        modules = {
+            path
+            for module in list(sys.modules.values())
+            if (path := getattr(module, "__file__", None))
+        }
+        files = {source_of(path) for path in self.files} | {
+            os.path.abspath(path) for path in modules
+        }
         return {path: stamp(path) for path in sorted(files | self.folders)}
 
 
@@ -87,7 +95,9 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
     if not _recording or event not in ("open", "os.listdir", "os.scandir"):
         return
     path = "." if args[0] is None else args[0]
-    if not isinstance(path, (str, bytes, os.PathLike)) or (event == "open" and _writes(*args[1:])):
+    if not isinstance(path, (str, bytes, os.PathLike)) or (
+        event == "open" and _writes(*args[1:])
+    ):
         return
     place = os.path.abspath(os.fsdecode(path))
     if place.startswith(_VOLATILE):

@@ -59,8 +59,14 @@ _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueErro
 
 _AGAIN = "copy or download it again"
 _NOT_DATA = {
-    b"version https://git-lfs": ("it is a Git LFS pointer, not the file itself", "run: git lfs pull"),
-    b"<!doctype html": ("it is an HTML page", "the download gave a web page; fetch the raw file"),
+    b"version https://git-lfs": (
+        "it is a Git LFS pointer, not the file itself",
+        "run: git lfs pull",
+    ),
+    b"<!doctype html": (
+        "it is an HTML page",
+        "the download gave a web page; fetch the raw file",
+    ),
     b"<html": ("it is an HTML page", "the download gave a web page; fetch the raw file"),
 }
 """How files begin that hold something else, in small letters."""
@@ -84,7 +90,9 @@ def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None 
         _check_is_data(path)
         _check_unpacked(path, most)
         content = READERS[path.suffix.lower()](path)
-        _check_size(path, max((_size(each) for each in pytree.tree_leaves(content)), default=0), most)
+        _check_size(
+            path, max((_size(each) for each in pytree.tree_leaves(content)), default=0), most
+        )
         return content
     except _UnreadableError as cause:
         reason, remedy = cause.args
@@ -132,13 +140,17 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_tensors(path)
     except SafetensorError as cause:
-        raise _UnreadableError(f"it is truncated or not a safetensors file ({cause})", _AGAIN) from cause
+        raise _UnreadableError(
+            f"it is truncated or not a safetensors file ({cause})", _AGAIN
+        ) from cause
 
 
 def _read_torch(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the pickle protocol and TorchScript: what matters is raised below
+            warnings.simplefilter(
+                "ignore"
+            )  # about the pickle protocol and TorchScript: what matters is raised below
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
@@ -155,10 +167,13 @@ def _why_torch_failed(message: str) -> _UnreadableError:
         )
     if "TorchScript" in message:
         return _UnreadableError(
-            "it is a TorchScript archive, which is a program", "save the state_dict of the Python model"
+            "it is a TorchScript archive, which is a program",
+            "save the state_dict of the Python model",
         )
     if "pickle" in message.lower() or "Weights only load failed" in message:
-        return _UnreadableError("it is not a file that torch.save wrote, or it is damaged", _AGAIN)
+        return _UnreadableError(
+            "it is not a file that torch.save wrote, or it is damaged", _AGAIN
+        )
     return _UnreadableError("it is truncated or damaged", _AGAIN)
 
 
@@ -172,8 +187,13 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
         with zipfile.ZipFile(path) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
     except _ZIP_ERRORS as cause:
-        raise _UnreadableError(f"it is truncated or not an npz archive ({cause})", _AGAIN) from cause
-    return {name.removesuffix(".npy"): _parse_npy(io.BytesIO(content)) for name, content in members.items()}
+        raise _UnreadableError(
+            f"it is truncated or not an npz archive ({cause})", _AGAIN
+        ) from cause
+    return {
+        name.removesuffix(".npy"): _parse_npy(io.BytesIO(content))
+        for name, content in members.items()
+    }
 
 
 def _parse_npy(file: IO[bytes]) -> Tensor:
@@ -182,7 +202,9 @@ def _parse_npy(file: IO[bytes]) -> Tensor:
     data = bytearray(file.read())
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:
-        raise _UnreadableError(f"it is truncated: {len(data)} bytes of data, {expected} expected", None)
+        raise _UnreadableError(
+            f"it is truncated: {len(data)} bytes of data, {expected} expected", None
+        )
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     if fortran_order:
         return flat.reshape(shape[::-1]).permute(*range(len(shape) - 1, -1, -1)).contiguous()
@@ -198,17 +220,33 @@ def _npy_header(file: IO[bytes]) -> tuple[torch.dtype, bool, tuple[int, ...]]:
     try:
         (length,) = struct.unpack(length_format, file.read(struct.calcsize(length_format)))
         if length > LONGEST_HEADER:
-            raise _UnreadableError(f"its NumPy header has {length} bytes, more than {LONGEST_HEADER}", None)
+            raise _UnreadableError(
+                f"its NumPy header has {length} bytes, more than {LONGEST_HEADER}", None
+            )
         header = ast.literal_eval(file.read(length).decode("utf-8").strip())
-        descr, fortran_order, shape = str(header["descr"]), header["fortran_order"], tuple(header["shape"])
-    except (struct.error, ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as cause:
+        descr, fortran_order, shape = (
+            str(header["descr"]),
+            header["fortran_order"],
+            tuple(header["shape"]),
+        )
+    except (
+        struct.error,
+        ValueError,
+        SyntaxError,
+        TypeError,
+        KeyError,
+        RecursionError,
+        MemoryError,
+    ) as cause:
         raise _UnreadableError("its NumPy header is damaged", None) from cause
     # True is an int, too, but no size.
     are_sizes = all(type(size) is int and 0 <= size < LARGEST_SIZE for size in shape)
     if not are_sizes or not isinstance(fortran_order, bool):
         raise _UnreadableError("its NumPy header is damaged", None)
     if descr not in _NPY_DTYPES:
-        raise _UnreadableError(f"its dtype {descr!r} has no tensor", f"save it as one of {', '.join(_NPY_DTYPES)}")
+        raise _UnreadableError(
+            f"its dtype {descr!r} has no tensor", f"save it as one of {', '.join(_NPY_DTYPES)}"
+        )
     return _NPY_DTYPES[descr], fortran_order, shape
 
 
@@ -222,7 +260,10 @@ READERS: Mapping[str, Callable[[Path], Any]] = {
 
 
 def tensor_batches(
-    paths: Sequence[Path], size: int, given: Arguments = UNKNOWN, max_unpacked: int | None = None
+    paths: Sequence[Path],
+    size: int,
+    given: Arguments = UNKNOWN,
+    max_unpacked: int | None = None,
 ) -> Iterator[Batch]:
     """Batches of `size` samples. In every tensor, dimension 0 counts the samples; the last batch may be smaller.
 
@@ -244,19 +285,27 @@ def tensor_batches(
 def _named_tensors(path: Path, given: Arguments, max_unpacked: int | None) -> Named:
     content: Any = read_file(path, DataError, max_unpacked)
     named = {"x": content} if isinstance(content, Tensor) else content
-    if not isinstance(named, Mapping) or not all(isinstance(tensor, Tensor) for tensor in named.values()):
+    if not isinstance(named, Mapping) or not all(
+        isinstance(tensor, Tensor) for tensor in named.values()
+    ):
         raise DataError(f"{path} holds {a_kind(content)}, not a tensor or a dict of tensors")
     for name, tensor in named.items():
         if (reason := oddity(tensor)) is not None:
             raise DataError(f"{path} cannot be computed with: {name} {reason}", help=PLAIN)
     if not set(named) - set(given.labels):
         raise DataError(
-            f"{path} holds no input tensor", help=f"name it {', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}"
+            f"{path} holds no input tensor",
+            help=f"name it {', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}",
         )
     held = path.stat().st_size  # nobody has more samples than that of which none has a value
-    endless = next((n for n, each in named.items() if not each.numel() and each.shape[:1].numel() > held), None)
+    endless = next(
+        (n for n, each in named.items() if not each.numel() and each.shape[:1].numel() > held),
+        None,
+    )
     if endless is not None:
-        raise DataError(f"{path} holds no values of {endless}: its shape is {list(named[endless].shape)}")
+        raise DataError(
+            f"{path} holds no values of {endless}: its shape is {list(named[endless].shape)}"
+        )
     counts = {name: list(tensor.shape[:1]) for name, tensor in named.items()}
     if [] in counts.values() or len({count[0] for count in counts.values()}) != 1:
         listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
@@ -265,14 +314,21 @@ def _named_tensors(path: Path, given: Arguments, max_unpacked: int | None) -> Na
 
 
 def _joined(first: Named, second: Named, path: Path) -> Named:
-    kinds = [{name: (tensor.dtype, tensor.shape[1:]) for name, tensor in named.items()} for named in (first, second)]
+    kinds = [
+        {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in named.items()}
+        for named in (first, second)
+    ]
     if kinds[0] != kinds[1]:
-        raise DataError(f"{path} does not go with the files before it: {_listed(second)} after {_listed(first)}")
+        raise DataError(
+            f"{path} does not go with the files before it: {_listed(second)} after {_listed(first)}"
+        )
     return {name: torch.cat([tensor, second[name]]) for name, tensor in first.items()}
 
 
 def _listed(named: Named) -> str:
-    return ", ".join(f"{name} {tensor.dtype} {list(tensor.shape[1:])}" for name, tensor in named.items())
+    return ", ".join(
+        f"{name} {tensor.dtype} {list(tensor.shape[1:])}" for name, tensor in named.items()
+    )
 
 
 def _count(named: Named) -> int:
@@ -283,7 +339,11 @@ def _as_batch(named: Named, given: Arguments) -> Batch:
     others = {name: tensor for name, tensor in named.items() if name not in given.labels}
     target = next((named[name] for name in given.labels if name in named), None)
     chosen = next((name for name in INPUT_NAMES if name in others), None)
-    inputs = {n: tensor for n, tensor in others.items() if chosen is None or n == chosen or n in given.known}
+    inputs = {
+        n: tensor
+        for n, tensor in others.items()
+        if chosen is None or n == chosen or n in given.known
+    }
     left_out = tuple(name for name in others if name not in inputs)
     if len(inputs) == 1:
         return replace(Batch.of(next(iter(inputs.values())), target), left_out=left_out)

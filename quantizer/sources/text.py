@@ -18,7 +18,9 @@ from quantizer.sources.tokenizer import Encode
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEQ_LEN = 512
-UNSCORED = -100  # the target of a token that does not count, as torch's cross_entropy ignores it
+UNSCORED = (
+    -100
+)  # the target of a token that does not count, as torch's cross_entropy ignores it
 INPUT = "input_ids"
 BETWEEN_FILES = "\n\n"
 
@@ -36,9 +38,13 @@ class Windows:
 
     def __post_init__(self) -> None:
         if self.seq_len < 2:
-            raise UsageError(f"--seq_len {self.seq_len}: a window needs two tokens, one to predict and one before it")
+            raise UsageError(
+                f"--seq_len {self.seq_len}: a window needs two tokens, one to predict and one before it"
+            )
         if self.stride is not None and not 1 <= self.stride <= self.seq_len:
-            raise UsageError(f"--stride must be from 1 to --seq_len, {self.seq_len}, not {self.stride}")
+            raise UsageError(
+                f"--stride must be from 1 to --seq_len, {self.seq_len}, not {self.stride}"
+            )
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,9 @@ class TextData:
                 help="give batches of your own: {'input_ids': …, 'decoder_input_ids': …}",
             )
         if not scored:
-            logger.warning("%s does not foretell the next token: no perplexity", type(self.module).__name__)
+            logger.warning(
+                "%s does not foretell the next token: no perplexity", type(self.module).__name__
+            )
         return scored
 
     @cached_property
@@ -96,11 +104,23 @@ class TextData:
             raise UsageError(f"{self.label} is text, and there is no tokenizer", help=remedy)
         ids = self.windows.tokenizer()(BETWEEN_FILES.join(_read(path) for path in self.paths))
         if len(ids) < seq_len:
-            remedy = f"give a longer text, or --seq_len {len(ids)}" if len(ids) > 1 else "give a longer text"
-            raise DataError(f"{self.label} has {len(ids)} tokens, fewer than a window of {seq_len}", help=remedy)
+            remedy = (
+                f"give a longer text, or --seq_len {len(ids)}"
+                if len(ids) > 1
+                else "give a longer text"
+            )
+            raise DataError(
+                f"{self.label} has {len(ids)} tokens, fewer than a window of {seq_len}",
+                help=remedy,
+            )
         rest = (len(ids) - seq_len) % stride
         if rest:
-            logger.info("%s: the last %d of %d tokens fill no window and are left out", self.label, rest, len(ids))
+            logger.info(
+                "%s: the last %d of %d tokens fill no window and are left out",
+                self.label,
+                rest,
+                len(ids),
+            )
         self._check_vocabulary(ids)
         return torch.tensor(ids[: len(ids) - rest])
 
@@ -130,7 +150,12 @@ def foretells(module: nn.Module | None) -> bool:
 def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> Batch:
     """By name where `forward` takes `input_ids`, else as the first input."""
     if module is not None and INPUT in inspect.signature(module.forward).parameters:
-        return Batch((), {INPUT: ids}, target, {INPUT: ids} | ({} if target is None else {"labels": target}))
+        return Batch(
+            (),
+            {INPUT: ids},
+            target,
+            {INPUT: ids} | ({} if target is None else {"labels": target}),
+        )
     return Batch.of(ids, target)
 
 

@@ -34,7 +34,10 @@ def load_tokenizer(spec: str | Path, *, trust: bool = False) -> Encode:
             help_ = "read its Python files, and add --trust if you would run them; or give a tokenizer.json"
             raise DataError(f"the tokenizer of {path} is code in this folder", help=help_)
         with user_errors(f"transformers, loading the tokenizer of {path},", DataError):
-            return as_encode(auto.from_pretrained(path, local_files_only=True, trust_remote_code=trust), str(path))
+            return as_encode(
+                auto.from_pretrained(path, local_files_only=True, trust_remote_code=trust),
+                str(path),
+            )
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"there is no file or folder {path}", help=FORMS)
@@ -65,7 +68,10 @@ def as_encode(tokenizer: Any, label: str) -> Encode:
     """
     if not callable(getattr(tokenizer, "encode", None)):
         raise DataError(f"{label} is {a_kind(tokenizer)} without encode(text)", help=FORMS)
-    for name in ("no_truncation", "no_padding"):  # a stored limit would cut the text without a word
+    for name in (
+        "no_truncation",
+        "no_padding",
+    ):  # a stored limit would cut the text without a word
         if hasattr(tokenizer, name):
             getattr(tokenizer, name)()
 
@@ -74,7 +80,9 @@ def as_encode(tokenizer: Any, label: str) -> Encode:
             found = tokenizer.encode(text)
         ids = getattr(found, "ids", found)
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-            raise DataError(f"encode() of {label} returns {a_kind(found)}, not a list of token ids")
+            raise DataError(
+                f"encode() of {label} returns {a_kind(found)}, not a list of token ids"
+            )
         return ids
 
     return encode
@@ -82,5 +90,7 @@ def as_encode(tokenizer: Any, label: str) -> Encode:
 
 def _package(name: str, path: Path) -> Any:
     if importlib.util.find_spec(name) is None:
-        raise DataError(f"{path} needs the package {name}, which is missing", help=pip_line("llm"))
+        raise DataError(
+            f"{path} needs the package {name}, which is missing", help=pip_line("llm")
+        )
     return importlib.import_module(name)

@@ -23,7 +23,9 @@ from quantizer.errors import GateError, QuantizerError
 logger = logging.getLogger(__name__)
 
 FORMS = "give FILE.py, FILE.py:factory or package.module:factory"
-_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = tuple(
+    {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 _OURS = str(Path(__file__).parents[1] / "_")[:-1]
 _IMPORTED: ContextVar[dict[Path, ModuleType] | None] = ContextVar("_IMPORTED", default=None)
 """The files of a command so far; None outside of one."""
@@ -60,10 +62,16 @@ class UserModule:
             return getattr(self.module, name)
         public = [known for known in vars(self.module) if not known.startswith("_")]
         close = difflib.get_close_matches(name, public, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"it defines: {', '.join(public) or 'nothing'}"
+        hint = (
+            f"did you mean {' or '.join(close)}?"
+            if close
+            else f"it defines: {', '.join(public) or 'nothing'}"
+        )
         raise self.error(f"{self.label} has no {name!r}", help=hint)
 
-    def call(self, function: Callable[..., Any], error: type[QuantizerError], *args: Any) -> Any:
+    def call(
+        self, function: Callable[..., Any], error: type[QuantizerError], *args: Any
+    ) -> Any:
         """`function(*args)` with the folder importable; what it raises comes back as `error` with the user's frames."""
         name = getattr(function, "__name__", type(function).__name__)
         with user_errors(f"{name}() of {self.label}", error), _importable(self.folder):
@@ -90,7 +98,9 @@ def import_user_module(location: str, error: type[QuantizerError]) -> UserModule
                 remedy = "run from the folder that holds it, or give FILE.py:factory"
                 raise error(f"there is no module {cause.name!r} {where}", help=remedy) from None
             raise
-    logger.info("importing %s from %s", location, getattr(module, "__file__", "a namespace package"))
+    logger.info(
+        "importing %s from %s", location, getattr(module, "__file__", "a namespace package")
+    )
     return UserModule(module, folder, location, error)
 
 
@@ -107,7 +117,9 @@ def split_spec(spec: str) -> tuple[str, str | None]:
 
 
 @contextmanager
-def user_errors(what: str, error: type[QuantizerError], ended: type[QuantizerError] | None = None) -> Iterator[None]:
+def user_errors(
+    what: str, error: type[QuantizerError], ended: type[QuantizerError] | None = None
+) -> Iterator[None]:
     """Turn what the user's code raises into `error`: "`what` raised ValueError: …" and the user's own frames.
 
     Args:
@@ -146,7 +158,10 @@ def raised(what: str, cause: BaseException, error: type[QuantizerError]) -> Quan
     """Return the sentence that `what` raised `cause`, with the user's own frames, as an `error`."""
     kind = type(cause).__name__
     text = " ".join(str(cause).split())
-    return error(f"{what} raised {kind}: {text}" if text else f"{what} raised {kind}", help=_frames(cause))
+    return error(
+        f"{what} raised {kind}: {text}" if text else f"{what} raised {kind}",
+        help=_frames(cause),
+    )
 
 
 def was_called(model: Any, cause: BaseException) -> bool:
@@ -210,13 +225,24 @@ def _forget_namesakes(folder: Path) -> None:
     importable = {str(folder), *(str(Path(entry or ".").resolve()) for entry in sys.path)}
     for file in folder.glob("*.py"):
         origin = getattr(sys.modules.get(file.stem), "__file__", None)
-        if origin is not None and str(Path(origin).resolve().parent) not in importable and file.is_file():
+        if (
+            origin is not None
+            and str(Path(origin).resolve().parent) not in importable
+            and file.is_file()
+        ):
             del sys.modules[file.stem]
 
 
 def _frames(cause: BaseException) -> list[str]:
     """Where in the user's code: `file.py:12 in build: the line`, outermost first, at most five."""
     others = (*_INSTALLED, _OURS, "<frozen")
-    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not frame.filename.startswith(others)]
-    lines = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-5:]]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if not frame.filename.startswith(others)
+    ]
+    lines = [
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in frames[-5:]
+    ]
     return lines or ["no frame of your code is involved"]

@@ -49,7 +49,9 @@ def user_batches(
     Raises:
         DataError: they are none, or the user's code fails; the batch is named.
     """
-    seed_everything(seed)  # a loader that shuffles or crops gives the same batches in every pass
+    seed_everything(
+        seed
+    )  # a loader that shuffles or crops gives the same batches in every pass
     with user_errors(label, DataError):
         items = _iterator(source, label, tell)
     yield from batches_of(items, label, given)
@@ -84,12 +86,17 @@ def batches_of(items: Iterator[Any], label: str, given: Arguments) -> Iterator[B
 
 def _iterator(source: Any, label: str, tell: Callable[[object], None]) -> Iterator[Any]:
     if isinstance(source, Iterator):
-        raise DataError(f"{label} can be gone through only once", help="give the function that returns the iterator")
+        raise DataError(
+            f"{label} can be gone through only once",
+            help="give the function that returns the iterator",
+        )
     if callable(source) and not isinstance(source, Iterable):
         source = source()
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         remedy = "wrap it: torch.utils.data.DataLoader(dataset, batch_size=32)"
-        raise DataError(f"{label} is a Dataset, which gives single samples, not batches", help=remedy)
+        raise DataError(
+            f"{label} is a Dataset, which gives single samples, not batches", help=remedy
+        )
     if isinstance(source, Tensor | str | Mapping) or not isinstance(source, Iterable):
         remedy = "give a list of batches, a DataLoader, or a function that returns one"
         raise DataError(f"{label} is {a_kind(source)}, not an iterable of batches", help=remedy)

@@ -29,10 +29,14 @@ def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) 
         ModelError: the file is unreadable, holds something else or unpacks to too much, or a name or a shape differs.
     """
     if Path(path).suffix.lower() not in WEIGHT_SUFFIXES:
-        raise ModelError(f"{path} is not a weights file", help=f"its name must end in {', '.join(WEIGHT_SUFFIXES)}")
+        raise ModelError(
+            f"{path} is not a weights file",
+            help=f"its name must end in {', '.join(WEIGHT_SUFFIXES)}",
+        )
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise ModelError(
-            "the model has lazy layers, whose weights have no shape yet", help="give these layers their sizes"
+            "the model has lazy layers, whose weights have no shape yet",
+            help="give these layers their sizes",
         )
     state = _state_dict(read_file(Path(path), ModelError, max_unpacked), path)
     _check_fit(module, state, path)
@@ -47,10 +51,15 @@ def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
         if is_lazy(tensor) or name in besides:
             continue  # a lazy one has no values before the first batch
         is_parameter = isinstance(tensor, nn.Parameter)
-        bad = not_finite(tensor.detach(), torch.isfinite if is_parameter else lambda values: ~torch.isnan(values))
+        bad = not_finite(
+            tensor.detach(),
+            torch.isfinite if is_parameter else lambda values: ~torch.isnan(values),
+        )
         if bad:
             fault = "NaN or Inf" if is_parameter else "NaN"
-            raise ModelError(f"the weights hold {fault}: {bad} of {tensor.numel()} values of {name}")
+            raise ModelError(
+                f"the weights hold {fault}: {bad} of {tensor.numel()} values of {name}"
+            )
 
 
 def check_kinds(module: nn.Module) -> None:
@@ -72,7 +81,10 @@ def _state_dict(content: Any, path: str) -> dict[str, Tensor]:
             content = content[key]
             break
     if not isinstance(content, Mapping) or not content:
-        raise ModelError(f"{path} holds {_describe(content)}, not a state_dict", help="save model.state_dict()")
+        raise ModelError(
+            f"{path} holds {_describe(content)}, not a state_dict",
+            help="save model.state_dict()",
+        )
     other = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
     if other:
         raise ModelError(
@@ -96,22 +108,36 @@ def _misfit(given: Tensor, wanted: Tensor) -> str | None:
 
 def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> None:
     own = module.state_dict()
-    given = {own[name].data_ptr() for name in state if name in own}  # a file may store tied weights once
+    given = {
+        own[name].data_ptr() for name in state if name in own
+    }  # a file may store tied weights once
     missing = [
         name
         for name, tensor in own.items()
-        if name not in state and not name.endswith("num_batches_tracked") and tensor.data_ptr() not in given
+        if name not in state
+        and not name.endswith("num_batches_tracked")
+        and tensor.data_ptr() not in given
     ]
-    kinds = [(name, why) for name, tensor in state.items() if name in own and (why := _misfit(tensor, own[name]))]
+    kinds = [
+        (name, why)
+        for name, tensor in state.items()
+        if name in own and (why := _misfit(tensor, own[name]))
+    ]
     unexpected = [name for name in state if name not in own]
     misshaped = [
         f"{name} {list(tensor.shape)} (the model has {list(own[name].shape)})"
         for name, tensor in state.items()
         if name in own and tensor.shape != own[name].shape
     ]
-    faults = {"missing in the file": missing, "not in the model": unexpected, "of another shape": misshaped}
+    faults = {
+        "missing in the file": missing,
+        "not in the model": unexpected,
+        "of another shape": misshaped,
+    }
     faults["of another kind"] = [f"{name} ({why})" for name, why in kinds]
-    lines = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
+    lines = [
+        f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names
+    ]
     if not lines:
         return
     if unexpected and all(name.startswith("module.") for name in unexpected):

@@ -31,12 +31,18 @@ class LiveBytes(TorchDispatchMode):
         self.held = self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        before = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if is_tensor(leaf)}
+        before = {
+            leaf.untyped_storage()._cdata
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if is_tensor(leaf)
+        }
         out = func(*args, **(kwargs or {}))
         for leaf in filter(is_tensor, pytree.tree_leaves(out)):
             storage = leaf.untyped_storage()
             if storage._cdata not in before:
-                self.held -= self.live.get(storage._cdata, (None, 0))[1]  # it is gone, and its address used again
+                self.held -= self.live.get(storage._cdata, (None, 0))[
+                    1
+                ]  # it is gone, and its address used again
                 self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.held += storage.nbytes()
         if self.held > self.peak:
@@ -56,7 +62,11 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.gate, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, T, WIDTH] to the same."""
@@ -69,7 +79,11 @@ def found_bytes(found: Adjustment) -> int:
     tensors = [value for own in found.parameters.values() for value in own.values()]
     for rounded in found.rounded.values():
         tensors += [rounded.weight, rounded.qparams.scale, rounded.qparams.zero_point]
-    tensors += [value for qparams in found.qparams.values() for value in (qparams.scale, qparams.zero_point)]
+    tensors += [
+        value
+        for qparams in found.qparams.values()
+        for value in (qparams.scale, qparams.zero_point)
+    ]
     return sum(each.nbytes for each in {id(each): each for each in tensors}.values())
 
 
@@ -106,8 +120,13 @@ def test_values_in_files_give_the_same_bits(name: str, monkeypatch: pytest.Monke
     task, run, settings = task_of(model, inputs, INT4), load_run(name), ALGORITHMS[name]()
     expected = run(task, settings, Adjustment())
     with_spool, spilled = Spool.put, list[Tensor]()
-    monkeypatch.setattr(Spool, "put", lambda self, tensor: spilled.append(tensor) or with_spool(self, tensor))
+    monkeypatch.setattr(
+        Spool, "put", lambda self, tensor: spilled.append(tensor) or with_spool(self, tensor)
+    )
     found = run(replace(task, memory=0), settings, Adjustment())
     assert len(spilled) >= 2 * len(inputs)
     assert found.rounded.keys() == expected.rounded.keys() and len(found.rounded) == 6
-    assert all(torch.equal(found.rounded[layer].weight, own.weight) for layer, own in expected.rounded.items())
+    assert all(
+        torch.equal(found.rounded[layer].weight, own.weight)
+        for layer, own in expected.rounded.items()
+    )

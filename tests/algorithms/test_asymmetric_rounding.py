@@ -53,14 +53,19 @@ def output_error(task: Task, found: Adjustment) -> float:
     """Of the whole network on other inputs."""
     x = 3 * decaying(2048, 96, seed=2)
     expected: Tensor = Network(task.graph)(x)
-    return float((Network(adjusted(task.graph, found, rounded=True))(x) - expected).square().sum())
+    return float(
+        (Network(adjusted(task.graph, found, rounded=True))(x) - expected).square().sum()
+    )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_what_layers_make_up_for_counts_at_the_end_of_a_stack(bits: int) -> None:
     """Both are better than GPTQ, as their papers say (arXiv 2504.02692, 2505.11695)."""
     task = stack(bits)
-    errors = {name: output_error(task, run(task, settings, Adjustment())) for name, (run, settings) in RUNS.items()}
+    errors = {
+        name: output_error(task, run(task, settings, Adjustment()))
+        for name, (run, settings) in RUNS.items()
+    }
     assert errors["gptaq"] < 0.95 * errors["gptq"]
     assert errors["qronos"] < 0.8 * errors["gptq"]
 
@@ -74,7 +79,10 @@ def test_where_inputs_have_no_error_it_is_gptq(name: str) -> None:
     x = decaying(2048, 64, seed=1)
     found, _ = solved(weight, x, settings=settings, run=run)
     expected, _ = solved(weight, x, settings=GPTQConfig(damp_percent=settings.damp_percent))
-    assert torch.equal(found.weight, expected.weight) and found.after == expected.after < 0.7 * found.before
+    assert (
+        torch.equal(found.weight, expected.weight)
+        and found.after == expected.after < 0.7 * found.before
+    )
 
 
 def mismatched(depth: int, seed: int, tokens: int = 256) -> tuple[Tensor, Tensor]:
@@ -84,7 +92,9 @@ def mismatched(depth: int, seed: int, tokens: int = 256) -> tuple[Tensor, Tensor
     return f, f + 0.5 * f @ mixing
 
 
-def rounded_weight(weight: Tensor, f: Tensor, x: Tensor, aim: GptqTarget, spec: QuantizationSpec = CHANNELS) -> Tensor:
+def rounded_weight(
+    weight: Tensor, f: Tensor, x: Tensor, aim: GptqTarget, spec: QuantizationSpec = CHANNELS
+) -> Tensor:
     """One linear layer rounded for these inputs; to nearest where nothing is gained."""
     layer = linear(weight)
     gram, drift = Gram(layer), Drift(layer)
@@ -101,7 +111,9 @@ def rounded_column(column: Tensor, qparams: QParams) -> Tensor:
     return (column / scale).round().clamp(-4, 3) * scale
 
 
-def gptaq_by_definition(weight: Tensor, f: Tensor, x: Tensor, settings: GPTAQConfig, qparams: QParams) -> Tensor:
+def gptaq_by_definition(
+    weight: Tensor, f: Tensor, x: Tensor, settings: GPTAQConfig, qparams: QParams
+) -> Tensor:
     """Column by column, each with least squares of its own over the columns that are left (arXiv 2504.02692)."""
     w, gram = weight.double(), x.T.double() @ x.double()
     h = gram + settings.damp_percent * gram.diagonal().mean() * torch.eye(len(gram))
@@ -113,13 +125,17 @@ def gptaq_by_definition(weight: Tensor, f: Tensor, x: Tensor, settings: GPTAQCon
     for j in range(len(h)):
         q = rounded_column(w[:, j], qparams)
         if j + 1 < len(h):
-            w[:, j + 1 :] += torch.outer(w[:, j] - q, torch.linalg.solve(h[j + 1 :, j + 1 :], h[j + 1 :, j]))
+            w[:, j + 1 :] += torch.outer(
+                w[:, j] - q, torch.linalg.solve(h[j + 1 :, j + 1 :], h[j + 1 :, j])
+            )
         w[:, j] = q
     assert not torch.equal(target, w)
     return w.float()
 
 
-def qronos_by_definition(weight: Tensor, f: Tensor, x: Tensor, damping: float, qparams: QParams) -> Tensor:
+def qronos_by_definition(
+    weight: Tensor, f: Tensor, x: Tensor, damping: float, qparams: QParams
+) -> Tensor:
     """Each column the best for all others as they are, then those that are left fitted anew (arXiv 2505.11695)."""
     w, depth = weight.double(), weight.shape[1]
     pull = torch.eye(depth).double() * damping**0.5
@@ -130,7 +146,9 @@ def qronos_by_definition(weight: Tensor, f: Tensor, x: Tensor, damping: float, q
         left = outputs - a @ q.T + a[:, [j]] * q[:, j]
         q[:, j] = rounded_column(a[:, j] @ left / a[:, j].square().sum(), qparams)
         if j + 1 < depth:
-            q[:, j + 1 :] = torch.linalg.lstsq(a[:, j + 1 :], outputs - a[:, : j + 1] @ q[:, : j + 1].T).solution.T
+            q[:, j + 1 :] = torch.linalg.lstsq(
+                a[:, j + 1 :], outputs - a[:, : j + 1] @ q[:, : j + 1].T
+            ).solution.T
     return q.float()
 
 
@@ -142,11 +160,17 @@ def test_both_do_what_their_papers_define(seed: int) -> None:
     qparams = nearest_qparams(CHANNELS, weight)
     asymmetric, fitted = GPTAQConfig(desc_act=False), QronosConfig(alpha=1e-3, desc_act=False)
     expected = gptaq_by_definition(weight, f, x, asymmetric, qparams)
-    assert torch.allclose(rounded_weight(weight, f, x, GptaqTarget(asymmetric)), expected, atol=1e-5)
+    assert torch.allclose(
+        rounded_weight(weight, f, x, GptaqTarget(asymmetric)), expected, atol=1e-5
+    )
     largest = float(torch.linalg.eigvalsh(x.T.double() @ x.double())[-1])
     assert QronosTarget(fitted).damping(x.T @ x) == pytest.approx(1e-3 * largest, rel=1e-2)
-    expected = qronos_by_definition(weight, f, x, QronosTarget(fitted).damping(x.T @ x), qparams)
-    assert torch.allclose(rounded_weight(weight, f, x, QronosTarget(fitted)), expected, atol=1e-5)
+    expected = qronos_by_definition(
+        weight, f, x, QronosTarget(fitted).damping(x.T @ x), qparams
+    )
+    assert torch.allclose(
+        rounded_weight(weight, f, x, QronosTarget(fitted)), expected, atol=1e-5
+    )
 
 
 def test_four_weights_come_near_to_the_best_of_all_choices() -> None:
@@ -174,13 +198,21 @@ def test_four_weights_come_near_to_the_best_of_all_choices() -> None:
 def test_no_share_of_the_inputs_errors_is_gptq() -> None:
     """alpha 0, to the last bit."""
     task = stack(3)
-    whole, none = gptq(task, GPTQConfig(), Adjustment()), gptaq(task, GPTAQConfig(alpha=0.0), Adjustment())
-    assert all(torch.equal(each.weight, none.rounded[name].weight) for name, each in whole.rounded.items())
+    whole, none = (
+        gptq(task, GPTQConfig(), Adjustment()),
+        gptaq(task, GPTAQConfig(alpha=0.0), Adjustment()),
+    )
+    assert all(
+        torch.equal(each.weight, none.rounded[name].weight)
+        for name, each in whole.rounded.items()
+    )
 
 
 @pytest.mark.parametrize("name", ASYMMETRIC)
 @pytest.mark.parametrize("true_sequential", [True, False])
-def test_an_interrupted_run_goes_on_beside_the_float_network(name: str, true_sequential: bool) -> None:
+def test_an_interrupted_run_goes_on_beside_the_float_network(
+    name: str, true_sequential: bool
+) -> None:
     """After two of five groups; and each weight is one of its scale."""
     run, settings = RUNS[name]
     settings = replace(settings, true_sequential=true_sequential)
@@ -191,7 +223,10 @@ def test_an_interrupted_run_goes_on_beside_the_float_network(name: str, true_seq
     assert list(whole.rounded) == layer_names(task.graph) == list(again.rounded)
     for layer, rounded in whole.rounded.items():
         assert torch.equal(again.rounded[layer].weight, rounded.weight)
-        assert torch.equal(nearest(rounded.weight, task.specs[layer, "weights"], rounded.qparams), rounded.weight)
+        assert torch.equal(
+            nearest(rounded.weight, task.specs[layer, "weights"], rounded.qparams),
+            rounded.weight,
+        )
 
 
 @pytest.mark.parametrize("name", ASYMMETRIC)
@@ -204,15 +239,26 @@ def test_dead_inputs_and_few_tokens_leave_finite_weights(name: str) -> None:
     found = run(task, settings, Adjustment())
     first = layer_names(task.graph)[0]
     plain = to_nearest(weight_of(task.graph, first), task.specs[first, "weights"])
-    assert all(each.weight.isfinite().all() and each.after <= each.before for each in found.rounded.values())
+    assert all(
+        each.weight.isfinite().all() and each.after <= each.before
+        for each in found.rounded.values()
+    )
     assert torch.equal(found.rounded[first].weight[:, 5], plain[:, 5])
 
 
 def test_a_fit_to_few_tokens_is_told() -> None:
     """Ninety-six unknowns of a row and as many equations; more damping helps as more tokens do."""
-    few = replace(stack(4), batches=task_of(nn.Linear(96, 96), [3 * decaying(96, 96, seed=1)], CHANNELS).batches)
-    found, damped = (qronos(few, QronosConfig(alpha=alpha), Adjustment()) for alpha in (1e-6, 1e-3))
+    few = replace(
+        stack(4),
+        batches=task_of(nn.Linear(96, 96), [3 * decaying(96, 96, seed=1)], CHANNELS).batches,
+    )
+    found, damped = (
+        qronos(few, QronosConfig(alpha=alpha), Adjustment()) for alpha in (1e-6, 1e-3)
+    )
     few_tokens = "qronos fits its 96 inputs to 96 tokens, and on fewer than 384 that may not hold for other data"
     assert all(any(few_tokens in text for text in texts) for texts in remarks(found).values())
     assert output_error(few, damped) < 0.5 * output_error(few, found)
-    assert not any("tokens" in remark.text for remark in qronos(stack(4), QronosConfig(), Adjustment()).remarks)
+    assert not any(
+        "tokens" in remark.text
+        for remark in qronos(stack(4), QronosConfig(), Adjustment()).remarks
+    )

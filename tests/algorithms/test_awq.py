@@ -10,7 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rescaling import A8, CASES, FAMILIES, W4, Outliers, built, difference, quantized_error, task_of
+from rescaling import (
+    A8,
+    CASES,
+    FAMILIES,
+    W4,
+    Outliers,
+    built,
+    difference,
+    quantized_error,
+    task_of,
+)
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
@@ -30,14 +40,26 @@ SPECS = {
     "int3 groups": QuantizationSpec(bit_width=3, qscheme="per_group", ch_axis=1, group_size=16),
     "int4 channels": INT4,
     "int8 tensor": QuantizationSpec(),
-    "uint2 channels": QuantizationSpec(bit_width=2, signed=False, symmetric=False, qscheme="per_channel", ch_axis=0),
+    "uint2 channels": QuantizationSpec(
+        bit_width=2, signed=False, symmetric=False, qscheme="per_channel", ch_axis=0
+    ),
     "int4 inputs": QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=1),
-    "int4 groups of outputs": QuantizationSpec(bit_width=4, qscheme="per_group", ch_axis=0, group_size=4),
-    "mx fp4": QuantizationSpec(dtype="fp4", scale_type="e8m0", qscheme="per_group", ch_axis=1, group_size=32),
-    "nvfp4": QuantizationSpec(dtype="fp4", scale_type="e4m3", qscheme="per_group", ch_axis=1, group_size=8),
-    "mx6": QuantizationSpec(dtype="mx6", scale_type="microexponent", qscheme="per_group", ch_axis=1, group_size=16),
+    "int4 groups of outputs": QuantizationSpec(
+        bit_width=4, qscheme="per_group", ch_axis=0, group_size=4
+    ),
+    "mx fp4": QuantizationSpec(
+        dtype="fp4", scale_type="e8m0", qscheme="per_group", ch_axis=1, group_size=32
+    ),
+    "nvfp4": QuantizationSpec(
+        dtype="fp4", scale_type="e4m3", qscheme="per_group", ch_axis=1, group_size=8
+    ),
+    "mx6": QuantizationSpec(
+        dtype="mx6", scale_type="microexponent", qscheme="per_group", ch_axis=1, group_size=16
+    ),
     "fp8": QuantizationSpec(dtype="fp8_e4m3"),
-    "powers of two": QuantizationSpec(bit_width=4, scale_type="poweroftwo", qscheme="per_channel", ch_axis=0),
+    "powers of two": QuantizationSpec(
+        bit_width=4, scale_type="poweroftwo", qscheme="per_channel", ch_axis=0
+    ),
 }
 
 
@@ -63,7 +85,11 @@ def test_gains_of_the_paper() -> None:
     torch.manual_seed(0)
     few = torch.ones(256)
     few[torch.randperm(256)[:6]] = 60.0
-    inputs_by_kind = {"few": few, "lognormal": torch.exp(torch.randn(256)), "alike": torch.ones(256)}
+    inputs_by_kind = {
+        "few": few,
+        "lognormal": torch.exp(torch.randn(256)),
+        "alike": torch.ones(256),
+    }
     gains = {}
     exponents = {}
     for kind, gain in inputs_by_kind.items():
@@ -71,8 +97,12 @@ def test_gains_of_the_paper() -> None:
         task = task_of(model, inputs, W4)
         found = solved(task, clip_search=False)
         gains[kind] = errors(task, found, inputs)
-        factors = gain / next((own["weight"] for own in found.parameters.values() if "bias" in own), gain)
-        exponents[kind] = float((factors[few > 1].median() / factors[few == 1].median()).log()) / math.log(60)
+        factors = gain / next(
+            (own["weight"] for own in found.parameters.values() if "bias" in own), gain
+        )
+        exponents[kind] = float(
+            (factors[few > 1].median() / factors[few == 1].median()).log()
+        ) / math.log(60)
     assert gains["few"] >= 3
     assert 0.3 <= exponents["few"] <= 0.6
     assert gains["lognormal"] >= 1.5
@@ -80,10 +110,13 @@ def test_gains_of_the_paper() -> None:
 
 
 def test_clipping_helps_by_itself_and_with_factors() -> None:
-    model, inputs = model_with(torch.exp(torch.randn(256, generator=torch.Generator().manual_seed(0))))
+    model, inputs = model_with(
+        torch.exp(torch.randn(256, generator=torch.Generator().manual_seed(0)))
+    )
     task = task_of(model, inputs, dataclasses.replace(W4, bit_width=3))
     both, clip, scale = (
-        errors(task, solved(task, **off), inputs) for off in ({}, {"scale_search": False}, {"clip_search": False})
+        errors(task, solved(task, **off), inputs)
+        for off in ({}, {"scale_search": False}, {"clip_search": False})
     )
     assert clip > 1.1
     assert scale > 1.1
@@ -99,7 +132,9 @@ def test_one_large_channel(bits: int, signed: bool, scheme: str) -> None:
     gain[17] = 60.0
     model, inputs = model_with(gain)
     axis = {"ch_axis": 0} if scheme == "per_channel" else {"ch_axis": 1, "group_size": 32}
-    spec = QuantizationSpec(bit_width=bits, signed=signed, symmetric=signed, qscheme=scheme, **axis)
+    spec = QuantizationSpec(
+        bit_width=bits, signed=signed, symmetric=signed, qscheme=scheme, **axis
+    )
     task, left = task_of(model, inputs, spec), []
     for off in ({}, {"clip_search": False}, {"scale_search": False}):
         found = solved(task, **off)
@@ -127,11 +162,16 @@ def test_any_spec(name: str, spec: QuantizationSpec) -> None:
         assert torch.equal(nearest(rounded.weight, spec, rounded.qparams), rounded.weight)
         assert 0 <= rounded.after < 1
         assert rounded.weight.isfinite().all()
-    assert sum(each.after for each in found.rounded.values()) <= sum(each.before for each in found.rounded.values())
+    assert sum(each.after for each in found.rounded.values()) <= sum(
+        each.before for each in found.rounded.values()
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name not in FAMILIES or name in ("Llama", "GPT2", "Bert")])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in CASES if name not in FAMILIES or name in ("Llama", "GPT2", "Bert")],
+)
 def test_the_float_function_stays(name: str) -> None:
     """Also of grouped-query attention: Llama shares a head of values between two of queries.
 
@@ -150,10 +190,14 @@ def test_a_group_is_never_worse_than_plain_rounding() -> None:
     task = task_of(model, inputs, dataclasses.replace(W4, group_size=16))
     found = solved(task, clip_search=False)
     assert len(found.rounded) == 2
-    assert sum(row.after for row in found.rounded.values()) <= sum(row.before for row in found.rounded.values())
+    assert sum(row.after for row in found.rounded.values()) <= sum(
+        row.before for row in found.rounded.values()
+    )
 
 
-@pytest.mark.parametrize("spec", [dataclasses.replace(INT4, qscheme="per_group", ch_axis=1, group_size=8), INT4])
+@pytest.mark.parametrize(
+    "spec", [dataclasses.replace(INT4, qscheme="per_group", ch_axis=1, group_size=8), INT4]
+)
 def test_a_convolution_of_correlated_inputs_is_never_worse(spec: QuantizationSpec) -> None:
     """Also where a scale has inputs of several places, so that its own error is known but roughly."""
     for seed in range(12):
@@ -175,7 +219,9 @@ def test_errors_before_and_after_are_those_of_the_layers_outputs() -> None:
         scaled = found.parameters[layer]["weight"]
         factors = (scaled / weight).nanmedian(0).values
         energy = (x @ weight.T).square().sum()
-        before = (x @ (nearest(weight, W4, nearest_qparams(W4, weight)) - weight).T).square().sum()
+        before = (
+            (x @ (nearest(weight, W4, nearest_qparams(W4, weight)) - weight).T).square().sum()
+        )
         after = ((x / factors) @ (rounded.weight - scaled).T).square().sum()
     assert rounded.before == pytest.approx(float(before / energy), rel=1e-3)
     assert rounded.after == pytest.approx(float(after / energy), rel=1e-3)
@@ -187,7 +233,9 @@ def test_after_smoothquant() -> None:
     found = smoothquant(task, SmoothQuantConfig(alpha="auto"), Adjustment())
     both = solved(task, found)
     assert difference(task, both, inputs) < 1e-5
-    assert len(both.insertions) == len(found.insertions) == 1, "one multiplication takes both factors"
+    assert len(both.insertions) == len(found.insertions) == 1, (
+        "one multiplication takes both factors"
+    )
     assert set(both.rounded) == {layer for layer, role in task.specs if role == "weights"}
 
 
@@ -202,19 +250,25 @@ def test_what_is_rescaled_later_is_not_rounded_any_more() -> None:
 def test_two_runs_and_a_resumed_one_leave_the_same_bits() -> None:
     model, inputs = built("Llama")
     states: list[tuple[Adjustment, int]] = []
-    task = task_of(model, inputs, INT4, after_group=lambda found, done: states.append((found, done)))
+    task = task_of(
+        model, inputs, INT4, after_group=lambda found, done: states.append((found, done))
+    )
     whole = solved(task)
     assert states[-1] == (whole, len(task.structure.groups))
     assert len(states) > 3
     for found, done in states:
-        resumed = solved(dataclasses.replace(task, done=done, after_group=lambda found, done: None), found)
+        resumed = solved(
+            dataclasses.replace(task, done=done, after_group=lambda found, done: None), found
+        )
         assert resumed.rounded.keys() == whole.rounded.keys()
         for layer, rounded in whole.rounded.items():
             assert torch.equal(resumed.rounded[layer].weight, rounded.weight)
             assert torch.equal(resumed.qparams[layer].scale, whole.qparams[layer].scale)
             assert resumed.rounded[layer].after == rounded.after
         for layer, own in whole.parameters.items():
-            assert all(torch.equal(resumed.parameters[layer][key], value) for key, value in own.items())
+            assert all(
+                torch.equal(resumed.parameters[layer][key], value) for key, value in own.items()
+            )
 
 
 class Routed(nn.Module):
@@ -247,9 +301,17 @@ def test_dead_channels_are_told_and_keep_their_weights() -> None:
     model.norm.weight.data[3] = model.norm.bias.data[3] = 0
     task = task_of(model, inputs, INT4)
     found = solved(task)
-    assert all("1 input channel was zero" in remark.text for remark in found.remarks if remark.is_warning)
+    assert all(
+        "1 input channel was zero" in remark.text
+        for remark in found.remarks
+        if remark.is_warning
+    )
     assert any(remark.is_warning for remark in found.remarks)
-    weights = [found.parameters[layer]["weight"] for layer in found.rounded if layer in found.parameters]
+    weights = [
+        found.parameters[layer]["weight"]
+        for layer in found.rounded
+        if layer in found.parameters
+    ]
     for weight, layer in zip(weights, model.layers, strict=True):
         assert torch.equal(weight[:, 3], layer.weight[:, 3])
 
@@ -301,7 +363,9 @@ def test_a_clipped_grid_is_the_best_of_its_candidates() -> None:
     qparams = nearest_qparams(INT4, weight)
     best = torch.full((6,), float("inf"))
     for step in range(11):
-        tried = nearest(weight, INT4, QParams(qparams.scale * (1 - step / 20), qparams.zero_point))
+        tried = nearest(
+            weight, INT4, QParams(qparams.scale * (1 - step / 20), qparams.zero_point)
+        )
         best = torch.minimum(best, (x @ (tried - weight).T).square().sum(0))
     have = (x @ (nearest(weight, INT4, found) - weight).T).square().sum(0)
     assert torch.allclose(have, best, rtol=1e-3)

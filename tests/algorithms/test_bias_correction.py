@@ -30,14 +30,25 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 WEIGHTS_ONLY: dict[str, Any] = {"include_bias_corr": True, "quantizable_data_type": ["weights"]}
 
 
-def weights(bit_width: int, *layers: dict[str, Any], per_channel: bool = False) -> dict[str, Any]:
+def weights(
+    bit_width: int, *layers: dict[str, Any], per_channel: bool = False
+) -> dict[str, Any]:
     """A config that quantizes the weights alone."""
-    return document(*layers, tensor={"weights": {"bit_width": bit_width, "per_channel": per_channel}}, **WEIGHTS_ONLY)
+    return document(
+        *layers,
+        tensor={"weights": {"bit_width": bit_width, "per_channel": per_channel}},
+        **WEIGHTS_ONLY,
+    )
 
 
 def dpu(*roles: str) -> dict[str, Any]:
     """A config of the DPU."""
-    keys = {"narrow_range": True, "scale_type": "poweroftwo", "method": "diffs", "calib_statistic_method": "modal"}
+    keys = {
+        "narrow_range": True,
+        "scale_type": "poweroftwo",
+        "method": "diffs",
+        "calib_statistic_method": "modal",
+    }
     half_up = {"activation": {"round_mode": "half_up"}}
     given = list(roles or ROLES)
     return document(
@@ -55,11 +66,22 @@ def of_toy(folder: Path, name: str, content: dict[str, Any]) -> Corrected:
     return corrected(traced(name), config(folder, content), batches)
 
 
-TOYS = ["residual", "mobile", "transposed", "branches", "tied", "reused", "containers", "attention"]
+TOYS = [
+    "residual",
+    "mobile",
+    "transposed",
+    "branches",
+    "tied",
+    "reused",
+    "containers",
+    "attention",
+]
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_the_mean_shift_falls_to_the_noise_of_float_arithmetic(name: str, tmp_path: Path) -> None:
+def test_the_mean_shift_falls_to_the_noise_of_float_arithmetic(
+    name: str, tmp_path: Path
+) -> None:
     found = of_toy(tmp_path, name, weights(4))
     assert found.mean_shift(found.before) > 1e-3
     assert found.mean_shift(found.before) >= 1e4 * found.mean_shift(found.after)
@@ -86,9 +108,15 @@ class Layers(nn.Module):
 
 def test_every_kind_of_layer_is_corrected_on_its_own_channels(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, batches = Layers().eval(), [Batch((torch.randn(size, 4, 8),), {}, None, None) for size in (2, 5)]
+    model, batches = (
+        Layers().eval(),
+        [Batch((torch.randn(size, 4, 8),), {}, None, None) for size in (2, 5)],
+    )
     found = corrected(trace(model, batches[0].args), config(tmp_path, weights(3)), batches)
-    shapes = {name.rpartition("/")[2]: tuple(shift.shape) for name, shift in found.shifts(found.after).items()}
+    shapes = {
+        name.rpartition("/")[2]: tuple(shift.shape)
+        for name, shift in found.shifts(found.after).items()
+    }
     assert shapes == {
         "conv1d": (6,),
         "conv_transpose1d": (5,),
@@ -108,7 +136,9 @@ def test_every_kind_of_layer_is_corrected_on_its_own_channels(tmp_path: Path) ->
     channels=st.integers(1, 4),
     shape=st.lists(st.integers(1, 4), max_size=2),
 )
-def test_a_channel_mean_is_that_of_all_values_at_once(sizes: list[int], channels: int, shape: list[int]) -> None:
+def test_a_channel_mean_is_that_of_all_values_at_once(
+    sizes: list[int], channels: int, shape: list[int]
+) -> None:
     draw = torch.Generator().manual_seed(0)
     batches = [torch.randn(size, channels, *shape, generator=draw) for size in sizes]
     found = ChannelMean(ch_axis=-1 - len(shape))
@@ -124,11 +154,15 @@ def test_half_precision_is_summed_in_single(tmp_path: Path) -> None:
     assert found.mean().item() == 1.0
 
 
-def test_a_linear_layers_correction_is_what_the_weights_error_makes_of_the_mean_input(tmp_path: Path) -> None:
+def test_a_linear_layers_correction_is_what_the_weights_error_makes_of_the_mean_input(
+    tmp_path: Path,
+) -> None:
     """E[Wx] - E[W_q x] = (W - W_q) E[x]: Nagel et al. 2019, equation 16."""
     torch.manual_seed(0)
     model, x = nn.Linear(6, 4).eval(), torch.randn(50, 6) + 1
-    found = corrected(trace(model, (x,)), config(tmp_path, weights(3)), [Batch((x,), {}, None, None)])
+    found = corrected(
+        trace(model, (x,)), config(tmp_path, weights(3)), [Batch((x,), {}, None, None)]
+    )
     name = "Linear::Linear/linear"
     rounded = quantized_network(found.graph, found.before).layers[name].get_parameter("weight")
     expected = (model.weight - rounded) @ x.mean(0)
@@ -137,7 +171,9 @@ def test_a_linear_layers_correction_is_what_the_weights_error_makes_of_the_mean_
 
 @pytest.fixture
 def digits_mobile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+    pytest.importorskip(
+        "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
+    )
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import digits_mobile
 
@@ -146,13 +182,18 @@ def digits_mobile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("bit_width", "per_channel", "gain"), [(4, False, 0.05), (3, False, 0.15), (3, True, 0.15)])
+@pytest.mark.parametrize(
+    ("bit_width", "per_channel", "gain"), [(4, False, 0.05), (3, False, 0.15), (3, True, 0.15)]
+)
 def test_a_depthwise_net_wins_its_accuracy_back(
     bit_width: int, per_channel: bool, gain: float, digits_mobile: Any, tmp_path: Path
 ) -> None:
     """The claim of Nagel et al. 2019, table 3, on the example: measured 59.4 to 95.0, 9.0 to 55.0, 22.2 to 92.4 %."""
     model = digits_mobile.model().eval()
-    batches = [Batch((images,), {}, labels, None) for images, labels in digits_mobile.calibration_data()]
+    batches = [
+        Batch((images,), {}, labels, None)
+        for images, labels in digits_mobile.calibration_data()
+    ]
     content = weights(bit_width, per_channel=per_channel)
     found = corrected(trace(model, batches[0].args), config(tmp_path, content), batches)
     assert found.mean_shift(found.before) >= 1e4 * found.mean_shift(found.after)
@@ -160,25 +201,35 @@ def test_a_depthwise_net_wins_its_accuracy_back(
     def top1(solution: Any) -> float:
         with torch.no_grad():
             network = quantized_network(found.graph, solution)
-            return float(digits_mobile.evaluate(network, digits_mobile.evaluation_data())["top1"])
+            return float(
+                digits_mobile.evaluate(network, digits_mobile.evaluation_data())["top1"]
+            )
 
     assert top1(found.after) >= top1(found.before) + gain
 
 
 @pytest.mark.parametrize("name", ["residual", "mobile", "transposed"])
 def test_nothing_is_lost_when_the_bias_itself_has_few_bits(name: str, tmp_path: Path) -> None:
-    few = document(tensor={"bias": {"bit_width": 3}}, **WEIGHTS_ONLY | {"quantizable_data_type": ["weights", "bias"]})
+    few = document(
+        tensor={"bias": {"bit_width": 3}},
+        **WEIGHTS_ONLY | {"quantizable_data_type": ["weights", "bias"]},
+    )
     found = of_toy(tmp_path, name, few)
     assert found.mean_shift(found.before) >= 1e4 * found.mean_shift(found.after)
 
 
 @pytest.mark.parametrize("name", ["residual", "mobile", "transposed"])
-def test_the_dpus_biases_stay_codes_and_at_most_half_a_step_is_left(name: str, tmp_path: Path) -> None:
+def test_the_dpus_biases_stay_codes_and_at_most_half_a_step_is_left(
+    name: str, tmp_path: Path
+) -> None:
     found = of_toy(tmp_path, name, dpu("weights", "bias"))
     network = quantized_network(found.graph, found.after)
     assert any(correction.any() for correction in found.after.corrections.values())
     for layer_name, shift in found.shifts(found.after).items():
-        spec, scale = found.before.tensors[layer_name, "bias"].spec, found.before.tensors[layer_name, "bias"].scale
+        spec, scale = (
+            found.before.tensors[layer_name, "bias"].spec,
+            found.before.tensors[layer_name, "bias"].scale,
+        )
         codes = network.layers[layer_name].get_parameter("bias") / scale
         assert torch.equal(codes, codes.round())
         clipped = (codes == spec.quant_min) | (codes == spec.quant_max)
@@ -201,7 +252,9 @@ def test_layers_kept_in_float_are_not_corrected(tmp_path: Path) -> None:
     assert {name.rpartition("[")[2] for name in left_out} == {"se]/conv2d"}
 
 
-@pytest.mark.parametrize("content", [document(include_bias_corr=True), dpu()], ids=["cpu", "dpu"])
+@pytest.mark.parametrize(
+    "content", [document(include_bias_corr=True), dpu()], ids=["cpu", "dpu"]
+)
 @pytest.mark.parametrize("name", ["residual", "mobile", "branches"])
 def test_values_in_files_give_the_same_corrections_bit_for_bit(
     name: str, content: dict[str, Any], tmp_path: Path
@@ -209,7 +262,10 @@ def test_values_in_files_give_the_same_corrections_bit_for_bit(
     found = of_toy(tmp_path, name, content)
     filed = replace(found, budget=0).after.corrections
     assert filed.keys() == found.after.corrections.keys()
-    assert all(torch.equal(filed[name], correction) for name, correction in found.after.corrections.items())
+    assert all(
+        torch.equal(filed[name], correction)
+        for name, correction in found.after.corrections.items()
+    )
 
 
 def test_a_correction_that_is_not_finite_names_its_layer(tmp_path: Path) -> None:

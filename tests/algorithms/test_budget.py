@@ -17,7 +17,9 @@ errors = st.floats(0, 1e6, allow_nan=False)
 options = st.lists(st.builds(Option, sizes, errors), min_size=1, max_size=4)
 instances = st.lists(options, min_size=1, max_size=5)
 alike = st.integers(1, 4).flatmap(
-    lambda count: st.lists(st.lists(st.builds(Option, sizes, errors), min_size=count, max_size=count), min_size=1)
+    lambda count: st.lists(
+        st.lists(st.builds(Option, sizes, errors), min_size=count, max_size=count), min_size=1
+    )
 )
 
 
@@ -40,7 +42,9 @@ def test_no_choice_within_the_budget_is_better(items: list[list[Option]], limit:
         return
     assert found is not None
     assert size_of(items, found) <= limit
-    assert math.isclose(error_of(items, found), min(error_of(items, each) for each in fitting), abs_tol=1e-9)
+    assert math.isclose(
+        error_of(items, found), min(error_of(items, each) for each in fitting), abs_tol=1e-9
+    )
 
 
 @given(alike, st.integers(0, 400))
@@ -52,7 +56,9 @@ def test_few_states_stay_within_the_budget_and_no_worse_than_one_choice_for_all(
         found = choose(items, limit)
     uniform = [(index,) * len(items) for index in range(len(items[0]))]
     fitting = [chosen for chosen in uniform if size_of(items, chosen) <= limit]
-    assert (found is None) == (sum(min(option.size for option in item) for item in items) > limit)
+    assert (found is None) == (
+        sum(min(option.size for option in item) for item in items) > limit
+    )
     if found is not None:
         assert size_of(items, found) <= limit
         assert all(error_of(items, found) <= error_of(items, each) for each in fitting)
@@ -82,7 +88,8 @@ def lower_bound(items: list[list[Option]], limit: int) -> float:
     """What no choice within the budget can go below: the largest value of the Lagrangian dual over many multipliers."""
     prices = [10 ** (exponent / 50) for exponent in range(-600, 100)]
     return max(
-        sum(min(option.error + price * option.size for option in item) for item in items) - price * limit
+        sum(min(option.error + price * option.size for option in item) for item in items)
+        - price * limit
         for price in prices
     )
 

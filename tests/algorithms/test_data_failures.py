@@ -26,7 +26,11 @@ class Cubed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.first, self.second = nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.norm, self.first, self.second = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 24),
+            nn.Linear(24, 16),
+        )
         self.behind, self.last = nn.LayerNorm(16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +51,9 @@ def run(name: str, task: Task) -> Adjustment:
 
 def check(task: Task, found: Adjustment) -> None:
     """No value that is not finite, and no layer that is worse than round-to-nearest."""
-    assert all(value.isfinite().all() for own in found.parameters.values() for value in own.values())
+    assert all(
+        value.isfinite().all() for own in found.parameters.values() for value in own.values()
+    )
     for rounded in found.rounded.values():
         assert rounded.weight.isfinite().all()
         assert rounded.qparams.scale.isfinite().all()
@@ -63,7 +69,9 @@ def test_values_that_are_not_finite_are_named_by_layer_and_batch(name: str, bad:
     inputs[1] = inputs[1].clone()
     inputs[1][0, 0, 0] = bad
     layer = "second" if math.isfinite(bad) else "first"
-    with pytest.raises(DataError, match=rf"^batch 1: the input of .*{layer}.* \d+ NaN and \d+ infinite"):
+    with pytest.raises(
+        DataError, match=rf"^batch 1: the input of .*{layer}.* \d+ NaN and \d+ infinite"
+    ):
         run(name, task)
 
 
@@ -72,7 +80,10 @@ def test_a_batch_of_another_shape_is_named(name: str) -> None:
     inputs = data(4)
     task = task_of(Cubed(), inputs, INT4, QuantizationSpec())
     inputs[3] = inputs[3][..., :12]
-    with pytest.raises(DataError, match=r"^batch 3: .*input_0: expected \[b, 4, 16\] torch.float32, got \[2, 4, 12\]"):
+    with pytest.raises(
+        DataError,
+        match=r"^batch 3: .*input_0: expected \[b, 4, 16\] torch.float32, got \[2, 4, 12\]",
+    ):
         run(name, task)
 
 
@@ -83,8 +94,12 @@ def test_a_weight_that_is_not_finite_is_named(name: str, bad: float) -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     model[3].weight.data[1, 2] = bad
     key = "pre_quant_opt_config" if name in ("smoothquant", "rotation") else "algo_config"
-    config = Config.from_dict({"global_quant_config": {"weight": {"dtype": "int4"}}, key: {"name": name}})
-    with pytest.raises(ModelError, match=r"weights of .*Linear\[3\]/linear: (1 NaN and 0|0 NaN and 1) infinite"):
+    config = Config.from_dict(
+        {"global_quant_config": {"weight": {"dtype": "int4"}}, key: {"name": name}}
+    )
+    with pytest.raises(
+        ModelError, match=r"weights of .*Linear\[3\]/linear: (1 NaN and 0|0 NaN and 1) infinite"
+    ):
         ModelQuantizer(config).quantize_model(model, [x[0] for x in data()])
 
 
@@ -113,7 +128,9 @@ def test_weights_without_a_range_do_no_harm(name: str, kind: str) -> None:
     """Scales of channels that are zero, factors of columns that are."""
     model, inputs = Cubed(), data()
     weight = model.second.weight.data
-    where = {"zeros": ..., "a zero row": 3, "a zero column": (slice(None), 3), "constant": ...}[kind]
+    where = {"zeros": ..., "a zero row": 3, "a zero column": (slice(None), 3), "constant": ...}[
+        kind
+    ]
     weight[where] = 1e-3 if kind == "constant" else 0.0
     task = task_of(model, inputs, INT4, QuantizationSpec())
     found = run(name, task)
@@ -133,7 +150,9 @@ def test_inputs_whose_squares_float32_cannot_hold_decide_nothing() -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
 @pytest.mark.parametrize("weights", [1e-40, 1.0, 1e20])
-def test_sizes_beyond_what_float32_can_square_end_well(name: str, size: float, weights: float) -> None:
+def test_sizes_beyond_what_float32_can_square_end_well(
+    name: str, size: float, weights: float
+) -> None:
     """Finite, or an error that names the layer."""
     model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
     model[0].weight.data.mul_(weights)

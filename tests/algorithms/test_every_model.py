@@ -36,7 +36,10 @@ def test_every_layer_is_rounded_and_none_is_worse_for_it(name: str, model: str) 
     for rounded in found.rounded.values():
         assert rounded.weight.isfinite().all()
         assert rounded.after <= rounded.before
-    plain, left = (sum(getattr(each, when) for each in found.rounded.values()) for when in ("before", "after"))
+    plain, left = (
+        sum(getattr(each, when) for each in found.rounded.values())
+        for when in ("before", "after")
+    )
     assert left < 0.9 * plain or model in NOISE
 
 

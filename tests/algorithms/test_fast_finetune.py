@@ -40,7 +40,16 @@ from quantizer.numerics.rounding import NEAREST
 from quantizer.sources.batches import Batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TOYS = ["residual", "mobile", "transposed", "branches", "tied", "reused", "containers", "attention"]
+TOYS = [
+    "residual",
+    "mobile",
+    "transposed",
+    "branches",
+    "tied",
+    "reused",
+    "containers",
+    "attention",
+]
 SHAPES: list[tuple[nn.Module, tuple[int, ...]]] = [
     (nn.Linear(5, 3), (2, 4, 5)),
     (nn.Linear(5, 3), (5,)),
@@ -50,31 +59,49 @@ SHAPES: list[tuple[nn.Module, tuple[int, ...]]] = [
     (nn.Conv2d(4, 4, 3, groups=4), (4, 7, 6)),
     (nn.Conv3d(2, 4, 2, dilation=(1, 2, 1), padding=1), (1, 2, 4, 5, 4)),
     (nn.ConvTranspose1d(4, 6, 3, stride=2, groups=2), (2, 4, 5)),
-    (nn.ConvTranspose2d(4, 6, 3, stride=(2, 3), padding=1, output_padding=(1, 2), dilation=(1, 2)), (2, 4, 5, 4)),
+    (
+        nn.ConvTranspose2d(
+            4, 6, 3, stride=(2, 3), padding=1, output_padding=(1, 2), dilation=(1, 2)
+        ),
+        (2, 4, 5, 4),
+    ),
     (nn.ConvTranspose2d(2, 2, 1, padding=0, stride=2), (2, 2, 3, 3)),
     (nn.ConvTranspose2d(2, 2, 2, padding=2), (2, 2, 4, 4)),
     (nn.ConvTranspose3d(2, 4, 2, groups=2), (1, 2, 3, 3, 3)),
 ]
 
 
-@pytest.mark.parametrize(("module", "shape"), SHAPES, ids=[repr(module) for module, _ in SHAPES])
-def test_patches_times_the_weight_are_the_layer(module: nn.Module, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("module", "shape"), SHAPES, ids=[repr(module) for module, _ in SHAPES]
+)
+def test_patches_times_the_weight_are_the_layer(
+    module: nn.Module, shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     module.bias.data.zero_()  # type: ignore[union-attr, operator]
     x, weight = torch.randn(shape), module.get_parameter("weight").detach()
     expected = channel_rows(module, module(x).detach())
     every = torch.arange(len(expected)).flip(0)
     product = patches(module, x, every) @ weight_matrix(module, weight).mT
-    torch.testing.assert_close(product.transpose(0, 1).flatten(1), expected.flip(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        product.transpose(0, 1).flatten(1), expected.flip(0), rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(matrix_weight(module, weight_matrix(module, weight)), weight)
 
 
 def test_every_operator_with_patches_is_tried() -> None:
-    tried = {type(module).__name__.replace("ConvTranspose", "Conv_transpose").lower() for module, _ in SHAPES}
-    assert tried == {name for name, row in OPS.items() if row.is_linear_or_convolution and not row.experts}
+    tried = {
+        type(module).__name__.replace("ConvTranspose", "Conv_transpose").lower()
+        for module, _ in SHAPES
+    }
+    assert tried == {
+        name for name, row in OPS.items() if row.is_linear_or_convolution and not row.experts
+    }
 
 
-def problem(rows: int, depth: int, *, low: int = -4, high: int = 3, seed: int = 0, **more: Any) -> RoundingProblem:
+def problem(
+    rows: int, depth: int, *, low: int = -4, high: int = 3, seed: int = 0, **more: Any
+) -> RoundingProblem:
     """Random rows on correlated inputs, whose neighbours have correlation 0.9."""
     draw = torch.Generator().manual_seed(seed)
     noise = torch.randn(1, 400, depth, generator=draw)
@@ -104,8 +131,12 @@ def test_coordinate_descent_comes_near_the_best_of_all_roundings() -> None:
     low, high = task.bounds(task.scale)
     # errors() leaves out a constant: the error of the float weights themselves.
     constant = task.errors(task.weight / task.steps(task.scale), task.scale)
-    choices = [torch.where(torch.tensor(up), high, low) for up in product((False, True), repeat=6)]
-    best = torch.stack([task.errors(choice, task.scale) for choice in choices]).amin(0) - constant
+    choices = [
+        torch.where(torch.tensor(up), high, low) for up in product((False, True), repeat=6)
+    ]
+    best = (
+        torch.stack([task.errors(choice, task.scale) for choice in choices]).amin(0) - constant
+    )
     found = task.errors(integers, task.scale) - constant
     nearest = task.errors(task.nearest, task.scale) - constant
     assert (best >= -1e-4).all()
@@ -113,9 +144,16 @@ def test_coordinate_descent_comes_near_the_best_of_all_roundings() -> None:
     assert found.mean() <= 0.9 * nearest.mean()
 
 
-@given(rows=st.integers(1, 5), depth=st.integers(1, 12), bits=st.integers(2, 8), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 5),
+    depth=st.integers(1, 12),
+    bits=st.integers(2, 8),
+    seed=st.integers(0, 99),
+)
 @settings(derandomize=True, max_examples=25, deadline=None)
-def test_no_row_ends_with_a_larger_error_than_plain_rounding(rows: int, depth: int, bits: int, seed: int) -> None:
+def test_no_row_ends_with_a_larger_error_than_plain_rounding(
+    rows: int, depth: int, bits: int, seed: int
+) -> None:
     task = problem(rows, depth, low=-(1 << (bits - 1)), high=(1 << (bits - 1)) - 1, seed=seed)
     before = task.errors(task.nearest, task.scale)
     room = 1e-5 * before.abs() + 1e-6  # float32's noise
@@ -129,7 +167,9 @@ def test_no_row_ends_with_a_larger_error_than_plain_rounding(rows: int, depth: i
 
 def test_inputs_that_are_always_zero_leave_plain_rounding() -> None:
     task = problem(3, 4)
-    silent = RoundingProblem(**{**vars(task), "inputs": task.inputs * 0, "targets": task.targets * 0})
+    silent = RoundingProblem(
+        **{**vars(task), "inputs": task.inputs * 0, "targets": task.targets * 0}
+    )
     assert torch.equal(adaround(silent)[0], task.nearest)
 
 
@@ -137,11 +177,19 @@ def test_the_command_line_offers_the_solvers() -> None:
     assert tuple(SOLVERS) == FINETUNE_MODES
 
 
-def run(original: Graph, folder: Path, batches: Sequence[Batch], mode: str, content: dict[str, Any]) -> Any:
+def run(
+    original: Graph, folder: Path, batches: Sequence[Batch], mode: str, content: dict[str, Any]
+) -> Any:
     """The solution of plain calibration, and what finetuning made of it."""
     calibrated = corrected(original, config(folder, content), batches)
     made = finetune(
-        calibrated.graph, calibrated.before, lambda: batches, mode, seed=0, done={}, after_layer=lambda _: None
+        calibrated.graph,
+        calibrated.before,
+        lambda: batches,
+        mode,
+        seed=0,
+        done={},
+        after_layer=lambda _: None,
     )
     return calibrated.graph, calibrated.before, made
 
@@ -156,11 +204,16 @@ def assert_on_the_codes(graph: Graph, before: Solution, made: Finetuned) -> None
     nodes = [node for node in graph.nodes if node.row.is_linear_or_convolution]
     assert nodes
     assert set(made.layers) == {node.name for node in nodes}
-    solution = engine.finetuned(before, made.layers)  # what there is without the last look at the output
+    solution = engine.finetuned(
+        before, made.layers
+    )  # what there is without the last look at the output
     network, plain = quantized_network(graph, solution), Solution(solution.tensors)
     nearest = quantized_network(graph, plain)
     for name, found in made.layers.items():
-        spec, scale = solution.tensors[name, "weights"].spec, solution.tensors[name, "weights"].scale
+        spec, scale = (
+            solution.tensors[name, "weights"].spec,
+            solution.tensors[name, "weights"].scale,
+        )
         weight = network.layers[name].get_parameter("weight")
         assert torch.equal(weight, found.weight)
         difference = weight - nearest.layers[name].get_parameter("weight")
@@ -170,17 +223,25 @@ def assert_on_the_codes(graph: Graph, before: Solution, made: Finetuned) -> None
 
 
 @pytest.mark.parametrize(("name", "mode"), list(product(TOYS, SOLVERS)))
-def test_every_kind_of_layer_ends_on_its_grid_and_not_worse(name: str, mode: str, tmp_path: Path) -> None:
+def test_every_kind_of_layer_ends_on_its_grid_and_not_worse(
+    name: str, mode: str, tmp_path: Path
+) -> None:
     content = document(tensor={"weights": {"bit_width": 3, "per_channel": True}})
     graph, before, made = of_toy(name, tmp_path, mode, content)
     assert_on_the_codes(graph, before, made)
 
 
 @pytest.mark.parametrize(
-    ("round_mode", "per_channel", "symmetry"), list(product(sorted(NEAREST), (False, True), (False, True)))
+    ("round_mode", "per_channel", "symmetry"),
+    list(product(sorted(NEAREST), (False, True), (False, True))),
 )
 def test_every_spec(round_mode: str, per_channel: bool, symmetry: bool, tmp_path: Path) -> None:
-    weights = {"bit_width": 4, "per_channel": per_channel, "symmetry": symmetry, "round_mode": round_mode}
+    weights = {
+        "bit_width": 4,
+        "per_channel": per_channel,
+        "symmetry": symmetry,
+        "round_mode": round_mode,
+    }
     content = document(tensor={"weights": {**weights, "signed": symmetry}})
     for mode, name in product(SOLVERS, ("transposed", "mobile")):
         assert_on_the_codes(*of_toy(name, tmp_path, mode, content))
@@ -188,7 +249,9 @@ def test_every_spec(round_mode: str, per_channel: bool, symmetry: bool, tmp_path
 
 @pytest.mark.parametrize("mode", list(SOLVERS))
 def test_powers_of_two_stay_powers_of_two(mode: str, tmp_path: Path) -> None:
-    content = document(overall={"scale_type": "poweroftwo"}, tensor={"weights": {"bit_width": 4}})
+    content = document(
+        overall={"scale_type": "poweroftwo"}, tensor={"weights": {"bit_width": 4}}
+    )
     _, before, made = of_toy("residual", tmp_path, mode, content)
     for name, found in made.layers.items():
         mantissa, _ = torch.frexp(found.scale)
@@ -201,12 +264,17 @@ def test_float_layers_and_fine_grids_are_left_alone(tmp_path: Path) -> None:
     fine = layer(type="torch.nn.Linear", roles=["weights"], bit_width=16)
     content = document(layer(type="torch.nn.Conv2d", roles=[]), fine)
     graph, before, made = of_toy("mobile", tmp_path, "adaround", content)
-    assert {node.op for node in graph.nodes if node.row.is_linear_or_convolution} == {"conv2d", "linear"}
+    assert {node.op for node in graph.nodes if node.row.is_linear_or_convolution} == {
+        "conv2d",
+        "linear",
+    }
     assert made.layers == {}
     assert made.solution == before
 
 
-def test_the_same_seed_gives_the_same_and_finetuned_layers_are_not_solved_again(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_and_finetuned_layers_are_not_solved_again(
+    tmp_path: Path,
+) -> None:
     content = document(tensor={"weights": {"bit_width": 3}})
     graph, before, first = of_toy("residual", tmp_path, "adaquant", content)
     batches = [Batch(*built("residual").call(size), None, None) for size in (6, 5)]
@@ -229,10 +297,14 @@ def test_the_same_seed_gives_the_same_and_finetuned_layers_are_not_solved_again(
     assert len(steps[len(graph.nodes)]) == 2
 
 
-def test_an_output_that_becomes_worse_undoes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_becomes_worse_undoes_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = engine.fast_finetune
 
-    def spoiled(reference: Any, quantized: Any, mode: str, **more: Any) -> dict[str, FinetunedLayer]:
+    def spoiled(
+        reference: Any, quantized: Any, mode: str, **more: Any
+    ) -> dict[str, FinetunedLayer]:
         last = [node for node in quantized.network.graph.nodes if node.op == "linear"][-1]
         shape = quantized.network.layers[last.name].get_parameter("weight").shape
         scale = quantized.network.layers[last.name].quantizers["weights"].scale
@@ -256,7 +328,9 @@ class Detector(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         boxes, scores = self.boxes(x) * 6400, self.scores(x)
-        return torch.cat([boxes, scores], 1) if self.joined else {"boxes": boxes, "scores": scores}
+        return (
+            torch.cat([boxes, scores], 1) if self.joined else {"boxes": boxes, "scores": scores}
+        )
 
 
 @pytest.mark.parametrize(("joined", "scores"), [(False, "scores"), (True, "0.scores")])
@@ -266,15 +340,24 @@ def test_a_small_output_that_becomes_worse_undoes_everything(
     """Though the large one became better, and with it all outputs together."""
     original = engine.fast_finetune
 
-    def spoiled(reference: Any, quantized: Any, mode: str, **more: Any) -> dict[str, FinetunedLayer]:
-        name = next(node.name for node in quantized.network.graph.nodes if node.name.endswith("[scores]/linear"))
+    def spoiled(
+        reference: Any, quantized: Any, mode: str, **more: Any
+    ) -> dict[str, FinetunedLayer]:
+        name = next(
+            node.name
+            for node in quantized.network.graph.nodes
+            if node.name.endswith("[scores]/linear")
+        )
         scale = quantized.network.layers[name].quantizers["weights"].scale
         more["done"] = {name: FinetunedLayer(torch.zeros(2, 8), scale, 1.0, 0.5)}
         return original(reference, quantized, mode, **more)
 
     monkeypatch.setattr(engine, "fast_finetune", spoiled)
     batches = [
-        Batch((torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)),), {}, None, None) for seed in (0, 1)
+        Batch(
+            (torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)),), {}, None, None
+        )
+        for seed in (0, 1)
     ]
     narrow = document(
         layer("Detector::Detector/Linear[boxes]/linear", roles=["weights"], bit_width=3),
@@ -303,7 +386,10 @@ def test_an_infinite_error_names_its_layer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batch = Overflowing().eval(), Batch((torch.randn(8, 4),), {}, None, None)
     content = document(quantizable_data_type=["weights"])
-    with pytest.raises(DataError, match=r"error of Overflowing::Overflowing/Linear\[second\]/linear is not finite"):
+    with pytest.raises(
+        DataError,
+        match=r"error of Overflowing::Overflowing/Linear\[second\]/linear is not finite",
+    ):
         run(trace(model, batch.args, {}), tmp_path, [batch], "adaround", content)
 
 
@@ -316,8 +402,12 @@ def mobile_digits() -> Any:
         import digits_mobile as example
     finally:
         sys.path.remove(str(EXAMPLES))
-    calibration = [Batch((images,), {}, labels, None) for images, labels in example.calibration_data()]
-    evaluation = [Batch((images,), {}, labels, None) for images, labels in example.evaluation_data()]
+    calibration = [
+        Batch((images,), {}, labels, None) for images, labels in example.calibration_data()
+    ]
+    evaluation = [
+        Batch((images,), {}, labels, None) for images, labels in example.evaluation_data()
+    ]
     return trace(example.model().eval(), calibration[0].args, {}), calibration, evaluation
 
 
@@ -340,7 +430,11 @@ def test_learned_rounding_beats_nearest_in_three_bits(
     """W3A8 per channel: 80.8 % with round-to-nearest, 99.6 % (adaround) and 99.4 % (adaquant) with fast finetuning."""
     original, calibration, evaluation = mobile_digits
     unsigned = {"symmetry": False, "signed": False}
-    tensor = {"weights": {"bit_width": 3, "per_channel": True}, "activation": unsigned, "input": unsigned}
+    tensor = {
+        "weights": {"bit_width": 3, "per_channel": True},
+        "activation": unsigned,
+        "input": unsigned,
+    }
     content = document(tensor={**tensor, "bias": {"bit_width": 32}})
     graph, before, made = run(original, tmp_path, calibration, mode, content)
     assert_on_the_codes(graph, before, made)
@@ -349,8 +443,13 @@ def test_learned_rounding_beats_nearest_in_three_bits(
     assert len(ratios) == 10
     assert max(ratios) <= 1.15
     assert statistics.median(ratios) <= 0.9
-    compared = [compare(Network(graph), quantized_network(graph, s), evaluation) for s in (before, made.solution)]
+    compared = [
+        compare(Network(graph), quantized_network(graph, s), evaluation)
+        for s in (before, made.solution)
+    ]
     plain, learned = (each.pairs()["top1"]["quantized"] for each in compared)
-    print(f"\nW3A8 {mode}: top-1 {plain:.3f} -> {learned:.3f}, median layer error {statistics.median(ratios):.2f}")
+    print(
+        f"\nW3A8 {mode}: top-1 {plain:.3f} -> {learned:.3f}, median layer error {statistics.median(ratios):.2f}"
+    )
     assert learned - plain >= 0.15
     assert compared[1].output.sqnr_db - compared[0].output.sqnr_db >= gain_db

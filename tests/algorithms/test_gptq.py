@@ -59,16 +59,26 @@ EVERY_SPEC = {
     "group of rows": replace(GROUPS, ch_axis=0),
     "powers of two": replace(CHANNELS, scale_type="poweroftwo"),
     "fp8": QuantizationSpec("fp8_e4m3", qscheme="per_channel", ch_axis=0),
-    "mxfp4": QuantizationSpec("fp4", qscheme="per_group", ch_axis=1, group_size=32, scale_type="e8m0"),
-    "bfp16": QuantizationSpec("bfp16", qscheme="per_group", ch_axis=1, group_size=8, scale_type="e8m0"),
-    "nvfp4": QuantizationSpec("fp4", qscheme="per_group", ch_axis=1, group_size=16, scale_type="e4m3"),
-    "mx6": QuantizationSpec("mx6", qscheme="per_group", ch_axis=1, group_size=16, scale_type="microexponent"),
+    "mxfp4": QuantizationSpec(
+        "fp4", qscheme="per_group", ch_axis=1, group_size=32, scale_type="e8m0"
+    ),
+    "bfp16": QuantizationSpec(
+        "bfp16", qscheme="per_group", ch_axis=1, group_size=8, scale_type="e8m0"
+    ),
+    "nvfp4": QuantizationSpec(
+        "fp4", qscheme="per_group", ch_axis=1, group_size=16, scale_type="e4m3"
+    ),
+    "mx6": QuantizationSpec(
+        "mx6", qscheme="per_group", ch_axis=1, group_size=16, scale_type="microexponent"
+    ),
 }
 
 
 @pytest.mark.parametrize("spec", EVERY_SPEC.values(), ids=EVERY_SPEC)
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_uncorrelated_inputs_give_plain_rounding_bit_by_bit(spec: QuantizationSpec, scale: float) -> None:
+def test_uncorrelated_inputs_give_plain_rounding_bit_by_bit(
+    spec: QuantizationSpec, scale: float
+) -> None:
     """With H a multiple of I there is no error that another column could make up for."""
     x = scale * torch.eye(256)
     for damping in (0.0, 0.01):
@@ -89,7 +99,10 @@ def test_the_gain_grows_with_the_correlation_of_the_inputs(bits: int) -> None:
 def test_independent_inputs_keep_plain_rounding() -> None:
     """There the errors on calibration data are smaller by chance, and on other data larger."""
     rounded, found = solved(WEIGHT, independent(2048, 256, seed=1), settings=PLAIN_ORDER)
-    assert torch.equal(rounded.weight, to_nearest(WEIGHT, CHANNELS)) and rounded.after == rounded.before
+    assert (
+        torch.equal(rounded.weight, to_nearest(WEIGHT, CHANNELS))
+        and rounded.after == rounded.before
+    )
     (remark,) = found.remarks
     assert "promises no smaller errors" in remark.text and not remark.is_warning
 
@@ -99,7 +112,9 @@ def test_large_inputs_first_pays_on_few_sources_and_costs_on_neighbours() -> Non
     for inputs, first_is_better, least in ((low_rank, True, 8.0), (autoregressive, False, 3.0)):
         calibration, others = inputs(2048, 256, seed=1), inputs(4096, 256, seed=2)
         ordered, unordered = (
-            gain(WEIGHT, solved(WEIGHT, calibration, CHANNELS, each)[0].weight, others, CHANNELS)
+            gain(
+                WEIGHT, solved(WEIGHT, calibration, CHANNELS, each)[0].weight, others, CHANNELS
+            )
             for each in (GPTQConfig(), PLAIN_ORDER)
         )
         assert (ordered > unordered) == first_is_better
@@ -119,7 +134,11 @@ def test_six_weights_come_near_to_the_best_of_all_choices() -> None:
         best = (((low + choices) * scale - weight) @ x.T).square().sum(1).min()
         found, _ = solved(weight, x, spec, replace(PLAIN_ORDER, damp_percent=0.0))
         left = ((found.weight - weight) @ x.T).square().sum()
-        errors.append(torch.stack([left, best, ((to_nearest(weight, spec) - weight) @ x.T).square().sum()]))
+        errors.append(
+            torch.stack(
+                [left, best, ((to_nearest(weight, spec) - weight) @ x.T).square().sum()]
+            )
+        )
     left, best, plain = torch.stack(errors).mean(0)
     assert left <= 1.25 * best
     assert left <= 0.5 * plain
@@ -140,11 +159,17 @@ def test_every_spec_gains_and_keeps_its_values(spec: QuantizationSpec) -> None:
 
 def test_a_clear_gain_of_many_rows_is_told_from_some_of_them() -> None:
     """The figures are estimates then; the weights are those of every row by itself."""
-    weight, x = torch.cat([WEIGHT, WEIGHT.flip(1), WEIGHT.flip(0)])[:, :64], autoregressive(2048, 64, seed=1)
+    weight, x = (
+        torch.cat([WEIGHT, WEIGHT.flip(1), WEIGHT.flip(0)])[:, :64],
+        autoregressive(2048, 64, seed=1),
+    )
     rounded, found = solved(weight, x)
     assert not found.remarks
     energy = (weight @ x.T).square().sum()
-    plain, left = (((weight - w) @ x.T).square().sum() / energy for w in (to_nearest(weight, CHANNELS), rounded.weight))
+    plain, left = (
+        ((weight - w) @ x.T).square().sum() / energy
+        for w in (to_nearest(weight, CHANNELS), rounded.weight)
+    )
     assert rounded.before == pytest.approx(float(plain), rel=0.05)
     assert rounded.after == pytest.approx(float(left), rel=0.05)
     alone, _ = solved(weight[100:228], x)
@@ -157,13 +182,20 @@ def test_what_some_rows_do_not_show_is_asked_of_all() -> None:
     weight[::2] = to_nearest(weight, CHANNELS)[::2]
     rounded, found = solved(weight, x)
     assert not found.remarks and gain(weight, rounded.weight, x, CHANNELS) > 1.5
-    errors = [((weight - other) @ x.T).square().sum() for other in (to_nearest(weight, CHANNELS), rounded.weight)]
-    assert rounded.after / rounded.before == pytest.approx(float(errors[1] / errors[0]), rel=1e-3)
+    errors = [
+        ((weight - other) @ x.T).square().sum()
+        for other in (to_nearest(weight, CHANNELS), rounded.weight)
+    ]
+    assert rounded.after / rounded.before == pytest.approx(
+        float(errors[1] / errors[0]), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("group_size", [16, -1])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_scales_found_on_the_way_fit_the_weights_as_they_are_then(group_size: int, symmetric: bool) -> None:
+def test_scales_found_on_the_way_fit_the_weights_as_they_are_then(
+    group_size: int, symmetric: bool
+) -> None:
     """static_groups off: other scales than those of the ranges, and no worse."""
     spec = replace(GROUPS, group_size=group_size, symmetric=symmetric)
     x = autoregressive(2048, 64, seed=1)
@@ -192,10 +224,17 @@ def test_scales_found_on_the_way_are_those_of_the_papers_algorithm() -> None:
         if column % size == 0:
             qparams = nearest_qparams(replace(spec, group_size=size), left[:, group].float())
             expected.append(qparams.scale)
-        on = nearest(left[:, group].float(), replace(spec, group_size=size), qparams)[:, column % size].double()
+        on = nearest(left[:, group].float(), replace(spec, group_size=size), qparams)[
+            :, column % size
+        ].double()
         error = (left[:, column] - on) / inverse[column, column]
         left[:, column:] -= error[:, None] * inverse[column, column:]
-    moving, _ = solved(weight, x, replace(spec, group_size=size), GPTQConfig(desc_act=False, static_groups=False))
+    moving, _ = solved(
+        weight,
+        x,
+        replace(spec, group_size=size),
+        GPTQConfig(desc_act=False, static_groups=False),
+    )
     assert torch.allclose(moving.qparams.scale, torch.cat(expected, 1), rtol=1e-5)
 
 
@@ -214,7 +253,10 @@ def test_grids_that_were_found_before_are_used_as_they_are() -> None:
 def test_block_size_decides_on_speed_alone() -> None:
     """Blocks are about memory traffic (section 3.3, step 2)."""
     x = autoregressive(2048, 256, seed=1)
-    found = [solved(WEIGHT, x, CHANNELS, GPTQConfig(block_size=size))[0] for size in (1, 100, 128, 4096)]
+    found = [
+        solved(WEIGHT, x, CHANNELS, GPTQConfig(block_size=size))[0]
+        for size in (1, 100, 128, 4096)
+    ]
     for each in found[1:]:
         assert each.after == pytest.approx(found[0].after, rel=0.01)
 
@@ -230,7 +272,11 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96, bias=False), nn.Linear(96, 32)
+        self.gate, self.up, self.down = (
+            nn.Linear(64, 96),
+            nn.Linear(64, 96, bias=False),
+            nn.Linear(96, 32),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """A gated feed-forward part."""
@@ -244,7 +290,9 @@ def branches() -> Branches:
     return Branches().eval()
 
 
-def test_layers_that_read_one_value_are_solved_as_if_each_were_alone(branches: Branches) -> None:
+def test_layers_that_read_one_value_are_solved_as_if_each_were_alone(
+    branches: Branches,
+) -> None:
     """One Hessian for both, and one solve for all their rows."""
     x = autoregressive(2048, 64, seed=1)
     task = task_of(branches, torch.split(x, 512), CHANNELS)
@@ -252,7 +300,9 @@ def test_layers_that_read_one_value_are_solved_as_if_each_were_alone(branches: B
     for name in layer_names(task.graph)[:2]:
         alone, _ = solved(weight_of(task.graph, name), x)
         assert found.rounded[name].after == pytest.approx(alone.after, rel=0.01)
-        assert (found.rounded[name].weight - alone.weight).abs().max() < 1.1 * alone.qparams.scale.max()
+        assert (
+            found.rounded[name].weight - alone.weight
+        ).abs().max() < 1.1 * alone.qparams.scale.max()
 
 
 def test_a_layer_is_processed_on_inputs_that_rounded_layers_make(branches: Branches) -> None:
@@ -262,7 +312,9 @@ def test_a_layer_is_processed_on_inputs_that_rounded_layers_make(branches: Branc
     found = gptq(task, GPTQConfig(), Adjustment())
     gate, up, down = layer_names(task.graph)
     with torch.no_grad():
-        hidden = torch.relu(x @ found.rounded[gate].weight.T + branches.gate.bias) * (x @ found.rounded[up].weight.T)
+        hidden = torch.relu(x @ found.rounded[gate].weight.T + branches.gate.bias) * (
+            x @ found.rounded[up].weight.T
+        )
     alone, _ = solved(weight_of(task.graph, down), hidden)
     assert found.rounded[down].after == pytest.approx(alone.after, rel=0.01)
 
@@ -270,12 +322,20 @@ def test_a_layer_is_processed_on_inputs_that_rounded_layers_make(branches: Branc
 def test_the_float_model_stays_as_it_is(branches: Branches) -> None:
     """The network shares its memory until a weight is put in."""
     before = {name: value.clone() for name, value in branches.state_dict().items()}
-    gptq(task_of(branches, [autoregressive(512, 64, seed=1)], CHANNELS), GPTQConfig(), Adjustment())
-    assert all(torch.equal(before[name], value) for name, value in branches.state_dict().items())
+    gptq(
+        task_of(branches, [autoregressive(512, 64, seed=1)], CHANNELS),
+        GPTQConfig(),
+        Adjustment(),
+    )
+    assert all(
+        torch.equal(before[name], value) for name, value in branches.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("true_sequential", [True, False])
-def test_an_interrupted_run_goes_on_to_the_same_result(branches: Branches, true_sequential: bool) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_result(
+    branches: Branches, true_sequential: bool
+) -> None:
     """Task.done, after each number of groups."""
     model = nn.Sequential(branches, nn.ReLU(), nn.Linear(32, 8))
     states: list[Adjustment] = []
@@ -289,10 +349,15 @@ def test_an_interrupted_run_goes_on_to_the_same_result(branches: Branches, true_
         assert {name: each.after for name, each in again.rounded.items()} == {
             name: each.after for name, each in whole.rounded.items()
         }
-        assert all(torch.equal(each.weight, whole.rounded[name].weight) for name, each in again.rounded.items())
+        assert all(
+            torch.equal(each.weight, whole.rounded[name].weight)
+            for name, each in again.rounded.items()
+        )
 
 
-def test_without_true_sequential_a_block_is_gathered_before_it_changes(branches: Branches) -> None:
+def test_without_true_sequential_a_block_is_gathered_before_it_changes(
+    branches: Branches,
+) -> None:
     """What goes on to the next block comes from the rounded block all the same."""
     torch.manual_seed(0)
     parts = [(Branches(), nn.Linear(32, 64)) for _ in range(2)]
@@ -304,9 +369,13 @@ def test_without_true_sequential_a_block_is_gathered_before_it_changes(branches:
     names = layer_names(task.graph)
     branch, last = parts[0]
     with torch.no_grad():
-        inside, _ = solved(weight_of(task.graph, names[2]), torch.relu(branch.gate(x)) * branch.up(x))
+        inside, _ = solved(
+            weight_of(task.graph, names[2]), torch.relu(branch.gate(x)) * branch.up(x)
+        )
         assert found.rounded[names[2]].after == pytest.approx(inside.after, rel=1e-4)
-        for name, layer in zip(names[:4], (branch.gate, branch.up, branch.down, last), strict=True):
+        for name, layer in zip(
+            names[:4], (branch.gate, branch.up, branch.down, last), strict=True
+        ):
             layer.weight.data = found.rounded[name].weight
         behind, _ = solved(weight_of(task.graph, names[4]), last(branch(x)))
     assert found.rounded[names[4]].after == pytest.approx(behind.after, rel=1e-4)
@@ -339,14 +408,22 @@ def test_convolutions_gain_on_smooth_images(name: str) -> None:
         expected = model(images)
         model.weight.data = rounded.weight
         error = model(images) - expected
-    assert float(error.square().sum() / expected.square().sum()) == pytest.approx(rounded.after, rel=1e-3)
+    assert float(error.square().sum() / expected.square().sum()) == pytest.approx(
+        rounded.after, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(
     ("zero", "said"),
     [
-        ([3], "1 input channel was zero on the calibration data; its weights stay at round-to-nearest"),
-        ([3, 40], "2 input channels were zero on the calibration data; their weights stay at round-to-nearest"),
+        (
+            [3],
+            "1 input channel was zero on the calibration data; its weights stay at round-to-nearest",
+        ),
+        (
+            [3, 40],
+            "2 input channels were zero on the calibration data; their weights stay at round-to-nearest",
+        ),
     ],
 )
 def test_channels_that_were_zero_are_rounded_plainly(zero: list[int], said: str) -> None:
@@ -370,12 +447,15 @@ def test_all_zeros_give_plain_rounding() -> None:
 
 def test_a_hessian_of_rank_one_is_damped_until_it_is_positive_definite() -> None:
     """Without damping it is singular; the paper's one percent is enough."""
-    x = torch.randn(512, 1, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.5, 2, 256)
+    x = torch.randn(512, 1, generator=torch.Generator().manual_seed(0)) * torch.linspace(
+        0.5, 2, 256
+    )
     rounded, found = solved(WEIGHT, x, settings=GPTQConfig(damp_percent=0.0))
     assert rounded.weight.isfinite().all() and rounded.after < rounded.before
     (remark,) = found.remarks
     assert (
-        remark.text == "its Hessian was not positive definite; 0.0001 of its mean diagonal was added"
+        remark.text
+        == "its Hessian was not positive definite; 0.0001 of its mean diagonal was added"
         and remark.is_warning
     )
     rounded, found = solved(WEIGHT, x, settings=GPTQConfig(damp_percent=0.01))
@@ -389,7 +469,10 @@ def test_what_no_damping_helps_is_rounded_plainly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Gram, "matrix", property(lambda gram: negative))
     rounded, found = solved(WEIGHT, independent(64, 256, seed=0))
     assert torch.equal(rounded.weight, to_nearest(WEIGHT, CHANNELS))
-    assert "not positive definite even with damping 1; it stays at round-to-nearest" in found.remarks[0].text
+    assert (
+        "not positive definite even with damping 1; it stays at round-to-nearest"
+        in found.remarks[0].text
+    )
 
 
 def test_a_layer_that_no_token_reached_is_left_out() -> None:
@@ -404,15 +487,22 @@ def test_a_layer_that_no_token_reached_is_left_out() -> None:
     ]
 
 
-@pytest.mark.parametrize(("bad", "text"), [(math.nan, "2 NaN and 0 infinite"), (math.inf, "0 NaN and 2 infinite")])
-def test_values_that_are_not_finite_are_named_by_layer_and_batch(branches: Branches, bad: float, text: str) -> None:
+@pytest.mark.parametrize(
+    ("bad", "text"), [(math.nan, "2 NaN and 0 infinite"), (math.inf, "0 NaN and 2 infinite")]
+)
+def test_values_that_are_not_finite_are_named_by_layer_and_batch(
+    branches: Branches, bad: float, text: str
+) -> None:
     """In the second of three batches."""
     x = autoregressive(1536, 64, seed=1)
     task = task_of(branches, torch.split(x, 512), CHANNELS)
     x[600, 3], x[601, 4] = bad, bad
     with pytest.raises(DataError) as error:
         gptq(task, GPTQConfig(), Adjustment())
-    assert error.value.message == f"batch 1: the input of {layer_names(task.graph)[0]} has {text} values"
+    assert (
+        error.value.message
+        == f"batch 1: the input of {layer_names(task.graph)[0]} has {text} values"
+    )
 
 
 def test_a_weight_that_is_not_finite_is_an_error() -> None:
@@ -457,10 +547,19 @@ def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, GPTQConfi
     weight = torch.randn(rows, depth, generator=generator) * 10.0 ** draw(st.integers(-6, 6))
     weight[draw(st.integers(0, rows - 1))] *= draw(st.sampled_from([0.0, 1.0, 1e-3]))
     rank, tokens = draw(st.integers(1, depth)), draw(st.sampled_from([1, 3, 200]))
-    x = torch.randn(tokens, rank, generator=generator) @ torch.randn(rank, depth, generator=generator)
+    x = torch.randn(tokens, rank, generator=generator) @ torch.randn(
+        rank, depth, generator=generator
+    )
     x[:, draw(st.integers(0, depth - 1))] *= draw(st.sampled_from([0.0, 1.0, 1e3]))
-    specs = [spec if spec.group_size is None else replace(spec, group_size=4) for spec in EVERY_SPEC.values()]
-    spec = draw(st.sampled_from([spec for spec in specs if (spec.qscheme, spec.ch_axis) != ("per_group", 0)]))
+    specs = [
+        spec if spec.group_size is None else replace(spec, group_size=4)
+        for spec in EVERY_SPEC.values()
+    ]
+    spec = draw(
+        st.sampled_from(
+            [spec for spec in specs if (spec.qscheme, spec.ch_axis) != ("per_group", 0)]
+        )
+    )
     dynamic = draw(st.booleans())
     damping = draw(st.sampled_from([0.0, 0.01, 1.0]))
     size = draw(st.sampled_from([1, 7, 128]))
@@ -468,7 +567,12 @@ def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, GPTQConfi
         weight,
         x,
         spec,
-        GPTQConfig(block_size=size, damp_percent=damping, desc_act=not dynamic, static_groups=not dynamic),
+        GPTQConfig(
+            block_size=size,
+            damp_percent=damping,
+            desc_act=not dynamic,
+            static_groups=not dynamic,
+        ),
     )
 
 
@@ -487,7 +591,8 @@ def test_whatever_comes_in_results_are_finite_on_the_grid_and_no_worse(
     gram = Gram(linear(weight))
     gram.add(x)
     left, plain = (
-        output_error(gram.matrix, (weight - each)[None]) for each in (rounded.weight, to_nearest(weight, spec))
+        output_error(gram.matrix, (weight - each)[None])
+        for each in (rounded.weight, to_nearest(weight, spec))
     )
     assert left <= plain * (1 + 1e-3) + 1e-12 * output_error(gram.matrix, weight[None])
 
@@ -499,16 +604,23 @@ def test_a_group_that_is_given_scales_needs_no_range() -> None:
     (name,) = layer_names(task.graph)
     qparams = QParams(torch.full((128,), 0.05), torch.zeros(128, dtype=torch.int32))
     found = gptq(task, GPTQConfig(), Adjustment(qparams={name: qparams})).rounded[name]
-    assert found.qparams.scale is qparams.scale and remarks(gptq(task, GPTQConfig(), Adjustment())) == {}
+    assert (
+        found.qparams.scale is qparams.scale
+        and remarks(gptq(task, GPTQConfig(), Adjustment())) == {}
+    )
 
 
 @pytest.mark.parametrize("qscheme", ["per_channel", "per_group"])
-def test_rows_choose_between_the_scales_that_cut_half_a_step_and_those_that_do_not(qscheme: str) -> None:
+def test_rows_choose_between_the_scales_that_cut_half_a_step_and_those_that_do_not(
+    qscheme: str,
+) -> None:
     """What each row ends with is one of the two, and no row is worse than with the rule of the config alone."""
     cut = {"group_size": 64, "ch_axis": 1} if qscheme == "per_group" else {"ch_axis": 0}
     half = QuantizationSpec(bit_width=3, qscheme=qscheme, symmetric_scale="half_range", **cut)  # type: ignore[arg-type]
     x = autoregressive(2048, 256, seed=1)
-    weight = torch.cat([WEIGHT[:64], WEIGHT[64:].sign() * 0.3])  # the lower rows are on the grid that cuts nothing off
+    weight = torch.cat(
+        [WEIGHT[:64], WEIGHT[64:].sign() * 0.3]
+    )  # the lower rows are on the grid that cuts nothing off
     rounded, _ = solved(weight, x, half, PLAIN_ORDER)
     scales = (
         nearest_qparams(half, weight).scale,
@@ -520,7 +632,9 @@ def test_rows_choose_between_the_scales_that_cut_half_a_step_and_those_that_do_n
     assert torch.equal(nearest(rounded.weight, half, rounded.qparams), rounded.weight)
     plain, _ = solved(weight, x, replace(half, symmetric_scale="quant_max"), PLAIN_ORDER)
     others = autoregressive(4096, 256, seed=2)
-    error = [float((others @ (each.weight - weight).T).square().sum()) for each in (rounded, plain)]
+    error = [
+        float((others @ (each.weight - weight).T).square().sum()) for each in (rounded, plain)
+    ]
     assert error[0] < error[1]
 
 
@@ -529,11 +643,18 @@ def test_scales_found_on_the_way_are_those_that_one_tensor_can_have(name: str) -
     """Each group's is found from what is left of its weights, and all are stored together."""
     spec = EVERY_SPEC[name]
     rounded, found = solved(
-        WEIGHT, autoregressive(512, 256, seed=1), spec, GPTQConfig(desc_act=False, static_groups=False)
+        WEIGHT,
+        autoregressive(512, 256, seed=1),
+        spec,
+        GPTQConfig(desc_act=False, static_groups=False),
     )
     scale = rounded.qparams.scale
     packed = pack_scales(scale, spec.scale_type)
-    assert sum(part.nbytes for part in packed.values()) == scale_bytes(spec.scale_type, scale.numel())
-    assert torch.equal(unpack_scales(packed["scale"], spec.scale_type, packed.get("global_scale")), scale)
+    assert sum(part.nbytes for part in packed.values()) == scale_bytes(
+        spec.scale_type, scale.numel()
+    )
+    assert torch.equal(
+        unpack_scales(packed["scale"], spec.scale_type, packed.get("global_scale")), scale
+    )
     assert encode(rounded.weight, spec, scale, rounded.qparams.zero_point) is not None
     assert rounded.after < rounded.before and not found.remarks

@@ -22,7 +22,9 @@ def test_inputs_of_one_direction_leave_nothing_to_estimate(seed: int, stride: in
     x, rows = torch.randn(2, 8, 1, generator=draw), torch.randn(2, 40, 8, generator=draw)
     rows *= torch.randn(40, 1, generator=draw).mul_(3).exp_()
     gram = x @ x.mT
-    assert estimated_error(gram, rows, stride) == pytest.approx(output_error(gram, rows), rel=1e-3)
+    assert estimated_error(gram, rows, stride) == pytest.approx(
+        output_error(gram, rows), rel=1e-3
+    )
 
 
 @given(SEEDS)
@@ -37,12 +39,20 @@ def test_every_row_gives_the_error_itself(seed: int) -> None:
 def test_inputs_with_a_large_mean(stride: int) -> None:
     """What some rows alone say is off by more: of a few rows that follow the mean, all or none are looked at."""
     draw = torch.Generator().manual_seed(0)
-    x, rows = torch.randn(1, 4096, 64, generator=draw) + 3, torch.randn(1, 1024, 64, generator=draw)
+    x, rows = (
+        torch.randn(1, 4096, 64, generator=draw) + 3,
+        torch.randn(1, 1024, 64, generator=draw),
+    )
     rows[:, 1::128] += 3
     gram = x.mT @ x
     exact = output_error(gram, rows)
     alone = output_error(gram, rows[:, ::stride]) * stride
-    assert abs(estimated_error(gram, rows, stride) / exact - 1) < 0.02 < 0.3 < abs(alone / exact - 1)
+    assert (
+        abs(estimated_error(gram, rows, stride) / exact - 1)
+        < 0.02
+        < 0.3
+        < abs(alone / exact - 1)
+    )
 
 
 def test_inputs_that_are_zero_make_no_error() -> None:

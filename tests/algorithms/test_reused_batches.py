@@ -24,7 +24,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.first, self.second = nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.norm, self.first, self.second = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 24),
+            nn.Linear(24, 16),
+        )
 
     def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         return self.second(torch.relu(self.first(self.norm(x + shift)))), x[:, :2]
@@ -35,7 +39,9 @@ def fresh() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(4, 6, 16, generator=generator)
     shifts = torch.randn(4, 1, 16, generator=generator)
-    return [{"x": (k + 1) * rows[k], "shift": (k + 1) * shifts[k].expand(6, 16)} for k in range(4)]
+    return [
+        {"x": (k + 1) * rows[k], "shift": (k + 1) * shifts[k].expand(6, 16)} for k in range(4)
+    ]
 
 
 def one_buffer() -> Iterator[dict[str, Tensor]]:
@@ -120,7 +126,9 @@ def results(name: str, data: Any, folder: Path) -> dict[str, bytes]:
 def test_calibration_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     expected = results(name, fresh(), tmp_path / "fresh")
     for loader in LOADERS if name in ("bias correction", "gptq") else [spoiled]:
-        assert results(name, Loader(loader), tmp_path / loader.__name__) == expected, loader.__name__
+        assert results(name, Loader(loader), tmp_path / loader.__name__) == expected, (
+            loader.__name__
+        )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -133,7 +141,9 @@ def test_a_model_in_place_gets_the_same_weights(name: str) -> None:
     for loader in (one_buffer, spoiled):
         found = quantized(loader())
         assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], value) for key, value in expected.items()), loader.__name__
+        assert all(torch.equal(found[key], value) for key, value in expected.items()), (
+            loader.__name__
+        )
 
 
 def test_test_mode_and_exports_find_the_same(tmp_path: Path) -> None:
@@ -142,7 +152,9 @@ def test_test_mode_and_exports_find_the_same(tmp_path: Path) -> None:
         result.export("safetensors", tmp_path / name)
         return result.test().metrics, (tmp_path / name).read_bytes()
 
-    assert figures(Loader(spoiled), "spoiled.safetensors") == figures(fresh(), "fresh.safetensors")
+    assert figures(Loader(spoiled), "spoiled.safetensors") == figures(
+        fresh(), "fresh.safetensors"
+    )
 
 
 def test_only_batches_that_may_change_are_copied() -> None:

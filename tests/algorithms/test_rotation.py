@@ -52,7 +52,9 @@ class Called(nn.Module):
         return self.model(x, *self.rest)
 
 
-@families("Llama", "Qwen2", "Mistral", "Gemma", "Phi3", "Cohere", "GPTNeoX", "OPT", "GPT2", "T5")
+@families(
+    "Llama", "Qwen2", "Mistral", "Gemma", "Phi3", "Cohere", "GPTNeoX", "OPT", "GPT2", "T5"
+)
 def test_the_residual_stream_of_decoders_turns(family: str) -> None:
     """Every layer that reads it is told, and the outputs stay: GQA, biases, offset norms, LayerNorm, tied heads."""
     given_task, inputs = task(family)
@@ -62,11 +64,15 @@ def test_the_residual_stream_of_decoders_turns(family: str) -> None:
     whole = [residual for residual in residuals(given_task.graph) if residual.obstacle is None]
     assert len(whole) == 1
     assert len(whole[0].readers) >= 5
-    head = given_task.graph.nodes[-1].name if family != "Cohere" else next(iter(whole[0].readers))
+    head = (
+        given_task.graph.nodes[-1].name if family != "Cohere" else next(iter(whole[0].readers))
+    )
     assert head in whole[0].readers or family == "T5"
 
 
-@families("Llama", "Qwen2", "Gemma", "Phi3", "OPT", "GPT2", "T5", "Bert", "ViT", "Mixtral", "Olmo2")
+@families(
+    "Llama", "Qwen2", "Gemma", "Phi3", "OPT", "GPT2", "T5", "Bert", "ViT", "Mixtral", "Olmo2"
+)
 @pytest.mark.parametrize("part", ["values", "online", "all"])
 def test_other_rotations_keep_the_function(family: str, part: str) -> None:
     parts = {key: part in (key, "all") for key in ("residual", "values", "online")}
@@ -76,7 +82,9 @@ def test_other_rotations_keep_the_function(family: str, part: str) -> None:
     assert difference(given_task, found, inputs) < 1e-5
     if part == "values":
         assert not found.insertions
-        assert len(found.parameters) == (12 if family == "T5" else 4)  # the values of each layer and their readers
+        assert len(found.parameters) == (
+            12 if family == "T5" else 4
+        )  # the values of each layer and their readers
 
 
 @families("Bert", "ViT", "Olmo2", "Mixtral")
@@ -88,7 +96,11 @@ def test_what_is_in_the_way_is_told(family: str) -> None:
     [remark] = found.remarks
     assert remark.layer in given_task.graph.by_name
     returned = family == "ViT"
-    why = "the model returns it, and would return it rotated" if returned else "would compute something else of it"
+    why = (
+        "the model returns it, and would return it rotated"
+        if returned
+        else "would compute something else of it"
+    )
     assert remark.text.startswith("the residual stream is not rotated: ")
     assert f"{why}, so the outliers between the blocks stay; " in remark.text
     assert ("take the model with its head" in remark.text) is returned
@@ -96,13 +108,18 @@ def test_what_is_in_the_way_is_told(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: (Mobile(), torch.randn(2, 3, 16, 16)), lambda: (Mixture(), torch.randn(2, 5, 16))]
+    "make",
+    [lambda: (Mobile(), torch.randn(2, 3, 16, 16)), lambda: (Mixture(), torch.randn(2, 5, 16))],
 )
-def test_other_networks_stay_as_they_compute(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+def test_other_networks_stay_as_they_compute(
+    make: Callable[[], tuple[nn.Module, Tensor]],
+) -> None:
     torch.manual_seed(0)
     model, x = make()
     given_task = task_of(model, [x], W4, A4)
-    assert difference(given_task, rotation(given_task, RotationConfig(), Adjustment()), [x]) < 1e-5
+    assert (
+        difference(given_task, rotation(given_task, RotationConfig(), Adjustment()), [x]) < 1e-5
+    )
 
 
 class Stream(nn.Module):
@@ -117,7 +134,13 @@ class Stream(nn.Module):
     def forward(self, ids: Tensor) -> Any:
         x = self.embedding(ids) * 3.0
         y = self.inner(self.norm(x))
-        y = y * self.gamma if self.spoil == "mul" else torch.tanh(y) if self.spoil == "tanh" else y
+        y = (
+            y * self.gamma
+            if self.spoil == "mul"
+            else torch.tanh(y)
+            if self.spoil == "tanh"
+            else y
+        )
         x = x - y / 2
         out = self.head(self.norm(x))
         return (out, x) if self.spoil == "returned" else out
@@ -128,7 +151,10 @@ class Decomposed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(24) / 4), nn.Parameter(torch.randn(24))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(24) / 4),
+            nn.Parameter(torch.randn(24)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x - x.mean(-1, keepdim=True)
@@ -159,7 +185,9 @@ def test_each_use_of_the_stream_counts(norm: str, spoil: str) -> None:
         assert not found.parameters
         assert len(found.remarks) == 1
     else:
-        assert set(found.parameters) >= {node.name for node in given_task.graph.nodes if node.op == "linear"}
+        assert set(found.parameters) >= {
+            node.name for node in given_task.graph.nodes if node.op == "linear"
+        }
         head = next(node.name for node in given_task.graph.nodes if "head" in node.name)
         assert ("bias" in found.parameters[head]) == (norm == "layer")
 
@@ -191,8 +219,15 @@ def outlying(family: str = "Llama", gain: float = 8.0) -> tuple[Task, list[Any]]
     import transformers
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=200, num_hidden_layers=2, use_cache=False, **sizes)
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=200, num_hidden_layers=2, use_cache=False, **sizes
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -208,9 +243,13 @@ def test_four_bits_of_weights_and_activations() -> None:
     """The error of W4A4 falls to about a half, most of it by the residual stream."""
     given_task, ids = outlying()
     plain = quantized_error(given_task, Adjustment(), ids)
-    whole = quantized_error(given_task, rotation(given_task, RotationConfig(), Adjustment()), ids)
+    whole = quantized_error(
+        given_task, rotation(given_task, RotationConfig(), Adjustment()), ids
+    )
     stream = quantized_error(
-        given_task, rotation(given_task, RotationConfig(values=False, online=False), Adjustment()), ids
+        given_task,
+        rotation(given_task, RotationConfig(values=False, online=False), Adjustment()),
+        ids,
     )
     assert whole < 0.55 * plain
     assert whole < stream < 0.6 * plain
@@ -222,7 +261,11 @@ def test_inputs_of_turned_layers_have_no_outliers() -> None:
 
     def peak(graph: Graph) -> float:
         seen: list[Tensor] = []
-        sources = {next(node.refs()) for node in graph.nodes if "_proj" in node.name and node.op == "linear"}
+        sources = {
+            next(node.refs())
+            for node in graph.nodes
+            if "_proj" in node.name and node.op == "linear"
+        }
         Network(graph).observe((ids[0],), {}, dict.fromkeys(sources, lambda x: seen.append(x)))
         return max(float((x.abs().amax(-1) / x.square().mean(-1).sqrt()).max()) for x in seen)
 
@@ -233,10 +276,19 @@ def test_inputs_of_turned_layers_have_no_outliers() -> None:
 
 def test_runs_repeat_and_seeds_differ() -> None:
     given_task, _ = task("Llama")
-    first, again, other = (rotation(given_task, RotationConfig(seed=seed), Adjustment()) for seed in (0, 0, 1))
-    pairs = [(own[key], again.parameters[name][key]) for name, own in first.parameters.items() for key in own]
+    first, again, other = (
+        rotation(given_task, RotationConfig(seed=seed), Adjustment()) for seed in (0, 0, 1)
+    )
+    pairs = [
+        (own[key], again.parameters[name][key])
+        for name, own in first.parameters.items()
+        for key in own
+    ]
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert all(torch.equal(a.weight, b.weight) for a, b in zip(first.insertions, again.insertions, strict=True))
+    assert all(
+        torch.equal(a.weight, b.weight)
+        for a, b in zip(first.insertions, again.insertions, strict=True)
+    )
     name = first.insertions[0].readers[0]
     assert not torch.equal(first.parameters[name]["weight"], other.parameters[name]["weight"])
 
@@ -253,7 +305,9 @@ def test_layers_without_a_grid_for_inputs_get_no_operator() -> None:
     given_task, _ = task("Llama")
     weights = {key: spec for key, spec in given_task.specs.items() if key[1] == "weights"}
     found = rotation(
-        Task(given_task.graph, weights, given_task.structure, given_task.batches), RotationConfig(), Adjustment()
+        Task(given_task.graph, weights, given_task.structure, given_task.batches),
+        RotationConfig(),
+        Adjustment(),
     )
     assert found.parameters
     assert not found.insertions
@@ -264,7 +318,9 @@ def test_what_was_found_before_is_turned_and_grids_of_other_weights_are_dropped(
     first = rotation(given_task, RotationConfig(seed=1), Adjustment())
     reader = first.insertions[0].readers[0]
     rounded = Rounded(first.parameters[reader]["weight"], None, 0.0, 0.0)  # type: ignore[arg-type]
-    second = rotation(given_task, RotationConfig(online=False), first.with_rounded({reader: rounded}))
+    second = rotation(
+        given_task, RotationConfig(online=False), first.with_rounded({reader: rounded})
+    )
     assert difference(given_task, second, inputs) < 1e-5
     assert second.insertions == first.insertions
     assert reader not in second.rounded  # its rows write the residual stream
@@ -275,7 +331,9 @@ def test_the_layer_exports_and_is_written_as_code() -> None:
     graph = adjusted(given_task.graph, rotation(given_task, RotationConfig(), Adjustment()))
     assert emit(graph).count("quantizer.nn.InputRotation(64)") == 2
     network, (ids,) = Network(graph), inputs
-    program = torch.export.export(network, (ids,), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)})
+    program = torch.export.export(
+        network, (ids,), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)}
+    )
     assert torch.equal(program.module()(ids)[0], outputs(graph, inputs)[0])
 
 

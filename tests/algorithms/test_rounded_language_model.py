@@ -25,7 +25,10 @@ from quantizer.nn.network import Network
 # calibration sequences instead of 256, it closes 50, 64 and 88 %: a few points are chance.
 CLOSED = {4: 0.4, 2: 0.8}
 SCORED = 512
-ALGORITHMS_IN_ORDER = {4: [("gptq",), ("awq", "gptq")], 2: [("gptq",), ("gptaq",), ("qronos",), ("awq", "gptq")]}
+ALGORITHMS_IN_ORDER = {
+    4: [("gptq",), ("awq", "gptq")],
+    2: [("gptq",), ("gptaq",), ("qronos",), ("awq", "gptq")],
+}
 
 
 @torch.no_grad()
@@ -33,14 +36,18 @@ def perplexity(graph: Graph, count: int) -> float:
     """Of characters, on held-out text."""
     network, losses = Network(graph), []
     for codes in torch.split(sequences(HELD_OUT, count, seed=3), 64):
-        losses.append(F.cross_entropy(network(codes)[:, :-1].flatten(0, 1), codes[:, 1:].flatten()))
+        losses.append(
+            F.cross_entropy(network(codes)[:, :-1].flatten(0, 1), codes[:, 1:].flatten())
+        )
     return float(torch.stack(losses).mean().exp())
 
 
 @cache
 def float_perplexity(count: int) -> float:
     """Of the model as it was trained."""
-    return perplexity(task_of(trained(), sequences(TRAINED_ON, 16, seed=7)[None], CHANNELS).graph, count)
+    return perplexity(
+        task_of(trained(), sequences(TRAINED_ON, 16, seed=7)[None], CHANNELS).graph, count
+    )
 
 
 @pytest.mark.slow
@@ -51,9 +58,13 @@ def test_most_of_the_gap_is_closed(bits: int) -> None:
     task = task_of(trained(), calibration, replace(CHANNELS, bit_width=bits))
     weights = {name: weight_of(task.graph, name) for name in layer_names(task.graph)}
     plain_weights = {
-        name: {"weight": to_nearest(weight, task.specs[name, "weights"])} for name, weight in weights.items()
+        name: {"weight": to_nearest(weight, task.specs[name, "weights"])}
+        for name, weight in weights.items()
     }
-    float_, plain = float_perplexity(SCORED), perplexity(with_weights(task.graph, plain_weights), SCORED)
+    float_, plain = (
+        float_perplexity(SCORED),
+        perplexity(with_weights(task.graph, plain_weights), SCORED),
+    )
     assert len(weights) == 19
     for names in ALGORITHMS_IN_ORDER[bits]:
         found = Adjustment()

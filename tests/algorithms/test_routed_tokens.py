@@ -23,7 +23,9 @@ OTHERS = ["kind:embedding", "kind:head", "*self_attn*", "re:.*Router.*"]
 DATA = calls(6)
 
 
-def config(algorithm: dict[str, Any] | None, weight: dict[str, Any] | None = None) -> dict[str, Any]:
+def config(
+    algorithm: dict[str, Any] | None, weight: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """For experts alone."""
     settings = {"algo_config": algorithm} if algorithm else {}
     return {"global_quant_config": {"weight": weight or INT4}, "exclude": OTHERS, **settings}
@@ -35,7 +37,11 @@ def calibrated(model: nn.Module, settings: dict[str, Any]) -> Any:
 
 def weights(result: Any, name: str = "gate_up_proj") -> Tensor:
     """Of the layer of experts, [experts, out, in]."""
-    [node] = [node for node in result.network.graph.nodes if node.row.experts and node.name.endswith(f"/{name}")]
+    [node] = [
+        node
+        for node in result.network.graph.nodes
+        if node.row.experts and node.name.endswith(f"/{name}")
+    ]
     found: Tensor = result.network.layers[node.name].weight.detach()
     return found.view(EXPERTS, -1, found.shape[1])
 
@@ -61,7 +67,9 @@ def routed(model: Any) -> list[list[Tensor]]:
 def error(model: Any, rounded: Tensor) -> float:
     """Squared error of the outputs of the first layer's experts on their tokens, as a share of their energy."""
     lost = energy = 0.0
-    for tokens, matrix, own in zip(routed(model), matrices(experts(model, 0), "gate_up_proj"), rounded, strict=True):
+    for tokens, matrix, own in zip(
+        routed(model), matrices(experts(model, 0), "gate_up_proj"), rounded, strict=True
+    ):
         x = torch.cat(tokens).double()
         lost += float((x @ (own - matrix).double().T).square().sum())
         energy += float((x @ matrix.double().T).square().sum())
@@ -72,13 +80,17 @@ def spread(family: str) -> Any:
     """A model whose hidden channels are of different sizes, as those of real ones are."""
     model = mixture(family, num_hidden_layers=1)
     with torch.no_grad():
-        model.model.layers[0].post_attention_layernorm.weight.copy_(torch.linspace(-2, 2, 32).exp())
+        model.model.layers[0].post_attention_layernorm.weight.copy_(
+            torch.linspace(-2, 2, 32).exp()
+        )
     return model
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
 @pytest.mark.parametrize("kind", [{}, {"static_groups": False, "desc_act": False}])
-def test_an_expert_is_rounded_as_a_linear_layer_on_its_tokens(family: str, kind: dict[str, Any]) -> None:
+def test_an_expert_is_rounded_as_a_linear_layer_on_its_tokens(
+    family: str, kind: dict[str, Any]
+) -> None:
     model = spread(family)
     found = weights(calibrated(model, config({"name": "gptq", **kind})))
     stack = matrices(experts(model, 0), "gate_up_proj")
@@ -86,9 +98,15 @@ def test_an_expert_is_rounded_as_a_linear_layer_on_its_tokens(family: str, kind:
         alone = nn.Sequential(nn.Linear(*stack.shape[:0:-1], bias=False))
         alone[0].weight = nn.Parameter(stack[expert].contiguous())
         one = {"global_quant_config": {"weight": INT4}, "algo_config": {"name": "gptq", **kind}}
-        result = quantizer.calibrate(alone.eval(), one, [batch for batch in tokens if len(batch)])
-        [layer] = [each for name, each in result.network.layers.items() if name.endswith("/linear")]
-        close = torch.isclose(layer.weight, found[expert], rtol=1e-5)  # sums are of tokens in another order
+        result = quantizer.calibrate(
+            alone.eval(), one, [batch for batch in tokens if len(batch)]
+        )
+        [layer] = [
+            each for name, each in result.network.layers.items() if name.endswith("/linear")
+        ]
+        close = torch.isclose(
+            layer.weight, found[expert], rtol=1e-5
+        )  # sums are of tokens in another order
         assert float(close.float().mean()) > 0.99
 
 
@@ -102,7 +120,9 @@ def test_an_expert_is_rounded_as_a_linear_layer_on_its_tokens(family: str, kind:
         ("awq", {"scale_search": False}, 0.95),
     ],
 )
-def test_outputs_of_experts_come_closer(name: str, settings: dict[str, Any], most: float) -> None:
+def test_outputs_of_experts_come_closer(
+    name: str, settings: dict[str, Any], most: float
+) -> None:
     model = spread("Mixtral")
     plain = calibrated(model, config(None))
     better = calibrated(model, config({"name": name, **settings}))
@@ -111,23 +131,35 @@ def test_outputs_of_experts_come_closer(name: str, settings: dict[str, Any], mos
     assert better.test().metrics["sqnr_db"] > plain.test().metrics["sqnr_db"]
 
 
-@pytest.mark.parametrize("algorithm", [{"name": "gptq"}, {"name": "awq", "scale_search": False}], ids=["gptq", "awq"])
-def test_an_expert_without_tokens_is_rounded_to_nearest_and_named(algorithm: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "algorithm", [{"name": "gptq"}, {"name": "awq", "scale_search": False}], ids=["gptq", "awq"]
+)
+def test_an_expert_without_tokens_is_rounded_to_nearest_and_named(
+    algorithm: dict[str, Any], tmp_path: Path
+) -> None:
     model = spread("GptOss")
     model.model.layers[0].mlp.router.bias.data[2] = -1e4
     assert [sum(map(len, tokens)) > 0 for tokens in routed(model)] == [True, True, False, True]
     plain, better = calibrated(model, config(None)), calibrated(model, config(algorithm))
     for name in ("gate_up_proj", "down_proj"):
-        same = [torch.equal(*pair) for pair in zip(weights(plain, name), weights(better, name), strict=True)]
+        same = [
+            torch.equal(*pair)
+            for pair in zip(weights(plain, name), weights(better, name), strict=True)
+        ]
         assert same == [False, False, True, False]
     better.save(tmp_path)
     remarks = json.loads((tmp_path / "algorithms.json").read_text())["remarks"]
     missed = [each for each in remarks if "no token of the calibration data" in each["text"]]
     assert len(missed) == 2
-    assert all(each["layer"].endswith("_proj[2]") or "expert 2 (of 4)" in each["text"] for each in missed)
+    assert all(
+        each["layer"].endswith("_proj[2]") or "expert 2 (of 4)" in each["text"]
+        for each in missed
+    )
 
 
-def test_each_expert_has_factors_of_its_own_where_its_own_layer_takes_them(tmp_path: Path) -> None:
+def test_each_expert_has_factors_of_its_own_where_its_own_layer_takes_them(
+    tmp_path: Path,
+) -> None:
     """AWQ, between the layers of an expert: what is large in one is not in another."""
     model = spread("Qwen3Moe")
     module, generator = experts(model, 0), torch.Generator().manual_seed(0)
@@ -144,9 +176,16 @@ def test_each_expert_has_factors_of_its_own_where_its_own_layer_takes_them(tmp_p
 
 
 @pytest.mark.parametrize(
-    "settings", [{"name": "awq"}, {"name": "smooth", "alpha": 0.5}, {"name": "smooth", "alpha": [0.3, 0.7]}]
+    "settings",
+    [
+        {"name": "awq"},
+        {"name": "smooth", "alpha": 0.5},
+        {"name": "smooth", "alpha": [0.3, 0.7]},
+    ],
 )
-def test_the_router_follows_the_experts_into_their_norm(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_the_router_follows_the_experts_into_their_norm(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     """One fold for all that read it, so that nothing has to be inserted, which no engine's model has."""
     model, all_layers = spread("Mixtral"), {"exclude": OTHERS[:2]}
     result = calibrated(model, config(settings) | all_layers)
@@ -174,7 +213,13 @@ def test_modules_in_place_get_the_same_weights(name: str, family: str) -> None:
     [
         {"dtype": "int4", "qscheme": "per_tensor"},
         {"dtype": "mx", "mx_element_dtype": "fp4", "qscheme": "per_group", "ch_axis": 1},
-        {"dtype": "fp4", "scale_format": "e4m3", "qscheme": "per_group", "ch_axis": 1, "group_size": 16},
+        {
+            "dtype": "fp4",
+            "scale_format": "e4m3",
+            "qscheme": "per_group",
+            "ch_axis": 1,
+            "group_size": 16,
+        },
     ],
     ids=["tensors", "mxfp4", "nvfp4"],
 )

@@ -26,7 +26,10 @@ from quantizer.sources.batches import Batch
 
 def batches(name: str) -> list[Batch]:
     """Two batches of different size, where the toy takes them."""
-    return [Batch(*built(name).call(size), None, None) for size in ((2, 3) if built(name).batched else (2, 2))]
+    return [
+        Batch(*built(name).call(size), None, None)
+        for size in ((2, 3) if built(name).batched else (2, 2))
+    ]
 
 
 def walked(network: Network, data: list[Batch], budget: int | None) -> dict[str, list[Any]]:
@@ -35,7 +38,9 @@ def walked(network: Network, data: list[Batch], budget: int | None) -> dict[str,
     with torch.no_grad():
         for node in network.graph.nodes:
             kept = runner.keep(runner.compute(node))
-            found[node.name] = [value.clone() if isinstance(value, torch.Tensor) else value for value in kept]
+            found[node.name] = [
+                value.clone() if isinstance(value, torch.Tensor) else value for value in kept
+            ]
             runner.release(kept)
     return found
 
@@ -93,7 +98,9 @@ def of_ids(*shapes: tuple[int, int]) -> list[Batch]:
     return [Batch.of(torch.randint(8, 50, shape, generator=draw)) for shape in shapes]
 
 
-def joined(model: nn.Module, data: list[Batch], *, together: bool = True) -> tuple[SequentialRunner, str]:
+def joined(
+    model: nn.Module, data: list[Batch], *, together: bool = True
+) -> tuple[SequentialRunner, str]:
     """A runner, and the last layer of its network."""
     network = Network(trace(model.eval(), data[0].args))
     return SequentialRunner(network, data, together=together), network.graph.nodes[-1].name
@@ -109,7 +116,9 @@ def joined(model: nn.Module, data: list[Batch], *, together: bool = True) -> tup
     ],
     ids=["1024 ids", "samples", "lengths", "long ones"],
 )
-def test_batches_of_few_token_ids_run_as_one(shapes: list[tuple[int, int]], sizes: list[int]) -> None:
+def test_batches_of_few_token_ids_run_as_one(
+    shapes: list[tuple[int, int]], sizes: list[int]
+) -> None:
     torch.manual_seed(0)
     model, data = Tokens(), of_ids(*shapes)
     runner, last = joined(model, data)
@@ -159,7 +168,9 @@ def test_an_error_that_no_batch_has_alone_is_that_of_them_all() -> None:
         runner.advance(last, {last: refuse})
 
 
-def test_values_beyond_the_budget_go_to_files_that_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_beyond_the_budget_go_to_files_that_vanish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     store, ones = ActivationStore(100), torch.ones(20)
     assert store.keep(ones) is ones
@@ -190,7 +201,15 @@ def test_a_value_in_a_file_is_written_once() -> None:
         torch.tensor(2.5),
         torch.ones(0, 3),
     ],
-    ids=["channels last", "transposed", "integers", "booleans", "bfloat16", "a number", "empty"],
+    ids=[
+        "channels last",
+        "transposed",
+        "integers",
+        "booleans",
+        "bfloat16",
+        "a number",
+        "empty",
+    ],
 )
 def test_a_tensor_in_a_file_has_the_same_values_type_and_layout(value: torch.Tensor) -> None:
     kept, rest = ActivationStore(0).keep((value, {"size": 3}))
@@ -200,7 +219,9 @@ def test_a_tensor_in_a_file_has_the_same_values_type_and_layout(value: torch.Ten
     assert loaded(kept).stride() == value.stride()
 
 
-def test_a_full_disk_is_told_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(handle: int, content: object, start: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

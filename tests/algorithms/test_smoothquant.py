@@ -8,7 +8,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rescaling import A8, CASES, W8, Gated, Outliers, built, difference, quantized_error, task_of
+from rescaling import (
+    A8,
+    CASES,
+    W8,
+    Gated,
+    Outliers,
+    built,
+    difference,
+    quantized_error,
+    task_of,
+)
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task
@@ -39,7 +49,10 @@ def test_gains_of_the_paper() -> None:
     model, inputs = outliers()
     task = task_of(model, inputs, PER_TENSOR, A8)
     plain = quantized_error(task, Adjustment(), inputs)
-    errors = {alpha: quantized_error(task, smoothed(task, alpha), inputs) for alpha in (0.0, 0.25, 0.5, 0.75, 1.0)}
+    errors = {
+        alpha: quantized_error(task, smoothed(task, alpha), inputs)
+        for alpha in (0.0, 0.25, 0.5, 0.75, 1.0)
+    }
     assert plain >= 10 * errors[0.5]
     assert errors[0.0] >= 10 * errors[0.5]
     assert min(errors, key=errors.__getitem__) in (0.5, 0.75)
@@ -68,7 +81,9 @@ def test_factors_are_at_least_scale_clamp_min() -> None:
     task = task_of(model, list(torch.randn(2, 8, 16)), activations=A8)
     least = []
     for clamp in (0.02, 1e-9):
-        found = smoothquant(task, SmoothQuantConfig(alpha=1.0, scale_clamp_min=clamp), Adjustment())
+        found = smoothquant(
+            task, SmoothQuantConfig(alpha=1.0, scale_clamp_min=clamp), Adjustment()
+        )
         [norm] = [own for own in found.parameters.values() if "bias" in own]
         least.append(float((model.norm.weight.detach() / norm["weight"]).min()))
     assert least[0] == pytest.approx(0.02, rel=1e-5)
@@ -87,14 +102,28 @@ def test_the_float_function_stays(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "activations"),
-    [("gated", A8), ("gated", PER_TOKEN), ("outliers", A8), ("outliers", PER_TOKEN), ("grouped", A8)],
+    [
+        ("gated", A8),
+        ("gated", PER_TOKEN),
+        ("outliers", A8),
+        ("outliers", PER_TOKEN),
+        ("grouped", A8),
+    ],
     ids=["gated", "gated_dynamic", "outliers", "outliers_dynamic", "grouped"],
 )
-def test_auto_is_as_good_as_any_alpha_by_its_own_measure(name: str, activations: QuantizationSpec) -> None:
+def test_auto_is_as_good_as_any_alpha_by_its_own_measure(
+    name: str, activations: QuantizationSpec
+) -> None:
     model, inputs = built(name)
     task = task_of(model, inputs, W8, activations)
-    group = next(group for group in task.structure.groups if group.layers[0].endswith(("/linear", "conv2d")))
-    alone = dataclasses.replace(task, structure=dataclasses.replace(task.structure, groups=(group,)))
+    group = next(
+        group
+        for group in task.structure.groups
+        if group.layers[0].endswith(("/linear", "conv2d"))
+    )
+    alone = dataclasses.replace(
+        task, structure=dataclasses.replace(task.structure, groups=(group,))
+    )
     network = Network(task.graph)
     seen = ChannelRanges(network, group, with_sample=True)
     for x in inputs:
@@ -103,7 +132,11 @@ def test_auto_is_as_good_as_any_alpha_by_its_own_measure(name: str, activations:
     def loss(alpha: object) -> float:
         found = smoothed(alone, alpha)
         was, now = (parameter(task.graph, f, group.layers[0]) for f in (Adjustment(), found))
-        factors = (now / was).nanmedian(0).values.flatten() if now.dim() == 2 else _conv_factors(now / was, group)
+        factors = (
+            (now / was).nanmedian(0).values.flatten()
+            if now.dim() == 2
+            else _conv_factors(now / was, group)
+        )
         return smoothing_loss(task, group, seen, Adjustment(), factors)
 
     steps = [step / 10 for step in range(11)]
@@ -114,7 +147,12 @@ def test_auto_is_as_good_as_any_alpha_by_its_own_measure(name: str, activations:
 
 def _conv_factors(ratio: Tensor, group: InputGroup) -> Tensor:
     groups = group.channels // ratio.shape[1]
-    return ratio.view(groups, len(ratio) // groups, ratio.shape[1], -1).median(1).values.median(2).values.flatten()
+    return (
+        ratio.view(groups, len(ratio) // groups, ratio.shape[1], -1)
+        .median(1)
+        .values.median(2)
+        .values.flatten()
+    )
 
 
 def test_only_weights_are_smoothed_as_well() -> None:
@@ -163,7 +201,9 @@ def test_a_channel_that_never_fires_keeps_its_weights() -> None:
     found = smoothed(task)
     [layer] = task.structure.groups[0].layers
     assert torch.equal(found.parameters[layer]["weight"][:, 2], model.layer.weight[:, 2])
-    assert all(value.isfinite().all() for own in found.parameters.values() for value in own.values())
+    assert all(
+        value.isfinite().all() for own in found.parameters.values() for value in own.values()
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -216,8 +256,13 @@ def test_a_norm_with_an_offset() -> None:
     assert difference(task, found, inputs) < 1e-5
 
 
-@given(st.lists(st.floats(2**-10, 2**10), min_size=8, max_size=8), st.permutations([0, 0, 1, 1, 2, 2, 3, 3]))
-def test_channels_with_one_origin_have_one_factor(values: list[float], origin: list[int]) -> None:
+@given(
+    st.lists(st.floats(2**-10, 2**10), min_size=8, max_size=8),
+    st.permutations([0, 0, 1, 1, 2, 2, 3, 3]),
+)
+def test_channels_with_one_origin_have_one_factor(
+    values: list[float], origin: list[int]
+) -> None:
     group = InputGroup("x", ("layer",), -1, 8, fold=Fold("layer", "before", tuple(origin)))
     factors = torch.tensor(values)
     found = tied(group, factors)
@@ -231,7 +276,11 @@ def test_channels_with_one_origin_have_one_factor(values: list[float], origin: l
 def test_repeated_heads_have_one_factor() -> None:
     model, inputs = built("Llama")
     task = task_of(model, inputs, activations=A8)
-    group = next(each for each in task.structure.groups if each.layers[0].endswith("Linear[o_proj]/linear"))
+    group = next(
+        each
+        for each in task.structure.groups
+        if each.layers[0].endswith("Linear[o_proj]/linear")
+    )
     assert group.fold is not None
     assert group.fold.channels is not None
     factors = admissible(task.graph, group, Adjustment())(torch.rand(32) + 0.1)

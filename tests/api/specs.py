@@ -38,7 +38,13 @@ def per_token(dtype: Dtype = Dtype.int8) -> QuantizationSpec:
     return spec(dtype, qscheme=QSchemeType.per_token, observer_cls=None, is_dynamic=True)
 
 
-def quantized(model: nn.Module, data: Any = None, /, exclude: tuple[str, ...] = (), **tensors: QuantizationSpec) -> Any:
+def quantized(
+    model: nn.Module,
+    data: Any = None,
+    /,
+    exclude: tuple[str, ...] = (),
+    **tensors: QuantizationSpec,
+) -> Any:
     """The model, quantized by one global config."""
     config = Config(QuantizationConfig(**tensors), exclude=list(exclude))
     return ModelQuantizer(config).quantize_model(model, data)
@@ -58,7 +64,9 @@ class TinyLM(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = self.embed(input_ids)
-        heads = (projection(x).unsqueeze(1) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        heads = (
+            projection(x).unsqueeze(1) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
         x = x + nn.functional.scaled_dot_product_attention(*heads, is_causal=True).squeeze(1)
         x = x + self.fc2(torch.relu(self.fc1(self.norm(x))))
         return self.lm_head(x)  # type: ignore[no-any-return]

@@ -65,7 +65,10 @@ class Net(nn.Module):
         return self.head(self.twice(self.twice(x)))
 
 
-IDS = [torch.randint(0, 11, (4, 7), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+IDS = [
+    torch.randint(0, 11, (4, 7), generator=torch.Generator().manual_seed(seed))
+    for seed in range(3)
+]
 
 
 def net() -> Net:
@@ -73,7 +76,12 @@ def net() -> Net:
     return Net().eval()
 
 
-WEIGHT = spec(Dtype.int4, qscheme=QSchemeType.per_channel, observer_cls=PerChannelMinMaxObserver, ch_axis=0)
+WEIGHT = spec(
+    Dtype.int4,
+    qscheme=QSchemeType.per_channel,
+    observer_cls=PerChannelMinMaxObserver,
+    ch_axis=0,
+)
 
 
 def config(*algorithms: Any, **tensors: Any) -> Config:
@@ -92,7 +100,9 @@ def state(model: nn.Module) -> dict[str, Any]:
     """All that a failed call must not have changed."""
     return {
         "classes": {path: type(module) for path, module in model.named_modules()},
-        "objects": {path: id(value) for path, value in model.named_parameters(remove_duplicate=False)},
+        "objects": {
+            path: id(value) for path, value in model.named_parameters(remove_duplicate=False)
+        },
         "values": {path: value.clone() for path, value in model.state_dict().items()},
         "training": {path: module.training for path, module in model.named_modules()},
     }
@@ -111,7 +121,9 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_rescaling_keeps_the_function_and_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rescaling_keeps_the_function_and_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """By powers of two, so 16-bit weights round alike; norms, columns, explicit factors and a broken tie."""
     model, fine = net(), spec(Dtype.int16)
     expected = model(IDS[0])
@@ -121,7 +133,11 @@ def test_rescaling_keeps_the_function_and_is_saved(tmp_path: Path, caplog: pytes
     assert largest_difference(found, expected) < 1e-3
     float_model = net()
     assert not torch.equal(model.blocks[0].norm.weight, float_model.blocks[0].norm.weight)
-    assert model.blocks[0].down.get_parameter("input_layers.0.weight").tolist()[:3] == [0.5, 1, 2]
+    assert model.blocks[0].down.get_parameter("input_layers.0.weight").tolist()[:3] == [
+        0.5,
+        1,
+        2,
+    ]
     assert model.head.weight is not model.embed.weight
     assert same(model.embed.weight, float_model.embed.weight)
     assert "input_layers" not in model.twice._modules
@@ -137,18 +153,24 @@ def test_rescaling_keeps_the_function_and_is_saved(tmp_path: Path, caplog: pytes
 @pytest.mark.usefixtures("stand_in")
 def test_static_inputs_are_observed_behind_the_factors() -> None:
     model = net()
-    plain = ModelQuantizer(config(weight=spec(Dtype.int16), input_tensors=spec())).quantize_model(net(), IDS)
-    ModelQuantizer(config(SmoothQuantConfig(), weight=spec(Dtype.int16), input_tensors=spec())).quantize_model(
-        model, IDS
-    )
+    plain = ModelQuantizer(
+        config(weight=spec(Dtype.int16), input_tensors=spec())
+    ).quantize_model(net(), IDS)
+    ModelQuantizer(
+        config(SmoothQuantConfig(), weight=spec(Dtype.int16), input_tensors=spec())
+    ).quantize_model(model, IDS)
     scales = [each.blocks[0].down.quantizers["input"].scale for each in (plain, model)]
     assert scales[0] != scales[1]
     seen: list[Tensor] = []
-    model.blocks[0].down.quantizers["input"].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    model.blocks[0].down.quantizers["input"].register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].detach())
+    )
     for ids in IDS:
         model(ids)
     largest = max(float(x.abs().max()) for x in seen)
-    assert largest == pytest.approx(127 * float(scales[1]), rel=0.05)  # the layers before are float there
+    assert largest == pytest.approx(
+        127 * float(scales[1]), rel=0.05
+    )  # the layers before are float there
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -158,7 +180,9 @@ def test_rounded_weights_have_the_scales_that_were_found() -> None:
     ModelQuantizer(config(GPTQConfig())).quantize_model(model, (batch for batch in IDS))
     for path in ("blocks.0.up", "blocks.2.down", "conv", "head"):
         one, other = plain.get_submodule(path), model.get_submodule(path)
-        assert torch.allclose(other.quantizers["weights"].scale, 2 * one.quantizers["weights"].scale), path
+        assert torch.allclose(
+            other.quantizers["weights"].scale, 2 * one.quantizers["weights"].scale
+        ), path
         assert torch.equal(other.quantizers["weights"](other.weight), other.weight)
         assert not torch.equal(one.weight, other.weight)
     assert torch.equal(plain.twice.weight, model.twice.weight)
@@ -166,7 +190,10 @@ def test_rounded_weights_have_the_scales_that_were_found() -> None:
 
 def test_gptq_is_better_than_plain_rounding() -> None:
     expected = net()(IDS[0])
-    data = [torch.randint(0, 11, (4, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    data = [
+        torch.randint(0, 11, (4, 32), generator=torch.Generator().manual_seed(seed))
+        for seed in range(4)
+    ]
     error = {}
     for name, algorithms in {"plain": [], "gptq": [GPTQConfig()]}.items():
         model = ModelQuantizer(config(*algorithms)).quantize_model(net(), data)
@@ -193,11 +220,18 @@ COMPOSED: dict[str, tuple[list[Any], float]] = {
 def test_algorithms_go_together_and_with_quantized_inputs(name: str) -> None:
     """4-bit weights and static 8-bit inputs; the inputs' scales are found behind the factors."""
     algorithms, least = COMPOSED[name]
-    data = [torch.randint(0, 11, (4, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    data = [
+        torch.randint(0, 11, (4, 32), generator=torch.Generator().manual_seed(seed))
+        for seed in range(4)
+    ]
     expected, models = skewed()(IDS[0]), {}
     for kind, those in {"plain": [], "composed": algorithms}.items():
-        models[kind] = ModelQuantizer(config(*those, input_tensors=spec())).quantize_model(skewed(), data)
-    plain, composed = (float((model(IDS[0]) - expected).detach().square().mean()) for model in models.values())
+        models[kind] = ModelQuantizer(config(*those, input_tensors=spec())).quantize_model(
+            skewed(), data
+        )
+    plain, composed = (
+        float((model(IDS[0]) - expected).detach().square().mean()) for model in models.values()
+    )
     assert composed < least * plain
     for block in models["composed"].blocks:
         assert set(block.up.quantizers) == {"weights", "input"}
@@ -231,18 +265,32 @@ class Branching(nn.Module):
     [
         (net, None, DataError, "no dataloader, but gptq works on the values that data give"),
         (net, [], DataError, "gave no batches"),
-        (net, [IDS[0], torch.zeros(2, 5, 1, dtype=torch.int64)], DataError, "batch 1: .*expected"),
+        (
+            net,
+            [IDS[0], torch.zeros(2, 5, 1, dtype=torch.int64)],
+            DataError,
+            "batch 1: .*expected",
+        ),
         (Broken, [torch.randn(4, 4)], DataError, "Linear\\[second\\]/linear has .* NaN"),
-        (Branching, [torch.randn(4, 4)], ModelError, "algorithms, which work on a trace of the model"),
+        (
+            Branching,
+            [torch.randn(4, 4)],
+            ModelError,
+            "algorithms, which work on a trace of the model",
+        ),
     ],
     ids=["no data", "empty", "another shape", "NaN", "not traceable"],
 )
-def test_a_failure_leaves_the_model_as_it_was(model: Any, data: Any, error: type[Exception], text: str) -> None:
+def test_a_failure_leaves_the_model_as_it_was(
+    model: Any, data: Any, error: type[Exception], text: str
+) -> None:
     torch.manual_seed(0)
     built = model().train()
     before = state(built)
     wanted = (
-        config(GPTQConfig()) if model is net else Config(QuantizationConfig(weight=WEIGHT), algo_config=[GPTQConfig()])
+        config(GPTQConfig())
+        if model is net
+        else Config(QuantizationConfig(weight=WEIGHT), algo_config=[GPTQConfig()])
     )
     with pytest.raises(error, match=text):
         ModelQuantizer(wanted).quantize_model(built, data)
@@ -252,13 +300,35 @@ def test_a_failure_leaves_the_model_as_it_was(model: Any, data: Any, error: type
 @pytest.mark.parametrize(
     ("algorithms", "tensors", "why", "remedy"),
     [
-        ([RotationConfig()], {}, "rotation works on a trace of the model, which runs it on one batch", " one batch"),
-        ([RotationConfig(), GPTQConfig()], {}, "gptq works on the values that data give", " some batches"),
-        ([RotationConfig()], {"input_tensors": spec()}, "the input of .* has a static scale", " some batches"),
-        ([], {"input_tensors": spec()}, "the input of .* has a static scale", ", or set is_dynamic=True"),
+        (
+            [RotationConfig()],
+            {},
+            "rotation works on a trace of the model, which runs it on one batch",
+            " one batch",
+        ),
+        (
+            [RotationConfig(), GPTQConfig()],
+            {},
+            "gptq works on the values that data give",
+            " some batches",
+        ),
+        (
+            [RotationConfig()],
+            {"input_tensors": spec()},
+            "the input of .* has a static scale",
+            " some batches",
+        ),
+        (
+            [],
+            {"input_tensors": spec()},
+            "the input of .* has a static scale",
+            ", or set is_dynamic=True",
+        ),
     ],
 )
-def test_what_data_would_be_for_is_said(algorithms: list[Any], tensors: dict[str, Any], why: str, remedy: str) -> None:
+def test_what_data_would_be_for_is_said(
+    algorithms: list[Any], tensors: dict[str, Any], why: str, remedy: str
+) -> None:
     with pytest.raises(DataError, match=f"^no dataloader, but {why}") as refused:
         ModelQuantizer(config(*algorithms, **tensors)).quantize_model(net())
     assert str(refused.value.help).endswith(remedy)
@@ -266,9 +336,14 @@ def test_what_data_would_be_for_is_said(algorithms: list[Any], tensors: dict[str
 
 def test_a_rotation_alone_needs_one_batch() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(8, 16), nn.RMSNorm(16), nn.Linear(16, 4)), torch.randn(5, 8)
+    model, x = (
+        nn.Sequential(nn.Linear(8, 16), nn.RMSNorm(16), nn.Linear(16, 4)),
+        torch.randn(5, 8),
+    )
     before, expected = model[2].weight.detach().clone(), model(x).detach()
-    wanted = Config(QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()])
+    wanted = Config(
+        QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()]
+    )
     ModelQuantizer(wanted).quantize_model(model, itertools.chain([x], unread()))
     assert not torch.allclose(model[2].weight, before, atol=0.01)
     assert torch.allclose(model(x), expected, atol=1e-3)
@@ -277,7 +352,9 @@ def test_a_rotation_alone_needs_one_batch() -> None:
 def biased() -> nn.Sequential:
     """A norm with a bias, read by a layer without one."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4, bias=False)).eval()
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4, bias=False)
+    ).eval()
     nn.init.normal_(model[1].bias)
     return model
 
@@ -285,7 +362,9 @@ def biased() -> nn.Sequential:
 def test_layers_get_the_biases_that_algorithms_move_to_them(tmp_path: Path) -> None:
     model, x = biased(), torch.randn(5, 8)
     expected = model(x).detach()
-    wanted = Config(QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()])
+    wanted = Config(
+        QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()]
+    )
     ModelQuantizer(wanted).quantize_model(model, [x])
     assert model[2].bias is not None and not model[1].bias.any()
     assert torch.allclose(model(x), expected, atol=1e-3)
@@ -295,24 +374,33 @@ def test_layers_get_the_biases_that_algorithms_move_to_them(tmp_path: Path) -> N
     ModelQuantizer.save(loaded, tmp_path / "again")
     assert same(ModelQuantizer.load(biased(), tmp_path / "again")(x), model(x))
     other = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
-    with pytest.raises(ResultError, match="2 is no layer without a bias, as it was when an algorithm gave it one"):
+    with pytest.raises(
+        ResultError,
+        match="2 is no layer without a bias, as it was when an algorithm gave it one",
+    ):
         ModelQuantizer.load(other, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.int8, Dtype.int4])
 def test_a_bias_that_was_added_may_be_quantized(dtype: Dtype, tmp_path: Path) -> None:
     model, x = biased(), torch.randn(5, 8)
-    wanted = Config(QuantizationConfig(weight=spec(), bias=spec(dtype)), algo_config=[RotationConfig()])
+    wanted = Config(
+        QuantizationConfig(weight=spec(), bias=spec(dtype)), algo_config=[RotationConfig()]
+    )
     ModelQuantizer(wanted).quantize_model(model, [x])
     ModelQuantizer.save(model, tmp_path)
     assert same(ModelQuantizer.load(biased(), tmp_path)(x), model(x))
 
 
-def test_a_bias_that_was_added_is_taken_away_by_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bias_that_was_added_is_taken_away_by_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = biased()
     before = state(model)
     monkeypatch.setattr("quantizer.engine.module_target.attach", lambda *_: 1 / 0)
-    wanted = Config(QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()])
+    wanted = Config(
+        QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()]
+    )
     with pytest.raises(ZeroDivisionError):
         ModelQuantizer(wanted).quantize_model(model, [torch.randn(5, 8)])
     assert model[2].bias is None and equal(state(model), before)
@@ -336,7 +424,10 @@ def test_names_are_checked_before_data_are_read(algorithm: Any) -> None:
         "there is no module 'block'",
         "there is no module 'embd'",
     }
-    assert {found.help for found in refused.value.diagnostics} == {"did you mean 'blocks'?", "did you mean 'embed'?"}
+    assert {found.help for found in refused.value.diagnostics} == {
+        "did you mean 'blocks'?",
+        "did you mean 'embed'?",
+    }
     assert equal(state(model), before)
 
 
@@ -362,7 +453,9 @@ def test_language_models_of_transformers(family: str, tmp_path: Path) -> None:
 
     expected = built(family, torch.float32)(ids).logits
     model = built(family, torch.float32)
-    wanted = Config(QuantizationConfig(weight=spec(Dtype.int16)), pre_quant_opt_config=[SmoothQuantConfig()])
+    wanted = Config(
+        QuantizationConfig(weight=spec(Dtype.int16)), pre_quant_opt_config=[SmoothQuantConfig()]
+    )
     ModelQuantizer(wanted).quantize_model(model, [{"input_ids": ids}])
     found = model(ids).logits
     assert largest_difference(found, expected) < 2e-3
@@ -371,11 +464,13 @@ def test_language_models_of_transformers(family: str, tmp_path: Path) -> None:
     ModelQuantizer.save(model, tmp_path)
     assert same(ModelQuantizer.load(built(family, torch.float32), tmp_path)(ids).logits, found)
     coarse, plain = (built(family, torch.float32) for _ in range(2))
-    ModelQuantizer(Config(QuantizationConfig(weight=WEIGHT), algo_config=[GPTQConfig()])).quantize_model(
-        coarse, [{"input_ids": ids}]
-    )
+    ModelQuantizer(
+        Config(QuantizationConfig(weight=WEIGHT), algo_config=[GPTQConfig()])
+    ).quantize_model(coarse, [{"input_ids": ids}])
     ModelQuantizer(Config(QuantizationConfig(weight=WEIGHT))).quantize_model(plain)
-    for (path, one), (_, other) in zip(plain.named_modules(), coarse.named_modules(), strict=True):
+    for (path, one), (_, other) in zip(
+        plain.named_modules(), coarse.named_modules(), strict=True
+    ):
         if type(one).__name__ in ("Linear", "Conv1D"):
             scales = one.quantizers["weights"].scale, other.quantizers["weights"].scale
             assert torch.allclose(2 * scales[0], scales[1]), path

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 import quantizer
 from configs import document
-from quantizer import CLEConfig, Config, Dtype, QSchemeType, QuantizationConfig, QuantizationSpec
+from quantizer import (
+    CLEConfig,
+    Config,
+    Dtype,
+    QSchemeType,
+    QuantizationConfig,
+    QuantizationSpec,
+)
 from quantizer.config.diagnostics import ConfigError
 from quantizer.engine.events import Snapshot, Stage
 from quantizer.errors import DataError, GateError, ModelError, ResultError, UsageError
@@ -39,13 +46,17 @@ def calibration_data():
     generator = torch.Generator().manual_seed(1)
     return [(torch.randn(8, 3, 8, 8, generator=generator), torch.arange(8)) for _ in range(3)]
 """
-LAYERED = document(include_bias_corr=True, tensor={"weights": {"per_channel": True, "bit_width": 4}})
+LAYERED = document(
+    include_bias_corr=True, tensor={"weights": {"per_channel": True, "bit_width": 4}}
+)
 HIERARCHICAL: dict[str, Any] = {
     "global_quant_config": {
         "input_tensors": {"dtype": "int8", "qscheme": "per_tensor"},
         "weight": {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 16},
     },
-    "layer_quant_config": {"0": {"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}}},
+    "layer_quant_config": {
+        "0": {"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}}
+    },
     "algo_config": {"name": "gptq"},
 }
 FORMS = {"layered": LAYERED, "hierarchical": HIERARCHICAL}
@@ -72,24 +83,35 @@ def data(source: Path) -> Any:
 
 def test_equalization_is_the_same_switch_in_both_forms(network: nn.Module, data: Any) -> None:
     weight = QuantizationConfig(weight=QuantizationSpec(Dtype.int8))
-    listed = quantizer.calibrate(network, Config(weight, pre_quant_opt_config=CLEConfig()), data)
-    switched = quantizer.calibrate(network, document(include_cle=True, quantizable_data_type=["weights"]), data)
+    listed = quantizer.calibrate(
+        network, Config(weight, pre_quant_opt_config=CLEConfig()), data
+    )
+    switched = quantizer.calibrate(
+        network, document(include_cle=True, quantizable_data_type=["weights"]), data
+    )
     assert torch.equal(listed.network(data[0][0]), switched.network(data[0][0]))
     assert not torch.equal(
-        listed.network(data[0][0]), quantizer.calibrate(network, Config(weight), data).network(data[0][0])
+        listed.network(data[0][0]),
+        quantizer.calibrate(network, Config(weight), data).network(data[0][0]),
     )
     with pytest.raises(ConfigError, match="cle_steps: pairs of layers are equalized until"):
-        quantizer.calibrate(network, Config(weight, pre_quant_opt_config=CLEConfig(cle_steps=3)), data)
+        quantizer.calibrate(
+            network, Config(weight, pre_quant_opt_config=CLEConfig(cle_steps=3)), data
+        )
 
 
 def differing(one: Path, other: Path) -> set[str]:
     """Files of two result folders that are not the same bytes."""
-    names = {path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()}
+    names = {
+        path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()
+    }
     _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
     return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
 
 
-def test_a_budget_of_memory_changes_no_result(network: nn.Module, data: Any, tmp_path: Path) -> None:
+def test_a_budget_of_memory_changes_no_result(
+    network: nn.Module, data: Any, tmp_path: Path
+) -> None:
     for name, memory in {"plenty": None, "little": "1KB", "none": 0}.items():
         quantizer.calibrate(network, HIERARCHICAL, data, memory=memory).save(tmp_path / name)
     assert not differing(tmp_path / "plenty", tmp_path / "little")
@@ -113,26 +135,38 @@ def test_shell_and_python_write_the_same_bytes(
     loaded.save(tmp_path / "copied")
     assert differing(tmp_path / "shell", tmp_path / "copied") == reports
     assert not differing(tmp_path / "python", tmp_path / "copied")
-    values = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("shell", "python")]
+    values = [
+        json.loads((tmp_path / name / "report.json").read_text())
+        for name in ("shell", "python")
+    ]
     assert [len(report.pop("checksum")) for report in values] == [64, 64]
-    assert [len(report.pop("commands")) for report in values] == [1, 0], "a command, and none, has made them"
+    assert [len(report.pop("commands")) for report in values] == [1, 0], (
+        "a command, and none, has made them"
+    )
     assert values[0] == values[1]
     assert check_at_the_shell(tmp_path / "copied", model=str(source)) == 0
     images = data[0][0]
     for again in (loaded, quantizer.load(tmp_path / "shell", network)):
         assert torch.equal(again.network(images), found.network(images))
     assert not torch.equal(found.network(images), network(images))
-    decided = [{key: tensor.decided() for key, tensor in each.plan.plan.tensors.items()} for each in (loaded, found)]
+    decided = [
+        {key: tensor.decided() for key, tensor in each.plan.plan.tensors.items()}
+        for each in (loaded, found)
+    ]
     assert decided[0] == decided[1]
 
 
-def test_a_config_is_a_path_a_dict_or_dataclasses(network: nn.Module, data: Any, tmp_path: Path) -> None:
+def test_a_config_is_a_path_a_dict_or_dataclasses(
+    network: nn.Module, data: Any, tmp_path: Path
+) -> None:
     weight = QuantizationSpec(Dtype.int8, qscheme=QSchemeType.per_channel, ch_axis=0)
     config = Config(QuantizationConfig(weight=weight))
     config.save(tmp_path / "config.json")
     expected = quantizer.calibrate(network, config, data[:1]).network(data[0][0])
     for same in (str(tmp_path / "config.json"), tmp_path / "config.json", config.to_dict()):
-        assert torch.equal(quantizer.calibrate(network, same, data[:1]).network(data[0][0]), expected)
+        assert torch.equal(
+            quantizer.calibrate(network, same, data[:1]).network(data[0][0]), expected
+        )
     assert "DPU" in json.dumps(quantizer.calibrate(network, None, data).plan.to_json())
     with pytest.raises(UsageError, match="config is an int"):
         quantizer.calibrate(network, 3, data)  # type: ignore[arg-type]
@@ -146,7 +180,9 @@ def test_it_tests_with_the_users_metric_and_gates(network: nn.Module, data: Any)
 
     tested = found.test(data[1:], evaluate)
     assert {"mean", "mean_float", "sqnr_db"} <= tested.metrics.keys()
-    with pytest.raises(UsageError, match="whether less or more of 'mean' is better is not known"):
+    with pytest.raises(
+        UsageError, match="whether less or more of 'mean' is better is not known"
+    ):
         tested.require(mean_drop=0.1)
     assert tested.metrics["mean"] != tested.metrics["mean_float"]
     assert {"top1", "top1_float"} <= found.test().metrics.keys()
@@ -172,18 +208,26 @@ def test_the_model_stays_as_it_was(network: nn.Module, data: Any) -> None:
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     quantizer.calibrate(network, LAYERED, data).test()
     assert network.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items()
+    )
 
 
 def test_weights_that_are_no_numbers_are_refused_wherever_they_are(data: Any) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(1, 4)).eval()
     model[1].weight.data[2] = torch.inf
-    with pytest.raises(ModelError, match=r"the weights hold NaN or Inf: 1 of 4 values of 1\.weight"):
+    with pytest.raises(
+        ModelError, match=r"the weights hold NaN or Inf: 1 of 4 values of 1\.weight"
+    ):
         quantizer.calibrate(model, None, data)
 
 
 def test_findings_are_the_sentences_of_the_shell(
-    source: Path, network: nn.Module, data: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: Path,
+    network: nn.Module,
+    data: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     wrong = LAYERED | {"layer_quantize_config": [{"layer_name": "nowhere", "layer_type": None}]}
     path = tmp_path / "config.json"
@@ -196,7 +240,9 @@ def test_findings_are_the_sentences_of_the_shell(
     assert all(finding.message in said for finding in raised.value.diagnostics)
 
 
-def test_data_that_are_missing_or_can_be_read_but_once_are_refused(network: nn.Module, data: Any) -> None:
+def test_data_that_are_missing_or_can_be_read_but_once_are_refused(
+    network: nn.Module, data: Any
+) -> None:
     with pytest.raises(DataError, match="data is None"):
         quantizer.calibrate(network, LAYERED, None)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="data can be gone through only once"):
@@ -219,13 +265,22 @@ def test_a_folder_is_loaded_without_data(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Several().eval()
     tokens, mask = torch.randint(5, (6, 7)), torch.rand(6, 7) > 0.5
-    call = {"tokens": tokens, "pair": (torch.randn(6, 7, 4), torch.randn(6, 7, 4)), "mask": mask}
+    call = {
+        "tokens": tokens,
+        "pair": (torch.randn(6, 7, 4), torch.randn(6, 7, 4)),
+        "mask": mask,
+    }
     found = quantizer.calibrate(model, LAYERED, [call])
     found.save(tmp_path / "out")
     loaded = quantizer.load(tmp_path / "out", model)
     assert torch.equal(loaded.network(**call), found.network(**call))
-    for needs_data in (loaded.test, lambda: loaded.export("safetensors", tmp_path / "file.safetensors")):
-        with pytest.raises(DataError, match="there are no data\nhelp: give them here or to `load`"):
+    for needs_data in (
+        loaded.test,
+        lambda: loaded.export("safetensors", tmp_path / "file.safetensors"),
+    ):
+        with pytest.raises(
+            DataError, match="there are no data\nhelp: give them here or to `load`"
+        ):
             needs_data()
     assert not (tmp_path / "file.safetensors").exists()
     assert loaded.test([call]).metrics == found.test().metrics
@@ -245,7 +300,9 @@ def test_a_call_with_more_than_tensors_needs_data_to_be_loaded(tmp_path: Path) -
 
     model, call = Scaled().eval(), {"x": torch.ones(2, 4), "factor": 2}
     quantizer.calibrate(model, LAYERED, [call]).save(tmp_path / "out")
-    with pytest.raises(ResultError, match="do not say how the model is called\nhelp: give data"):
+    with pytest.raises(
+        ResultError, match="do not say how the model is called\nhelp: give data"
+    ):
         quantizer.load(tmp_path / "out", model)
     assert quantizer.load(tmp_path / "out", model, [call]).test().metrics["sqnr_db"] > 10
 
@@ -253,7 +310,9 @@ def test_a_call_with_more_than_tensors_needs_data_to_be_loaded(tmp_path: Path) -
 def test_another_model_is_refused(network: nn.Module, data: Any, tmp_path: Path) -> None:
     quantizer.calibrate(network, LAYERED, data).save(tmp_path / "out")
     network.get_parameter("4.bias").data.add_(1)
-    with pytest.raises(ResultError, match=r"the weights are not those that were calibrated: 4\.bias"):
+    with pytest.raises(
+        ResultError, match=r"the weights are not those that were calibrated: 4\.bias"
+    ):
         quantizer.load(tmp_path / "out", network, data)
 
 
@@ -289,11 +348,17 @@ def test_events_follow_every_stage(network: nn.Module, data: Any) -> None:
     assert recorder.stages == ["calib", "fast finetune", "bias correction"]
     assert recorder.errors == [None] * 3
     assert [snapshot.state["batches"] for snapshot in recorder.snapshots[:3]] == [1, 2, 3]
-    assert any("biases of 2 layers corrected" in text for level, text in recorder.texts if level == logging.INFO)
+    assert any(
+        "biases of 2 layers corrected" in text
+        for level, text in recorder.texts
+        if level == logging.INFO
+    )
 
 
 @pytest.mark.parametrize("where", [("calib", 2), ("fast finetune", 4)])
-def test_a_run_that_was_stopped_goes_on(where: tuple[str, int], network: nn.Module, data: Any, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on(
+    where: tuple[str, int], network: nn.Module, data: Any, tmp_path: Path
+) -> None:
     more: dict[str, Any] = {"folder": tmp_path / "work", "fast_finetune": "adaround"}
     (tmp_path / "work").mkdir()
     with pytest.raises(KeyboardInterrupt):
@@ -302,7 +367,9 @@ def test_a_run_that_was_stopped_goes_on(where: tuple[str, int], network: nn.Modu
     resumed = quantizer.calibrate(network, LAYERED, data, resume=True, **more)
     assert not list((tmp_path / "work").glob("checkpoint.*"))
     resumed.save(tmp_path / "resumed")
-    quantizer.calibrate(network, LAYERED, data, fast_finetune="adaround").save(tmp_path / "whole")
+    quantizer.calibrate(network, LAYERED, data, fast_finetune="adaround").save(
+        tmp_path / "whole"
+    )
     assert not differing(tmp_path / "resumed", tmp_path / "whole")
 
 
@@ -325,7 +392,9 @@ def test_text_in_tables_is_escaped() -> None:
     assert "&lt;script&gt;" in page
 
 
-def test_a_notebook_shows_progress_as_bars(network: nn.Module, data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_shows_progress_as_bars(
+    network: nn.Module, data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what IPython documents of `display`: `display_id=True` returns a handle with `update`."""
     pages: list[str] = []
     handle = SimpleNamespace(update=pages.append)
@@ -337,7 +406,9 @@ def test_a_notebook_shows_progress_as_bars(network: nn.Module, data: Any, monkey
         return handle
 
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display))
+    monkeypatch.setitem(
+        sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display)
+    )
     monkeypatch.setattr("quantizer.api.notebook.REDRAW_S", 0)
     found = quantizer.calibrate(network, LAYERED, data)
     assert any(f'<progress value="1" max="{len(data)}">' in page for page in pages)

@@ -38,11 +38,22 @@ from quantizer.errors import UsageError
 
 
 def everything() -> Config:
-    channels = spec(Dtype.int4, qscheme=QSchemeType.per_channel, observer_cls=PerChannelMinMaxObserver, ch_axis=0)
+    channels = spec(
+        Dtype.int4,
+        qscheme=QSchemeType.per_channel,
+        observer_cls=PerChannelMinMaxObserver,
+        ch_axis=0,
+    )
     return Config(
-        QuantizationConfig(weight=channels, input_tensors=per_token(), target_device=DeviceType.GPU),
+        QuantizationConfig(
+            weight=channels, input_tensors=per_token(), target_device=DeviceType.GPU
+        ),
         {"Linear": QuantizationConfig(bias=spec(Dtype.int32))},
-        {"*.fc1": QuantizationConfig(output_tensors=spec(observer_cls=PerTensorPercentileObserver, percentage=99.9))},
+        {
+            "*.fc1": QuantizationConfig(
+                output_tensors=spec(observer_cls=PerTensorPercentileObserver, percentage=99.9)
+            )
+        },
         ["lm_head"],
         [AWQConfig(), GPTQConfig(damp_percent=0.1, block_size=64)],
         [RotationConfig(seed=1), SmoothQuantConfig(alpha=[0.25, 0.5])],
@@ -52,17 +63,53 @@ def everything() -> Config:
 @pytest.mark.parametrize(
     ("make", "message", "help_"),
     [
-        (lambda: QuantizationSpec("int8"), "QuantizationSpec.dtype is 'int8', not a Dtype", "write Dtype.int8"),  # type: ignore[arg-type]
+        (
+            lambda: QuantizationSpec("int8"),
+            "QuantizationSpec.dtype is 'int8', not a Dtype",
+            "write Dtype.int8",
+        ),  # type: ignore[arg-type]
         (lambda: spec(bits=4), "QuantizationSpec has no field 'bits'", "its fields are dtype"),
-        (lambda: spec(symetric=True), "QuantizationSpec has no field 'symetric'", "did you mean 'symmetric'?"),
-        (lambda: spec(is_dynamic=1), "QuantizationSpec.is_dynamic is 1, not a bool or None", None),
-        (lambda: spec(ch_axis=True), "QuantizationSpec.ch_axis is True, not an int or None", None),
-        (lambda: spec(qscheme="per_tensors"), "qscheme is 'per_tensors'", "write QSchemeType.per_tensor"),
-        (lambda: spec(observer_cls=int), "observer_cls is <class 'int'>, not a subclass of ObserverBase", None),
-        (lambda: PerTensorMinMaxObserver(), "is given as a class", "write PerTensorMinMaxObserver, without"),
-        (lambda: QuantizationConfig(weight=Dtype.int8), "QuantizationConfig.weight is Dtype.int8", None),  # type: ignore[arg-type]
+        (
+            lambda: spec(symetric=True),
+            "QuantizationSpec has no field 'symetric'",
+            "did you mean 'symmetric'?",
+        ),
+        (
+            lambda: spec(is_dynamic=1),
+            "QuantizationSpec.is_dynamic is 1, not a bool or None",
+            None,
+        ),
+        (
+            lambda: spec(ch_axis=True),
+            "QuantizationSpec.ch_axis is True, not an int or None",
+            None,
+        ),
+        (
+            lambda: spec(qscheme="per_tensors"),
+            "qscheme is 'per_tensors'",
+            "write QSchemeType.per_tensor",
+        ),
+        (
+            lambda: spec(observer_cls=int),
+            "observer_cls is <class 'int'>, not a subclass of ObserverBase",
+            None,
+        ),
+        (
+            lambda: PerTensorMinMaxObserver(),
+            "is given as a class",
+            "write PerTensorMinMaxObserver, without",
+        ),
+        (
+            lambda: QuantizationConfig(weight=Dtype.int8),
+            "QuantizationConfig.weight is Dtype.int8",
+            None,
+        ),  # type: ignore[arg-type]
         (lambda: Config(spec()), "Config.global_quant_config is a QuantizationSpec", None),  # type: ignore[arg-type]
-        (lambda: Config(QuantizationConfig(), exclude="fc"), "Config.exclude is 'fc', not a list of str", None),  # type: ignore[arg-type]
+        (
+            lambda: Config(QuantizationConfig(), exclude="fc"),
+            "Config.exclude is 'fc', not a list of str",
+            None,
+        ),  # type: ignore[arg-type]
         (
             lambda: Config(QuantizationConfig(), {"0": spec()}),
             "Config.layer_type_quant_config['0'] is a QuantizationSpec, not a QuantizationConfig",
@@ -73,16 +120,26 @@ def everything() -> Config:
             "a key of Config.layer_type_quant_config is <class 'torch.nn.modules.linear.Linear'>, not a str",
             'write "Linear"',
         ),  # type: ignore[dict-item]
-        (lambda: Config(QuantizationConfig(), algo_config="awq"), "Config.algo_config is 'awq'", None),  # type: ignore[arg-type]
+        (
+            lambda: Config(QuantizationConfig(), algo_config="awq"),
+            "Config.algo_config is 'awq'",
+            None,
+        ),  # type: ignore[arg-type]
         (
             lambda: SmoothQuantConfig(alpha="all"),  # type: ignore[arg-type]
             "SmoothQuantConfig.alpha is 'all', not a float or a list of float or 'auto'",
             None,
         ),
-        (lambda: GPTQConfig(damp_percnt=0.1), "GPTQConfig has no field 'damp_percnt'", "did you mean 'damp_percent'?"),  # type: ignore[call-arg]
+        (
+            lambda: GPTQConfig(damp_percnt=0.1),
+            "GPTQConfig has no field 'damp_percnt'",
+            "did you mean 'damp_percent'?",
+        ),  # type: ignore[call-arg]
     ],
 )
-def test_a_wrong_value_is_told_where_it_is_written(make: Any, message: str, help_: str | None) -> None:
+def test_a_wrong_value_is_told_where_it_is_written(
+    make: Any, message: str, help_: str | None
+) -> None:
     with pytest.raises(UsageError) as caught:
         make()
     assert message in caught.value.message
@@ -106,7 +163,9 @@ def test_a_config_and_its_file_say_the_same(tmp_path: Path) -> None:
 
 ALGORITHMS = [
     SmoothQuantConfig(),
-    SmoothQuantConfig(alpha="auto", scaling_layers=[{"prev_op": "norm", "layers": ["q", "k"], "inp": "q"}]),
+    SmoothQuantConfig(
+        alpha="auto", scaling_layers=[{"prev_op": "norm", "layers": ["q", "k"], "inp": "q"}]
+    ),
     RotationConfig(online=False),
     AWQConfig(clip_search=False, model_decoder_layers="layers", bit=8),
     GPTQConfig(),
@@ -127,8 +186,13 @@ def test_an_algorithm_and_its_file_say_the_same(algorithm: AlgoConfig, tmp_path:
 
 def test_defaults_of_an_algorithm_are_not_stated() -> None:
     """So a width that the class has by default is no contradiction of the weights' specification."""
-    config = Config(QuantizationConfig(weight=spec()), algo_config=[AWQConfig(), GPTQConfig(group_size=64)])
-    assert config.to_dict()["algo_config"] == [{"name": "awq"}, {"name": "gptq", "group_size": 64}]
+    config = Config(
+        QuantizationConfig(weight=spec()), algo_config=[AWQConfig(), GPTQConfig(group_size=64)]
+    )
+    assert config.to_dict()["algo_config"] == [
+        {"name": "awq"},
+        {"name": "gptq", "group_size": 64},
+    ]
     [told] = check_document(Document.of(config.to_dict(), "Config")).diagnostics
     assert (told.code, str(told.place)) == ("QZ127", "Config.algo_config[1].group_size")
 
@@ -144,7 +208,9 @@ def test_what_is_none_is_not_written() -> None:
 
 def test_spellings_of_other_versions_become_ours() -> None:
     document = Config(QuantizationConfig(weight=spec())).to_dict()
-    document["layer_type_quant_config"] = {"Dense": {"weight": {"dtype": "int4", "dynamic": False}}}
+    document["layer_type_quant_config"] = {
+        "Dense": {"weight": {"dtype": "int4", "dynamic": False}}
+    }
     read = Config.from_dict(document)
     assert read.layer_type_quant_config == {
         "Linear": QuantizationConfig(weight=QuantizationSpec(Dtype.int4, is_dynamic=False))
@@ -190,7 +256,9 @@ def test_the_dataclasses_need_no_torch(tmp_path: Path) -> None:
 
 def test_an_attribute_that_is_no_field_is_refused() -> None:
     config = everything()
-    with pytest.raises(UsageError, match=r"Config has no field 'exclde'\nhelp: did you mean 'exclude'\?"):
+    with pytest.raises(
+        UsageError, match=r"Config has no field 'exclde'\nhelp: did you mean 'exclude'\?"
+    ):
         config.exclde = ["fc"]  # type: ignore[attr-defined]
     config.exclude = ["fc"]
     assert config.to_dict()["exclude"] == ["fc"]

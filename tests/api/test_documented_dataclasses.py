@@ -217,7 +217,11 @@ def test_the_three_specs_quantize() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "roles", "dynamic", "sqnr"),
-    [(1, {"weights"}, False, 12), (2, {"weights", "input"}, True, 30), (3, {"weights", "input"}, False, 20)],
+    [
+        (1, {"weights"}, False, 12),
+        (2, {"weights", "input"}, True, 30),
+        (3, {"weights", "input"}, False, 20),
+    ],
     ids=["weight-only", "dynamic", "static"],
 )
 def test_each_strategy_runs(strategy: int, roles: set[str], dynamic: bool, sqnr: float) -> None:
@@ -237,11 +241,17 @@ def test_each_strategy_runs(strategy: int, roles: set[str], dynamic: bool, sqnr:
 
 def test_the_defaults_are_the_documented_ones() -> None:
     config = Config(global_quant_config=QuantizationConfig())
-    assert (config.layer_type_quant_config, config.layer_quant_config, config.exclude) == ({}, {}, [])
+    assert (config.layer_type_quant_config, config.layer_quant_config, config.exclude) == (
+        {},
+        {},
+        [],
+    )
     assert config.algo_config is None
     assert config.pre_quant_opt_config is None
     assert set(vars(QuantizationConfig()).values()) == {None}
-    assert {value for name, value in vars(QuantizationSpec(Dtype.int8)).items() if name != "dtype"} == {None}
+    assert {
+        value for name, value in vars(QuantizationSpec(Dtype.int8)).items() if name != "dtype"
+    } == {None}
 
 
 @pytest.mark.parametrize(
@@ -308,7 +318,9 @@ def test_fields_come_in_the_documented_order(cls: type, fields: str) -> None:
     ],
     ids=["smoothquant", "awq", "gptq"],
 )
-def test_algorithms_have_the_documented_fields_and_defaults(algorithm: Any, values: dict[str, Any]) -> None:
+def test_algorithms_have_the_documented_fields_and_defaults(
+    algorithm: Any, values: dict[str, Any]
+) -> None:
     """The documented fields come first; what follows are additions. One default is of later versions, static_groups:
     the documented False cannot go with the documented desc_act."""
     assert list(vars(algorithm).items())[: len(values)] == list(values.items())

@@ -29,11 +29,24 @@ for package in ("transformers", "compressed_tensors"):
 
 FLOAT = ["lm_head", "model.embed_tokens"]
 INT4 = QuantizationSpec(
-    Dtype.int4, qscheme=QSchemeType.per_group, ch_axis=1, group_size=32, observer_cls=PerGroupMinMaxObserver
+    Dtype.int4,
+    qscheme=QSchemeType.per_group,
+    ch_axis=1,
+    group_size=32,
+    observer_cls=PerGroupMinMaxObserver,
 )
-INT8 = QuantizationSpec(Dtype.int8, qscheme=QSchemeType.per_channel, ch_axis=0, observer_cls=PerChannelMinMaxObserver)
-STATIC = QuantizationSpec(Dtype.int8, qscheme=QSchemeType.per_tensor, observer_cls=PerTensorMinMaxObserver)
-DYNAMIC = QuantizationSpec(Dtype.int8, qscheme=QSchemeType.per_token, symmetric=False, is_dynamic=True)
+INT8 = QuantizationSpec(
+    Dtype.int8,
+    qscheme=QSchemeType.per_channel,
+    ch_axis=0,
+    observer_cls=PerChannelMinMaxObserver,
+)
+STATIC = QuantizationSpec(
+    Dtype.int8, qscheme=QSchemeType.per_tensor, observer_cls=PerTensorMinMaxObserver
+)
+DYNAMIC = QuantizationSpec(
+    Dtype.int8, qscheme=QSchemeType.per_token, symmetric=False, is_dynamic=True
+)
 CONFIGS = {
     "int4": QuantizationConfig(weight=INT4),
     "static int8": QuantizationConfig(weight=INT8, input_tensors=STATIC),
@@ -42,12 +55,16 @@ CONFIGS = {
 
 
 def quantized(config: QuantizationConfig, exclude: list[str], **settings: Any) -> Any:
-    return ModelQuantizer(Config(config, exclude=exclude)).quantize_model(llama(**settings), tokens())
+    return ModelQuantizer(Config(config, exclude=exclude)).quantize_model(
+        llama(**settings), tokens()
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("data", [None, tokens(1)])
-def test_transformers_computes_what_the_model_does(name: str, data: Any, tmp_path: Path) -> None:
+def test_transformers_computes_what_the_model_does(
+    name: str, data: Any, tmp_path: Path
+) -> None:
     model = quantized(CONFIGS[name], FLOAT).train()
     found = ModelQuantizer.export(model, tmp_path / "out", data)
     assert found.max_difference <= (1e-6 if name == "dynamic int8" else 0.0)
@@ -59,7 +76,9 @@ def test_transformers_computes_what_the_model_does(name: str, data: Any, tmp_pat
 
 
 def test_everything_quantized_leaves_embeddings_as_values(tmp_path: Path) -> None:
-    found = ModelQuantizer.export(quantized(CONFIGS["int4"], [], tie_word_embeddings=True), tmp_path / "out")
+    found = ModelQuantizer.export(
+        quantized(CONFIGS["int4"], [], tie_word_embeddings=True), tmp_path / "out"
+    )
     assert found.max_difference == 0.0
     assert "embed_tokens" in found.remarks[0]
 
@@ -70,7 +89,9 @@ def test_what_a_checkpoint_cannot_say_is_refused(tmp_path: Path) -> None:
         ModelQuantizer.export(outputs, tmp_path / "out")
     with pytest.raises(ModelError, match="no quantized layer"):
         ModelQuantizer.export(llama(), tmp_path / "out")
-    plain = ModelQuantizer(Config(CONFIGS["int4"])).quantize_model(nn.Sequential(nn.Linear(32, 4)))
+    plain = ModelQuantizer(Config(CONFIGS["int4"])).quantize_model(
+        nn.Sequential(nn.Linear(32, 4))
+    )
     with pytest.raises(UsageError, match="without a config of transformers"):
         ModelQuantizer.export(plain, tmp_path / "out")
     changed = quantized(CONFIGS["int4"], FLOAT)

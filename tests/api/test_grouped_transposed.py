@@ -31,7 +31,9 @@ SIZES = {
 """Inputs, outputs and groups; always six outputs."""
 LAYERED = document(tensor={"weights": {"per_channel": True, "bit_width": 4}})
 HIERARCHICAL: dict[str, Any] = {
-    "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_channel", "is_dynamic": False}}
+    "global_quant_config": {
+        "weight": {"dtype": "int4", "qscheme": "per_channel", "is_dynamic": False}
+    }
 }
 FORMS = {"layered": LAYERED, "hierarchical": HIERARCHICAL}
 
@@ -80,7 +82,9 @@ def weight_sqnr_db(size: str, model: nn.Module, quantized: nn.Module) -> Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dims", KINDS)
 @pytest.mark.parametrize("size", SIZES)
-def test_each_output_channel_has_a_scale(size: str, dims: int, form: str, tmp_path: Path) -> None:
+def test_each_output_channel_has_a_scale(
+    size: str, dims: int, form: str, tmp_path: Path
+) -> None:
     model, batches = nn.Sequential(layer(size, dims)), data(size, dims)
     result = quantizer.calibrate(model, FORMS[form], batches)
     assert float(weight_sqnr_db(size, model, result.network).min()) > 20
@@ -103,7 +107,9 @@ def test_algorithms_gain_and_no_channel_pays_for_another(size: str, method: str)
     finetuned = method if method.startswith("ada") else None
     algorithms: dict[str, Any] = {} if finetuned else {"algo_config": [{"name": method}]}
     plain = quantizer.calibrate(model, HIERARCHICAL, batches)
-    result = quantizer.calibrate(model, HIERARCHICAL | algorithms, batches, fast_finetune=finetuned)
+    result = quantizer.calibrate(
+        model, HIERARCHICAL | algorithms, batches, fast_finetune=finetuned
+    )
     found = []
     with torch.no_grad():
         for network in (plain.network, result.network):
@@ -137,7 +143,9 @@ def test_an_axis_of_its_own_is_what_the_file_says(axis: int | None, scales: int)
 @pytest.mark.parametrize("config", ["dpu.json", "default.json"])
 def test_what_has_one_scale_keeps_it(config: str) -> None:
     size = "three outputs of two inputs"
-    plan = quantizer.calibrate(nn.Sequential(layer(size)), ROOT / "configs" / config, data(size)).plan.plan
+    plan = quantizer.calibrate(
+        nn.Sequential(layer(size)), ROOT / "configs" / config, data(size)
+    ).plan.plan
     (weights,) = [tensor for tensor in plan.tensors.values() if tensor.role == "weights"]
     assert (weights.spec.qscheme, weights.scales) == ("per_tensor", 1)
 
@@ -151,6 +159,8 @@ def test_a_stack_that_the_weight_is_not_is_refused(size_in_file: int, tmp_path: 
     path = tmp_path / "quantizer.json"
     text = path.read_text("utf-8")
     assert text.count('"group_size": 2') == 1
-    path.write_text(text.replace('"group_size": 2', f'"group_size": {size_in_file}'), encoding="utf-8")
+    path.write_text(
+        text.replace('"group_size": 2', f'"group_size": {size_in_file}'), encoding="utf-8"
+    )
     with pytest.raises(ResultError):
         ModelQuantizer.load(copy.deepcopy(model), tmp_path)

@@ -30,17 +30,28 @@ def test_the_layers_of_a_language_model_are_those_of_its_trace() -> None:
     expected = [node for node in trace(model, (tokens(),)).nodes if is_weighted(node)]
     found = [node for node in module_graph(model).nodes if node.params]
     assert {node.name for node in found} == {node.name for node in expected}
-    assert {node.name: dict(node.params) for node in found} == {node.name: dict(node.params) for node in expected}
+    assert {node.name: dict(node.params) for node in found} == {
+        node.name: dict(node.params) for node in expected
+    }
 
 
 def test_attention_has_its_projections() -> None:
-    layers = {node.scope: dict(node.params) for node in module_graph(nn.MultiheadAttention(8, 2)).nodes if node.params}
+    layers = {
+        node.scope: dict(node.params)
+        for node in module_graph(nn.MultiheadAttention(8, 2)).nodes
+        if node.params
+    }
     assert layers == {
         "": {"weight": "in_proj_weight", "bias": "in_proj_bias"},
         "out_proj": {"weight": "out_proj.weight", "bias": "out_proj.bias"},
     }
     apart = module_graph(nn.MultiheadAttention(8, 2, kdim=4)).nodes[0]
-    assert list(apart.params.values()) == ["q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"]
+    assert list(apart.params.values()) == [
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+        "in_proj_bias",
+    ]
 
 
 class Odd(nn.Module):
@@ -53,7 +64,9 @@ class Odd(nn.Module):
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
         self.norm = nn.LayerNorm(2)
         self.codes = nn.Linear(2, 2, bias=False)
-        self.codes.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+        self.codes.weight = nn.Parameter(
+            torch.zeros(2, 2, dtype=torch.int8), requires_grad=False
+        )
 
 
 def test_what_has_no_rules_is_told() -> None:

@@ -19,7 +19,9 @@ from quantizer.errors import DataError, UsageError
 
 # Images with their channels last, as traced networks hold them: both convolve by one kernel, on every processor.
 X = [
-    torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(n)).to(memory_format=torch.channels_last)
+    torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(n)).to(
+        memory_format=torch.channels_last
+    )
     for n in range(3)
 ]
 
@@ -53,7 +55,9 @@ class Twice(nn.Module):
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "convolution and ReLU": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), *head()),
     "a function": Functional,
-    "linear and GELU": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.GELU(), nn.Linear(16, 5)),
+    "linear and GELU": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(192, 16), nn.GELU(), nn.Linear(16, 5)
+    ),
     "read twice": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sigmoid(), *head()),
 }
 SPECS = {
@@ -69,22 +73,30 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def config(outputs: QuantizationSpec) -> Config:
-    return Config(QuantizationConfig(weight=spec(), input_tensors=spec(), output_tensors=outputs))
+    return Config(
+        QuantizationConfig(weight=spec(), input_tensors=spec(), output_tensors=outputs)
+    )
 
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_in_place_computes_what_a_traced_one_does(name: str, kind: str) -> None:
     traced = quantizer.calibrate(built(NETWORKS[name]), config(SPECS[kind]), X).network
-    model = ModelQuantizer(config(SPECS[kind])).quantize_model(built(NETWORKS[name]), (x for x in X))
+    model = ModelQuantizer(config(SPECS[kind])).quantize_model(
+        built(NETWORKS[name]), (x for x in X)
+    )
     for x in X:
         assert same(model(x), traced(x))
 
 
 def test_the_range_is_that_after_the_relu() -> None:
-    model = quantized(built(NETWORKS["convolution and ReLU"]), X, output_tensors=spec(symmetric=False))
+    model = quantized(
+        built(NETWORKS["convolution and ReLU"]), X, output_tensors=spec(symmetric=False)
+    )
     largest = max(float(built(NETWORKS["convolution and ReLU"])[:2](x).max()) for x in X)  # type: ignore[index]
-    assert float(model[0].quantizers["activation"].scale) * 255 == pytest.approx(largest, rel=1e-5)
+    assert float(model[0].quantizers["activation"].scale) * 255 == pytest.approx(
+        largest, rel=1e-5
+    )
     assert float(model[0](X[0]).min()) == 0.0
 
 
@@ -108,7 +120,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU6(), *head()),
         r"quantized after .*ReLU6\[1\]/relu6, which its module does not do\n.*use quantizer\.calibrate or the shell",
     ),
-    "two calls": (Twice, r"Conv2d\[conv\]/conv2d runs more than once, and a ReLU does not always follow"),
+    "two calls": (
+        Twice,
+        r"Conv2d\[conv\]/conv2d runs more than once, and a ReLU does not always follow",
+    ),
 }
 
 
@@ -132,5 +147,8 @@ def test_where_the_norm_is_folded_first_both_compute_the_same() -> None:
 
 
 def test_a_batch_shows_what_follows_a_layer() -> None:
-    with pytest.raises(DataError, match=r"no dataloader, but whether a ReLU follows .*Conv2d\[0\].*\n.*one batch"):
+    with pytest.raises(
+        DataError,
+        match=r"no dataloader, but whether a ReLU follows .*Conv2d\[0\].*\n.*one batch",
+    ):
         quantized(built(NETWORKS["convolution and ReLU"]), output_tensors=spec(is_dynamic=True))

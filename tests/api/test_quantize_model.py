@@ -54,7 +54,11 @@ def mlp() -> nn.Sequential:
 
 def group(size: int) -> QuantizationSpec:
     return spec(
-        Dtype.int4, qscheme=QSchemeType.per_group, observer_cls=PerGroupMinMaxObserver, ch_axis=1, group_size=size
+        Dtype.int4,
+        qscheme=QSchemeType.per_group,
+        observer_cls=PerGroupMinMaxObserver,
+        ch_axis=1,
+        group_size=size,
     )
 
 
@@ -63,18 +67,29 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     return {
         "classes": [type(module) for module in model.modules()],
         "modes": [module.training for module in model.modules()],
-        "hooks": [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()],
-        "state": {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()},
+        "hooks": [
+            (len(module._forward_hooks), len(module._forward_pre_hooks))
+            for module in model.modules()
+        ],
+        "state": {
+            name: (value.data_ptr(), value.clone())
+            for name, value in model.state_dict().items()
+        },
     }
 
 
 def equal(before: dict[str, Any], after: dict[str, Any]) -> bool:
     keys = before["state"].keys() == after["state"].keys()
     values = all(
-        pointer == after["state"][name][0] and torch.equal(value.nan_to_num(), after["state"][name][1].nan_to_num())
+        pointer == after["state"][name][0]
+        and torch.equal(value.nan_to_num(), after["state"][name][1].nan_to_num())
         for name, (pointer, value) in before["state"].items()
     )
-    return keys and values and all(before[key] == after[key] for key in ("classes", "modes", "hooks"))
+    return (
+        keys
+        and values
+        and all(before[key] == after[key] for key in ("classes", "modes", "hooks"))
+    )
 
 
 def test_it_is_the_same_object_with_the_same_methods() -> None:
@@ -112,14 +127,21 @@ def test_none_inherits_from_the_wider_level() -> None:
         {"2": QuantizationConfig(weight=int4)},
     )
     model = ModelQuantizer(config).quantize_model(mlp())
-    bits = [{role: q.spec.bit_width for role, q in model[at].quantizers.items()} for at in (0, 2)]
-    assert bits == [{"weights": 8, "bias": 16, "input": 8}, {"weights": 4, "bias": 16, "input": 8}]
+    bits = [
+        {role: q.spec.bit_width for role, q in model[at].quantizers.items()} for at in (0, 2)
+    ]
+    assert bits == [
+        {"weights": 8, "bias": 16, "input": 8},
+        {"weights": 4, "bias": 16, "input": 8},
+    ]
 
 
 def test_fields_of_a_spec_inherit_too() -> None:
     only_dtype = QuantizationSpec(Dtype.int4)
     config = Config(
-        QuantizationConfig(weight=spec(round_method=RoundType.floor, scale_type=ScaleType.pof2)),
+        QuantizationConfig(
+            weight=spec(round_method=RoundType.floor, scale_type=ScaleType.pof2)
+        ),
         layer_quant_config={"0": QuantizationConfig(weight=only_dtype)},
     )
     found = ModelQuantizer(config).quantize_model(mlp())[0].quantizers["weights"].spec
@@ -134,12 +156,18 @@ def test_excluded_layers_stay_what_they_were() -> None:
 
 def test_shared_specs_and_the_config_are_not_changed() -> None:
     shared = spec()
-    config = Config(QuantizationConfig(weight=shared, bias=shared, input_tensors=shared), exclude=["2"])
+    config = Config(
+        QuantizationConfig(weight=shared, bias=shared, input_tensors=shared), exclude=["2"]
+    )
     before = copy.deepcopy(config)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 8))
     ModelQuantizer(config).quantize_model(model, [X])
     assert config == before
-    assert set(model[1].quantizers) == {"weights", "bias", "input"}  # the layer without a bias took it from nobody
+    assert set(model[1].quantizers) == {
+        "weights",
+        "bias",
+        "input",
+    }  # the layer without a bias took it from nobody
 
 
 class Scaled(nn.Linear):
@@ -166,8 +194,14 @@ class Scaled(nn.Linear):
     ],
     ids=lambda value: "" if isinstance(value, Tensor) else type(value()).__name__,
 )
-@pytest.mark.parametrize("input_spec", [spec(), spec(is_dynamic=True), per_token()], ids=["static", "dynamic", "rows"])
-def test_a_layer_computes_with_its_quantized_input_and_weights(make: Any, x: Tensor, input_spec: Any) -> None:
+@pytest.mark.parametrize(
+    "input_spec",
+    [spec(), spec(is_dynamic=True), per_token()],
+    ids=["static", "dynamic", "rows"],
+)
+def test_a_layer_computes_with_its_quantized_input_and_weights(
+    make: Any, x: Tensor, input_spec: Any
+) -> None:
     torch.manual_seed(0)
     layer = make().eval()
     reference = copy.deepcopy(layer)
@@ -178,7 +212,9 @@ def test_a_layer_computes_with_its_quantized_input_and_weights(make: Any, x: Ten
     rounded = layer.quantizers["input"](x)
     assert not torch.equal(rounded, x)
     expected, found = reference(rounded), layer(x)
-    assert same(*(value[0] if isinstance(value, tuple) else value for value in (found, expected)))
+    assert same(
+        *(value[0] if isinstance(value, tuple) else value for value in (found, expected))
+    )
 
 
 class Doubled(nn.Embedding):
@@ -193,8 +229,16 @@ def test_an_embedding_has_quantized_rows(cls: type[nn.Embedding]) -> None:
     torch.manual_seed(0)
     layer, ids = cls(9, 8), torch.arange(9)
     scale = layer.weight.data.abs().amax(1, keepdim=True) / 7.5
-    expected, factor = (layer.weight.data / scale).round().clamp(-8, 7) * scale, 2 if cls is Doubled else 1
-    channels = spec(Dtype.int4, qscheme=QSchemeType.per_channel, observer_cls=PerChannelMinMaxObserver, ch_axis=0)
+    expected, factor = (
+        (layer.weight.data / scale).round().clamp(-8, 7) * scale,
+        2 if cls is Doubled else 1,
+    )
+    channels = spec(
+        Dtype.int4,
+        qscheme=QSchemeType.per_channel,
+        observer_cls=PerChannelMinMaxObserver,
+        ch_axis=0,
+    )
     quantized(layer, weight=channels)
     torch.testing.assert_close(layer(ids).data, factor * expected)
     assert layer.quantizers["weights"].scale.shape == (9,)
@@ -209,13 +253,23 @@ def test_strategies_may_differ_by_layer() -> None:
     }
     config = Config(QuantizationConfig(weight=spec()), layer_quant_config=levels, exclude=["3"])
     ModelQuantizer(config).quantize_model(model, [X])
-    found = [{role: q.spec.is_dynamic for role, q in getattr(each, "quantizers", {}).items()} for each in model]
-    assert found == [{"weights": False}, {"weights": False, "input": False}, {"weights": False, "input": True}, {}]
+    found = [
+        {role: q.spec.is_dynamic for role, q in getattr(each, "quantizers", {}).items()}
+        for each in model
+    ]
+    assert found == [
+        {"weights": False},
+        {"weights": False, "input": False},
+        {"weights": False, "input": True},
+        {},
+    ]
 
 
 def test_a_weight_only_layer_in_a_dynamic_model_needs_no_data() -> None:
     off = {"2": QuantizationConfig(input_tensors=QuantizationSpec(Dtype.float32))}
-    config = Config(QuantizationConfig(weight=spec(), input_tensors=per_token()), layer_quant_config=off)
+    config = Config(
+        QuantizationConfig(weight=spec(), input_tensors=per_token()), layer_quant_config=off
+    )
     model = ModelQuantizer(config).quantize_model(mlp())
     assert [set(model[at].quantizers) for at in (0, 2)] == [{"weights", "input"}, {"weights"}]
 
@@ -236,21 +290,34 @@ def test_observers_clip_outliers(observer: type) -> None:
     x = X.clone()
     x[0, 0] = 12.0
     scales = [
-        quantized(mlp(), [x], input_tensors=spec(Dtype.int4, **fields), weight=spec())[0].quantizers["input"].scale
-        for fields in ({}, {"observer_cls": observer, "percentage": 90.0 if "Perc" in observer.__name__ else None})
+        quantized(mlp(), [x], input_tensors=spec(Dtype.int4, **fields), weight=spec())[0]
+        .quantizers["input"]
+        .scale
+        for fields in (
+            {},
+            {
+                "observer_cls": observer,
+                "percentage": 90.0 if "Perc" in observer.__name__ else None,
+            },
+        )
     ]
     assert scales[1] < scales[0]
 
 
 def test_a_static_range_is_that_of_all_batches() -> None:
     model = quantized(mlp(), X.split(4), input_tensors=spec(), weight=spec())
-    assert model[0].quantizers["input"].scale.item() == pytest.approx(X.abs().max().item() / 127)
+    assert model[0].quantizers["input"].scale.item() == pytest.approx(
+        X.abs().max().item() / 127
+    )
 
 
 def test_rows_do_not_see_their_batch_mates() -> None:
     model = quantized(tiny_lm(), weight=spec(), input_tensors=per_token())
     whole = model(tokens(5))
-    assert all(torch.allclose(whole[at], model(tokens(5)[at : at + 1])[0], atol=1e-6) for at in range(5))
+    assert all(
+        torch.allclose(whole[at], model(tokens(5)[at : at + 1])[0], atol=1e-6)
+        for at in range(5)
+    )
     layer = quantized(mlp(), weight=spec(), input_tensors=per_token())[0]
     assert same(layer.quantizers["input"](X)[3:4], layer.quantizers["input"](X[3:4]))
 
@@ -258,7 +325,11 @@ def test_rows_do_not_see_their_batch_mates() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("strategy", ["weight-only", "static", "dynamic"])
 def test_the_models_dtype_stays(dtype: torch.dtype, strategy: str) -> None:
-    inputs = {"weight-only": {}, "static": {"input_tensors": spec()}, "dynamic": {"input_tensors": per_token()}}
+    inputs = {
+        "weight-only": {},
+        "static": {"input_tensors": spec()},
+        "dynamic": {"input_tensors": per_token()},
+    }
     model = quantized(mlp().to(dtype), [X.to(dtype)], weight=spec(), **inputs[strategy])
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert model(X.to(dtype)).dtype == dtype
@@ -280,7 +351,9 @@ def test_training_mode_and_hooks_are_left_as_they_were() -> None:
     quantized(model, [X], weight=spec(), input_tensors=spec())
     assert [module.training for module in model] == [True, False, True]
     assert seen == [False]
-    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model] == [1, 0, 0]
+    assert [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model
+    ] == [1, 0, 0]
 
 
 def test_copies_and_pickles_compute_the_same() -> None:
@@ -336,7 +409,11 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.first, self.second = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.embed, self.first, self.second = (
+            nn.Embedding(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+        )
         self.first.weight = self.second.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -346,7 +423,9 @@ class Tied(nn.Module):
 def test_tied_weights_stay_tied_where_all_agree() -> None:
     model = quantized(Tied(), weight=spec())
     assert model.embed.weight is model.first.weight is model.second.weight
-    assert torch.equal(model.first.quantizers["weights"](model.embed.weight), model.embed.weight)
+    assert torch.equal(
+        model.first.quantizers["weights"](model.embed.weight), model.embed.weight
+    )
 
 
 @pytest.mark.parametrize("alone", ["embed", "first"])
@@ -375,7 +454,9 @@ class Twice(nn.Module):
 
 def test_a_layer_that_is_called_twice_has_one_range_for_both() -> None:
     model = quantized(Twice(), [X], weight=spec(), input_tensors=spec())
-    assert model.fc.quantizers["input"].scale.item() == pytest.approx(X.abs().max().item() * 3 / 127)
+    assert model.fc.quantizers["input"].scale.item() == pytest.approx(
+        X.abs().max().item() * 3 / 127
+    )
 
 
 class Expert(nn.Module):
@@ -389,7 +470,9 @@ class Expert(nn.Module):
         return self.used(x) if x.shape[0] != 1 else self.idle(x)  # type: ignore[no-any-return]
 
 
-def test_a_layer_that_no_batch_reached_is_weight_only_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_that_no_batch_reached_is_weight_only_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = quantized(Expert(), [X], weight=spec(), input_tensors=spec())
     assert set(model.idle.quantizers) == {"weights"}
     assert set(model.used.quantizers) == {"weights", "input"}
@@ -397,7 +480,9 @@ def test_a_layer_that_no_batch_reached_is_weight_only_and_named(caplog: pytest.L
     assert model(X[:1]).isfinite().all()
 
 
-def test_an_encoder_layer_of_torch_does_not_pass_its_quantizers_by(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_encoder_layer_of_torch_does_not_pass_its_quantizers_by(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     quantized(layer, [X[None]], weight=spec(), input_tensors=spec(Dtype.int2))
@@ -416,7 +501,10 @@ def test_a_conv1d_of_transformers_is_a_linear_layer() -> None:
         def __init__(self, nf: int, nx: int) -> None:
             super().__init__()
             self.nf = nf
-            self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+            self.weight, self.bias = (
+                nn.Parameter(torch.randn(nx, nf)),
+                nn.Parameter(torch.zeros(nf)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.addmm(self.bias, x, self.weight)
@@ -424,7 +512,9 @@ def test_a_conv1d_of_transformers_is_a_linear_layer() -> None:
     torch.manual_seed(0)
     conv, linear = Conv1D(4, 8), nn.Linear(8, 4)
     linear.weight.data = conv.weight.detach().t().clone()
-    channels = spec(qscheme=QSchemeType.per_channel, observer_cls=PerChannelMinMaxObserver, ch_axis=0)
+    channels = spec(
+        qscheme=QSchemeType.per_channel, observer_cls=PerChannelMinMaxObserver, ch_axis=0
+    )
     for layer in (conv, linear):
         quantized(layer, weight=channels)
     assert same(conv.weight.data.t(), linear.weight.data)
@@ -433,13 +523,22 @@ def test_a_conv1d_of_transformers_is_a_linear_layer() -> None:
 
 def test_what_stays_float_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     quantized(nn.Sequential(nn.Linear(8, 8), nn.LSTMCell(8, 8)), weight=spec())
-    assert "left float, as there are no quantization rules for them: LSTMCell (1)" in caplog.text
+    assert (
+        "left float, as there are no quantization rules for them: LSTMCell (1)" in caplog.text
+    )
 
 
-def test_a_depthwise_convolution_that_groups_do_not_fit_stays_float(caplog: pytest.LogCaptureFixture) -> None:
-    model = quantized(nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 8, 1)), weight=group(4))
+def test_a_depthwise_convolution_that_groups_do_not_fit_stays_float(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = quantized(
+        nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 8, 1)), weight=group(4)
+    )
     assert [bool(getattr(layer, "quantizers", {})) for layer in model] == [False, True]
-    assert "left float, as groups of 4 do not divide 1: weights of Sequential::Sequential/Conv2d[0]" in caplog.text
+    assert (
+        "left float, as groups of 4 do not divide 1: weights of Sequential::Sequential/Conv2d[0]"
+        in caplog.text
+    )
 
 
 def test_counts_per_rule_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -483,8 +582,20 @@ def test_calibration_leaves_the_buffers_that_forward_changes() -> None:
 @pytest.mark.parametrize(
     ("make", "data", "config", "error", "message"),
     [
-        (bad_norm, None, QuantizationConfig(weight=spec()), ModelError, "NaN or Inf: 1 of 8 values of 1.weight"),
-        (mlp, None, QuantizationConfig(weight=spec(), input_tensors=spec()), DataError, "no dataloader, but the input"),
+        (
+            bad_norm,
+            None,
+            QuantizationConfig(weight=spec()),
+            ModelError,
+            "NaN or Inf: 1 of 8 values of 1.weight",
+        ),
+        (
+            mlp,
+            None,
+            QuantizationConfig(weight=spec(), input_tensors=spec()),
+            DataError,
+            "no dataloader, but the input",
+        ),
         (
             mlp,
             [],
@@ -493,8 +604,20 @@ def test_calibration_leaves_the_buffers_that_forward_changes() -> None:
             "the dataloader gave no batches\nhelp: give quantize_model a dataloader",
         ),
         (mlp, 5, QuantizationConfig(input_tensors=spec()), DataError, "dataloader is an int"),
-        (mlp, ["x"], QuantizationConfig(input_tensors=spec()), DataError, "batch 0 of the dataloader is a str"),
-        (mlp, [X, X[:, :3]], QuantizationConfig(input_tensors=spec()), DataError, "batch 1: the model cannot run"),
+        (
+            mlp,
+            ["x"],
+            QuantizationConfig(input_tensors=spec()),
+            DataError,
+            "batch 0 of the dataloader is a str",
+        ),
+        (
+            mlp,
+            [X, X[:, :3]],
+            QuantizationConfig(input_tensors=spec()),
+            DataError,
+            "batch 1: the model cannot run",
+        ),
         (
             mlp,
             [X * torch.nan],
@@ -502,10 +625,28 @@ def test_calibration_leaves_the_buffers_that_forward_changes() -> None:
             DataError,
             "batch 0 of the dataloader holds NaN",
         ),
-        (bad_weights, None, QuantizationConfig(weight=spec()), ModelError, r"weights of Sequential::.*Linear\[2\]"),
-        (bad_weights, None, QuantizationConfig(weight=QuantizationSpec(Dtype.bfloat16)), ModelError, r"Linear\[2\]"),
+        (
+            bad_weights,
+            None,
+            QuantizationConfig(weight=spec()),
+            ModelError,
+            r"weights of Sequential::.*Linear\[2\]",
+        ),
+        (
+            bad_weights,
+            None,
+            QuantizationConfig(weight=QuantizationSpec(Dtype.bfloat16)),
+            ModelError,
+            r"Linear\[2\]",
+        ),
         (mlp, None, QuantizationConfig(weight=group(3)), ConfigError, "group"),
-        (mlp, None, QuantizationConfig(weight=group(5), target_device=DeviceType.CPU), ConfigError, "group"),
+        (
+            mlp,
+            None,
+            QuantizationConfig(weight=group(5), target_device=DeviceType.CPU),
+            ConfigError,
+            "group",
+        ),
         (nn.ReLU, None, QuantizationConfig(weight=spec()), ConfigError, "no layer"),
     ],
 )
@@ -537,7 +678,9 @@ def test_names_that_match_nothing_are_told_all_at_once() -> None:
     assert any("torch.nn.Linear" in (found.help or "") for found in errors)
 
 
-def test_a_group_size_that_does_not_divide_is_told_for_all_layers_before_data_are_read() -> None:
+def test_a_group_size_that_does_not_divide_is_told_for_all_layers_before_data_are_read() -> (
+    None
+):
     model = mlp()
     before = snapshot(model)
     config = Config(QuantizationConfig(weight=group(3), input_tensors=spec()))
@@ -582,7 +725,9 @@ def test_what_is_no_config_or_no_model_is_refused() -> None:
 def test_what_breaks_off_while_quantizers_are_put_in_is_undone(
     error: type[BaseException], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 4), nn.TransformerEncoderLayer(4, 2, 8)).train()
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.LSTM(8, 4), nn.TransformerEncoderLayer(4, 2, 8)
+    ).train()
     lstm, before = model[1], snapshot(model)
     attributes = [sorted(vars(module)) for module in model.modules()]
     left = iter(range(calls))
@@ -597,7 +742,9 @@ def test_what_breaks_off_while_quantizers_are_put_in_is_undone(
         quantized(model, weight=spec(), input_tensors=per_token())
     assert equal(before, snapshot(model))
     assert [sorted(vars(module)) for module in model.modules()] == attributes
-    assert all(one is other for one, other in zip(lstm._flat_weights, lstm.parameters(), strict=True))
+    assert all(
+        one is other for one, other in zip(lstm._flat_weights, lstm.parameters(), strict=True)
+    )
 
 
 class Named(nn.Linear):
@@ -610,7 +757,9 @@ class Named(nn.Linear):
 
 @pytest.mark.parametrize("name", ["path", "_output", "role"])
 def test_attributes_of_a_layers_own_stay(name: str) -> None:
-    layer = quantized(Named(name, "mine"), [X], weight=spec(), output_tensors=spec(is_dynamic=True))
+    layer = quantized(
+        Named(name, "mine"), [X], weight=spec(), output_tensors=spec(is_dynamic=True)
+    )
     layer(X)
     assert getattr(layer, name) == "mine"
 
@@ -618,14 +767,18 @@ def test_attributes_of_a_layers_own_stay(name: str) -> None:
 @pytest.mark.parametrize("name", ["quantizers", "finish", "attach"])
 def test_an_attribute_with_a_name_that_quantized_layers_need_is_refused(name: str) -> None:
     model = nn.Sequential(Named(name, "mine"))
-    with pytest.raises(ModelError, match=rf"Named\[0\]/linear is a Named with an attribute '{name}' of its own"):
+    with pytest.raises(
+        ModelError, match=rf"Named\[0\]/linear is a Named with an attribute '{name}' of its own"
+    ):
         quantized(model, weight=spec())
     assert getattr(model[0], name) == "mine"
 
 
 def test_an_embedding_that_rewrites_its_weight_is_refused() -> None:
     table = nn.Embedding(8, 4, max_norm=0.5)
-    with pytest.raises(ModelError, match=r"has max_norm.*\n.*call it once on torch\.arange") as caught:
+    with pytest.raises(
+        ModelError, match=r"has max_norm.*\n.*call it once on torch\.arange"
+    ) as caught:
         quantized(nn.Sequential(table), weight=spec())
     assert "Embedding[0]" in caught.value.message
     with torch.no_grad():
@@ -644,14 +797,22 @@ def test_compiled_and_exported_programs_are_refused() -> None:
     for model, where in ((scripted, "the model"), (nn.Sequential(nn.ReLU(), scripted), "1")):
         with pytest.raises(ModelError, match=rf"^{where} is compiled by torch\.jit"):
             quantized(model, weight=spec())
-    with pytest.raises(ModelError, match=r"model is an ExportedProgram, not a torch\.nn\.Module"):
+    with pytest.raises(
+        ModelError, match=r"model is an ExportedProgram, not a torch\.nn\.Module"
+    ):
         quantized(torch.export.export(mlp(), (X,)), weight=spec())
     quantized(nn.Sequential(torch.jit.script(nn.ReLU()), nn.Linear(8, 8)), weight=spec())
 
 
-@pytest.mark.parametrize("inputs", [spec(), spec(is_dynamic=True), per_token()], ids=["static", "dynamic", "rows"])
-@pytest.mark.parametrize("compiled", [torch.compile, torch.export.export], ids=["compile", "export"])
-def test_a_quantized_model_is_traced_whole_and_computes_the_same(compiled: Any, inputs: Any) -> None:
+@pytest.mark.parametrize(
+    "inputs", [spec(), spec(is_dynamic=True), per_token()], ids=["static", "dynamic", "rows"]
+)
+@pytest.mark.parametrize(
+    "compiled", [torch.compile, torch.export.export], ids=["compile", "export"]
+)
+def test_a_quantized_model_is_traced_whole_and_computes_the_same(
+    compiled: Any, inputs: Any
+) -> None:
     model = quantized(mlp(), [X], weight=spec(), input_tensors=inputs, output_tensors=inputs)
     with torch.no_grad():
         if compiled is torch.compile:
@@ -666,15 +827,25 @@ def test_weights_that_a_cast_saturates_are_counted(caplog: pytest.LogCaptureFixt
     model[2].weight.data[0, :3] = torch.tensor([1e6, -7e4, 65504.0])
     quantized(model, weight=QuantizationSpec(Dtype.float16))
     assert model[2].weight[0, :3].tolist() == [65504.0, -65504.0, 65504.0]
-    assert "Linear[2]/linear: 2 of 64 values are beyond 65504, the largest of float16" in caplog.text
+    assert (
+        "Linear[2]/linear: 2 of 64 values are beyond 65504, the largest of float16"
+        in caplog.text
+    )
     assert "Linear[0]" not in caplog.text
 
 
-def test_channels_of_nothing_but_zeros_are_counted_and_stay_zero(caplog: pytest.LogCaptureFixture) -> None:
+def test_channels_of_nothing_but_zeros_are_counted_and_stay_zero(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = mlp()
     model[2].weight.data[:3] = 0.0
-    quantized(model, weight=QuantizationSpec(Dtype.int8, qscheme=QSchemeType.per_channel, ch_axis=0))
-    assert "all weights of a scale are zero it is 1, and they stay zero: Sequential::" in caplog.text
+    quantized(
+        model, weight=QuantizationSpec(Dtype.int8, qscheme=QSchemeType.per_channel, ch_axis=0)
+    )
+    assert (
+        "all weights of a scale are zero it is 1, and they stay zero: Sequential::"
+        in caplog.text
+    )
     assert "Linear[2]/linear (3 of 4 scales)" in caplog.text and "Linear[0]" not in caplog.text
     assert not model[2].weight[:3].any() and model[2].weight[3:].isfinite().all()
 
@@ -684,10 +855,15 @@ def test_channels_of_nothing_but_zeros_are_counted_and_stay_zero(caplog: pytest.
     [
         ({"include_cle": True}, "include_cle equalizes neighbouring layers, .* needs a trace"),
         ({"include_bias_corr": True}, "include_bias_corr .* needs a trace"),
-        ({"quantizable_data_type": ["weights", "activation"]}, "has activation, which are quantized between operators"),
+        (
+            {"quantizable_data_type": ["weights", "activation"]},
+            "has activation, which are quantized between operators",
+        ),
     ],
 )
-def test_what_only_a_trace_shows_is_refused_in_place(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_only_a_trace_shows_is_refused_in_place(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     model, path = mlp(), tmp_path / "config.json"
     before = snapshot(model)
     path.write_text(json.dumps(document(**{"quantizable_data_type": ["weights"]} | settings)))
@@ -699,15 +875,24 @@ def test_what_only_a_trace_shows_is_refused_in_place(settings: dict[str, Any], s
 def test_equalization_needs_a_trace_in_the_words_of_the_form() -> None:
     config = Config(QuantizationConfig(weight=spec()), pre_quant_opt_config=[CLEConfig()])
     with pytest.raises(
-        UsageError, match=r"^cle equalizes neighbouring layers, .*\n.*remove it, or use quantizer\.calibr"
+        UsageError,
+        match=r"^cle equalizes neighbouring layers, .*\n.*remove it, or use quantizer\.calibr",
     ):
         ModelQuantizer(config).quantize_model(mlp(), [X])
 
 
 def test_weights_of_the_layered_form_are_quantized_in_place() -> None:
-    content = document(quantizable_data_type=["weights"], tensor={"weights": {"bit_width": 4, "per_channel": True}})
+    content = document(
+        quantizable_data_type=["weights"],
+        tensor={"weights": {"bit_width": 4, "per_channel": True}},
+    )
     model = ModelQuantizer(content).quantize_model(mlp())
-    int4 = {"qscheme": QSchemeType.per_channel, "ch_axis": 0, "observer_cls": None, "symmetric_scale": "quant_max"}
+    int4 = {
+        "qscheme": QSchemeType.per_channel,
+        "ch_axis": 0,
+        "observer_cls": None,
+        "symmetric_scale": "quant_max",
+    }
     expected = quantized(mlp(), weight=spec(Dtype.int4, **int4))
     assert torch.equal(model(X), expected(X))
     assert not torch.equal(model(X), mlp()(X))
@@ -715,10 +900,18 @@ def test_weights_of_the_layered_form_are_quantized_in_place() -> None:
 
 @pytest.mark.parametrize("observer", [PerTensorPercentileObserver, PerTensorMSEObserver])
 def test_how_samples_are_cut_into_batches_does_not_show_in_the_scale(observer: Any) -> None:
-    samples = torch.randn(24, 8, generator=torch.Generator().manual_seed(3)) * torch.arange(1.0, 25)[:, None]
-    config = Config(QuantizationConfig(weight=spec(), input_tensors=spec(observer_cls=observer)))
+    samples = (
+        torch.randn(24, 8, generator=torch.Generator().manual_seed(3))
+        * torch.arange(1.0, 25)[:, None]
+    )
+    config = Config(
+        QuantizationConfig(weight=spec(), input_tensors=spec(observer_cls=observer))
+    )
     scales = {
-        ModelQuantizer(config).quantize_model(mlp(), samples.split(size))[0].quantizers["input"].scale.item()
+        ModelQuantizer(config)
+        .quantize_model(mlp(), samples.split(size))[0]
+        .quantizers["input"]
+        .scale.item()
         for size in (1, 5, 24)
     }
     assert len(scales) == 1

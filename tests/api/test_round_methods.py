@@ -16,11 +16,15 @@ from quantizer import Dtype, QSchemeType, QuantizationSpec, RoundType
 BY_DEFINITION: Mapping[RoundType, Callable[[Tensor], Tensor]] = {
     RoundType.half_even: lambda x: x.apply_(round),
     RoundType.half_up: lambda x: x.apply_(lambda v: math.floor(v + 0.5)),
-    RoundType.half_down: lambda x: x.apply_(lambda v: math.copysign(math.ceil(abs(v) - 0.5), v)),
+    RoundType.half_down: lambda x: x.apply_(
+        lambda v: math.copysign(math.ceil(abs(v) - 0.5), v)
+    ),
     RoundType.round: lambda x: x.apply_(lambda v: math.copysign(math.floor(abs(v) + 0.5), v)),
     RoundType.floor: lambda x: x.apply_(math.floor),
 }
-TIES = torch.tensor([[127.0, 2.5, -2.5, -3.5], [-127.0, 0.5, -0.5, 1.4], [127.0, 3.5, -1.5, 2.6], [127.0] * 4])
+TIES = torch.tensor(
+    [[127.0, 2.5, -2.5, -3.5], [-127.0, 0.5, -0.5, 1.4], [127.0, 3.5, -1.5, 2.6], [127.0] * 4]
+)
 """The scale of the whole and of each row is 1."""
 CUTS: dict[str, dict[str, Any]] = {
     "tensor": {},
@@ -48,7 +52,9 @@ def layer() -> nn.Linear:
 
 @pytest.mark.parametrize("method", RoundType, ids=lambda method: method.name)
 @pytest.mark.parametrize(("key", "dynamic", "cut"), CASES)
-def test_a_tie_goes_where_the_method_says(method: RoundType, key: str, dynamic: bool, cut: str) -> None:
+def test_a_tie_goes_where_the_method_says(
+    method: RoundType, key: str, dynamic: bool, cut: str
+) -> None:
     spec = QuantizationSpec(Dtype.int8, round_method=method, is_dynamic=dynamic, **CUTS[cut])
     if key in ("weight", "bias"):
         found = getattr(quantized(layer(), **{key: spec}), key).data

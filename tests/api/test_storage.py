@@ -40,12 +40,20 @@ def weight(dtype: Dtype) -> QuantizationSpec:
     if dtype in (Dtype.mx, Dtype.mx6, Dtype.mx9, Dtype.bfp16):
         element = Dtype.fp4 if dtype is Dtype.mx else None
         return QuantizationSpec(dtype, mx_element_dtype=element, ch_axis=1)
-    return spec(dtype, symmetric=not dtype.name.startswith("uint")) if dtype in INTEGERS else QuantizationSpec(dtype)
+    return (
+        spec(dtype, symmetric=not dtype.name.startswith("uint"))
+        if dtype in INTEGERS
+        else QuantizationSpec(dtype)
+    )
 
 
-@pytest.mark.parametrize("dtype", [d for d in Dtype if d is not Dtype.float32], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize(
+    "dtype", [d for d in Dtype if d is not Dtype.float32], ids=lambda dtype: dtype.name
+)
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_format_comes_back(dtype: Dtype, model_dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_format_comes_back(
+    dtype: Dtype, model_dtype: torch.dtype, tmp_path: Path
+) -> None:
     role = "bias" if dtype is Dtype.int32 else "weight"
     model = quantized(tiny_lm().to(model_dtype), **{role: weight(dtype)})
     ModelQuantizer.save(model, tmp_path)
@@ -55,11 +63,21 @@ def test_every_format_comes_back(dtype: Dtype, model_dtype: torch.dtype, tmp_pat
 
 
 def test_weights_are_stored_as_codes(tmp_path: Path) -> None:
-    four = spec(Dtype.int4, qscheme=QSchemeType.per_group, observer_cls=PerGroupMinMaxObserver, ch_axis=1, group_size=4)
-    eight = spec(qscheme=QSchemeType.per_channel, observer_cls=PerChannelMinMaxObserver, ch_axis=0)
+    four = spec(
+        Dtype.int4,
+        qscheme=QSchemeType.per_group,
+        observer_cls=PerGroupMinMaxObserver,
+        ch_axis=1,
+        group_size=4,
+    )
+    eight = spec(
+        qscheme=QSchemeType.per_channel, observer_cls=PerChannelMinMaxObserver, ch_axis=0
+    )
     stored = []
     for weights in (four, eight):
-        ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=weights, bias=spec()), tmp_path)
+        ModelQuantizer.save(
+            quantized(nn.Sequential(nn.Linear(8, 3)), weight=weights, bias=spec()), tmp_path
+        )
         stored.append(load_file(tmp_path / "model.safetensors"))
     assert [(found["0.weight"].dtype, found["0.weight"].numel()) for found in stored] == [
         (torch.uint8, 12),
@@ -73,24 +91,41 @@ def test_the_first_of_two_packed_codes_is_in_the_low_half(tmp_path: Path) -> Non
     layer = nn.Linear(2, 1, bias=False)
     layer.weight.data = torch.tensor([[7.0, -3.0]])
     ModelQuantizer.save(quantized(nn.Sequential(layer), weight=spec(Dtype.int4)), tmp_path)
-    assert load_file(tmp_path / "model.safetensors")["0.weight"].tolist() == [(7 + 8) | (-3 + 8) << 4]
+    assert load_file(tmp_path / "model.safetensors")["0.weight"].tolist() == [
+        (7 + 8) | (-3 + 8) << 4
+    ]
 
 
 def test_activations_and_layers_of_all_kinds_come_back(tmp_path: Path) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
-        layers = nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.LSTM(8, 4)
+        layers = (
+            nn.Linear(8, 8),
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+            nn.LSTM(8, 4),
+        )
         return nn.Sequential(*layers).eval()
 
-    done = quantized(model(), [X[None]], weight=spec(), bias=spec(), input_tensors=spec(), output_tensors=spec())
+    done = quantized(
+        model(),
+        [X[None]],
+        weight=spec(),
+        bias=spec(),
+        input_tensors=spec(),
+        output_tensors=spec(),
+    )
     ModelQuantizer.save(done, tmp_path)
     loaded = ModelQuantizer.load(model(), tmp_path)
     assert same(loaded(X[None])[0], done(X[None])[0])
-    assert [type(module).__name__ for module in loaded.modules()] == [type(m).__name__ for m in done.modules()]
+    assert [type(module).__name__ for module in loaded.modules()] == [
+        type(m).__name__ for m in done.modules()
+    ]
 
 
 def test_a_model_with_untied_weights_comes_back_untied(tmp_path: Path) -> None:
-    model = quantized(tiny_lm(), exclude=("lm_head",), weight=spec(Dtype.int4), input_tensors=per_token())
+    model = quantized(
+        tiny_lm(), exclude=("lm_head",), weight=spec(Dtype.int4), input_tensors=per_token()
+    )
     ModelQuantizer.save(model, tmp_path)
     loaded = ModelQuantizer.load(tiny_lm(), tmp_path)
     assert loaded.lm_head.weight is not loaded.embed.weight
@@ -124,12 +159,20 @@ def test_values_that_codes_would_not_give_back_are_stored_as_they_are(tmp_path: 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Sequential(nn.Linear(8, 4)), r"0\.bias is \[3\] in the file and \[4\] in the model"),
+        (
+            nn.Sequential(nn.Linear(8, 4)),
+            r"0\.bias is \[3\] in the file and \[4\] in the model",
+        ),
         (nn.Sequential(nn.Linear(8, 3, bias=False)), r"the model has no 0\.bias"),
-        (nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 3)), "has a tensor that is not in the file: 1.bias"),
+        (
+            nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 3)),
+            "has a tensor that is not in the file: 1.bias",
+        ),
     ],
 )
-def test_another_model_is_refused_and_stays_as_it_was(model: nn.Module, message: str, tmp_path: Path) -> None:
+def test_another_model_is_refused_and_stays_as_it_was(
+    model: nn.Module, message: str, tmp_path: Path
+) -> None:
     ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec()), tmp_path)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ResultError, match=message):
@@ -147,22 +190,33 @@ def test_a_float_model_is_not_saved(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("quantizer.json", "{", "not a readable JSON file"),
-        ("quantizer.json", json.dumps({"format": 99}), "not of a model that this version saved"),
+        (
+            "quantizer.json",
+            json.dumps({"format": 99}),
+            "not of a model that this version saved",
+        ),
         ("model.safetensors", "x", r"model\.safetensors is damaged: checksum mismatch"),
         ("model.safetensors", None, r"model\.safetensors is missing"),
         ("quantizer.json", None, r"quantizer\.json does not exist"),
     ],
 )
-def test_damaged_files_are_told(name: str, content: str | None, message: str, tmp_path: Path) -> None:
+def test_damaged_files_are_told(
+    name: str, content: str | None, message: str, tmp_path: Path
+) -> None:
     ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec()), tmp_path)
     (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)
     with pytest.raises(ResultError, match=message):
         ModelQuantizer.load(nn.Sequential(nn.Linear(8, 3)), tmp_path)
 
 
-def rewritten(folder: Path, describe: Callable[[Any], object], tensors: Callable[[Any], object] = bool) -> None:
+def rewritten(
+    folder: Path, describe: Callable[[Any], object], tensors: Callable[[Any], object] = bool
+) -> None:
     """Change the files of a saved model, their checksums too."""
-    described, state = json.loads((folder / DESCRIPTION).read_text()), load_file(folder / TENSORS)
+    described, state = (
+        json.loads((folder / DESCRIPTION).read_text()),
+        load_file(folder / TENSORS),
+    )
     describe(described)
     tensors(state)
     save_file(state, folder / TENSORS)
@@ -185,17 +239,38 @@ SCALE = "0.quantizers.weights.scale"
             bool,
             "no number format 'int7'",
         ),
-        (lambda d: d["layers"]["0"]["tensors"]["weights"].update(bits=7), bool, "lacks or has bits"),
-        (lambda d: d["layers"]["0"]["tensors"].update(other=d["layers"]["0"]["tensors"]["weights"]), bool, "'other'"),
+        (
+            lambda d: d["layers"]["0"]["tensors"]["weights"].update(bits=7),
+            bool,
+            "lacks or has bits",
+        ),
+        (
+            lambda d: d["layers"]["0"]["tensors"].update(
+                other=d["layers"]["0"]["tensors"]["weights"]
+            ),
+            bool,
+            "'other'",
+        ),
         (bool, lambda t: t.pop(SCALE), f"{SCALE} is of another shape"),
         (bool, lambda t: t.update({SCALE: torch.ones(3)}), f"{SCALE} is of another shape"),
-        (bool, lambda t: t.update({SCALE: torch.tensor(torch.nan)}), f"{SCALE} is not finite and positive"),
-        (bool, lambda t: t.update({SCALE: torch.tensor(0.0)}), f"{SCALE} is not finite and positive"),
+        (
+            bool,
+            lambda t: t.update({SCALE: torch.tensor(torch.nan)}),
+            f"{SCALE} is not finite and positive",
+        ),
+        (
+            bool,
+            lambda t: t.update({SCALE: torch.tensor(0.0)}),
+            f"{SCALE} is not finite and positive",
+        ),
         (bool, lambda t: t.pop("0.weight"), "has a tensor that is not in the file: 0.weight"),
     ],
 )
 def test_a_state_that_no_save_writes_is_refused(
-    describe: Callable[[Any], object], tensors: Callable[[Any], object], message: str, tmp_path: Path
+    describe: Callable[[Any], object],
+    tensors: Callable[[Any], object],
+    message: str,
+    tmp_path: Path,
 ) -> None:
     ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec()), tmp_path)
     rewritten(tmp_path, describe, tensors)
@@ -237,7 +312,9 @@ def test_shared_layers_are_stored_once_and_come_back_shared(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_layers_that_are_shared_on_one_side_only_are_refused(alike: bool, tmp_path: Path) -> None:
+def test_layers_that_are_shared_on_one_side_only_are_refused(
+    alike: bool, tmp_path: Path
+) -> None:
     layer = nn.Linear(8, 8)
     one, two = nn.Sequential(layer, layer), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     saved, other = (one, two) if alike else (two, one)
@@ -263,7 +340,9 @@ class Alien(nn.Module):
 
 def test_the_state_of_a_layer_of_another_class_is_refused(tmp_path: Path) -> None:
     ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec()), tmp_path)
-    with pytest.raises(ResultError, match="0 is a Linear in the file and an Alien in the model"):
+    with pytest.raises(
+        ResultError, match="0 is a Linear in the file and an Alien in the model"
+    ):
         ModelQuantizer.load(nn.Sequential(Alien()), tmp_path)
 
 
@@ -276,7 +355,9 @@ def test_a_quantized_model_is_not_loaded_into(tmp_path: Path) -> None:
 
 def test_a_module_of_the_users_named_quantizers_is_stored_like_others(tmp_path: Path) -> None:
     def model() -> nn.Module:
-        return nn.Sequential(OrderedDict(quantizers=nn.Sequential(nn.Linear(8, 8)), head=nn.Linear(8, 3)))
+        return nn.Sequential(
+            OrderedDict(quantizers=nn.Sequential(nn.Linear(8, 8)), head=nn.Linear(8, 3))
+        )
 
     done = quantized(model(), exclude=("quantizers.0",), weight=spec())
     ModelQuantizer.save(done, tmp_path)

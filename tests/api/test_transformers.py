@@ -54,7 +54,10 @@ def test_a_language_model_still_generates_and_comes_back(
     quantized(model, torch.utils.data.DataLoader(IDS), weight=spec(), input_tensors=inputs)
     found = model(IDS).logits
     assert found.dtype == dtype
-    assert 10 * torch.log10(expected.square().sum() / (expected - found.float()).square().sum()) > 30
+    assert (
+        10 * torch.log10(expected.square().sum() / (expected - found.float()).square().sum())
+        > 30
+    )
     assert model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=1).shape[0] == 2
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     ModelQuantizer.save(model, tmp_path)

@@ -43,10 +43,16 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def test_it_goes_from_the_plan_to_every_kind_of_storage(dtype: str, tmp_path: Path) -> None:
-    config = hierarchy({"weights": {"dtype": dtype, "qscheme": "per_channel"}, "activation": {"dtype": dtype}})
+    config = hierarchy(
+        {"weights": {"dtype": dtype, "qscheme": "per_channel"}, "activation": {"dtype": dtype}}
+    )
     graph = run_passes(traced("residual"), config.settings)
     plan = resolve(config, graph, traced("residual"))
-    sizes = [graph.tensors[node.params["weight"]] for node in graph.nodes if (node.name, "weights") in plan.tensors]
+    sizes = [
+        graph.tensors[node.params["weight"]]
+        for node in graph.nodes
+        if (node.name, "weights") in plan.tensors
+    ]
     before, after = weight_bytes(plan)
     floats = before - sum(4 * tensor.numel() for tensor in sizes)
     codes = sum(math.ceil(tensor.numel() * ROWS[dtype].bits / 8) for tensor in sizes)
@@ -56,14 +62,23 @@ def test_it_goes_from_the_plan_to_every_kind_of_storage(dtype: str, tmp_path: Pa
     calibration = calibrate.start(plan)
     calibrate.run(calibration, Network(graph), [Batch(*call, None, None)])
     digests = fingerprint.model(traced("residual"))
-    write_results(tmp_path, traced("residual"), config, calibration, calibrate.solution(calibration), digests)
+    write_results(
+        tmp_path,
+        traced("residual"),
+        config,
+        calibration,
+        calibrate.solution(calibration),
+        digests,
+    )
     solution, generated = read_info(tmp_path).solution, imported(tmp_path / "Residual.py")
     with torch.no_grad():
         expected = quantized_network(graph, calibrate.solution(calibration))(*call[0])
         assert leaves_equal(quantized_network(graph, solution)(*call[0]), expected)
         assert leaves_equal(generated(*call[0]), expected)
         assert not leaves_equal(Network(graph)(*call[0]), expected)
-    stored = load_file(tmp_path / "weights.safetensors")[f"module_{graph.nodes.index(graph.by_name[FC])}.weight"]
+    stored = load_file(tmp_path / "weights.safetensors")[
+        f"module_{graph.nodes.index(graph.by_name[FC])}.weight"
+    ]
     assert stored.nbytes == math.ceil(20 * ROWS[dtype].bits / 8)
     assert export(Deployment(graph, solution, *call), tmp_path / "net.safetensors").equal == 1.0
 
@@ -77,4 +92,6 @@ def test_it_is_stored_with_a_model_in_place(dtype: str, tmp_path: Path) -> None:
     storage.save(model, tmp_path)
     storage.load(fresh, tmp_path)
     assert torch.equal(fresh[0].weight, model[0].weight)
-    assert load_file(tmp_path / "model.safetensors")["0.weight"].nbytes == math.ceil(24 * ROWS[dtype].bits / 8)
+    assert load_file(tmp_path / "model.safetensors")["0.weight"].nbytes == math.ceil(
+        24 * ROWS[dtype].bits / 8
+    )

@@ -92,7 +92,11 @@ def check(entry: dict[str, Any], form: str = "hierarchical") -> LoadResult:
 def test_a_file_may_list_it_and_its_defaults_are_those_of_the_class(kind: Any) -> None:
     [found] = check({"name": "stretch"}).require().algorithms
     assert (found.settings, found.stage, found.needs_data) == (kind(), "round", False)
-    [found] = check({"name": "elongate", "factor": 3, "cycles": 2.0, "axis": "columns"}).require().algorithms
+    [found] = (
+        check({"name": "elongate", "factor": 3, "cycles": 2.0, "axis": "columns"})
+        .require()
+        .algorithms
+    )
     assert found.settings == kind(factor=3.0, cycles=2, axis="columns")
     assert type(found.settings.factor) is float and type(found.settings.cycles) is int  # type: ignore[attr-defined]
 
@@ -100,15 +104,39 @@ def test_a_file_may_list_it_and_its_defaults_are_those_of_the_class(kind: Any) -
 @pytest.mark.parametrize(
     ("entry", "line", "code", "message", "hint"),
     [
-        ({"factor": 0.5}, 9, "QZ104", "0.5 is out of range for factor (at least 1, less than 8)", '"factor": 2.0'),
-        ({"factor": 8}, 9, "QZ104", "8 is out of range for factor (at least 1, less than 8)", '"factor": 2.0'),
+        (
+            {"factor": 0.5},
+            9,
+            "QZ104",
+            "0.5 is out of range for factor (at least 1, less than 8)",
+            '"factor": 2.0',
+        ),
+        (
+            {"factor": 8},
+            9,
+            "QZ104",
+            "8 is out of range for factor (at least 1, less than 8)",
+            '"factor": 2.0',
+        ),
         ({"factor": "2"}, 9, "QZ103", '"factor" is a number, not the string "2"', "write 2"),
         ({"factors": [2, 0]}, 11, "QZ104", "0 is out of range for factors (at least 1)", ""),
         ({"cycles": 1.5}, 9, "QZ103", '"cycles" is a whole number, not 1.5', '"cycles": 3'),
-        ({"axis": "colums"}, 9, "QZ101", '"colums" is not a way to stretch (one of: rows, columns)', "columns"),
+        (
+            {"axis": "colums"},
+            9,
+            "QZ101",
+            '"colums" is not a way to stretch (one of: rows, columns)',
+            "columns",
+        ),
         ({"twice": 1}, 9, "QZ103", '"twice" is true or false, not 1', "write true"),
         ({"factr": 1}, 9, "QZ102", 'unknown key "factr"', 'did you mean "factor"?'),
-        ({"damp_percent": 1}, 9, "QZ102", 'unknown key "damp_percent"', "belongs in the algorithm gptq"),
+        (
+            {"damp_percent": 1},
+            9,
+            "QZ102",
+            'unknown key "damp_percent"',
+            "belongs in the algorithm gptq",
+        ),
         (
             {"twice": True, "again": False},
             10,
@@ -125,7 +153,11 @@ def test_its_keys_are_checked_with_sentences_and_places(
 ) -> None:
     [found] = check({"name": "stretch", **entry}).diagnostics
     remark = f" ({found.remark})" if found.remark else ""
-    assert (found.code, found.place and found.place.line, found.message + remark) == (code, line, message)
+    assert (found.code, found.place and found.place.line, found.message + remark) == (
+        code,
+        line,
+        message,
+    )
     assert hint in str(found.help)
 
 
@@ -135,12 +167,16 @@ def test_other_entries_get_it_in_their_hints() -> None:
     assert found.help == '"cycles" belongs in the algorithm stretch'
     [found] = check({"name": "stretchh"}).diagnostics
     assert (
-        found.remark == f"one of: {', '.join(entry_kinds('hierarchical'))}" and found.help == 'did you mean "stretch"?'
+        found.remark == f"one of: {', '.join(entry_kinds('hierarchical'))}"
+        and found.help == 'did you mean "stretch"?'
     )
 
 
 def test_its_class_works_in_python(kind: Any, tmp_path: Path) -> None:
-    config = Config(QuantizationConfig(weight=QuantizationSpec(Dtype.int8)), algo_config=[kind(factor=4.0, cycles=3)])
+    config = Config(
+        QuantizationConfig(weight=QuantizationSpec(Dtype.int8)),
+        algo_config=[kind(factor=4.0, cycles=3)],
+    )
     assert config.to_dict()["algo_config"] == [{"name": "stretch", "factor": 4.0}]
     config.save(tmp_path / "config.json")
     assert Config.load(tmp_path / "config.json") == config
@@ -162,16 +198,26 @@ def test_its_class_works_in_python(kind: Any, tmp_path: Path) -> None:
 
 def test_one_form_is_converted_to_the_other(kind: Any, tmp_path: Path, capsys: Capture) -> None:
     path, there = tmp_path / "one.json", tmp_path / "two.json"
-    path.write_text(json.dumps({"global_quant_config": WEIGHT, "algo_config": {"name": "stretch", "factor": 3}}))
+    path.write_text(
+        json.dumps(
+            {"global_quant_config": WEIGHT, "algo_config": {"name": "stretch", "factor": 3}}
+        )
+    )
     assert run_command(["convert", str(path), "--to", "layered", "-o", str(there)]) == 0
     assert json.loads(there.read_text())["algorithms"] == [written(kind(factor=3.0))]
     assert run_command(["convert", str(there), "--to", "hierarchical"]) == 0
     assert json.loads(capsys.readouterr().out)["algo_config"] == [written(kind(factor=3.0))]
 
 
-def test_plan_lists_it_and_calibration_runs_it(kind: Any, tmp_path: Path, capsys: Capture) -> None:
+def test_plan_lists_it_and_calibration_runs_it(
+    kind: Any, tmp_path: Path, capsys: Capture
+) -> None:
     config, model = tmp_path / "config.json", tmp_path / "net.py"
-    config.write_text(json.dumps({"global_quant_config": WEIGHT, "algo_config": {"name": "stretch", "factor": 3}}))
+    config.write_text(
+        json.dumps(
+            {"global_quant_config": WEIGHT, "algo_config": {"name": "stretch", "factor": 3}}
+        )
+    )
     model.write_text(MODEL)
     given = ["--config_file", str(config), "--model", str(model)]
     assert run_command(["plan", *given, "--json"]) == 0
@@ -190,7 +236,10 @@ def test_it_has_a_page(capsys: Capture) -> None:
     page = capsys.readouterr().out
     assert "Stretch: weights are rounded with scales of another size." in page
     assert '| `axis` | "rows" or "columns" | `"rows"` | Which way to stretch. |' in page
-    assert "| `factor` | a number, at least 1, less than 8 | `2.0` | What scales are multiplied by. |" in page
+    assert (
+        "| `factor` | a number, at least 1, less than 8 | `2.0` | What scales are multiplied by. |"
+        in page
+    )
 
 
 def test_nothing_of_it_stays() -> None:

@@ -80,7 +80,9 @@ TRACED = {"placeholder", "call_function", "get_attr", "output"}
 
 def operators() -> set[str]:
     """Operators of torch; not inputs, parameters, results of several and layers of this package."""
-    return {name for name, row in OPS.items() if row.kind != "structural" and row.aten} - {"getitem"}
+    return {name for name, row in OPS.items() if row.kind != "structural" and row.aten} - {
+        "getitem"
+    }
 
 
 def named(path: Path) -> Iterator[str]:
@@ -88,21 +90,36 @@ def named(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Constant) and node.value in operators() - WORDS:
             yield str(node.value)
-        elif isinstance(node, ast.Compare) and any(map(_is_name, (node.left, *node.comparators))):
+        elif isinstance(node, ast.Compare) and any(
+            map(_is_name, (node.left, *node.comparators))
+        ):
             words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
-            yield from (ast.unparse(node) for word in words - TRACED if word in operators() or word not in OPS)
+            yield from (
+                ast.unparse(node)
+                for word in words - TRACED
+                if word in operators() or word not in OPS
+            )
         elif isinstance(node, (ast.Subscript, ast.Attribute)) and _is_name(node.value):
             yield ast.unparse(node)
 
 
 def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "op" and ast.unparse(node.value) != "self"
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == "op"
+        and ast.unparse(node.value) != "self"
+    )
 
 
 def test_only_the_table_and_what_is_about_one_operator_names_operators() -> None:
-    found = {str(path.relative_to(PACKAGE)): sorted(set(named(path))) for path in PACKAGE.rglob("*.py")}
+    found = {
+        str(path.relative_to(PACKAGE)): sorted(set(named(path)))
+        for path in PACKAGE.rglob("*.py")
+    }
     assert {path: names for path, names in found.items() if names and path not in NAMED} == {}
-    assert NAMED.keys() <= {path for path, names in found.items() if names}, "the list is longer than it must be"
+    assert NAMED.keys() <= {path for path, names in found.items() if names}, (
+        "the list is longer than it must be"
+    )
 
 
 @torch.library.custom_op("made_up::bend", mutates_args=())
@@ -119,7 +136,15 @@ def swap(x: Tensor) -> Tensor:
 
 bend.register_fake(torch.empty_like)
 swap.register_fake(lambda x: torch.empty_like(x.mT))
-BEND = Op("bend", "fusable", ("made_up.bend",), ("made_up_bend",), axes=SAME, commutes=Commutes.SCALING, fresh=True)
+BEND = Op(
+    "bend",
+    "fusable",
+    ("made_up.bend",),
+    ("made_up_bend",),
+    axes=SAME,
+    commutes=Commutes.SCALING,
+    fresh=True,
+)
 SWAP = Op("swap", "passthrough", (), ("made_up_swap",), axes=MOVED, commutes=Commutes.ALL)
 
 
@@ -170,12 +195,16 @@ def test_channels_are_followed_through_a_row() -> None:
     """By equalization, by folds, by rotation."""
     graph = prepared(BEND, SWAP)
     equalized = cross_layer_equalization(graph)
-    assert [tuple(graph.by_name[name].scope for name in change.layers) for change in equalized.changes] == [
-        ("first", "second")
-    ]
+    assert [
+        tuple(graph.by_name[name].scope for name in change.layers)
+        for change in equalized.changes
+    ] == [("first", "second")]
     with torch.no_grad():
         torch.testing.assert_close(Network(equalized)(IDS), Network(graph)(IDS))
-    folds = [group.fold and graph.by_name[group.fold.node].scope for group in find_structure(graph).groups]
+    folds = [
+        group.fold and graph.by_name[group.fold.node].scope
+        for group in find_structure(graph).groups
+    ]
     assert folds == ["norm", "first"]
     [residual] = residuals(graph)
     assert residual.obstacle is not None
@@ -184,7 +213,9 @@ def test_channels_are_followed_through_a_row() -> None:
 
 
 def test_whether_it_commutes_is_read_off_the_row() -> None:
-    graph = prepared(replace(BEND, commutes=Commutes.NOTHING), replace(SWAP, commutes=Commutes.SCALING))
+    graph = prepared(
+        replace(BEND, commutes=Commutes.NOTHING), replace(SWAP, commutes=Commutes.SCALING)
+    )
     assert not cross_layer_equalization(graph).changes
     assert not any(group.fold for group in find_structure(graph).groups)
     [residual] = residuals(graph)

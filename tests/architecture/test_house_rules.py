@@ -23,7 +23,9 @@ RESERVED_FOR_CLI = {
     "SystemExit",
 }
 
-named = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+named = pytest.mark.parametrize(
+    "path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE))
+)
 
 
 @named
@@ -37,7 +39,11 @@ def test_only_cli_prints_exits_or_reads_the_environment(path: Path) -> None:
         if isinstance(handler, ast.ExceptHandler) and handler.type
         for n in ast.walk(handler.type)
     }
-    used = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.Attribute)) and id(n) not in caught}
+    used = {
+        ast.unparse(n)
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.Name, ast.Attribute)) and id(n) not in caught
+    }
     assert not used & RESERVED_FOR_CLI
 
 
@@ -45,9 +51,15 @@ def test_only_cli_prints_exits_or_reads_the_environment(path: Path) -> None:
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text("utf-8")
     assert len(text.splitlines()) <= MAX_FILE
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [
+        n
+        for n in ast.walk(ast.parse(text))
+        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
     long = {
-        f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions if (f.end_lineno or 0) - f.lineno >= MAX_FUNCTION
+        f.name: (f.end_lineno or 0) - f.lineno + 1
+        for f in functions
+        if (f.end_lineno or 0) - f.lineno >= MAX_FUNCTION
     }
     assert not long
 
@@ -72,11 +84,21 @@ def test_docstrings_have_one_form(path: Path) -> None:
         text = ast.get_docstring(node) or ""
         name = getattr(node, "name", path.name)
         begun = [part for line in text.splitlines() for part in parts if line.startswith(part)]
-        begun = [part for index, part in enumerate(begun) if part != ">>>" or part not in begun[:index]]
+        begun = [
+            part
+            for index, part in enumerate(begun)
+            if part != ">>>" or part not in begun[:index]
+        ]
         assert begun == sorted(set(begun), key=parts.index), name
-        assert not re.search(r"(^|[.;] )[Rr]aises `?[A-Z]\w+", text), f"{name}: a part of its own for errors"
-        assert "et al" not in text or "Source:" in text, f"{name}: a part of its own for the source"
-        assert not text or text.split("\n\n")[0].rstrip().endswith((".", ":", "…")), f"{name}: a sentence first"
+        assert not re.search(r"(^|[.;] )[Rr]aises `?[A-Z]\w+", text), (
+            f"{name}: a part of its own for errors"
+        )
+        assert "et al" not in text or "Source:" in text, (
+            f"{name}: a part of its own for the source"
+        )
+        assert not text or text.split("\n\n")[0].rstrip().endswith((".", ":", "…")), (
+            f"{name}: a sentence first"
+        )
 
 
 def test_no_room_for_leftovers() -> None:

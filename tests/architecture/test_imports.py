@@ -48,12 +48,20 @@ def imported(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+            yield from (
+                arg.value
+                for arg in node.args
+                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
 
 
 def rooms_imported(path: Path) -> set[str]:
     names = [name.split(".") for name in imported(path)]
-    return {parts[1] for parts in names if parts[0] == "quantizer" and len(parts) > 1 and parts[1] in DEPTH}
+    return {
+        parts[1]
+        for parts in names
+        if parts[0] == "quantizer" and len(parts) > 1 and parts[1] in DEPTH
+    }
 
 
 def test_every_room_has_its_layer() -> None:
@@ -63,20 +71,31 @@ def test_every_room_has_its_layer() -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_upward_or_sideways_import(path: Path) -> None:
     here = room_of(path)
-    wrong = {room for room in rooms_imported(path) if room != here and DEPTH[room] >= DEPTH[here]}
+    wrong = {
+        room for room in rooms_imported(path) if room != here and DEPTH[room] >= DEPTH[here]
+    }
     assert not wrong, f"{here} is not to import {', '.join(sorted(wrong))}"
 
 
-@pytest.mark.parametrize("path", [path for path in modules() if room_of(path) == "cli"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in modules() if room_of(path) == "cli"], ids=lambda path: path.name
+)
 def test_the_command_line_parses_renders_and_exits(path: Path) -> None:
-    assert "algorithms" not in rooms_imported(path), "the pipeline runs algorithms, for the shell and Python alike"
+    assert "algorithms" not in rooms_imported(path), (
+        "the pipeline runs algorithms, for the shell and Python alike"
+    )
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules()}
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     edges = {
-        name: {target for found in imported(path) for target in (found, found.rpartition(".")[0]) if target in names}
+        name: {
+            target
+            for found in imported(path)
+            for target in (found, found.rpartition(".")[0])
+            if target in names
+        }
         for name, path in names.items()
     }
     done: set[str] = set()
@@ -92,9 +111,16 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize(("room", "allowed"), [("config", {"jsonschema"}), ("numerics", {"torch"})])
+@pytest.mark.parametrize(
+    ("room", "allowed"), [("config", {"jsonschema"}), ("numerics", {"torch"})]
+)
 def test_third_parties_of_the_lowest_rooms(room: str, allowed: set[str]) -> None:
     import sys
 
-    found = {name.split(".")[0] for path in modules() if room_of(path) == room for name in imported(path)}
+    found = {
+        name.split(".")[0]
+        for path in modules()
+        if room_of(path) == room
+        for name in imported(path)
+    }
     assert found - sys.stdlib_module_names - {"quantizer"} <= allowed

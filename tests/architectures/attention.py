@@ -33,7 +33,11 @@ class Block(nn.Module):
     def __init__(self, act: nn.Module, *, causal: bool) -> None:
         super().__init__()
         self.norm1, self.norm2, self.causal = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), causal
-        self.qkv, self.out, self.mlp = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), mlp(act)
+        self.qkv, self.out, self.mlp = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            mlp(act),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = map(heads, self.qkv(self.norm1(x)).chunk(3, -1))
@@ -47,8 +51,13 @@ class ViT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, 8, 8)
-        self.token, self.position = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Parameter(torch.randn(1, 17, WIDTH))
-        self.blocks = nn.Sequential(Block(nn.GELU(), causal=False), Block(nn.GELU(), causal=False))
+        self.token, self.position = (
+            nn.Parameter(torch.randn(1, 1, WIDTH)),
+            nn.Parameter(torch.randn(1, 17, WIDTH)),
+        )
+        self.blocks = nn.Sequential(
+            Block(nn.GELU(), causal=False), Block(nn.GELU(), causal=False)
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +77,11 @@ class ShiftedWindows(nn.Module):
     def __init__(self, size: int, window: int, shift: int) -> None:
         super().__init__()
         self.size, self.window, self.shift = size, window, shift
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.bias = nn.Parameter(torch.randn((2 * window - 1) ** 2, HEADS))
         at = torch.cartesian_prod(torch.arange(window), torch.arange(window))
         step = at[:, None] - at[None] + window - 1
@@ -82,7 +95,11 @@ class ShiftedWindows(nn.Module):
     def windows(self, x: Tensor) -> Tensor:
         """(batch, size, size, channels) cut into windows, one batch entry each."""
         n, w = self.size // self.window, self.window
-        return x.view(-1, n, w, n, w, x.shape[-1]).permute(0, 1, 3, 2, 4, 5).reshape(-1, w * w, x.shape[-1])
+        return (
+            x.view(-1, n, w, n, w, x.shape[-1])
+            .permute(0, 1, 3, 2, 4, 5)
+            .reshape(-1, w * w, x.shape[-1])
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         n, w = self.size // self.window, self.window
@@ -92,7 +109,11 @@ class ShiftedWindows(nn.Module):
         scores = (q * (q.shape[-1] ** -0.5)) @ k.transpose(-2, -1) + bias
         scores = scores.view(-1, n * n, HEADS, w * w, w * w) + self.mask[:, None]
         y = self.out(merged(scores.view(-1, HEADS, w * w, w * w).softmax(-1) @ v))
-        y = y.view(-1, n, n, w, w, WIDTH).permute(0, 1, 3, 2, 4, 5).reshape(-1, self.size, self.size, WIDTH)
+        y = (
+            y.view(-1, n, n, w, w, WIDTH)
+            .permute(0, 1, 3, 2, 4, 5)
+            .reshape(-1, self.size, self.size, WIDTH)
+        )
         return x + torch.roll(y, (self.shift, self.shift), (1, 2))
 
 
@@ -102,7 +123,11 @@ class Swin(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.attention = nn.Conv2d(3, WIDTH, 4, 4), ShiftedWindows(8, 4, 2)
-        self.norm, self.mlp, self.head = nn.LayerNorm(WIDTH), mlp(nn.GELU()), nn.Linear(WIDTH, 10)
+        self.norm, self.mlp, self.head = (
+            nn.LayerNorm(WIDTH),
+            mlp(nn.GELU()),
+            nn.Linear(WIDTH, 10),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(self.patches(x).permute(0, 2, 3, 1))
@@ -119,15 +144,25 @@ class Bert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.position = nn.Embedding(80, WIDTH, padding_idx=0), nn.Embedding(16, WIDTH)
+        self.words, self.position = (
+            nn.Embedding(80, WIDTH, padding_idx=0),
+            nn.Embedding(16, WIDTH),
+        )
         self.norm0, self.norm1, self.norm2 = (nn.LayerNorm(WIDTH) for _ in range(3))
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.mlp, self.pool, self.head = mlp(nn.GELU()), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        self.mlp, self.pool, self.head = (
+            mlp(nn.GELU()),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 10),
+        )
 
     def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         x = self.norm0(self.words(ids) + self.position(torch.arange(ids.shape[1])))
         mask = (1.0 - attention_mask[:, None, None, :].to(x.dtype)) * torch.finfo(x.dtype).min
-        scores = heads(self.q(x)) @ heads(self.k(x)).transpose(-1, -2) / math.sqrt(WIDTH // HEADS) + mask
+        scores = (
+            heads(self.q(x)) @ heads(self.k(x)).transpose(-1, -2) / math.sqrt(WIDTH // HEADS)
+            + mask
+        )
         x = self.norm1(x + self.out(merged(scores.softmax(-1) @ heads(self.v(x)))))
         return self.head(torch.tanh(self.pool(self.norm2(x + self.mlp(x))[:, 0])))
 
@@ -169,10 +204,16 @@ class GPT2(nn.Module):
         x = self.words(ids) + self.position.weight[:length]
         q, k, v = map(heads, self.qkv(self.norm1(x)).split(WIDTH, -1))
         scores = q @ k.transpose(-1, -2) / (q.shape[-1] ** 0.5)
-        scores = torch.where(self.causal[:length, :length], scores, torch.full([], torch.finfo(x.dtype).min))
+        scores = torch.where(
+            self.causal[:length, :length], scores, torch.full([], torch.finfo(x.dtype).min)
+        )
         x = x + self.out(merged(scores.softmax(-1) @ v))
         y = self.up(self.norm2(x))
-        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * torch.pow(y, 3))))
+        y = (
+            0.5
+            * y
+            * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * torch.pow(y, 3))))
+        )
         return self.head(self.norm3(x + self.down(y)))
 
 
@@ -188,7 +229,10 @@ class OPT(nn.Module):
         super().__init__()
         self.words, self.position = nn.Embedding(80, WIDTH), nn.Embedding(18, WIDTH)
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.mlp = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), mlp(nn.ReLU())
+        self.attention, self.mlp = (
+            nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+            mlp(nn.ReLU()),
+        )
         self.head = nn.Linear(WIDTH, 80, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -221,11 +265,25 @@ class Llama(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.norm1, self.norm2, self.norm3 = nn.Embedding(80, WIDTH), RMSNorm(), RMSNorm(), RMSNorm()
-        self.q, self.out = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k, self.v = nn.Linear(WIDTH, WIDTH // 2, bias=False), nn.Linear(WIDTH, WIDTH // 2, bias=False)
+        self.words, self.norm1, self.norm2, self.norm3 = (
+            nn.Embedding(80, WIDTH),
+            RMSNorm(),
+            RMSNorm(),
+            RMSNorm(),
+        )
+        self.q, self.out = (
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
+        self.k, self.v = (
+            nn.Linear(WIDTH, WIDTH // 2, bias=False),
+            nn.Linear(WIDTH, WIDTH // 2, bias=False),
+        )
         self.gate, self.up = nn.Linear(WIDTH, 64, bias=False), nn.Linear(WIDTH, 64, bias=False)
-        self.down, self.head = nn.Linear(64, WIDTH, bias=False), nn.Linear(WIDTH, 80, bias=False)
+        self.down, self.head = (
+            nn.Linear(64, WIDTH, bias=False),
+            nn.Linear(WIDTH, 80, bias=False),
+        )
         self.register_buffer("frequencies", 10000.0 ** (-torch.arange(0, 8, 2) / 8))
 
     @staticmethod
@@ -239,7 +297,10 @@ class Llama(nn.Module):
         angles = torch.arange(length).float()[:, None] @ self.frequencies[None]
         cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
         y = self.norm1(x)
-        q, k = self.rotated(heads(self.q(y)), cos, sin), self.rotated(heads(self.k(y), HEADS // 2), cos, sin)
+        q, k = (
+            self.rotated(heads(self.q(y)), cos, sin),
+            self.rotated(heads(self.k(y), HEADS // 2), cos, sin),
+        )
         k, v = k.repeat_interleave(2, 1), heads(self.v(y), HEADS // 2).repeat_interleave(2, 1)
         x = x + self.out(merged(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
         y = self.norm2(x)
@@ -256,15 +317,25 @@ class T5(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.distance, self.norm = nn.Embedding(80, WIDTH), nn.Embedding(8, HEADS), nn.RMSNorm(WIDTH)
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.words, self.distance, self.norm = (
+            nn.Embedding(80, WIDTH),
+            nn.Embedding(8, HEADS),
+            nn.RMSNorm(WIDTH),
+        )
+        self.q, self.k, self.v, self.out = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x, at = self.words(ids), torch.arange(ids.shape[1])
         far = (at[None] - at[:, None]).abs()
-        bucket = torch.where(far < 4, far, (far.float().clamp_min(1).log2() + 2).long().clamp_max(7))
+        bucket = torch.where(
+            far < 4, far, (far.float().clamp_min(1).log2() + 2).long().clamp_max(7)
+        )
         y = self.norm(x)
-        scores = heads(self.q(y)) @ heads(self.k(y)).transpose(-1, -2) + self.distance(bucket).permute(2, 0, 1)
+        scores = heads(self.q(y)) @ heads(self.k(y)).transpose(-1, -2) + self.distance(
+            bucket
+        ).permute(2, 0, 1)
         return x + self.out(merged(scores.softmax(-1) @ heads(self.v(y))))
 
 
@@ -279,7 +350,10 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.gate = nn.Embedding(80, WIDTH), nn.Linear(WIDTH, 4)
-        self.experts, self.head = nn.ModuleList(mlp(nn.GELU()) for _ in range(4)), nn.Linear(WIDTH, 80)
+        self.experts, self.head = (
+            nn.ModuleList(mlp(nn.GELU()) for _ in range(4)),
+            nn.Linear(WIDTH, 80),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
@@ -303,7 +377,9 @@ class Sequence2Sequence(nn.Module):
         self.transformer = nn.Transformer(WIDTH, HEADS, 1, 1, 64, batch_first=True)
 
     def forward(self, source: Tensor, target: Tensor, causal: Tensor) -> Tensor:
-        decoded = self.transformer(self.words(source), self.words(target), tgt_mask=causal[0], tgt_is_causal=False)
+        decoded = self.transformer(
+            self.words(source), self.words(target), tgt_mask=causal[0], tgt_is_causal=False
+        )
         return self.head(decoded)
 
 
@@ -311,4 +387,7 @@ class Sequence2Sequence(nn.Module):
 def encoder_decoder() -> Case:
     causal = nn.Transformer.generate_square_subsequent_mask(8).expand(4, 8, 8)
     pairs = zip(tokens(4, 10, 80), tokens(4, 8, 80), strict=True)
-    return Case(prepared(Sequence2Sequence()), tuple((source[0], target[0], causal) for source, target in pairs))
+    return Case(
+        prepared(Sequence2Sequence()),
+        tuple((source[0], target[0], causal) for source, target in pairs),
+    )

@@ -23,7 +23,11 @@ class UNet(nn.Module):
         super().__init__()
         self.down1, self.down2, self.middle = unit(3, 8), unit(8, 16), unit(16, 32)
         self.up2, self.join2 = nn.ConvTranspose2d(32, 16, 2, 2), unit(32, 16)
-        self.up1, self.join1, self.out = nn.ConvTranspose2d(16, 8, 2, 2), unit(16, 8), nn.Conv2d(8, 2, 1)
+        self.up1, self.join1, self.out = (
+            nn.ConvTranspose2d(16, 8, 2, 2),
+            unit(16, 8),
+            nn.Conv2d(8, 2, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.down1(x)
@@ -44,15 +48,23 @@ class DeepLab(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = unit(3, 16, 2)
-        self.branches = nn.ModuleList(nn.Conv2d(16, 8, 3, padding=d, dilation=d) for d in (1, 2, 4))
+        self.branches = nn.ModuleList(
+            nn.Conv2d(16, 8, 3, padding=d, dilation=d) for d in (1, 2, 4)
+        )
         self.pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 8, 1), nn.ReLU())
         self.project, self.out = unit(32, 16), nn.Conv2d(16, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.stem(x)
-        whole = F.interpolate(self.pooled(y), size=y.shape[-2:], mode="bilinear", align_corners=False)
-        y = self.project(torch.cat([*(F.relu(branch(y)) for branch in self.branches), whole], 1))
-        return F.interpolate(self.out(y), size=x.shape[-2:], mode="bilinear", align_corners=False)
+        whole = F.interpolate(
+            self.pooled(y), size=y.shape[-2:], mode="bilinear", align_corners=False
+        )
+        y = self.project(
+            torch.cat([*(F.relu(branch(y)) for branch in self.branches), whole], 1)
+        )
+        return F.interpolate(
+            self.out(y), size=x.shape[-2:], mode="bilinear", align_corners=False
+        )
 
 
 @architecture
@@ -75,7 +87,10 @@ class FPN(nn.Module):
         p4 = self.lateral[2](self.c4(c3))
         p3 = self.lateral[1](c3) + F.interpolate(p4, scale_factor=2.0, mode="nearest")
         p2 = self.lateral[0](c2) + F.interpolate(p3, scale_factor=2.0, mode="nearest")
-        return {f"p{i + 2}": layer(p) for i, (layer, p) in enumerate(zip(self.smooth, (p2, p3, p4), strict=True))}
+        return {
+            f"p{i + 2}": layer(p)
+            for i, (layer, p) in enumerate(zip(self.smooth, (p2, p3, p4), strict=True))
+        }
 
 
 @architecture
@@ -90,7 +105,10 @@ class Yolo(nn.Module):
         super().__init__()
         self.focus, self.neck = unit(12, 16), unit(64, 16, 2)
         self.head = nn.Conv2d(16, 3 * 7, 1)
-        self.register_buffer("anchors", torch.tensor([[10.0, 13.0], [16.0, 30.0], [33.0, 23.0]]).view(1, 3, 1, 1, 2))
+        self.register_buffer(
+            "anchors",
+            torch.tensor([[10.0, 13.0], [16.0, 30.0], [33.0, 23.0]]).view(1, 3, 1, 1, 2),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         corners = [x[..., i::2, j::2] for i in (0, 1) for j in (0, 1)]
@@ -98,7 +116,9 @@ class Yolo(nn.Module):
         y = self.neck(torch.cat([y, *(F.max_pool2d(y, k, 1, k // 2) for k in (5, 9, 13))], 1))
         batch, _, rows, columns = y.shape
         raw = self.head(y).view(batch, 3, 7, rows, columns).permute(0, 1, 3, 4, 2).contiguous()
-        grid = torch.stack(torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy"), 2).float()
+        grid = torch.stack(
+            torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy"), 2
+        ).float()
         centre = (raw[..., :2].sigmoid() * 2 - 0.5 + grid) * 8
         size = (raw[..., 2:4].sigmoid() * 2) ** 2 * self.anchors
         boxes = torch.cat([centre, size, raw[..., 4:].sigmoid()], -1)
@@ -113,16 +133,34 @@ def yolo() -> Case:
 @architecture
 def espcn() -> Case:
     """Shi et al. 2016: pixels from channels."""
-    layers = (nn.Conv2d(1, 16, 5, padding=2), nn.Tanh(), nn.Conv2d(16, 8, 3, padding=1), nn.Tanh())
+    layers = (
+        nn.Conv2d(1, 16, 5, padding=2),
+        nn.Tanh(),
+        nn.Conv2d(16, 8, 3, padding=1),
+        nn.Tanh(),
+    )
     up = (nn.Conv2d(8, 9, 3, padding=1), nn.PixelShuffle(3))
     return Case(prepared(nn.Sequential(*layers, *up)), images(2, 1, 12, 12))
 
 
 @architecture
 def autoencoder() -> Case:
-    down = (nn.ReflectionPad2d(1), nn.Conv2d(3, 8, 3, 2), nn.ELU(), nn.Conv2d(8, 4, 3, 2, 1), nn.PReLU(4))
-    up = (nn.Upsample(scale_factor=2), nn.Conv2d(4, 8, 3, padding=1), nn.SELU(), nn.Upsample(scale_factor=2))
-    return Case(prepared(nn.Sequential(*down, *up, nn.Conv2d(8, 3, 3, padding=1))), images(2, 3, 16, 16))
+    down = (
+        nn.ReflectionPad2d(1),
+        nn.Conv2d(3, 8, 3, 2),
+        nn.ELU(),
+        nn.Conv2d(8, 4, 3, 2, 1),
+        nn.PReLU(4),
+    )
+    up = (
+        nn.Upsample(scale_factor=2),
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.SELU(),
+        nn.Upsample(scale_factor=2),
+    )
+    return Case(
+        prepared(nn.Sequential(*down, *up, nn.Conv2d(8, 3, 3, padding=1))), images(2, 3, 16, 16)
+    )
 
 
 class MeanPath(nn.Module):
@@ -130,13 +168,19 @@ class MeanPath(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode, self.mean, self.log_var = nn.Linear(64, 32), nn.Linear(32, 8), nn.Linear(32, 8)
+        self.encode, self.mean, self.log_var = (
+            nn.Linear(64, 32),
+            nn.Linear(32, 8),
+            nn.Linear(32, 8),
+        )
         self.hidden, self.decode = nn.Linear(8, 32), nn.Linear(32, 64)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.relu(self.encode(x.flatten(1)))
         mean = self.mean(y)
-        return torch.sigmoid(self.decode(torch.relu(self.hidden(mean)))), torch.exp(0.5 * self.log_var(y))
+        return torch.sigmoid(self.decode(torch.relu(self.hidden(mean)))), torch.exp(
+            0.5 * self.log_var(y)
+        )
 
 
 @architecture
@@ -147,8 +191,15 @@ def variational_autoencoder() -> Case:
 @architecture
 def dcgan() -> Case:
     """The generator of Radford et al. 2015."""
-    first = (nn.Unflatten(1, (16, 1, 1)), nn.ConvTranspose2d(16, 16, 4, bias=False), nn.BatchNorm2d(16), nn.ReLU(True))
+    first = (
+        nn.Unflatten(1, (16, 1, 1)),
+        nn.ConvTranspose2d(16, 16, 4, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(True),
+    )
     more = (nn.ConvTranspose2d(16, 8, 4, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(True))
     last = (nn.ConvTranspose2d(8, 3, 4, 2, 1, bias=False), nn.Tanh())
     noise = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0))
-    return Case(prepared(nn.Sequential(*first, *more, *last)), tuple((batch,) for batch in noise))
+    return Case(
+        prepared(nn.Sequential(*first, *more, *last)), tuple((batch,) for batch in noise)
+    )

@@ -53,7 +53,9 @@ def architecture(make: Callable[[], Case]) -> Callable[[], Case]:
 def images(count: int, *shape: int) -> tuple[tuple[Any, ...], ...]:
     """Two batches of smooth random images (noise upsampled), so that convolutions see something like edges."""
     generator = torch.Generator().manual_seed(count)
-    coarse = torch.randn(2, count, shape[0], *(max(1, size // 4) for size in shape[1:]), generator=generator)
+    coarse = torch.randn(
+        2, count, shape[0], *(max(1, size // 4) for size in shape[1:]), generator=generator
+    )
     mode = {1: "linear", 2: "bilinear", 3: "trilinear"}[len(shape) - 1]
     return tuple((nn.functional.interpolate(batch, shape[1:], mode=mode),) for batch in coarse)
 
@@ -61,7 +63,10 @@ def images(count: int, *shape: int) -> tuple[tuple[Any, ...], ...]:
 def tokens(count: int, length: int, vocabulary: int) -> tuple[tuple[Any, ...], ...]:
     """Two batches of random token ids."""
     generator = torch.Generator().manual_seed(length)
-    return tuple((batch,) for batch in torch.randint(1, vocabulary, (2, count, length), generator=generator))
+    return tuple(
+        (batch,)
+        for batch in torch.randint(1, vocabulary, (2, count, length), generator=generator)
+    )
 
 
 def prepared(module: nn.Module) -> nn.Module:
@@ -101,7 +106,14 @@ def run(case: Case, original: Graph, config: Config, folder: Path) -> Found:
     batches = [Batch(batch, dict(case.kwargs), None, None) for batch in case.batches]
     calibrate.run(calibration, network, batches)
     calibration = decided(calibration)
-    write_results(folder, original, config, calibration, calibrate.solution(calibration), fingerprint.model(original))
+    write_results(
+        folder,
+        original,
+        config,
+        calibration,
+        calibrate.solution(calibration),
+        fingerprint.model(original),
+    )
     quantized = quantized_network(graph, read_info(folder).solution)
     reference = Network(run_passes(original, config.settings, device=False))
     compared = evaluate.compare(reference, quantized, batches)
@@ -110,8 +122,16 @@ def run(case: Case, original: Graph, config: Config, folder: Path) -> Found:
         ours = pytree.tree_leaves(quantized(*case.batches[0], **case.kwargs))
         theirs = pytree.tree_leaves(imported(path)(*case.batches[0], **case.kwargs))
     equal = len(ours) == len(theirs) and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ours, theirs, strict=True)
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(ours, theirs, strict=True)
     )
     unknown = Counter(node.op for node in graph.nodes if plan.floats.get(node.name) == NO_RULES)
     seconds = time.perf_counter() - begin
-    return Found(compared.output.sqnr_db, unknown, len(plan.tensors), equal, seconds, path.read_text("utf-8"))
+    return Found(
+        compared.output.sqnr_db,
+        unknown,
+        len(plan.tensors),
+        equal,
+        seconds,
+        path.read_text("utf-8"),
+    )

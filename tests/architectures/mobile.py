@@ -14,7 +14,11 @@ class SqueezeExcite(nn.Module):
 
     def __init__(self, channels: int, gate: nn.Module) -> None:
         super().__init__()
-        self.down, self.up, self.gate = nn.Conv2d(channels, 8, 1), nn.Conv2d(8, channels, 1), gate
+        self.down, self.up, self.gate = (
+            nn.Conv2d(channels, 8, 1),
+            nn.Conv2d(8, channels, 1),
+            gate,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gate(self.up(F.relu(self.down(x.mean((2, 3), keepdim=True)))))
@@ -23,12 +27,20 @@ class SqueezeExcite(nn.Module):
 class InvertedResidual(nn.Module):
     """Expand, filter each channel, gate, project; a shortcut where shapes allow it (Sandler et al. 2018)."""
 
-    def __init__(self, inputs: int, outputs: int, act: nn.Module, stride: int, gate: nn.Module | None) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, act: nn.Module, stride: int, gate: nn.Module | None
+    ) -> None:
         super().__init__()
         width = 4 * inputs
         squeeze = nn.Identity() if gate is None else SqueezeExcite(width, gate)
         self.body = nn.Sequential(
-            *(conv_norm(inputs, width, 1), act, conv_norm(width, width, 3, stride, width), act, squeeze),
+            *(
+                conv_norm(inputs, width, 1),
+                act,
+                conv_norm(width, width, 3, stride, width),
+                act,
+                squeeze,
+            ),
             conv_norm(width, outputs, 1),
         )
         self.residual = stride == 1 and inputs == outputs
@@ -39,8 +51,18 @@ class InvertedResidual(nn.Module):
 
 def inverted(act: nn.Module, gate: nn.Module | None = None) -> nn.Module:
     """A net of inverted residuals."""
-    blocks = [InvertedResidual(i, o, act, s, gate) for i, o, s in ((8, 8, 1), (8, 12, 2), (12, 12, 1), (12, 16, 2))]
-    head = (conv_norm(16, 64, 1), act, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 10))
+    blocks = [
+        InvertedResidual(i, o, act, s, gate)
+        for i, o, s in ((8, 8, 1), (8, 12, 2), (12, 12, 1), (12, 16, 2))
+    ]
+    head = (
+        conv_norm(16, 64, 1),
+        act,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(64, 10),
+    )
     return prepared(nn.Sequential(conv_norm(3, 8, 3, 2), act, *blocks, *head))
 
 
@@ -71,15 +93,32 @@ class ShuffleBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         left, right = x.chunk(2, 1)
         batch, channels, height, width = x.shape
-        joined = torch.cat([left, self.branch(right)], 1).view(batch, 2, channels // 2, height, width)
+        joined = torch.cat([left, self.branch(right)], 1).view(
+            batch, 2, channels // 2, height, width
+        )
         return joined.transpose(1, 2).contiguous().view(batch, channels, height, width)
 
 
 @architecture
 def shufflenet_v2() -> Case:
-    blocks = (ShuffleBlock(16), ShuffleBlock(16), nn.AvgPool2d(2), ShuffleBlock(16), nn.ChannelShuffle(4))
-    head = (conv_norm(16, 32, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-    return Case(prepared(nn.Sequential(conv_norm(3, 16, 3, 2), nn.ReLU(), *blocks, *head)), images(4, 3, 32, 32))
+    blocks = (
+        ShuffleBlock(16),
+        ShuffleBlock(16),
+        nn.AvgPool2d(2),
+        ShuffleBlock(16),
+        nn.ChannelShuffle(4),
+    )
+    head = (
+        conv_norm(16, 32, 1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+    return Case(
+        prepared(nn.Sequential(conv_norm(3, 16, 3, 2), nn.ReLU(), *blocks, *head)),
+        images(4, 3, 32, 32),
+    )
 
 
 class Ghost(nn.Module):
@@ -88,7 +127,9 @@ class Ghost(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.primary = nn.Sequential(conv_norm(inputs, outputs // 2, 1), nn.ReLU())
-        self.cheap = nn.Sequential(conv_norm(outputs // 2, outputs // 2, 3, 1, outputs // 2), nn.ReLU())
+        self.cheap = nn.Sequential(
+            conv_norm(outputs // 2, outputs // 2, 3, 1, outputs // 2), nn.ReLU()
+        )
         self.outputs = outputs
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,6 +139,12 @@ class Ghost(nn.Module):
 
 @architecture
 def ghostnet() -> Case:
-    body = (conv_norm(3, 8, 3, 2), nn.ReLU(), Ghost(8, 24), SqueezeExcite(24, nn.Hardsigmoid()), Ghost(24, 32))
+    body = (
+        conv_norm(3, 8, 3, 2),
+        nn.ReLU(),
+        Ghost(8, 24),
+        SqueezeExcite(24, nn.Hardsigmoid()),
+        Ghost(24, 32),
+    )
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
     return Case(prepared(nn.Sequential(*body, *head)), images(4, 3, 32, 32))

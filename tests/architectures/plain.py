@@ -10,17 +10,40 @@ from torch import Tensor, nn
 
 @architecture
 def alexnet() -> Case:
-    features = (nn.Conv2d(3, 16, 5, 2, 2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU())
-    head = (nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Dropout(), nn.Linear(288, 32), nn.ReLU(), nn.Linear(32, 10))
+    features = (
+        nn.Conv2d(3, 16, 5, 2, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+    )
+    head = (
+        nn.AdaptiveAvgPool2d(3),
+        nn.Flatten(),
+        nn.Dropout(),
+        nn.Linear(288, 32),
+        nn.ReLU(),
+        nn.Linear(32, 10),
+    )
     return Case(prepared(nn.Sequential(*features, *head)), images(4, 3, 32, 32))
 
 
 @architecture
 def vgg() -> Case:
     widths = ((3, 8), (8, 8), (8, 16), (16, 16))
-    stages = [m for i, o in widths for m in (nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(True))]
+    stages = [
+        m
+        for i, o in widths
+        for m in (nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(True))
+    ]
     stages.insert(6, nn.MaxPool2d(2))
-    head = (nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 32), nn.ReLU(True), nn.Linear(32, 10))
+    head = (
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(1024, 32),
+        nn.ReLU(True),
+        nn.Linear(32, 10),
+    )
     return Case(prepared(nn.Sequential(*stages, *head)), images(4, 3, 32, 32))
 
 
@@ -30,7 +53,10 @@ class Fire(nn.Module):
     def __init__(self, inputs: int, squeeze: int, expand: int) -> None:
         super().__init__()
         self.squeeze = nn.Conv2d(inputs, squeeze, 1)
-        self.small, self.large = nn.Conv2d(squeeze, expand, 1), nn.Conv2d(squeeze, expand, 3, padding=1)
+        self.small, self.large = (
+            nn.Conv2d(squeeze, expand, 1),
+            nn.Conv2d(squeeze, expand, 3, padding=1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.squeeze(x))
@@ -39,7 +65,13 @@ class Fire(nn.Module):
 
 @architecture
 def squeezenet() -> Case:
-    body = (nn.Conv2d(3, 16, 3, 2), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True), Fire(16, 4, 16), Fire(32, 8, 16))
+    body = (
+        nn.Conv2d(3, 16, 3, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        Fire(16, 4, 16),
+        Fire(32, 8, 16),
+    )
     head = (nn.Conv2d(32, 10, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     return Case(prepared(nn.Sequential(*body, *head)), images(4, 3, 32, 32))
 
@@ -52,7 +84,9 @@ class Inception(nn.Module):
         self.one = self.unit(inputs, 8, 1)
         self.factored = nn.Sequential(self.unit(inputs, 8, (1, 7)), self.unit(8, 8, (7, 1)))
         self.twice = nn.Sequential(self.unit(inputs, 8, 3), self.unit(8, 8, 3))
-        self.pooled = nn.Sequential(nn.AvgPool2d(3, 1, 1, count_include_pad=False), self.unit(inputs, 8, 1))
+        self.pooled = nn.Sequential(
+            nn.AvgPool2d(3, 1, 1, count_include_pad=False), self.unit(inputs, 8, 1)
+        )
 
     @staticmethod
     def unit(inputs: int, outputs: int, kernel: int | tuple[int, int]) -> nn.Module:
@@ -77,7 +111,9 @@ class ConvNeXtBlock(nn.Module):
         super().__init__()
         self.filter = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
         self.norm = nn.LayerNorm(channels)
-        self.mlp = nn.Sequential(nn.Linear(channels, 4 * channels), nn.GELU(), nn.Linear(4 * channels, channels))
+        self.mlp = nn.Sequential(
+            nn.Linear(channels, 4 * channels), nn.GELU(), nn.Linear(4 * channels, channels)
+        )
         self.scale = nn.Parameter(torch.rand(channels))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,6 +123,11 @@ class ConvNeXtBlock(nn.Module):
 
 @architecture
 def convnext() -> Case:
-    body = (nn.Conv2d(3, 16, 4, 4), ConvNeXtBlock(16), nn.Conv2d(16, 24, 2, 2), ConvNeXtBlock(24))
+    body = (
+        nn.Conv2d(3, 16, 4, 4),
+        ConvNeXtBlock(16),
+        nn.Conv2d(16, 24, 2, 2),
+        ConvNeXtBlock(24),
+    )
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(24), nn.Linear(24, 10))
     return Case(prepared(nn.Sequential(*body, *head)), images(4, 3, 32, 32))

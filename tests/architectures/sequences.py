@@ -35,16 +35,36 @@ def wavenet() -> Case:
 @architecture
 def temporal_convolutions() -> Case:
     """Bai et al. 2018, with the weight norm of its convolutions."""
-    conv = torch.nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 8, 3, padding=2, dilation=2))
-    layers = (conv, nn.Hardtanh(-2, 2), nn.Conv1d(8, 8, 3), nn.GLU(1), nn.AdaptiveAvgPool1d(4), nn.Flatten())
+    conv = torch.nn.utils.parametrizations.weight_norm(
+        nn.Conv1d(4, 8, 3, padding=2, dilation=2)
+    )
+    layers = (
+        conv,
+        nn.Hardtanh(-2, 2),
+        nn.Conv1d(8, 8, 3),
+        nn.GLU(1),
+        nn.AdaptiveAvgPool1d(4),
+        nn.Flatten(),
+    )
     return Case(prepared(nn.Sequential(*layers, nn.Linear(16, 10))), images(4, 4, 32))
 
 
 @architecture
 def c3d() -> Case:
     """Tran et al. 2014."""
-    layers = (nn.Conv3d(3, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.MaxPool3d((1, 2, 2)))
-    more = (nn.Conv3d(8, 8, 3, padding=1), nn.ReLU(), nn.AvgPool3d(2), nn.Flatten(), nn.Linear(256, 10))
+    layers = (
+        nn.Conv3d(3, 8, 3, padding=1),
+        nn.BatchNorm3d(8),
+        nn.ReLU(),
+        nn.MaxPool3d((1, 2, 2)),
+    )
+    more = (
+        nn.Conv3d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.AvgPool3d(2),
+        nn.Flatten(),
+        nn.Linear(256, 10),
+    )
     return Case(prepared(nn.Sequential(*layers, *more)), images(2, 3, 4, 16, 16))
 
 
@@ -54,7 +74,10 @@ class PointNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.turn = nn.Sequential(nn.Conv1d(3, 16, 1), nn.BatchNorm1d(16), nn.ReLU())
-        self.matrix, self.features = nn.Linear(16, 9), nn.Sequential(nn.Conv1d(3, 32, 1), nn.BatchNorm1d(32), nn.ReLU())
+        self.matrix, self.features = (
+            nn.Linear(16, 9),
+            nn.Sequential(nn.Conv1d(3, 32, 1), nn.BatchNorm1d(32), nn.ReLU()),
+        )
         self.head = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,11 +97,16 @@ class DLRM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(50, 8) for _ in range(3))
-        self.bottom, self.top = nn.Linear(4, 8), nn.Sequential(nn.Linear(14, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.bottom, self.top = (
+            nn.Linear(4, 8),
+            nn.Sequential(nn.Linear(14, 16), nn.ReLU(), nn.Linear(16, 1)),
+        )
 
     def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
         dense = F.relu(self.bottom(numbers))
-        vectors = torch.stack([dense, *(table(ids[:, i]) for i, table in enumerate(self.tables))], 1)
+        vectors = torch.stack(
+            [dense, *(table(ids[:, i]) for i, table in enumerate(self.tables))], 1
+        )
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         rows, columns = torch.tril_indices(4, 4, -1)
         return torch.sigmoid(self.top(torch.cat([dense, products[:, rows, columns]], 1)))
@@ -86,8 +114,14 @@ class DLRM(nn.Module):
 
 @architecture
 def dlrm() -> Case:
-    numbers, ids = torch.rand(2, 8, 4, generator=torch.Generator().manual_seed(0)), tokens(8, 3, 50)
-    return Case(prepared(DLRM()), tuple((number, id_[0]) for number, id_ in zip(numbers, ids, strict=True)))
+    numbers, ids = (
+        torch.rand(2, 8, 4, generator=torch.Generator().manual_seed(0)),
+        tokens(8, 3, 50),
+    )
+    return Case(
+        prepared(DLRM()),
+        tuple((number, id_[0]) for number, id_ in zip(numbers, ids, strict=True)),
+    )
 
 
 class Tagger(nn.Module):
@@ -114,15 +148,26 @@ class Translator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(60, 12)
-        self.encoder, self.decoder = nn.GRU(12, 16, batch_first=True), nn.GRU(12, 16, batch_first=True)
-        self.query, self.key, self.score = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1, bias=False)
+        self.encoder, self.decoder = (
+            nn.GRU(12, 16, batch_first=True),
+            nn.GRU(12, 16, batch_first=True),
+        )
+        self.query, self.key, self.score = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 1, bias=False),
+        )
         self.out = nn.Linear(32, 60)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         encoded, state = self.encoder(self.embed(source))
         decoded, _ = self.decoder(self.embed(target), state)
         energy = torch.tanh(self.query(decoded).unsqueeze(2) + self.key(encoded).unsqueeze(1))
-        scores = self.score(energy).squeeze(-1).masked_fill((source == 0).unsqueeze(1), float("-inf"))
+        scores = (
+            self.score(energy)
+            .squeeze(-1)
+            .masked_fill((source == 0).unsqueeze(1), float("-inf"))
+        )
         context = torch.einsum("bts,bsh->bth", scores.softmax(-1), encoded)
         return self.out(torch.cat([decoded, context], -1))
 
@@ -130,7 +175,9 @@ class Translator(nn.Module):
 @architecture
 def gru_with_attention() -> Case:
     pairs = zip(tokens(4, 9, 60), tokens(4, 7, 60), strict=True)
-    return Case(prepared(Translator()), tuple((source[0], target[0]) for source, target in pairs))
+    return Case(
+        prepared(Translator()), tuple((source[0], target[0]) for source, target in pairs)
+    )
 
 
 class Elman(nn.Module):
@@ -138,7 +185,10 @@ class Elman(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rnn, self.cell = nn.RNN(6, 8, nonlinearity="relu", batch_first=True), nn.LSTMCell(8, 8)
+        self.rnn, self.cell = (
+            nn.RNN(6, 8, nonlinearity="relu", batch_first=True),
+            nn.LSTMCell(8, 8),
+        )
         self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor, state: Tensor) -> Tensor:
@@ -153,6 +203,7 @@ class Elman(nn.Module):
 def elman() -> Case:
     generator = torch.Generator().manual_seed(0)
     batches = tuple(
-        (torch.randn(4, 5, 6, generator=generator), torch.randn(4, 1, 8, generator=generator)) for _ in range(2)
+        (torch.randn(4, 5, 6, generator=generator), torch.randn(4, 1, 8, generator=generator))
+        for _ in range(2)
     )
     return Case(prepared(Elman()), batches)

@@ -25,7 +25,9 @@ def test_architecture(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     case = CASES[name]()
     graph = traced(case)
-    for label, config, floor in zip(("int8", "dpu"), (INT8, default_config()), case.floors, strict=True):
+    for label, config, floor in zip(
+        ("int8", "dpu"), (INT8, default_config()), case.floors, strict=True
+    ):
         folder = tmp_path / label
         folder.mkdir()
         found = run(case, graph, config, folder)

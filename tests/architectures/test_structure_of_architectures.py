@@ -30,6 +30,10 @@ def test_a_fold_keeps_the_function(name: str) -> None:
     graph = run_passes(traced(case), Settings())
     structure = find_structure(graph)
     layers = [layer for group in structure.groups for layer in group.layers]
-    wanted = [n.name for n in graph.nodes if (n.op == "linear" or n.op.startswith("conv")) and "weight" in n.params]
+    wanted = [
+        n.name
+        for n in graph.nodes
+        if (n.op == "linear" or n.op.startswith("conv")) and "weight" in n.params
+    ]
     assert sorted(layers) == sorted(wanted)
     assert changed_by_folding(graph, case.batches[0], structure) < 1e-5

@@ -12,7 +12,9 @@ from runs import calibrate
 
 @pytest.fixture(scope="session")
 def calibrated_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+    pytest.importorskip(
+        "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
+    )
     folder = tmp_path_factory.mktemp("calibrated") / "quantize_result"
     assert calibrate(folder) == 0
     return folder
@@ -28,7 +30,9 @@ def calibrated(calibrated_once: Path, tmp_path: Path) -> Path:
 def toy(tmp_path: Path) -> Callable[..., str]:
     """Writes a model file from the bodies of its two functions."""
 
-    def write(data: str = "return [torch.ones(4, 3)] * 4", model: str = "return torch.nn.Linear(3, 2)") -> str:
+    def write(
+        data: str = "return [torch.ones(4, 3)] * 4", model: str = "return torch.nn.Linear(3, 2)"
+    ) -> str:
         path = tmp_path / "toy.py"
         functions = f"def model():\n    torch.manual_seed(0)\n    {model}\n\ndef calibration_data():\n    {data}\n"
         path.write_text(f"import torch\n\n{functions}")

@@ -81,10 +81,14 @@ def short(tmp_path: Path) -> str:
     return str(path)
 
 
-def config(tmp_path: Path, *names: str, roles: tuple[str, ...] = ("weights", "activation", "input")) -> str:
+def config(
+    tmp_path: Path, *names: str, roles: tuple[str, ...] = ("weights", "activation", "input")
+) -> str:
     """4-bit weights with a scale per channel, and algorithms."""
     content: dict[str, Any] = document(
-        tensor={"weights": {"bit_width": 4, "per_channel": True}} if "weights" in roles else None
+        tensor={"weights": {"bit_width": 4, "per_channel": True}}
+        if "weights" in roles
+        else None
     )
     content["quantizable_data_type"] = list(roles)
     content["algorithms"] = [{"name": name} for name in names]
@@ -100,7 +104,9 @@ def info_of(folder: Path) -> dict[str, Any]:
 
 def differing(one: Path, other: Path) -> set[str]:
     """Files of two folders that are not the same, but for those that say when a run was."""
-    names = {path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()}
+    names = {
+        path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()
+    }
     _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
     return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
 
@@ -117,18 +123,25 @@ def metrics(folder: Path, model: str, capsys: Capture, *more: str) -> dict[str, 
     return found
 
 
-def test_rescaling_by_powers_of_two_keeps_the_network(short: str, tmp_path: Path, capsys: Capture) -> None:
+def test_rescaling_by_powers_of_two_keeps_the_network(
+    short: str, tmp_path: Path, capsys: Capture
+) -> None:
     """Nothing is quantized, so test mode gives the float model to rounding; norms and insertions carry the factors."""
     path = config(tmp_path, "smoothquant", roles=("bias",))
     assert calibrate(tmp_path / "out", model=short, config=path) == 0
     header = info_of(tmp_path / "out")["header"]
     assert len(header["insertions"]) == 2
-    assert any(name.endswith("layer_norm") and row["rescaled"] for name, row in header["replaced"].items())
+    assert any(
+        name.endswith("layer_norm") and row["rescaled"]
+        for name, row in header["replaced"].items()
+    )
     assert [row["name"] for row in header["algorithms"]] == ["smoothquant"]
     assert metrics(tmp_path / "out", short, capsys)["sqnr_db"] > 20
 
 
-def test_results_repeat_and_are_what_the_algorithms_found(model: str, tmp_path: Path, capsys: Capture) -> None:
+def test_results_repeat_and_are_what_the_algorithms_found(
+    model: str, tmp_path: Path, capsys: Capture
+) -> None:
     path = config(tmp_path, "smoothquant", "gptq")
     for name in ("out", "again"):
         assert calibrate(tmp_path / name, model=model, config=path) == 0
@@ -143,7 +156,9 @@ def test_results_repeat_and_are_what_the_algorithms_found(model: str, tmp_path: 
     assert check(tmp_path / "out", "--config_file", config(tmp_path, "gptq"), model=model) == 5
     assert "its algorithms differ" in capsys.readouterr().err
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["layers"]
-    assert min(row["local_sqnr_db"] for row in rows if row["tensor"] == "weights") > 5  # not against other columns
+    assert (
+        min(row["local_sqnr_db"] for row in rows if row["tensor"] == "weights") > 5
+    )  # not against other columns
 
 
 def test_layers_are_compared_with_the_float_network_as_it_was_rescaled(
@@ -156,8 +171,13 @@ def test_layers_are_compared_with_the_float_network_as_it_was_rescaled(
 
 
 def test_the_generated_code_runs_alone_and_equals_test_mode(short: str, tmp_path: Path) -> None:
-    assert calibrate(tmp_path / "out", model=short, config=config(tmp_path, "smoothquant", "gptq")) == 0
-    assert check(tmp_path / "out", "--deploy", "pt2", "--deploy", "safetensors", model=short) == 0
+    assert (
+        calibrate(tmp_path / "out", model=short, config=config(tmp_path, "smoothquant", "gptq"))
+        == 0
+    )
+    assert (
+        check(tmp_path / "out", "--deploy", "pt2", "--deploy", "safetensors", model=short) == 0
+    )
     spec = importlib.util.spec_from_file_location("generated_net", tmp_path / "out" / "Net.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -172,7 +192,10 @@ def test_the_generated_code_runs_alone_and_equals_test_mode(short: str, tmp_path
 def test_onnx_equals_test_mode(short: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="runs the file (extra: onnx)")
     pytest.importorskip("onnxscript", reason="torch exports with it (extra: onnx)")
-    assert calibrate(tmp_path / "out", model=short, config=config(tmp_path, "smoothquant", "gptq")) == 0
+    assert (
+        calibrate(tmp_path / "out", model=short, config=config(tmp_path, "smoothquant", "gptq"))
+        == 0
+    )
     assert check(tmp_path / "out", "--deploy", "onnx", model=short) == 0
     (row,) = json.loads((tmp_path / "out" / "export" / "verify.json").read_text()).values()
     assert row["equal"] > 0.95
@@ -182,7 +205,12 @@ def test_onnx_equals_test_mode(short: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [1, 4, 7, 11])
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_stopped_then_resumed_equals_undisturbed(
-    how: str, after: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    how: str,
+    after: int,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
 ) -> None:
     """A kill leaves the last block's checkpoint; Ctrl-C saves by itself. Layers that are done are not solved again."""
     path = config(tmp_path, "smoothquant", "gptq")
@@ -202,7 +230,10 @@ def test_stopped_then_resumed_equals_undisturbed(
             assert calibrate(tmp_path / "out", model=model, config=path) == 3
         else:
             assert calibrate(tmp_path / "out", model=model, config=path) == 130
-            assert f"gptq stopped after {after} of 13 groups; --resume goes on" in capsys.readouterr().err
+            assert (
+                f"gptq stopped after {after} of 13 groups; --resume goes on"
+                in capsys.readouterr().err
+            )
     assert not (tmp_path / "out" / "quant_info.json").exists()
     before, stand_ins.SOLVED[:] = list(stand_ins.SOLVED), []
     assert calibrate(tmp_path / "out", "--resume", model=model, config=path) == 0
@@ -229,7 +260,12 @@ def test_a_checkpoint_of_other_algorithms_or_a_damaged_one_is_refused(
         patched.setattr(Checkpoints, "advanced", stopped)
         assert calibrate(tmp_path / "out", model=model, config=config(tmp_path, "gptq")) == 130
     more = ("--resume",)
-    assert calibrate(tmp_path / "out", *more, model=model, config=config(tmp_path, "smoothquant", "gptq")) == 5
+    assert (
+        calibrate(
+            tmp_path / "out", *more, model=model, config=config(tmp_path, "smoothquant", "gptq")
+        )
+        == 5
+    )
     assert "belongs to another run: config differs" in capsys.readouterr().err
     part = next((tmp_path / "out").glob("checkpoint.algorithms.*.safetensors"))
     part.write_bytes(b"")
@@ -263,14 +299,23 @@ def test_weights_alone_need_data_too(model: str, tmp_path: Path, capsys: Capture
     assert header["data"]["samples"] == 12
     bare = tmp_path / "bare.py"
     bare.write_text(
-        MODEL.partition("def calibration_data")[0] + "def example_input():\n    return torch.ones(1, 7, 16)\n"
+        MODEL.partition("def calibration_data")[0]
+        + "def example_input():\n    return torch.ones(1, 7, 16)\n"
     )
     assert calibrate(tmp_path / "other", model=str(bare), config=path) == 2
     assert "Missing option '--data'" in capsys.readouterr().err
 
 
 def test_what_was_done_is_reported(model: str, tmp_path: Path, capsys: Capture) -> None:
-    words = ["--quant_mode", "calib", "--model", model, "--output_dir", str(tmp_path / "out"), "--config_file"]
+    words = [
+        "--quant_mode",
+        "calib",
+        "--model",
+        model,
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--config_file",
+    ]
     assert run_command([*words, config(tmp_path, "smoothquant", "gptq")]) == 0
     said = capsys.readouterr().err
     assert "smoothquant: 25 layers rescaled, 7 layers inserted" in said
@@ -279,9 +324,19 @@ def test_what_was_done_is_reported(model: str, tmp_path: Path, capsys: Capture) 
     assert "the rescaled float network's outputs differ by" in said
 
 
-def test_progress_has_an_estimate(model: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_has_an_estimate(
+    model: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quantizer.cli.follow.EVERY_S", 0.0)
-    words = ["--quant_mode", "calib", "--model", model, "--output_dir", str(tmp_path / "out"), "--config_file"]
+    words = [
+        "--quant_mode",
+        "calib",
+        "--model",
+        model,
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--config_file",
+    ]
     assert run_command([*words, config(tmp_path, "gptq")]) == 0
     said = capsys.readouterr().err
     assert re.search(r"^gptq 4/13 groups 30 % eta \d+ s$", said, re.MULTILINE)
@@ -291,7 +346,10 @@ def test_progress_has_an_estimate(model: str, tmp_path: Path, capsys: Capture, m
 def test_two_roundings_are_refused(model: str, tmp_path: Path, capsys: Capture) -> None:
     path = config(tmp_path, "gptq")
     assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=path) == 2
-    assert "--fast_finetune adaround and the config's gptq both round the weights" in capsys.readouterr().err
+    assert (
+        "--fast_finetune adaround and the config's gptq both round the weights"
+        in capsys.readouterr().err
+    )
 
 
 def test_finetuning_and_bias_correction_go_on_from_rescaled_weights(
@@ -300,9 +358,14 @@ def test_finetuning_and_bias_correction_go_on_from_rescaled_weights(
     path = config(tmp_path, "smoothquant", roles=("weights", "bias"))
     assert calibrate(tmp_path / "out", "--fast_finetune", model=short, config=path) == 0
     assert metrics(tmp_path / "out", short, capsys)["sqnr_db"] > 10
-    corrected = json.loads(Path(config(tmp_path, "gptq")).read_text()) | {"include_bias_corr": True}
+    corrected = json.loads(Path(config(tmp_path, "gptq")).read_text()) | {
+        "include_bias_corr": True
+    }
     (tmp_path / "corrected.json").write_text(json.dumps(corrected))
-    assert calibrate(tmp_path / "corrected", model=short, config=str(tmp_path / "corrected.json")) == 0
+    assert (
+        calibrate(tmp_path / "corrected", model=short, config=str(tmp_path / "corrected.json"))
+        == 0
+    )
     assert metrics(tmp_path / "corrected", short, capsys)["sqnr_db"] > 0
 
 
@@ -314,7 +377,16 @@ def test_a_process_that_is_killed_goes_on_with_its_last_block(
     monkeypatch.setattr(GPTQConfig, "run", "quantizer.algorithms.gptq:gptq")
     path = config(tmp_path, "gptq")
     out = tmp_path / "out"
-    words = ["--quant_mode", "calib", "--model", model, "--config_file", path, "--output_dir", str(out)]
+    words = [
+        "--quant_mode",
+        "calib",
+        "--model",
+        model,
+        "--config_file",
+        path,
+        "--output_dir",
+        str(out),
+    ]
     words += ["--subset_len", "64"]
     assert calibrate(tmp_path / "whole", model=model, config=path) == 0
     process = subprocess.Popen([sys.executable, "-m", "quantizer", *words], cwd=ROOT)
@@ -325,5 +397,7 @@ def test_a_process_that_is_killed_goes_on_with_its_last_block(
     assert process.wait() == -9, "it was done before it could be killed"
     assert not (out / "quant_info.json").exists()
     assert calibrate(out, "--resume", model=model, config=path) == 0
-    assert re.search(r"the algorithms go on after \d+ groups of gptq", (out / "run.log").read_text())
+    assert re.search(
+        r"the algorithms go on after \d+ groups of gptq", (out / "run.log").read_text()
+    )
     assert not differing(tmp_path / "whole", out)

@@ -72,16 +72,27 @@ def data() -> list[Tensor]:
 
 
 LAYERED = document(
-    layer("Small::Small/Conv2d[first]/conv2d", tensor={"activation": {"method": "percentile", "percentage": 99.0}}),
+    layer(
+        "Small::Small/Conv2d[first]/conv2d",
+        tensor={"activation": {"method": "percentile", "percentage": 99.0}},
+    ),
     layer(type="torch.nn.ReLU", roles=["activation"], bit_width=6),
-    layer(type="torch.nn.Linear", roles=["input", "weights", "bias"], tensor={"weights": {"per_channel": True}}),
+    layer(
+        type="torch.nn.Linear",
+        roles=["input", "weights", "bias"],
+        tensor={"weights": {"per_channel": True}},
+    ),
     tensor={"bias": {"bit_width": 16}, "activation": {"symmetry": False, "signed": False}},
 )
 HIERARCHICAL = {
     "//": "kept",
-    "global_quant_config": {"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}},
+    "global_quant_config": {
+        "weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
+    },
     "layer_type_quant_config": {"Linear": {"weight": {"dtype": "uint8", "symmetric": False}}},
-    "layer_quant_config": {"quiet": {"weight": {"dtype": "int4"}, "input_tensors": {"dtype": "int8"}}},
+    "layer_quant_config": {
+        "quiet": {"weight": {"dtype": "int4"}, "input_tensors": {"dtype": "int8"}}
+    },
 }
 CONFIGS: dict[str, dict[str, Any]] = {"layered": LAYERED, "hierarchical": HIERARCHICAL}
 
@@ -103,16 +114,24 @@ def analyze(tmp_path: Path, model: Callable[[type[nn.Module]], str]) -> Analyze:
     def run(content: dict[str, Any], *more: str, kind: type[nn.Module] = Small) -> int:
         path = tmp_path / "config.json"
         path.write_text(json.dumps(content))
-        return run_command(["analyze", "--config_file", str(path), "--model", model(kind), *more])
+        return run_command(
+            ["analyze", "--config_file", str(path), "--model", model(kind), *more]
+        )
 
     return run
 
 
-def plan_of(config: Path | str, model: str, capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str], Any]:
+def plan_of(
+    config: Path | str, model: str, capsys: pytest.CaptureFixture[str]
+) -> dict[tuple[str, str], Any]:
     capsys.readouterr()
     assert run_command(["plan", "--config_file", str(config), "--model", model, "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
-    return {(row["name"], role): t["spec"] for row in layers for role, t in row.get("tensors", {}).items()}
+    return {
+        (row["name"], role): t["spec"]
+        for row in layers
+        for role, t in row.get("tensors", {}).items()
+    }
 
 
 @pytest.mark.parametrize("form", CONFIGS)
@@ -126,7 +145,12 @@ def test_the_written_config_plans_the_chosen_bits_and_changes_nothing_else(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     written = tmp_path / "mixed.json"
-    assert analyze(CONFIGS[form], "--budget", "3.2", "--choices", choices, "-o", str(written), "--json") == 0
+    assert (
+        analyze(
+            CONFIGS[form], "--budget", "3.2", "--choices", choices, "-o", str(written), "--json"
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     bits = {name: row["bits"] for row in told["layers"] for name in row["layers"]}
     assert len(set(bits.values())) > 1
@@ -141,13 +165,18 @@ def test_the_written_config_plans_the_chosen_bits_and_changes_nothing_else(
         elif spec["dtype"] == "int":
             few = form == "hierarchical" and spec["symmetric"] and bits[key[0]] < 8
             rule = "half_range" if few else "quant_max"
-            assert spec == before[key] | {"bit_width": bits[key[0]], "symmetric_scale": rule}, key
+            assert spec == before[key] | {"bit_width": bits[key[0]], "symmetric_scale": rule}, (
+                key
+            )
         else:
             assert spec["dtype"] == bits[key[0]]
 
 
 def test_a_choice_that_is_measured_to_be_worse_gives_way_to_the_uniform_width(
-    analyze: Analyze, model: Callable[[type[nn.Module]], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    analyze: Analyze,
+    model: Callable[[type[nn.Module]], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     written, config = tmp_path / "uniform.json", copy.deepcopy(HIERARCHICAL)
     config["global_quant_config"]["weight"]["symmetric_scale"] = "quant_max"
@@ -158,13 +187,19 @@ def test_a_choice_that_is_measured_to_be_worse_gives_way_to_the_uniform_width(
     assert (found["written"], found["config"]) == ("uniform", json.loads(written.read_text()))
     assert {row["bits"] for row in found["layers"]} == {3}
     specs = plan_of(written, model(Small), capsys)
-    weights = {(spec["bit_width"], spec["symmetric_scale"]) for (_, role), spec in specs.items() if role == "weights"}
+    weights = {
+        (spec["bit_width"], spec["symmetric_scale"])
+        for (_, role), spec in specs.items()
+        if role == "weights"
+    }
     assert weights == {(3, "quant_max")}
     assert analyze(config, "--budget", "3.4") == 0
     assert "the uniform width is better, so the config has that one" in capsys.readouterr().err
 
 
-def test_tables_name_layers_by_their_modules_when_asked(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_name_layers_by_their_modules_when_asked(
+    analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert analyze(HIERARCHICAL, "--names", "path", "--top", "2") == 0
     titles, *rows, note = capsys.readouterr().out.splitlines()
     assert titles.split()[0] == "layer"
@@ -172,7 +207,9 @@ def test_tables_name_layers_by_their_modules_when_asked(analyze: Analyze, capsys
     assert (len(rows), note) == (2, "2 more layers: --top all shows them")
 
 
-def test_comments_stay_and_two_runs_print_the_same(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comments_stay_and_two_runs_print_the_same(
+    analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
     printed = []
     for _ in range(2):
         assert analyze(HIERARCHICAL, "--budget", "3.4") == 0
@@ -200,7 +237,9 @@ def test_noise_is_that_of_the_network_with_one_weight_rounded(
     analyze: Analyze, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert analyze(HIERARCHICAL, "--passes", "every", "--json") == 0
-    rows = {row["layers"][0]: row["noise"] for row in json.loads(capsys.readouterr().out)["layers"]}
+    rows = {
+        row["layers"][0]: row["noise"] for row in json.loads(capsys.readouterr().out)["layers"]
+    }
     network = Small().requires_grad_(False)
     batches = data()[:4]  # as many as the output is compared on
     exact = [network(x) for x in batches]
@@ -208,21 +247,33 @@ def test_noise_is_that_of_the_network_with_one_weight_rounded(
         weight = network.second.weight
         scale = weight.abs().amax((1, 2, 3), keepdim=True) / 3.5  # symmetric int3: -4 to 3
         weight.copy_((weight / scale).round().clamp(-4, 3) * scale)
-        noise = sum(float((network(x) - y).square().sum()) for x, y in zip(batches, exact, strict=True))
+        noise = sum(
+            float((network(x) - y).square().sum()) for x, y in zip(batches, exact, strict=True)
+        )
     signal = sum(float(y.square().sum()) for y in exact)
-    assert rows["Small::Small/Conv2d[second]/conv2d"]["3"] == pytest.approx(noise / signal, rel=1e-3)
+    assert rows["Small::Small/Conv2d[second]/conv2d"]["3"] == pytest.approx(
+        noise / signal, rel=1e-3
+    )
 
 
-def test_small_noise_is_predicted_from_gradients(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_noise_is_predicted_from_gradients(
+    analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
     noise = {}
     for passes in ("fast", "every"):
         assert analyze(HIERARCHICAL, "--passes", passes, "--choices", "8", "--json") == 0
-        noise[passes] = [row["noise"]["8"] for row in json.loads(capsys.readouterr().out)["layers"]]
+        noise[passes] = [
+            row["noise"]["8"] for row in json.loads(capsys.readouterr().out)["layers"]
+        ]
     ratios = [fast / every for fast, every in zip(*noise.values(), strict=True)]
-    assert all(0.6 < ratio < 1.6 for ratio in ratios)  # 32 random projections: a standard deviation of a quarter
+    assert all(
+        0.6 < ratio < 1.6 for ratio in ratios
+    )  # 32 random projections: a standard deviation of a quarter
 
 
-def test_an_output_without_gradient_asks_for_measurement(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_without_gradient_asks_for_measurement(
+    analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert analyze(HIERARCHICAL, "--passes", "fast", kind=Decision) == 4
     error = capsys.readouterr().err
     assert "the model's output has no gradient by its weights" in error
@@ -230,7 +281,9 @@ def test_an_output_without_gradient_asks_for_measurement(analyze: Analyze, capsy
     assert analyze(HIERARCHICAL, "--passes", "network", kind=Decision) == 0
 
 
-def test_the_most_sensitive_weight_is_listed_first(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_most_sensitive_weight_is_listed_first(
+    analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert analyze(HIERARCHICAL) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     decibels = [float(line.split()[3]) for line in lines]
@@ -238,7 +291,9 @@ def test_the_most_sensitive_weight_is_listed_first(analyze: Analyze, capsys: pyt
     assert "quiet" in lines[-1]
 
 
-@pytest.mark.parametrize(("option", "value", "most"), [("--size", "60%", 0.6), ("--max_mb", "0.0013", None)])
+@pytest.mark.parametrize(
+    ("option", "value", "most"), [("--size", "60%", 0.6), ("--max_mb", "0.0013", None)]
+)
 def test_sizes_count_all_weights_with_their_scales(
     option: str,
     value: str,
@@ -253,7 +308,12 @@ def test_sizes_count_all_weights_with_their_scales(
     told = json.loads(capsys.readouterr().out)["mixed"]["weight_bytes"]
     sizes = []
     for config in (tmp_path / "config.json", written):
-        assert run_command(["plan", "--config_file", str(config), "--model", model(Small), "--json"]) == 0
+        assert (
+            run_command(
+                ["plan", "--config_file", str(config), "--model", model(Small), "--json"]
+            )
+            == 0
+        )
         sizes.append(json.loads(capsys.readouterr().out)["weight_bytes"]["quantized"])
     assert sizes[1] == told <= (most * sizes[0] if most else 1300)
 
@@ -265,13 +325,23 @@ def test_layers_that_share_a_weight_get_one_width(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     written = tmp_path / "mixed.json"
-    config = {"global_quant_config": {"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}}}
+    config = {
+        "global_quant_config": {
+            "weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
+        }
+    }
     assert analyze(config, "--budget", "3.9", "-o", str(written), "--json", kind=Shared) == 0
     told = json.loads(capsys.readouterr().out)
     (kept,) = told["kept"].values()
     assert "not a linear or convolution layer" in kept
-    bits = {key[0]: spec["bit_width"] for key, spec in plan_of(written, model(Shared), capsys).items()}
-    inner, outer, head = (next(b for name, b in bits.items() if part in name) for part in ("inner", "outer", "head"))
+    bits = {
+        key[0]: spec["bit_width"]
+        for key, spec in plan_of(written, model(Shared), capsys).items()
+    }
+    inner, outer, head = (
+        next(b for name, b in bits.items() if part in name)
+        for part in ("inner", "outer", "head")
+    )
     assert inner == outer != head
 
 
@@ -291,7 +361,11 @@ def test_layers_that_share_a_weight_get_one_width(
     ],
 )
 def test_what_cannot_be_is_a_sentence(
-    more: list[str], code: int, sentence: str, analyze: Analyze, capsys: pytest.CaptureFixture[str]
+    more: list[str],
+    code: int,
+    sentence: str,
+    analyze: Analyze,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert analyze({"global_quant_config": {"weight": {"dtype": "int8"}}}, *more) == code
     error = capsys.readouterr().err
@@ -300,17 +374,25 @@ def test_what_cannot_be_is_a_sentence(
     assert "Traceback" not in error
 
 
-def test_formats_without_integers_have_no_widths(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
-    assert analyze({"global_quant_config": {"weight": {"dtype": "bfloat16"}}}, "--budget", "3") == 1
+def test_formats_without_integers_have_no_widths(
+    analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        analyze({"global_quant_config": {"weight": {"dtype": "bfloat16"}}}, "--budget", "3")
+        == 1
+    )
     assert "its format is bfloat16, and only integers" in capsys.readouterr().err
 
 
 def test_a_value_that_is_not_finite_names_the_layer(
-    analyze: Analyze, model: Callable[[type[nn.Module]], str], capsys: pytest.CaptureFixture[str]
+    analyze: Analyze,
+    model: Callable[[type[nn.Module]], str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = Path(model(Small))
     broken = path.read_text().replace(
-        "return Small()", "net = Small(); net.first.bias.data[0] = 3e38; net.first.weight.data *= 1e38; return net"
+        "return Small()",
+        "net = Small(); net.first.bias.data[0] = 3e38; net.first.weight.data *= 1e38; return net",
     )
     path.write_text(broken)
     config = path.with_name("weights.json")

@@ -14,9 +14,22 @@ from quantizer.cli.main import run_command
 
 
 def test_the_digits_do_better_with_mixed_widths(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+    pytest.importorskip(
+        "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
+    )
     config = str(ROOT / "configs" / "weight_int8.json")
-    command = ["analyze", "--config_file", config, "--model", DIGITS, "--subset_len", "64", "--budget", "3", "--json"]
+    command = [
+        "analyze",
+        "--config_file",
+        config,
+        "--model",
+        DIGITS,
+        "--subset_len",
+        "64",
+        "--budget",
+        "3",
+        "--json",
+    ]
     assert run_command(command) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["mixed"]["mean_bits"] <= 3 == told["uniform"]["mean_bits"]
@@ -31,7 +44,12 @@ def test_a_batch_of_another_shape_is_named(
     config = tmp_path / "int8.json"
     config.write_text(json.dumps({"global_quant_config": {"weight": {"dtype": "int8"}}}))
     model = toy("return [torch.ones(4, 3), torch.ones(4, 5)]")
-    assert run_command(["analyze", "--config_file", str(config), "--model", model, "--passes", passes]) == 4
+    assert (
+        run_command(
+            ["analyze", "--config_file", str(config), "--model", model, "--passes", passes]
+        )
+        == 4
+    )
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: batch 1: ") and said.endswith(
         "expected [b, 3] torch.float32, got [4, 5] torch.float32"
@@ -56,17 +74,41 @@ def calibration_data():
 
 
 @pytest.mark.parametrize("passes", ["network", "fast"])
-def test_a_language_model_in_groups(passes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_language_model_in_groups(
+    passes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
-    model, config, written = tmp_path / "llama.py", tmp_path / "int4.json", tmp_path / "mixed.json"
+    model, config, written = (
+        tmp_path / "llama.py",
+        tmp_path / "int4.json",
+        tmp_path / "mixed.json",
+    )
     model.write_text(LLAMA)
-    groups = {"dtype": "int4", "observer_cls": "PerGroupMinMaxObserver", "qscheme": "per_group", "ch_axis": 1}
-    config.write_text(json.dumps({"global_quant_config": {"weight": {**groups, "group_size": 16}}}))
-    command = ["analyze", "--config_file", str(config), "--model", str(model), "--passes", passes, "--json"]
+    groups = {
+        "dtype": "int4",
+        "observer_cls": "PerGroupMinMaxObserver",
+        "qscheme": "per_group",
+        "ch_axis": 1,
+    }
+    config.write_text(
+        json.dumps({"global_quant_config": {"weight": {**groups, "group_size": 16}}})
+    )
+    command = [
+        "analyze",
+        "--config_file",
+        str(config),
+        "--model",
+        str(model),
+        "--passes",
+        passes,
+        "--json",
+    ]
     assert run_command([*command, "--budget", "4", "-o", str(written)]) == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["layers"]) == 14
-    assert any("it shares the weight of" in why for why in told["kept"].values())  # the head, with the embedding
+    assert any(
+        "it shares the weight of" in why for why in told["kept"].values()
+    )  # the head, with the embedding
     assert told["mixed"]["weight_bytes"] <= told["uniform"]["weight_bytes"]
     assert told["mixed"]["predicted_db"] > told["uniform"]["predicted_db"]
     assert told["mixed"]["measured_db"] > told["uniform"]["measured_db"]

@@ -48,7 +48,11 @@ class Branches(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+        self.left, self.right, self.last = (
+            torch.nn.Linear(6, 8),
+            torch.nn.Linear(6, 8),
+            torch.nn.Linear(8, 3),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         left, right = self.left(x), self.right(x)
@@ -70,16 +74,25 @@ def test_each_figure_is_that_of_a_network_with_just_that_tensor_or_with_all_othe
         network = quantized_network(calibrated.graph, replace(job.solution, tensors=tensors))
         return math.fsum(energy(reference(x) - network(x)) for x in data)
 
-    found, everything = ablate(reference, calibrated.network(), batches), set(job.solution.tensors)
+    found, everything = (
+        ablate(reference, calibrated.network(), batches),
+        set(job.solution.tensors),
+    )
     assert {effect.key for effect in found.effects} == everything
     assert math.fsum(found.noise) == pytest.approx(noise(everything), rel=1e-6)
     for effect in found.effects:
-        assert math.fsum(effect.alone) == pytest.approx(noise({effect.key}), rel=1e-6, abs=1e-12), effect.key
-        assert math.fsum(effect.without) == pytest.approx(noise(everything - {effect.key}), rel=1e-6), effect.key
+        assert math.fsum(effect.alone) == pytest.approx(
+            noise({effect.key}), rel=1e-6, abs=1e-12
+        ), effect.key
+        assert math.fsum(effect.without) == pytest.approx(
+            noise(everything - {effect.key}), rel=1e-6
+        ), effect.key
     assert found.floor_db is not None and 0 < found.floor_db < 10
 
 
-def test_tensors_are_listed_and_the_report_shows_them(net: str, tmp_path: Path, capsys: Capture) -> None:
+def test_tensors_are_listed_and_the_report_shows_them(
+    net: str, tmp_path: Path, capsys: Capture
+) -> None:
     config, out = written(tmp_path, document(overall=COARSE)), str(tmp_path / "out")
     given = ["--config_file", config, "--model", net]
     assert run_command(["--quant_mode", "calib", *given, "--output_dir", out, "-q"]) == 0
@@ -96,9 +109,14 @@ def test_tensors_are_listed_and_the_report_shows_them(net: str, tmp_path: Path, 
     assert max(sizes) == found["uniform"]["8"]["weight_bytes"]
     page = Path(out, "report.html").read_text()
     assert 'id="sensitivity"' in page and "Output SQNR by size of the weights" in page
-    assert json.loads(Path(out, "report.json").read_text())["analysis"]["tensors"] == found["tensors"]
+    assert (
+        json.loads(Path(out, "report.json").read_text())["analysis"]["tensors"]
+        == found["tensors"]
+    )
     assert run_command(["--quant_mode", "calib", *given, "--output_dir", out, "-q"]) == 0
-    assert 'id="sensitivity"' not in Path(out, "report.html").read_text(), "it was of the calibration before"
+    assert 'id="sensitivity"' not in Path(out, "report.html").read_text(), (
+        "it was of the calibration before"
+    )
 
 
 HIERARCHICAL = {
@@ -118,7 +136,20 @@ def test_the_fewest_bytes_stay_in_float_for_which_a_metric_holds(
         ["--config_file", config, "--model", net, "--data", f"{net}:calibration_data"],
         tmp_path / "ok.json",
     )
-    assert run_command(["analyze", *given, "--metric", f"sqnr_db>={least}", "-o", str(written_to), "--json"]) == 0
+    assert (
+        run_command(
+            [
+                "analyze",
+                *given,
+                "--metric",
+                f"sqnr_db>={least}",
+                "-o",
+                str(written_to),
+                "--json",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["metrics"]["before"]["sqnr_db"] < least <= found["metrics"]["after"]["sqnr_db"]
     layers = [name for part in found["float"] for name in part["layers"]]
@@ -133,7 +164,9 @@ def test_the_fewest_bytes_stay_in_float_for_which_a_metric_holds(
         "-q",
         "--json",
     ]
-    assert run_command(["--quant_mode", "calib", "--config_file", str(written_to), *tested]) == 0
+    assert (
+        run_command(["--quant_mode", "calib", "--config_file", str(written_to), *tested]) == 0
+    )
     capsys.readouterr()
     assert run_command(["--quant_mode", "test", *tested, "--gate", f"sqnr_db>={least}"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"] == found["metrics"]["after"]
@@ -141,9 +174,19 @@ def test_the_fewest_bytes_stay_in_float_for_which_a_metric_holds(
     assert not any(row.get("tensors") for row in plan["layers"] if row["name"] in layers)
 
 
-def test_apply_changes_the_config_and_then_it_holds_already(net: str, tmp_path: Path, capsys: Capture) -> None:
+def test_apply_changes_the_config_and_then_it_holds_already(
+    net: str, tmp_path: Path, capsys: Capture
+) -> None:
     config = written(tmp_path, document(overall=COARSE))
-    command = ["analyze", "--config_file", config, "--model", net, "--data", f"{net}:calibration_data"]
+    command = [
+        "analyze",
+        "--config_file",
+        config,
+        "--model",
+        net,
+        "--data",
+        f"{net}:calibration_data",
+    ]
     command += ["--metric", "cosine>=0.997", "--apply"]
     assert run_command(command) == 0
     assert "in float" in capsys.readouterr().out
@@ -170,25 +213,48 @@ def test_what_cannot_be_met_is_said(
     (tmp_path / "plain.py").write_text(MODEL.partition("def evaluate")[0])
     config = written(tmp_path, document(overall=COARSE))
     before = Path(config).read_bytes()
-    given = ["--config_file", config, "--model", str(tmp_path / "plain.py"), "--data", f"{net}:calibration_data"]
+    given = [
+        "--config_file",
+        config,
+        "--model",
+        str(tmp_path / "plain.py"),
+        "--data",
+        f"{net}:calibration_data",
+    ]
     assert (
-        run_command(["analyze", *given, *words, "-o", "-"] if "--apply" not in words else ["analyze", *given, *words])
+        run_command(
+            ["analyze", *given, *words, "-o", "-"]
+            if "--apply" not in words
+            else ["analyze", *given, *words]
+        )
         == code
     )
     assert said in capsys.readouterr().err
     assert Path(config).read_bytes() == before
 
 
-def test_figures_without_noise_are_null_in_json(net: str, tmp_path: Path, capsys: Capture) -> None:
+def test_figures_without_noise_are_null_in_json(
+    net: str, tmp_path: Path, capsys: Capture
+) -> None:
     given = ["--config_file", written(tmp_path, document(overall=COARSE)), "--model", net]
-    command = ["analyze", *given, "--data", f"{net}:calibration_data", "--metric", "sqnr_db>=1e9", "--json"]
+    command = [
+        "analyze",
+        *given,
+        "--data",
+        f"{net}:calibration_data",
+        "--metric",
+        "sqnr_db>=1e9",
+        "--json",
+    ]
     assert run_command(command) == 0
     text = capsys.readouterr().out
     assert "Infinity" not in text
     assert json.loads(text)["metrics"]["after"]["sqnr_db"] is None
 
 
-def test_a_report_of_another_model_or_config_takes_no_analysis(net: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_report_of_another_model_or_config_takes_no_analysis(
+    net: str, tmp_path: Path, capsys: Capture
+) -> None:
     given = ["--config_file", written(tmp_path, document()), "--model", net]
     out = str(tmp_path / "out")
     assert run_command(["--quant_mode", "calib", *given, "--output_dir", out, "-q"]) == 0

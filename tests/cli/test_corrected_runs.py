@@ -34,7 +34,9 @@ LAYERS = [f"Sequential::Sequential/Linear[{index}]/linear" for index in (0, 2, 4
 def config(tmp_path: Path) -> str:
     """4-bit weights and bias correction."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(document(tensor={"weights": {"bit_width": 4}}, include_bias_corr=True)))
+    path.write_text(
+        json.dumps(document(tensor={"weights": {"bit_width": 4}}, include_bias_corr=True))
+    )
     return str(path)
 
 
@@ -51,7 +53,9 @@ def folder(model: str, config: str, tmp_path: Path) -> Path:
 
 def test_every_linear_layer_gets_a_correction(folder: Path, model: str) -> None:
     corrections = load_file(folder / "bias_corr.safetensors")
-    assert {name: len(tensor) for name, tensor in corrections.items()} == dict(zip(LAYERS, (4, 5, 2), strict=True))
+    assert {name: len(tensor) for name, tensor in corrections.items()} == dict(
+        zip(LAYERS, (4, 5, 2), strict=True)
+    )
     plan = json.loads((folder / "plan.json").read_text())
     assert [row["name"] for row in plan["layers"] if row.get("bias_correction")] == LAYERS
     assert check(folder, model=model) == 0
@@ -63,7 +67,16 @@ def test_progress_and_result_are_told_unless_quiet(
     monkeypatch.setattr("quantizer.cli.follow.EVERY_S", 0.0)
     from quantizer.cli.main import run_command
 
-    command = ["--quant_mode", "calib", "--model", model, "--config_file", config, "--output_dir", str(tmp_path / "o")]
+    command = [
+        "--quant_mode",
+        "calib",
+        "--model",
+        model,
+        "--config_file",
+        config,
+        "--output_dir",
+        str(tmp_path / "o"),
+    ]
     assert run_command(command) == 0
     said = capsys.readouterr().err
     assert "bias correction 3/6 layers 50 % eta " in said
@@ -72,7 +85,9 @@ def test_progress_and_result_are_told_unless_quiet(
     assert "bias" not in capsys.readouterr().err
 
 
-def test_the_generated_file_equals_test_mode_in_another_process(folder: Path, model: str, tmp_path: Path) -> None:
+def test_the_generated_file_equals_test_mode_in_another_process(
+    folder: Path, model: str, tmp_path: Path
+) -> None:
     """And differs from what it is without the corrections."""
     script = tmp_path / "again.py"
     script.write_text(
@@ -108,7 +123,10 @@ def test_deployed_files_carry_the_correction(folder: Path, model: str, target: s
     ("damage", "said"),
     [
         (lambda f: f.unlink(), "bias_corr.safetensors is missing"),
-        (lambda f: f.write_bytes(f.read_bytes()[:-1] + b"\1"), "bias_corr.safetensors was changed after calibration"),
+        (
+            lambda f: f.write_bytes(f.read_bytes()[:-1] + b"\1"),
+            "bias_corr.safetensors was changed after calibration",
+        ),
     ],
     ids=["missing", "changed"],
 )
@@ -120,7 +138,9 @@ def test_corrections_that_are_gone_or_changed(
     assert said in capsys.readouterr().err
 
 
-def test_calibrating_without_it_removes_the_old_corrections(folder: Path, model: str, tmp_path: Path) -> None:
+def test_calibrating_without_it_removes_the_old_corrections(
+    folder: Path, model: str, tmp_path: Path
+) -> None:
     path = tmp_path / "without.json"
     path.write_text(json.dumps(document(tensor={"weights": {"bit_width": 4}})))
     assert calibrate(folder, model=model, config=str(path)) == 0
@@ -135,14 +155,21 @@ def same_results(first: Path, second: Path) -> bool:
     return not filecmp.cmpfiles(first, second, sorted(names), shallow=False)[1]
 
 
-def test_two_runs_are_byte_identical(folder: Path, model: str, config: str, tmp_path: Path) -> None:
+def test_two_runs_are_byte_identical(
+    folder: Path, model: str, config: str, tmp_path: Path
+) -> None:
     assert calibrate(tmp_path / "again", model=model, config=config) == 0
     assert same_results(folder, tmp_path / "again")
 
 
 @pytest.mark.parametrize("calls", [4, 14], ids=["inside a batch", "in the correction"])
 def test_interrupted_then_resumed_equals_undisturbed(
-    folder: Path, model: str, config: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    model: str,
+    config: str,
+    calls: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three layers on four batches: the 4th value is of the second batch, the 13th the first of the correction."""
     original, seen = ChannelMean.observe, []
@@ -175,25 +202,42 @@ def test_interrupted_while_correcting_leaves_no_result(
     assert check(tmp_path / "out", model=model) == 0
 
 
-def test_data_that_differ_when_read_again_are_refused(toy: Toy, config: str, tmp_path: Path, capsys: Capture) -> None:
-    model = toy("import os\n    return (torch.full((8, 3), float(os.urandom(1)[0])) for _ in range(9))", MODEL)
+def test_data_that_differ_when_read_again_are_refused(
+    toy: Toy, config: str, tmp_path: Path, capsys: Capture
+) -> None:
+    model = toy(
+        "import os\n    return (torch.full((8, 3), float(os.urandom(1)[0])) for _ in range(9))",
+        MODEL,
+    )
     assert calibrate(tmp_path / "out", model=model, config=config) == 4
     assert "gives other batches when it is read again" in capsys.readouterr().err
     assert not (tmp_path / "out" / "quant_info.json").exists()
 
 
-def test_infinite_outputs_of_a_layer_that_nobody_watches(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+def test_infinite_outputs_of_a_layer_that_nobody_watches(
+    toy: Toy, tmp_path: Path, capsys: Capture
+) -> None:
     path = tmp_path / "weights.json"
-    path.write_text(json.dumps(document(include_bias_corr=True, quantizable_data_type=["weights"])))
+    path.write_text(
+        json.dumps(document(include_bias_corr=True, quantizable_data_type=["weights"]))
+    )
     model = toy(
-        "return [torch.full((4, 3), 3e38)] * 2", "m = torch.nn.Linear(3, 2); m.weight.data.fill_(9.0); return m"
+        "return [torch.full((4, 3), 3e38)] * 2",
+        "m = torch.nn.Linear(3, 2); m.weight.data.fill_(9.0); return m",
     )
     assert calibrate(tmp_path / "out", model=model, config=str(path)) == 4
-    assert "the bias correction of Linear::Linear/linear is not finite" in capsys.readouterr().err
+    assert (
+        "the bias correction of Linear::Linear/linear is not finite" in capsys.readouterr().err
+    )
 
 
-def test_a_batch_norm_that_cannot_fold_gets_a_correction(toy: Toy, config: str, tmp_path: Path) -> None:
-    path = toy(DATA, "return torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.ReLU(), torch.nn.Linear(3, 2))")
+def test_a_batch_norm_that_cannot_fold_gets_a_correction(
+    toy: Toy, config: str, tmp_path: Path
+) -> None:
+    path = toy(
+        DATA,
+        "return torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.ReLU(), torch.nn.Linear(3, 2))",
+    )
     assert calibrate(tmp_path / "out", model=path, config=config) == 0
     corrections = load_file(tmp_path / "out" / "bias_corr.safetensors")
     assert [len(tensor) for tensor in corrections.values()] == [3, 2]

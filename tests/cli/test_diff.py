@@ -30,14 +30,23 @@ def written(tmp_path: Path, name: str, config: dict[str, Any]) -> str:
 def calibrated(net: str, config: str, folder: Path, *, tested: bool = True) -> str:
     assert run_command(calib(net, config, folder, "-q")) == 0
     if tested:
-        assert run_command(["--quant_mode", "test", "--model", net, "--output_dir", str(folder), "-q"]) == 0
+        assert (
+            run_command(
+                ["--quant_mode", "test", "--model", net, "--output_dir", str(folder), "-q"]
+            )
+            == 0
+        )
     return str(folder)
 
 
-def test_configs_are_compared_value_by_value_and_entries_by_what_they_are_for(tmp_path: Path, capsys: Capture) -> None:
+def test_configs_are_compared_value_by_value_and_entries_by_what_they_are_for(
+    tmp_path: Path, capsys: Capture
+) -> None:
     relu, head = layer("relu"), layer(HEAD, bit_width=6)
     first = written(tmp_path, "a.json", document(relu, head))
-    second = written(tmp_path, "b.json", document(layer(HEAD, bit_width=4), relu) | {"include_cle": True})
+    second = written(
+        tmp_path, "b.json", document(layer(HEAD, bit_width=4), relu) | {"include_cle": True}
+    )
     assert run_command(["diff", first, second]) == 0
     *lines, count = capsys.readouterr().out.splitlines()
     name = HEAD.replace("/", "~1")
@@ -50,14 +59,20 @@ def test_configs_are_compared_value_by_value_and_entries_by_what_they_are_for(tm
     assert json.loads(capsys.readouterr().out) == {"values": {}}
 
 
-def test_configs_are_compared_by_what_they_do_to_a_model(net: str, tmp_path: Path, capsys: Capture) -> None:
+def test_configs_are_compared_by_what_they_do_to_a_model(
+    net: str, tmp_path: Path, capsys: Capture
+) -> None:
     """Also where they are of different forms."""
-    static = {"global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}}
+    static = {
+        "global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}
+    }
     first = written(tmp_path, "a.json", document(layer(HEAD, bit_width=6)))
     second, other = written(tmp_path, "b.json", document()), written(tmp_path, "c.json", static)
     assert run_command(["diff", first, second, "--model", net, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {(row["layer"], tuple(row["spec"]["bit_width"])) for row in found["tensors"]} == {(HEAD, (6, 8))}
+    assert {(row["layer"], tuple(row["spec"]["bit_width"])) for row in found["tensors"]} == {
+        (HEAD, (6, 8))
+    }
     assert found["figures"]["weight_bytes"][0] < found["figures"]["weight_bytes"][1]
     assert run_command(["diff", first, second, "--model", net, "--fail-on", "worse"]) == 1
     assert "worse: weight_bytes" in capsys.readouterr().err
@@ -68,9 +83,13 @@ def test_configs_are_compared_by_what_they_do_to_a_model(net: str, tmp_path: Pat
     assert "only in the first" in capsys.readouterr().out
 
 
-def test_results_tell_scales_and_damage_and_a_worse_one_fails(net: str, tmp_path: Path, capsys: Capture) -> None:
+def test_results_tell_scales_and_damage_and_a_worse_one_fails(
+    net: str, tmp_path: Path, capsys: Capture
+) -> None:
     eight = calibrated(net, written(tmp_path, "a.json", document()), tmp_path / "eight")
-    four = calibrated(net, written(tmp_path, "b.json", document(layer(HEAD, bit_width=4))), tmp_path / "four")
+    four = calibrated(
+        net, written(tmp_path, "b.json", document(layer(HEAD, bit_width=4))), tmp_path / "four"
+    )
     capsys.readouterr()
     assert run_command(["diff", eight, four, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -86,8 +105,12 @@ def test_results_tell_scales_and_damage_and_a_worse_one_fails(net: str, tmp_path
     assert run_command(["diff", eight, eight, "--fail-on", "worse"]) == 0
 
 
-@pytest.mark.parametrize("what", ["a file and a folder", "another model", "no results", "no judge"])
-def test_what_cannot_be_compared_is_said(what: str, net: str, tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    "what", ["a file and a folder", "another model", "no results", "no judge"]
+)
+def test_what_cannot_be_compared_is_said(
+    what: str, net: str, tmp_path: Path, capsys: Capture
+) -> None:
     config = written(tmp_path, "a.json", document())
     folder = calibrated(net, config, tmp_path / "out", tested=False)
     other = tmp_path / "other.py"

@@ -50,14 +50,20 @@ def evaluate(model, data):
 WEIGHTS = ["weights"]
 
 
-def results(tmp_path: Path, name: str, outputs: str, bits: Mapping[str, int | None], more: str = "") -> str:
+def results(
+    tmp_path: Path, name: str, outputs: str, bits: Mapping[str, int | None], more: str = ""
+) -> str:
     """A result folder, tested, of a detector whose layers have weights of so many bits, or float ones."""
     model = tmp_path / f"{name}.py"
     model.write_text(MODEL % outputs + more)
     entries = []
     for path, width in bits.items():
         roles = [] if width is None else WEIGHTS
-        entries.append(layer(f"Detector::Detector/Linear[{path}]/linear", roles=roles, bit_width=width or 8))
+        entries.append(
+            layer(
+                f"Detector::Detector/Linear[{path}]/linear", roles=roles, bit_width=width or 8
+            )
+        )
     config = tmp_path / f"{name}.json"
     config.write_text(json.dumps(document(*entries, quantizable_data_type=WEIGHTS)))
     folder = tmp_path / name
@@ -90,7 +96,9 @@ def test_a_part_that_got_worse_fails_though_the_worst_one_and_all_together_did_n
     assert (code, found["worse"]) == (1, ["weight_bytes"])
 
 
-def test_an_output_without_a_loss_is_better_than_any_with_one(tmp_path: Path, capsys: Capture) -> None:
+def test_an_output_without_a_loss_is_better_than_any_with_one(
+    tmp_path: Path, capsys: Capture
+) -> None:
     first = results(tmp_path, "first", OUTPUTS["two"], {"boxes": 8, "scores": None})
     second = results(tmp_path, "second", OUTPUTS["two"], {"boxes": 8, "scores": 8})
     code, found, _ = difference(first, second, capsys)
@@ -112,7 +120,12 @@ def test_an_output_without_a_loss_is_better_than_any_with_one(tmp_path: Path, ca
     ],
 )
 def test_metrics_are_judged_as_gates_judge_them(
-    tmp_path: Path, capsys: Capture, metric: str, values: tuple[float, float], declared: str, is_worse: bool
+    tmp_path: Path,
+    capsys: Capture,
+    metric: str,
+    values: tuple[float, float],
+    declared: str,
+    is_worse: bool,
 ) -> None:
     folders = []
     for name, value in zip(("first", "second"), values, strict=True):
@@ -123,7 +136,9 @@ def test_metrics_are_judged_as_gates_judge_them(
     assert found["unknown"] == []
 
 
-def test_a_metric_of_which_nothing_says_which_way_is_good_is_said(tmp_path: Path, capsys: Capture) -> None:
+def test_a_metric_of_which_nothing_says_which_way_is_good_is_said(
+    tmp_path: Path, capsys: Capture
+) -> None:
     folders = []
     for name, value in (("first", 1.0), ("second", 2.0)):
         more = EVALUATE.format(values={"ripple": value, "cosine": value})

@@ -41,11 +41,16 @@ def check(
     return code, found
 
 
-def test_a_sound_run_has_nothing_to_warn_of_and_is_left_untouched(tmp_path: Path, capsys: Capture) -> None:
+def test_a_sound_run_has_nothing_to_warn_of_and_is_left_untouched(
+    tmp_path: Path, capsys: Capture
+) -> None:
     code, found = check(tmp_path, capsys, document())
     assert code == 0
     assert {row["level"] for row in found} <= {"ok", "note"}
-    said = {row["part"]: [each["text"] for each in found if each["part"] == row["part"]] for row in found}
+    said = {
+        row["part"]: [each["text"] for each in found if each["part"] == row["part"]]
+        for row in found
+    }
     assert "the data of the model's file: 128 samples in 8 batches" in said["data"]
     assert any("Sequential can be traced: 5 layers" in text for text in said["model"])
     assert any(text.startswith("calib mode takes about ") for text in said["memory"])
@@ -56,7 +61,14 @@ def test_a_sound_run_has_nothing_to_warn_of_and_is_left_untouched(tmp_path: Path
     ("config", "net", "part", "level", "text", "remedy"),
     [
         (document(), {"count": 3}, "data", "warning", "48 samples are few", "give 100 or more"),
-        (document(), {"batch": "torch.ones(16, 3, 8, 8)"}, "data", "error", "is constant", "look at the loader"),
+        (
+            document(),
+            {"batch": "torch.ones(16, 3, 8, 8)"},
+            "data",
+            "error",
+            "is constant",
+            "look at the loader",
+        ),
         (
             document(),
             {"batch": "torch.randint(0, 256, (16, 3, 8, 8), generator=draw).float()"},
@@ -75,13 +87,22 @@ def test_a_sound_run_has_nothing_to_warn_of_and_is_left_untouched(tmp_path: Path
         ),
         (
             document(),
-            {"batch": "torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(i % 4))"},
+            {
+                "batch": "torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(i % 4))"
+            },
             "data",
             "warning",
             "4 of 8 batches are the same as another",
             "do indices or seeds repeat?",
         ),
-        (document(), {"widen": 40}, "plan", "warning", "one scale for channels", "per_channel: true"),
+        (
+            document(),
+            {"widen": 40},
+            "plan",
+            "warning",
+            "one scale for channels",
+            "per_channel: true",
+        ),
         (document(bit_widht=8), {}, "config", "error", "bit_widht", "known keys here"),
         ("{", {}, "config", "error", "QZ00", ""),
     ],
@@ -98,12 +119,21 @@ def test_what_would_go_wrong_is_said_with_its_remedy(
 ) -> None:
     code, found = check(tmp_path, capsys, config, **net)
     assert code == (1 if level == "error" else 0)
-    matching = [row for row in found if (row["part"], row["level"]) == (part, level) and text in row["text"]]
+    matching = [
+        row
+        for row in found
+        if (row["part"], row["level"]) == (part, level) and text in row["text"]
+    ]
     assert matching and remedy in matching[0]["help"], found
 
 
-def test_people_read_lines_and_a_missing_model_is_one_of_them(tmp_path: Path, capsys: Capture) -> None:
+def test_people_read_lines_and_a_missing_model_is_one_of_them(
+    tmp_path: Path, capsys: Capture
+) -> None:
     assert run_command(["doctor", "--model", str(tmp_path / "none.py")]) == 1
     said = capsys.readouterr()
-    assert "error   model: there is no file" in said.out and "        help: give FILE.py" in said.out
+    assert (
+        "error   model: there is no file" in said.out
+        and "        help: give FILE.py" in said.out
+    )
     assert "error: 1 error found" in said.err

@@ -26,7 +26,9 @@ def sqnr(folder: Path, capsys: Capture, *more: str) -> float:
     return found
 
 
-def test_a_network_that_the_dpus_scales_destroy_is_saved(tmp_path: Path, capsys: Capture) -> None:
+def test_a_network_that_the_dpus_scales_destroy_is_saved(
+    tmp_path: Path, capsys: Capture
+) -> None:
     assert calibrate(tmp_path / "plain", model=SKEWED, config=DPU) == 0
     assert calibrate(tmp_path / "high", "--dpu_accuracy", "high", model=SKEWED, config=DPU) == 0
     assert sqnr(tmp_path / "plain", capsys) < 1
@@ -34,18 +36,35 @@ def test_a_network_that_the_dpus_scales_destroy_is_saved(tmp_path: Path, capsys:
 
 
 def test_it_is_equalization_bias_correction_and_finetuning(tmp_path: Path) -> None:
-    config = json.loads(Path(DPU).read_text()) | {"include_cle": True, "include_bias_corr": True}
+    config = json.loads(Path(DPU).read_text()) | {
+        "include_cle": True,
+        "include_bias_corr": True,
+    }
     (tmp_path / "all.json").write_text(json.dumps(config))
-    assert calibrate(tmp_path / "three", "--fast_finetune", model=SKEWED, config=str(tmp_path / "all.json")) == 0
+    assert (
+        calibrate(
+            tmp_path / "three",
+            "--fast_finetune",
+            model=SKEWED,
+            config=str(tmp_path / "all.json"),
+        )
+        == 0
+    )
     assert calibrate(tmp_path / "high", "--dpu_accuracy", "high", model=SKEWED, config=DPU) == 0
     for name in FILES[:2]:
-        assert (tmp_path / "high" / name).read_bytes() == (tmp_path / "three" / name).read_bytes()
+        assert (tmp_path / "high" / name).read_bytes() == (
+            tmp_path / "three" / name
+        ).read_bytes()
     loaded = load_model(SKEWED)
     assert loaded.calibration_data
-    result = quantizer.calibrate(loaded.module, DPU, loaded.calibration_data, subset_len=64, dpu_accuracy="high")
+    result = quantizer.calibrate(
+        loaded.module, DPU, loaded.calibration_data, subset_len=64, dpu_accuracy="high"
+    )
     result.save(tmp_path / "python")
     for name in FILES:
-        assert (tmp_path / "high" / name).read_bytes() == (tmp_path / "python" / name).read_bytes()
+        assert (tmp_path / "high" / name).read_bytes() == (
+            tmp_path / "python" / name
+        ).read_bytes()
 
 
 def test_the_built_in_default_is_raised_and_read_again(tmp_path: Path) -> None:
@@ -53,18 +72,29 @@ def test_the_built_in_default_is_raised_and_read_again(tmp_path: Path) -> None:
     assert run_command(["--quant_mode", "calib", *words, "--dpu_accuracy", "high"]) == 0
     loaded = load_model(SKEWED)
     assert loaded.calibration_data
-    assert quantizer.load(tmp_path / "out", loaded.module, loaded.calibration_data).test().metrics["sqnr_db"] > 24
+    assert (
+        quantizer.load(tmp_path / "out", loaded.module, loaded.calibration_data)
+        .test()
+        .metrics["sqnr_db"]
+        > 24
+    )
 
 
 def test_it_is_refused_elsewhere(tmp_path: Path, capsys: Capture) -> None:
     assert calibrate(tmp_path / "out", "--dpu_accuracy", "high", model=SKEWED, config=CPU) == 2
-    assert "--dpu_accuracy high is for the DPU, and this config is for CPU" in capsys.readouterr().err
+    assert (
+        "--dpu_accuracy high is for the DPU, and this config is for CPU"
+        in capsys.readouterr().err
+    )
     words = ["--dpu_accuracy", "high", "--model", SKEWED]
     assert run_command(["--quant_mode", "float", *words]) == 2
     assert "--dpu_accuracy goes with calib mode" in capsys.readouterr().err
     assert run_command(["plan", "--config_file", CPU, *words]) == 2
     assert calibrate(tmp_path / "out", model=SKEWED, config=DPU) == 0
     assert check(tmp_path / "out", "--dpu_accuracy", "high", model=SKEWED) == 5
-    assert "--dpu_accuracy high: these results were calibrated without it" in capsys.readouterr().err
+    assert (
+        "--dpu_accuracy high: these results were calibrated without it"
+        in capsys.readouterr().err
+    )
     with pytest.raises(UsageError, match="is no level"):
         quantizer.calibrate(load_model(SKEWED).module, DPU, [], dpu_accuracy="higher")

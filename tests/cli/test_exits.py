@@ -76,13 +76,17 @@ Capture = pytest.CaptureFixture[str]
 def written(folder: Path, place: str, statement: str) -> str:
     """A model file with a statement at one place."""
     path = folder / "net.py"
-    path.write_text(FILE.format(**{name: statement if name == place else "pass" for name in PLACES}))
+    path.write_text(
+        FILE.format(**{name: statement if name == place else "pass" for name in PLACES})
+    )
     return str(path)
 
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_float_mode_says_what_ended(place: str, end: str, tmp_path: Path, capsys: Capture) -> None:
+def test_float_mode_says_what_ended(
+    place: str, end: str, tmp_path: Path, capsys: Capture
+) -> None:
     """Float mode runs code of every place."""
     file = written(tmp_path, place, ENDS[end])
     code = run_command(["--quant_mode", "float", "--model", file])
@@ -104,7 +108,9 @@ COMMANDS = {
 
 @pytest.mark.parametrize("place", ["forward", "batch", "top"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_says_it(command: str, place: str, tmp_path: Path, capsys: Capture) -> None:
+def test_every_command_says_it(
+    command: str, place: str, tmp_path: Path, capsys: Capture
+) -> None:
     file = written(tmp_path, place, "sys.exit(0)")
     code = run_command([*COMMANDS[command], "--model", file])
     assert code == (4 if place == "batch" else 3)
@@ -129,7 +135,10 @@ def test_a_call_after_the_first_says_it(tmp_path: Path, capsys: Capture) -> None
     """The second call is that which is compared with the trace."""
     file = written(tmp_path, "forward", "torch.compiler.is_exporting() or sys.exit(0)")
     assert calibrate(tmp_path / "out", model=file, config=None) == 3
-    assert "running the model on the first batch again raised SystemExit: 0" in capsys.readouterr().err
+    assert (
+        "running the model on the first batch again raised SystemExit: 0"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out" / "quant_info.json").exists()
 
 
@@ -161,21 +170,36 @@ def ending(end: BaseException) -> Iterator[torch.Tensor]:
     raise end
 
 
-STATIC = Config.from_dict({"global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}})
+STATIC = Config.from_dict(
+    {"global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}}
+)
 BATCHES = [torch.ones(4, 3)]
 CALLS: dict[str, tuple[Callable[[BaseException], Any], type[QuantizerError]]] = {
-    "in place": (lambda end: ModelQuantizer(STATIC).quantize_model(Ending(end), BATCHES), ModelError),
-    "in place, data": (lambda end: ModelQuantizer(STATIC).quantize_model(Ending(), ending(end)), DataError),
+    "in place": (
+        lambda end: ModelQuantizer(STATIC).quantize_model(Ending(end), BATCHES),
+        ModelError,
+    ),
+    "in place, data": (
+        lambda end: ModelQuantizer(STATIC).quantize_model(Ending(), ending(end)),
+        DataError,
+    ),
     "traced": (lambda end: quantizer.calibrate(Ending(end), document(), BATCHES), ModelError),
-    "traced, data": (lambda end: quantizer.calibrate(Ending(), document(), lambda: ending(end)), DataError),
+    "traced, data": (
+        lambda end: quantizer.calibrate(Ending(), document(), lambda: ending(end)),
+        DataError,
+    ),
     "evaluate": (
-        lambda end: quantizer.calibrate(Ending(), document(), BATCHES).test(evaluate=lambda *_: [*ending(end)]),  # type: ignore[arg-type]
+        lambda end: quantizer.calibrate(Ending(), document(), BATCHES).test(
+            evaluate=lambda *_: [*ending(end)]
+        ),  # type: ignore[arg-type]
         DataError,
     ),
 }
 
 
-@pytest.mark.parametrize("end", [SystemExit(0), GeneratorExit(), BaseException("mine")], ids=repr)
+@pytest.mark.parametrize(
+    "end", [SystemExit(0), GeneratorExit(), BaseException("mine")], ids=repr
+)
 @pytest.mark.parametrize("call", CALLS)
 def test_python_gets_the_errors_of_the_package(call: str, end: BaseException) -> None:
     run, error = CALLS[call]

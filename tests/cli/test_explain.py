@@ -32,7 +32,9 @@ def test_every_code_has_a_page(code: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("key", key_names())
-def test_every_key_has_a_page_with_default_and_example(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_has_a_page_with_default_and_example(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(["explain", key]) == 0
     page = capsys.readouterr().out
     document = (DOCS / "config" / f"{key}.md").read_text("utf-8")
@@ -71,14 +73,24 @@ def test_a_layer_is_passed_on_with_its_options(monkeypatch: pytest.MonkeyPatch) 
         seen.append((layer, options))
         return 0
 
-    monkeypatch.setitem(sys.modules, "quantizer.cli.explain_layer", SimpleNamespace(explain_layer=explain_layer))
-    assert run_command(["explain", "--config", "c.json", "--model", "m.py", "layer1.0.conv1"]) == 0
+    monkeypatch.setitem(
+        sys.modules, "quantizer.cli.explain_layer", SimpleNamespace(explain_layer=explain_layer)
+    )
+    assert (
+        run_command(["explain", "--config", "c.json", "--model", "m.py", "layer1.0.conv1"]) == 0
+    )
     assert seen == [("layer1.0.conv1", Options(model="m.py", config_file="c.json"))]
 
 
-LAYERED = document(tensor={"weights": {"per_channel": True}}, quantizable_data_type=["weights", "activation"])
-SPELLED_OTHERWISE = {"weight": {"dtype": "int4", "observer_cls": "PerTensorMinMax", "round_method": "round"}}
-BLOCKS = {"input_tensors": {"dtype": "mx", "mx_element_dtype": "fp4", "dynamic": True, "axis": -1}}
+LAYERED = document(
+    tensor={"weights": {"per_channel": True}}, quantizable_data_type=["weights", "activation"]
+)
+SPELLED_OTHERWISE = {
+    "weight": {"dtype": "int4", "observer_cls": "PerTensorMinMax", "round_method": "round"}
+}
+BLOCKS = {
+    "input_tensors": {"dtype": "mx", "mx_element_dtype": "fp4", "dynamic": True, "axis": -1}
+}
 OFF = {
     "global_quant_config": {"weight": {"dtype": "int8"}},
     "layer_quant_config": {"0": {"weight": {"dtype": "float32"}}},
@@ -102,7 +114,15 @@ EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "off": (OFF, ["weight: float, as q.json"]),
 }  # fmt: skip
 """A config, and words of the lines that explain a linear layer under it, places without their numbers."""
-INTERNAL = ("bit_width 4", "symmetric ", "qscheme true", "statistic ", "is_dynamic", "scale_mode", "group_size None")
+INTERNAL = (
+    "bit_width 4",
+    "symmetric ",
+    "qscheme true",
+    "statistic ",
+    "is_dynamic",
+    "scale_mode",
+    "group_size None",
+)
 
 
 @pytest.mark.parametrize("case", EXPLAINED)
@@ -112,14 +132,19 @@ def test_a_layer_is_explained_in_the_words_of_the_file(
     config, lines = EXPLAINED[case]
     (tmp_path / "q.json").write_text(json.dumps(config, indent=1))
     model = toy(model="return torch.nn.Sequential(torch.nn.Linear(3, 2))")
-    assert run_command(["explain", "--config", str(tmp_path / "q.json"), "--model", model, "0"]) == 0
+    assert (
+        run_command(["explain", "--config", str(tmp_path / "q.json"), "--model", model, "0"])
+        == 0
+    )
     printed = capsys.readouterr().out.replace(f"{tmp_path}/", "")
     plain = [" ".join(re.sub(r":\d+:\d+", "", line).split()) for line in printed.splitlines()]
     assert plain[0] == "Sequential::Sequential/Linear[0]/linear"
     assert [line for line in lines if not any(each.startswith(line) for each in plain)] == []
     assert [word for word in INTERNAL if word in "\n".join(plain)] == []
     written = (tmp_path / "q.json").read_text().splitlines()
-    for key, line, column in re.findall(r"^    (\w+) .*q\.json:(\d+):(\d+)$", printed, flags=re.MULTILINE):
+    for key, line, column in re.findall(
+        r"^    (\w+) .*q\.json:(\d+):(\d+)$", printed, flags=re.MULTILINE
+    ):
         assert written[int(line) - 1][: int(column) - 1].endswith(f'"{key}": ')
 
 
@@ -133,7 +158,9 @@ def test_the_built_in_default_is_explained_in_the_layered_forms_words(
 
 
 @pytest.mark.parametrize("key", setting_names())
-def test_a_setting_of_an_algorithm_has_a_page(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_of_an_algorithm_has_a_page(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(["explain", key]) == 0
     printed = capsys.readouterr().out
     [name, *_] = re.findall(r"`quantizer explain (\w+)`", printed)

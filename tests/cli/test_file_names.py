@@ -53,15 +53,34 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_run_in_a_folder_of_such_a_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_a_folder_of_such_a_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # as main does
     model = ["--model", str(folder / f"{ODD}.py"), "--output_dir", str(folder / "out")]
-    model += ["--weights", str(folder / f"{ODD}.safetensors"), "--data", str(folder / "x.safetensors")]
-    assert run_command(["--quant_mode", "calib", "--config_file", str(folder / f"{ODD}.json"), *model]) == 0
-    assert run_command(["--quant_mode", "test", *model, "--deploy", "safetensors", "--deploy", "pt2"]) == 0
+    model += [
+        "--weights",
+        str(folder / f"{ODD}.safetensors"),
+        "--data",
+        str(folder / "x.safetensors"),
+    ]
+    assert (
+        run_command(
+            ["--quant_mode", "calib", "--config_file", str(folder / f"{ODD}.json"), *model]
+        )
+        == 0
+    )
+    assert (
+        run_command(
+            ["--quant_mode", "test", *model, "--deploy", "safetensors", "--deploy", "pt2"]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.count("deployed: ") == 2
-    assert torch.equal(imported(folder / "out" / "Net.py")(torch.zeros(1, 3)), torch.zeros(1, 3))
+    assert torch.equal(
+        imported(folder / "out" / "Net.py")(torch.zeros(1, 3)), torch.zeros(1, 3)
+    )
     options = read_json(folder / "out" / "run.json")["options"]
     assert Path(options["model"]).is_file()
     assert "d\\udce9" in (folder / "out" / "run.json").read_text("utf-8")
@@ -76,8 +95,19 @@ def test_an_ascii_terminal(folder: Path) -> None:
         "PYTHONCOERCECLOCALE": "0",
     }
     given = ["--config_file", f"{ODD}.json", "--output_dir", f"{ODD}out"]
-    command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", f"{ODD}.py", *given]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "quantizer",
+        "--quant_mode",
+        "calib",
+        "--model",
+        f"{ODD}.py",
+        *given,
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert b"tensors calibrated on 1 batch; results: d\\udce9out" in done.stdout
 
@@ -88,9 +118,13 @@ def test_what_users_name_in_other_letters_is_shown(
     for name in ("a", "é"):
         (tmp_path / f"{name}.py").write_text(MODEL.replace("NAME", name), encoding="utf-8")
     given = ["--output_dir", str(tmp_path / "out")]
-    assert run_command(["--quant_mode", "calib", "--model", str(tmp_path / "é.py"), *given]) == 3
+    assert (
+        run_command(["--quant_mode", "calib", "--model", str(tmp_path / "é.py"), *given]) == 3
+    )
     assert "unsupported module or parameter name 'é'" in capsys.readouterr().err
-    assert run_command(["--quant_mode", "calib", "--model", str(tmp_path / "a.py"), *given]) == 0
+    assert (
+        run_command(["--quant_mode", "calib", "--model", str(tmp_path / "a.py"), *given]) == 0
+    )
     assert run_command(["--quant_mode", "test", "--model", str(tmp_path / "a.py"), *given]) == 0
     assert "précision" in capsys.readouterr().out
 

@@ -29,7 +29,9 @@ DATA += "return [torch.randn(16, 6, generator=g) @ m for _ in range(4)]"
 def config(tmp_path: Path) -> str:
     """3-bit weights."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(document(tensor={"weights": {"bit_width": 3, "per_channel": True}})))
+    path.write_text(
+        json.dumps(document(tensor={"weights": {"bit_width": 3, "per_channel": True}}))
+    )
     return str(path)
 
 
@@ -43,15 +45,24 @@ def test_finetuned_results_are_tested_and_repeat_byte_for_byte(
     mode: str, model: str, config: str, tmp_path: Path, capsys: Capture
 ) -> None:
     for name in ("out", "again"):
-        assert calibrate(tmp_path / name, "--fast_finetune", mode, model=model, config=config) == 0
+        assert (
+            calibrate(tmp_path / name, "--fast_finetune", mode, model=model, config=config) == 0
+        )
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert not [name for name in names if name.startswith("checkpoint")]
-    _, differing, missing = filecmp.cmpfiles(tmp_path / "out", tmp_path / "again", names, shallow=False)
+    _, differing, missing = filecmp.cmpfiles(
+        tmp_path / "out", tmp_path / "again", names, shallow=False
+    )
     assert (set(differing) | set(missing)) <= {"run.json", "run.log"}
     assert calibrate(tmp_path / "plain", model=model, config=config) == 0
-    info, plain = (json.loads((tmp_path / name / "quant_info.json").read_text()) for name in ("out", "plain"))
+    info, plain = (
+        json.loads((tmp_path / name / "quant_info.json").read_text())
+        for name in ("out", "plain")
+    )
     assert info["header"]["fast_finetune"] == mode
-    codes, nearest = (load_file(tmp_path / name / "weights.safetensors") for name in ("out", "plain"))
+    codes, nearest = (
+        load_file(tmp_path / name / "weights.safetensors") for name in ("out", "plain")
+    )
     assert any(not torch.equal(codes[name], nearest[name]) for name in codes)
     assert (info["tensors"] == plain["tensors"]) is (mode == "adaround")
     capsys.readouterr()
@@ -63,7 +74,16 @@ def test_finetuned_results_are_tested_and_repeat_byte_for_byte(
 
 
 def test_the_result_is_told(model: str, config: str, tmp_path: Path, capsys: Capture) -> None:
-    words = ["--quant_mode", "calib", "--config_file", config, "--model", model, "--output_dir", str(tmp_path / "out")]
+    words = [
+        "--quant_mode",
+        "calib",
+        "--config_file",
+        config,
+        "--model",
+        model,
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     assert run_command([*words, "--fast_finetune", "--subset_len", "20"]) == 0
     said = capsys.readouterr().err
     assert "finetuning on 20 samples" in said
@@ -76,12 +96,21 @@ def test_the_result_is_told(model: str, config: str, tmp_path: Path, capsys: Cap
 
 def finetuned_layers(stage: Stage) -> int:
     """How many layers a snapshot of finetuning holds; 0 in other stages."""
-    return len(stage.snapshot().tensors) // 2 if stage.saved_as == "finetune" and stage.snapshot else 0
+    return (
+        len(stage.snapshot().tensors) // 2
+        if stage.saved_as == "finetune" and stage.snapshot
+        else 0
+    )
 
 
 @pytest.mark.parametrize("saves", [0.0, 1e9], ids=["killed after a save", "interrupted"])
 def test_stopped_then_resumed_equals_undisturbed(
-    saves: float, model: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    saves: float,
+    model: str,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
 ) -> None:
     """A kill leaves the checkpoint of the last layer that was saved; Ctrl-C saves by itself."""
     original = Checkpoints.advanced
@@ -111,7 +140,9 @@ def test_stopped_then_resumed_equals_undisturbed(
     assert calibrate(tmp_path / "out", *more, "--resume", model=model, config=config) == 0
     assert next(count for count in solved if count) == 2
     names = {path.name for name in ("whole", "out") for path in (tmp_path / name).iterdir()}
-    _, differing, missing = filecmp.cmpfiles(tmp_path / "whole", tmp_path / "out", names, shallow=False)
+    _, differing, missing = filecmp.cmpfiles(
+        tmp_path / "whole", tmp_path / "out", names, shallow=False
+    )
     assert (set(differing) | set(missing)) <= {"run.json", "run.log"}
 
 
@@ -128,15 +159,33 @@ def test_a_checkpoint_of_another_mode_is_refused(
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "advanced", interrupted)
         assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=config) == 130
-    assert calibrate(tmp_path / "out", "--fast_finetune", "adaquant", "--resume", model=model, config=config) == 5
-    assert "was finetuning with adaround, and this run has --fast_finetune adaquant" in capsys.readouterr().err
+    assert (
+        calibrate(
+            tmp_path / "out",
+            "--fast_finetune",
+            "adaquant",
+            "--resume",
+            model=model,
+            config=config,
+        )
+        == 5
+    )
+    assert (
+        "was finetuning with adaround, and this run has --fast_finetune adaquant"
+        in capsys.readouterr().err
+    )
 
 
-def test_data_that_change_between_passes_are_refused(toy: Toy, config: str, tmp_path: Path, capsys: Capture) -> None:
+def test_data_that_change_between_passes_are_refused(
+    toy: Toy, config: str, tmp_path: Path, capsys: Capture
+) -> None:
     changing = "import itertools; c = globals().setdefault('count', itertools.count()); "
     model = toy(changing + "return iter([torch.randn(40, 6) + next(c)])", MODEL)
     assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=config) == 4
-    assert "gives other batches when it is read again, and fast finetuning reads it" in capsys.readouterr().err
+    assert (
+        "gives other batches when it is read again, and fast finetuning reads it"
+        in capsys.readouterr().err
+    )
 
 
 def test_test_mode_refuses_results_that_were_not_finetuned_so(
@@ -144,16 +193,26 @@ def test_test_mode_refuses_results_that_were_not_finetuned_so(
 ) -> None:
     assert calibrate(tmp_path / "out", model=model, config=config) == 0
     assert check(tmp_path / "out", "--fast_finetune", model=model) == 5
-    assert "--fast_finetune adaround: these results were calibrated without it" in capsys.readouterr().err
-    assert calibrate(tmp_path / "out", "--fast_finetune", "adaquant", model=model, config=config) == 0
+    assert (
+        "--fast_finetune adaround: these results were calibrated without it"
+        in capsys.readouterr().err
+    )
+    assert (
+        calibrate(tmp_path / "out", "--fast_finetune", "adaquant", model=model, config=config)
+        == 0
+    )
     assert check(tmp_path / "out", "--fast_finetune", model=model) == 5
     assert "these results were calibrated with adaquant" in capsys.readouterr().err
 
 
-def test_float_mode_and_the_dpus_scales_are_refused(model: str, tmp_path: Path, capsys: Capture) -> None:
+def test_float_mode_and_the_dpus_scales_are_refused(
+    model: str, tmp_path: Path, capsys: Capture
+) -> None:
     assert run_command(["--quant_mode", "float", "--model", model, "--fast_finetune"]) == 2
     assert "--fast_finetune goes with calib mode" in capsys.readouterr().err
     dpu = str(ROOT / "configs" / "dpu.json")
-    assert calibrate(tmp_path / "out", "--fast_finetune", "adaquant", model=model, config=dpu) == 2
+    assert (
+        calibrate(tmp_path / "out", "--fast_finetune", "adaquant", model=model, config=dpu) == 2
+    )
     assert "use --fast_finetune adaround" in capsys.readouterr().err
     assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=dpu) == 0

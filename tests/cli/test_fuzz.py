@@ -37,7 +37,9 @@ def test_edited_saved_models_load_and_run_or_are_refused(tmp_path: Path) -> None
     assert {end for _, end, _ in ends} == {"ok", "refused"}
 
 
-def test_edited_checkpoints_are_gone_on_with_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edited_checkpoints_are_gone_on_with_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "EVERY_S", 0.0)
     runs = checkpoints.prepared(tmp_path, step=17)
     for seed in range(25):
@@ -45,7 +47,9 @@ def test_edited_checkpoints_are_gone_on_with_or_refused(tmp_path: Path, monkeypa
         assert code in (0, 5) and is_right, f"seed {seed}: exit {code}: {done}: {said}"
 
 
-def test_random_networks_agree_with_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_networks_agree_with_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "EVERY_S", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as forks have

@@ -36,17 +36,26 @@ def extend(model: str, text: str) -> None:
     Path(model).write_text(f"from pathlib import Path\n{Path(model).read_text()}\n{text}")
 
 
-def test_without_evaluate_no_data_are_read(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    extend(model, "def evaluation_data():\n    raise RuntimeError('these data are not to be read')\n")
+def test_without_evaluate_no_data_are_read(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extend(
+        model,
+        "def evaluation_data():\n    raise RuntimeError('these data are not to be read')\n",
+    )
     assert check(tmp_path / "out", "--gate", "top1_agrement>=1", model=model) == 2
     assert 'did you mean "top1_agreement"?' in capsys.readouterr().err
     assert check(tmp_path / "out", "--gate", "exact_equal>=1", model=model) == 2
     assert "there is no metric 'exact_equal'" in capsys.readouterr().err
-    assert run_command(["--quant_mode", "float", "--model", model, "--gate", "sqnr_db>=20"]) == 2
+    assert (
+        run_command(["--quant_mode", "float", "--model", model, "--gate", "sqnr_db>=20"]) == 2
+    )
     assert "known here: perplexity, top1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "holds"), [("a==1", True), ("a == 0.5", False), ("a>1", False), ("a<=1", True)])
+@pytest.mark.parametrize(
+    ("text", "holds"), [("a==1", True), ("a == 0.5", False), ("a>1", False), ("a<=1", True)]
+)
 def test_comparisons(text: str, holds: bool) -> None:
     assert parse_gate(text).holds({"a": 1.0}) is holds
 
@@ -54,7 +63,9 @@ def test_comparisons(text: str, holds: bool) -> None:
 def test_all_that_is_measured_is_known(model: str, tmp_path: Path) -> None:
     assert check(tmp_path / "out", "--gate", "top1_drop<=1", model=model) == 0
     found = {*json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))["metrics"]}
-    assert found == {name for name in names_in_test(MEASURED, Options()) if not name.startswith("perplexity")} - {
+    assert found == {
+        name for name in names_in_test(MEASURED, Options()) if not name.startswith("perplexity")
+    } - {
         "equal_outputs"  # of models whose outputs are integers
     }
 
@@ -68,7 +79,10 @@ def test_metrics_of_evaluate_are_known_after_the_float_model(
     assert 'did you mean "rows"?' in capsys.readouterr().err
     assert calls.read_text() == "x"
     assert json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))["metrics"] == {}
-    assert check(tmp_path / "out", "--gate", "rows_drop<=0", "--gate", "sqnr_db>=1", model=model) == 0
+    assert (
+        check(tmp_path / "out", "--gate", "rows_drop<=0", "--gate", "sqnr_db>=1", model=model)
+        == 0
+    )
     assert calls.read_text() == "xxx"
     assert check(tmp_path / "out", "--gate", "sqnr_db>=1", model=model) == 0
     assert calls.read_text() == "xxxxx"
@@ -78,12 +92,15 @@ def test_a_model_that_returns_integers_is_measured_by_them(
     toy: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With weights of two bits an argmax often chooses another class: no gate may call that perfect."""
-    net = (
-        "class Net(torch.nn.Linear):\n        def forward(self, x):\n            return super().forward(x).argmax(1)\n"
+    net = "class Net(torch.nn.Linear):\n        def forward(self, x):\n            return super().forward(x).argmax(1)\n"
+    path = toy(
+        "return [torch.randn(32, 8, generator=torch.Generator().manual_seed(1))]",
+        f"{net}    return Net(8, 9)",
     )
-    path = toy("return [torch.randn(32, 8, generator=torch.Generator().manual_seed(1))]", f"{net}    return Net(8, 9)")
     config = tmp_path / "two.json"
-    config.write_text('{"global_quant_config": {"weight": {"dtype": "int2", "qscheme": "per_tensor"}}}')
+    config.write_text(
+        '{"global_quant_config": {"weight": {"dtype": "int2", "qscheme": "per_tensor"}}}'
+    )
     assert calibrate(tmp_path / "out", model=path, config=str(config)) == 0
     capsys.readouterr()
     assert check(tmp_path / "out", model=path) == 0
@@ -105,8 +122,13 @@ def test_a_quantized_network_that_gives_infinity_fails_without_a_gate(
     preset = Path(__file__).parents[2] / "configs" / "cpu_int8.json"
     config = tmp_path / "inputs.json"
     config.write_text(
-        json.dumps(json.loads(preset.read_text()) | {"quantizable_data_type": ["input"], "tensor_quantize_config": {}})
+        json.dumps(
+            json.loads(preset.read_text())
+            | {"quantizable_data_type": ["input"], "tensor_quantize_config": {}}
+        )
     )
     assert calibrate(tmp_path / "out", model=path, config=str(config)) == 0
     assert check(tmp_path / "out", model=path) == 1
-    assert "error: batch 0: the quantized network gives NaN or infinity" in capsys.readouterr().err
+    assert (
+        "error: batch 0: the quantized network gives NaN or infinity" in capsys.readouterr().err
+    )

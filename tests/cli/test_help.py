@@ -17,23 +17,47 @@ HELPS = [[], *([name] for name in COMMANDS)]
 FROM_INIT = ("net.json", "my_model.py")
 
 
-def help_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def help_of(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
     monkeypatch.setenv("COLUMNS", "80")
     assert run_command([*arguments, "--help"]) == 0
     return capsys.readouterr().out
 
 
-def test_options_are_in_groups(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_in_groups(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = help_of([], monkeypatch, capsys)
     sections = dict(re.findall(r"^(\w+):\n((?:  .*\n)+)", text, re.MULTILINE))
-    assert list(sections) == ["Commands", "Options", "Model", "Data", "Algorithm", "Output", "Debugging"]
-    of_group = {title: re.findall(r"^  (?:-\w, )?--(\w+)", rows, re.MULTILINE) for title, rows in sections.items()}
+    assert list(sections) == [
+        "Commands",
+        "Options",
+        "Model",
+        "Data",
+        "Algorithm",
+        "Output",
+        "Debugging",
+    ]
+    of_group = {
+        title: re.findall(r"^  (?:-\w, )?--(\w+)", rows, re.MULTILINE)
+        for title, rows in sections.items()
+    }
     assert of_group["Options"] == ["quant_mode", "config_file", "version", "help"]
     assert of_group["Model"] == ["model", "weights", "trust", "device"]
-    assert of_group["Algorithm"] == ["fast_finetune", "dpu_accuracy", "memory", "seed", "resume"]
+    assert of_group["Algorithm"] == [
+        "fast_finetune",
+        "dpu_accuracy",
+        "memory",
+        "seed",
+        "resume",
+    ]
     assert of_group["Debugging"] == ["inspect", "rank_timeout", "exact", "debug"]
     assert sum(map(len, of_group.values())) == len(cli.get_params(click.Context(cli)))
-    columns = {len(row[1]) for row in re.finditer(r"^(  (?:-\w, )?-?-?\w+(?: [A-Z]+)?  +)\S", text, re.MULTILINE)}
+    columns = {
+        len(row[1])
+        for row in re.finditer(r"^(  (?:-\w, )?-?-?\w+(?: [A-Z]+)?  +)\S", text, re.MULTILINE)
+    }
     assert columns == {24}
 
 
@@ -43,7 +67,9 @@ def test_examples_are_commands_for_files_that_a_user_of_the_wheel_has(
 ) -> None:
     text = help_of(command, monkeypatch, capsys)
     assert max(map(len, text.splitlines())) <= 80
-    examples = [shlex.split(line)[1:] for line in re.findall(r"^  (quantizer .*)$", text, re.MULTILINE)]
+    examples = [
+        shlex.split(line)[1:] for line in re.findall(r"^  (quantizer .*)$", text, re.MULTILINE)
+    ]
     assert examples
     for example in examples:
         words = example[: example.index(">")] if ">" in example else example
@@ -53,15 +79,26 @@ def test_examples_are_commands_for_files_that_a_user_of_the_wheel_has(
             inner = cli.get_command(context, name)
             assert inner is not None
             inner.make_context(name, words[1:], parent=context)
-        read = [word for word, option in zip(words[1:], words, strict=False) if option not in ("-o", "--output")]
-        assert {word for word in read if "." in word} <= {*FROM_INIT, "other.json", "layer1.conv1", "layer1.*"}
+        read = [
+            word
+            for word, option in zip(words[1:], words, strict=False)
+            if option not in ("-o", "--output")
+        ]
+        assert {word for word in read if "." in word} <= {
+            *FROM_INIT,
+            "other.json",
+            "layer1.conv1",
+            "layer1.*",
+        }
 
 
 @pytest.mark.parametrize("command", HELPS, ids=lambda command: "".join(command) or "quantizer")
 def test_a_variable_is_called_as_its_option(command: list[str]) -> None:
     found = cli.get_command(click.Context(cli), command[0]) if command else cli
     assert found is not None
-    options = [one for one in found.params if isinstance(one, click.Option) and not one.secondary_opts]
+    options = [
+        one for one in found.params if isinstance(one, click.Option) and not one.secondary_opts
+    ]
     assert [one.opts[0].removeprefix("--") for one in options] == [one.name for one in options]
 
 
@@ -75,20 +112,36 @@ def test_a_variable_is_called_as_its_option(command: list[str]) -> None:
     ],
 )
 def test_shells_complete_without_torch(words: str, expected: str) -> None:
-    environment = {"_QUANTIZER_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    done = subprocess.run([sys.executable, "-c", BLOCKED], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        "_QUANTIZER_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.stdout.split(), done.stderr) == ([expected], "")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("analyze --metric sqnr_db>=2 --tensors --config net.json --model my_model.py", "--tensors has no effect here"),
+        (
+            "analyze --metric sqnr_db>=2 --tensors --config net.json --model my_model.py",
+            "--tensors has no effect here",
+        ),
         (
             "analyze --metric sqnr_db>=2 --choices 2 --config net.json --model my_model.py",
             "--choices has no effect here",
         ),
-        ("analyze --evaluate my_model.py --config net.json --model my_model.py", "--evaluate has no effect here"),
+        (
+            "analyze --evaluate my_model.py --config net.json --model my_model.py",
+            "--evaluate has no effect here",
+        ),
         ("diff net.json net.json --top 3", "--top has no effect here"),
         ("diff . . --model my_model.py", "--model has no effect here"),
         ("report . --plots_as png", "--plots_as has no effect here"),

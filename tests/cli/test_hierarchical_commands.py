@@ -48,7 +48,14 @@ def words(folder: Path, command: str, content: dict[str, Any]) -> list[str]:
     given = {
         "plan": ["plan", "--config_file", str(path)],
         "explain": ["explain", "--config", str(path)],
-        "calib": ["--quant_mode", "calib", "--output_dir", str(folder / "out"), "--config_file", str(path)],
+        "calib": [
+            "--quant_mode",
+            "calib",
+            "--output_dir",
+            str(folder / "out"),
+            "--config_file",
+            str(path),
+        ],
     }
     return [*given[command], "--model", str(model)]
 
@@ -59,10 +66,14 @@ def line_of(folder: Path, key: str) -> int:
     return text[: text.index(key)].count("\n") + 1
 
 
-def test_the_plan_counts_layers_and_tensors_of_each_level(tmp_path: Path, capsys: Capture) -> None:
+def test_the_plan_counts_layers_and_tensors_of_each_level(
+    tmp_path: Path, capsys: Capture
+) -> None:
     assert run_command([*words(tmp_path, "plan", LEVELS), "--json"]) == 0
     rules = {row["rule"]: row for row in json.loads(capsys.readouterr().out)["rules"]}
-    assert {label: len(row["layers"]) for label, row in rules.items() if label != "default"} == {
+    assert {
+        label: len(row["layers"]) for label, row in rules.items() if label != "default"
+    } == {
         "global_quant_config": 3,
         'layer_type_quant_config["Linear"]': 2,
         'layer_quant_config["head"]': 1,
@@ -74,7 +85,9 @@ def test_the_plan_counts_layers_and_tensors_of_each_level(tmp_path: Path, capsys
     assert ['layer_type_quant_config["Linear"]', "Linear", "2", "2"] in rows
 
 
-def test_a_layer_is_explained_with_the_place_of_each_value(tmp_path: Path, capsys: Capture) -> None:
+def test_a_layer_is_explained_with_the_place_of_each_value(
+    tmp_path: Path, capsys: Capture
+) -> None:
     assert run_command([*words(tmp_path, "explain", LEVELS), "head"]) == 0
     told = [line.split() for line in capsys.readouterr().out.splitlines()]
     places = {line[1]: line[2].split(":")[1] for line in told if line[0] == "dtype"}
@@ -88,9 +101,24 @@ def test_a_layer_is_explained_with_the_place_of_each_value(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("blocks", "key", "said", "near"),
     [
-        ({"layer_quant_config": {"hiden": W8}}, '"hiden"', "matches no layer", "closest: hidden"),
-        ({"layer_quant_config": {"*.hidden": W8}}, '"*.hidden"', "matches no layer", "closest: hidden"),
-        ({"layer_type_quant_config": {"Linaer": W8}}, '"Linaer"', "matches no layer", "torch.nn.Linear"),
+        (
+            {"layer_quant_config": {"hiden": W8}},
+            '"hiden"',
+            "matches no layer",
+            "closest: hidden",
+        ),
+        (
+            {"layer_quant_config": {"*.hidden": W8}},
+            '"*.hidden"',
+            "matches no layer",
+            "closest: hidden",
+        ),
+        (
+            {"layer_type_quant_config": {"Linaer": W8}},
+            '"Linaer"',
+            "matches no layer",
+            "torch.nn.Linear",
+        ),
         ({"exclude": ["haed"]}, '"haed"', "matches no layer", "closest: head"),
     ],
 )
@@ -117,5 +145,9 @@ def test_a_group_size_that_does_not_divide_is_told_for_all_layers_before_data_ar
     assert f"q.json:{line_of(tmp_path, 'group_size')}:" in told
     assert all(
         re.search(rf"{length} long in weights of \S*{re.escape(path)}", told)
-        for path, length in (("Linear[hidden]/linear", 32), ("Linear[head]/linear", 16), ("Conv2d[stem]/conv2d", 3))
+        for path, length in (
+            ("Linear[hidden]/linear", 32),
+            ("Linear[head]/linear", 16),
+            ("Conv2d[stem]/conv2d", 3),
+        )
     )

@@ -27,17 +27,30 @@ def test_written_config_is_valid_for_the_device(device: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("strategy", ["weight_only", "static", "dynamic"])
 @pytest.mark.parametrize("device", ["CPU", "GPU"])
-def test_strategies_have_the_hierarchical_form(strategy: str, device: str, tmp_path: Path) -> None:
+def test_strategies_have_the_hierarchical_form(
+    strategy: str, device: str, tmp_path: Path
+) -> None:
     path = tmp_path / "net.json"
-    assert run_command(["init", "--strategy", strategy, "--device", device, "-o", str(path)]) == 0
+    assert (
+        run_command(["init", "--strategy", strategy, "--device", device, "-o", str(path)]) == 0
+    )
     result = load_config(path)
     assert result.diagnostics == ()
     config = result.require()
     assert (config.form, config.settings.target_device) == ("hierarchical", device)
     everywhere = config.rules[1]
-    assert everywhere.adds == ({"weights"} if strategy == "weight_only" else {"weights", "input"})
-    dynamic = {role: fields["is_dynamic"].value for role, fields in everywhere.fields.items() if role == "input"}
-    assert dynamic == {"weight_only": {}, "static": {"input": False}, "dynamic": {"input": True}}[strategy]
+    assert everywhere.adds == (
+        {"weights"} if strategy == "weight_only" else {"weights", "input"}
+    )
+    dynamic = {
+        role: fields["is_dynamic"].value
+        for role, fields in everywhere.fields.items()
+        if role == "input"
+    }
+    assert (
+        dynamic
+        == {"weight_only": {}, "static": {"input": False}, "dynamic": {"input": True}}[strategy]
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["smoothquant", "awq", "gptq"])
@@ -81,12 +94,18 @@ def test_what_is_for_language_models_leaves_their_embeddings_and_head_in_float(
 ) -> None:
     path = tmp_path / "net.json"
     assert run_command(["init", "--strategy", algorithm, "-o", str(path)]) == 0
-    names = {"words": "torch.nn.Embedding(9, 128)", "up": "torch.nn.Linear(128, 128)", "out": "torch.nn.Linear(128, 9)"}
+    names = {
+        "words": "torch.nn.Embedding(9, 128)",
+        "up": "torch.nn.Linear(128, 128)",
+        "out": "torch.nn.Linear(128, 9)",
+    }
     built = ", ".join(f"({name!r}, {module})" for name, module in names.items())
     ordered = f"return torch.nn.Sequential(__import__('collections').OrderedDict([{built}]))"
     model = toy(data="return [torch.ones(4, 3, dtype=torch.long)]", model=ordered)
     assert run_command(["plan", "--config_file", str(path), "--model", model, "--json"]) == 0
-    quantized = [row["name"] for row in json.loads(capsys.readouterr().out)["layers"] if "tensors" in row]
+    quantized = [
+        row["name"] for row in json.loads(capsys.readouterr().out)["layers"] if "tensors" in row
+    ]
     assert quantized == ["Sequential::Sequential/Linear[up]/linear"]
 
 
@@ -107,7 +126,9 @@ def test_the_dpu_has_no_strategies(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layered form" in capsys.readouterr().err
 
 
-def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "net.json"
     path.write_text("mine")
     assert run_command(["init", "-o", str(path)]) == 2
@@ -117,7 +138,9 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFi
     assert load_config(path).config is not None
 
 
-def test_standard_output(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_output(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command(["init", "-o", "-"]) == 0
     Path("out.json").write_text(capsys.readouterr().out, encoding="utf-8")
@@ -125,19 +148,32 @@ def test_standard_output(capsys: pytest.CaptureFixture[str], tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("target", ["", "missing/folder/net.json"])
-def test_places_that_cannot_be_written(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_places_that_cannot_be_written(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(["init", "-o", str(tmp_path / target)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_a_config_names_the_address_of_its_schema(tmp_path: Path) -> None:
-    for words, form in ((["--device", "DPU"], "layered"), (["--strategy", "gptq"], "hierarchical")):
-        assert run_command(["init", *words, "-o", str(tmp_path / "net.json"), "--overwrite"]) == 0
-        schema = json.loads((CONFIGS.parent / "schemas" / f"{form}.schema.json").read_text("utf-8"))
-        assert json.loads((tmp_path / "net.json").read_text("utf-8"))["$schema"] == schema["$id"]
+    for words, form in (
+        (["--device", "DPU"], "layered"),
+        (["--strategy", "gptq"], "hierarchical"),
+    ):
+        assert (
+            run_command(["init", *words, "-o", str(tmp_path / "net.json"), "--overwrite"]) == 0
+        )
+        schema = json.loads(
+            (CONFIGS.parent / "schemas" / f"{form}.schema.json").read_text("utf-8")
+        )
+        assert (
+            json.loads((tmp_path / "net.json").read_text("utf-8"))["$schema"] == schema["$id"]
+        )
 
 
-def test_a_transformer_is_offered_more_than_static_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_transformer_is_offered_more_than_static_ranges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tmp_path / "encoder.py"
     model.write_text(
         "from encoders import Encoder, sentences\n\nmodel = Encoder\n\n\n"
@@ -146,7 +182,18 @@ def test_a_transformer_is_offered_more_than_static_ranges(tmp_path: Path, capsys
     told = []
     for words in (["--strategy", "static"], ["--strategy", "dynamic"]):
         assert (
-            run_command(["init", *words, "--model", str(model), "-o", str(tmp_path / "net.json"), "--overwrite"]) == 0
+            run_command(
+                [
+                    "init",
+                    *words,
+                    "--model",
+                    str(model),
+                    "-o",
+                    str(tmp_path / "net.json"),
+                    "--overwrite",
+                ]
+            )
+            == 0
         )
         told.append(capsys.readouterr().err)
     assert "linear layers read what a normalization makes, for example Encoder::" in told[0]
@@ -154,6 +201,8 @@ def test_a_transformer_is_offered_more_than_static_ranges(tmp_path: Path, capsys
     assert "normalization" not in told[1]
 
 
-def test_options_of_a_model_need_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_a_model_need_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(["init", "--batch_size", "2", "-o", str(tmp_path / "net.json")]) == 2
     assert "--batch_size has no effect here" in capsys.readouterr().err

@@ -100,7 +100,9 @@ SHOWN = {
         "14 layers read 10 values; factors": "4 2 4",
     },
     "Mixture": {
-        ", ".join(("moe.router", *(f"moe.experts.{n}.{w}" for n in range(3) for w in ("w1", "w3")))): "norm",
+        ", ".join(
+            ("moe.router", *(f"moe.experts.{n}.{w}" for n in range(3) for w in ("w1", "w3")))
+        ): "norm",
         **{f"moe.experts.{n}.w2": f"moe.experts.{n}.w3" for n in range(3)},
         "head": "norm",
         "21 layers read 9 values; factors": "3 6 0",
@@ -136,13 +138,23 @@ def network(tmp_path: Path) -> str:
 
 def config(tmp_path: Path, **names: object) -> str:
     path = tmp_path / "q.json"
-    weight = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0, "observer_cls": "PerChannelMinMaxObserver"}
-    content = {"global_quant_config": {"weight": weight}, "algo_config": {"name": "gptq", **names}}
+    weight = {
+        "dtype": "int4",
+        "qscheme": "per_channel",
+        "ch_axis": 0,
+        "observer_cls": "PerChannelMinMaxObserver",
+    }
+    content = {
+        "global_quant_config": {"weight": weight},
+        "algo_config": {"name": "gptq", **names},
+    }
     path.write_text(json.dumps(content, indent=2), "utf-8")
     return str(path)
 
 
-def test_it_shows_each_kind_of_block_once_and_what_is_outside(network: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_shows_each_kind_of_block_once_and_what_is_outside(
+    network: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(["inspect", "--algorithms", "--model", network]) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == TEXT.splitlines()
 
@@ -160,9 +172,14 @@ def test_architectures(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     for line in capsys.readouterr().out.splitlines():
         if row := re.fullmatch(r"(.+?) {2,}\d+ {2,}(.+?) *", line):
             shown[row[1]] = (*shown.get(row[1], ()), row[2])
-        elif row := re.fullmatch(r"(.+) fold into .* for (\d+), .* for (\d+), .* for (\d+)", line):
+        elif row := re.fullmatch(
+            r"(.+) fold into .* for (\d+), .* for (\d+), .* for (\d+)", line
+        ):
             shown[row[1]] = (" ".join(row.groups()[1:]),)
-    wanted = {key: where if isinstance(where, tuple) else (where,) for key, where in SHOWN[name].items()}
+    wanted = {
+        key: where if isinstance(where, tuple) else (where,)
+        for key, where in SHOWN[name].items()
+    }
     assert {key: tuple(dict.fromkeys(where)) for key, where in shown.items()} == wanted
 
 
@@ -179,7 +196,9 @@ def test_names_of_the_config_are_shown_by_algorithm(
     network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config(tmp_path, inside_layer_modules=["up", "down"], model_decoder_layers="layers")
-    assert run_command(["inspect", "--algorithms", "--model", network, "--config_file", path]) == 0
+    assert (
+        run_command(["inspect", "--algorithms", "--model", network, "--config_file", path]) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "gptq (algo_config):"
     assert lines[3].split() == ["up", "8", "norm;", "also", "changes", "gate"]
@@ -189,7 +208,9 @@ def test_a_name_that_the_model_does_not_have_is_told_where_it_stands(
     network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config(tmp_path, inside_layer_modules=["upp"], model_decoder_layers="layers")
-    assert run_command(["inspect", "--algorithms", "--model", network, "--config_file", path]) == 2
+    assert (
+        run_command(["inspect", "--algorithms", "--model", network, "--config_file", path]) == 2
+    )
     told = capsys.readouterr().err
     assert "error QZ501: there is no module 'upp'" in told
     assert "did you mean 'up'?" in told

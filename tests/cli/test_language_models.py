@@ -54,7 +54,9 @@ def run(mode: str, *more: str, model: str = "net.py") -> int:
 TEXT_DATA = ("--data", "text.txt", "--seq_len", "16")
 
 
-def test_perplexity_of_a_file_with_a_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_perplexity_of_a_file_with_a_tokenizer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("float", *TEXT_DATA, "--json") == 0
     before = json.loads(capsys.readouterr().out)["metrics"]["perplexity"]
     assert 200 < before < 700, "about as many as there are bytes"
@@ -68,7 +70,9 @@ def test_perplexity_of_a_file_with_a_tokenizer(folder: Path, capsys: pytest.Capt
     assert run("test", *TEXT_DATA, "--gate", "perplexity<=100") == 1
 
 
-def test_a_stride_scores_tokens_with_more_before_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stride_scores_tokens_with_more_before_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = []
     for stride in ((), ("--stride", "4")):
         assert run("float", *TEXT_DATA, *stride, "--json", "--batch_size", "3") == 0
@@ -85,7 +89,9 @@ def test_what_needs_no_data_is_calibrated_without(
     said = capsys.readouterr().err
     assert "Missing option '--data'" in said
     assert "example_input() in the model's file" in said
-    (folder / "net.py").write_text(NET + "def example_input(): return torch.zeros(1, 16, dtype=torch.long)\n")
+    (folder / "net.py").write_text(
+        NET + "def example_input(): return torch.zeros(1, 16, dtype=torch.long)\n"
+    )
     assert run("calib", "--config_file", config) == 0
     assert "tensors quantized without data" in capsys.readouterr().out
     assert run("calib", "--config_file", STATIC) == 2, "this one needs them"
@@ -94,11 +100,17 @@ def test_what_needs_no_data_is_calibrated_without(
     assert "stamp" not in json.loads(capsys.readouterr().out)
 
 
-def test_random_data_give_the_shape_and_no_stamp(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "dense.py").write_text("import torch\ndef model(): return torch.nn.Linear(3, 2)\n")
+def test_random_data_give_the_shape_and_no_stamp(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "dense.py").write_text(
+        "import torch\ndef model(): return torch.nn.Linear(3, 2)\n"
+    )
     torch.save(torch.ones(2, 3), "x.pt")
     for config, stamped in ((WEIGHTS_ONLY, False), (STATIC, True)):
-        assert run("calib", "--config_file", config, "--data", "random:4x3", model="dense.py") == 0
+        assert (
+            run("calib", "--config_file", config, "--data", "random:4x3", model="dense.py") == 0
+        )
         capsys.readouterr()
         assert run("test", "--data", "x.pt", "--json", model="dense.py") == 0
         assert ("stamp" in json.loads(capsys.readouterr().out)) == stamped
@@ -111,13 +123,29 @@ def test_random_data_give_the_shape_and_no_stamp(folder: Path, capsys: pytest.Ca
         ((*TEXT_DATA, "--stride", "17"), 2, "--stride must be from 1 to --seq_len, 16, not 17"),
         ((*TEXT_DATA, "--seq_len", "1"), 2, "--seq_len"),
         ((*TEXT_DATA, "--tokenizer", "missing"), 4, "there is no file or folder missing"),
-        (("--data", "random:2x3", "--stride", "2"), 2, "--stride is for texts, and the data are not texts"),
-        (("--data", "random:2x3", "--seq_len", "3"), 2, "--seq_len is for texts, and the data are not texts"),
-        (("--data", "random:2x3", "--tokenizer", "."), 2, "--tokenizer is for texts, and the data are not texts"),
+        (
+            ("--data", "random:2x3", "--stride", "2"),
+            2,
+            "--stride is for texts, and the data are not texts",
+        ),
+        (
+            ("--data", "random:2x3", "--seq_len", "3"),
+            2,
+            "--seq_len is for texts, and the data are not texts",
+        ),
+        (
+            ("--data", "random:2x3", "--tokenizer", "."),
+            2,
+            "--tokenizer is for texts, and the data are not texts",
+        ),
     ],
 )
 def test_options_that_do_not_go(
-    options: tuple[str, ...], code: int, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...],
+    code: int,
+    said: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("float", *options) == code
     assert said in capsys.readouterr().err
@@ -129,12 +157,19 @@ def llama(folder: Path) -> str:
     transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
     tokenizers = pytest.importorskip("tokenizers", reason="needs quantizer-torch[llm]")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 256}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 256,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 24}
     config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "llama")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.save(str(folder / "llama" / "tokenizer.json"))
     return "llama"
@@ -143,21 +178,31 @@ def llama(folder: Path) -> str:
 def test_a_hugging_face_folder(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Without `--seq_len` its windows are as long as its 24 positions; it stays in bfloat16."""
     assert run("calib", "--config_file", DYNAMIC, model=llama) == 0
-    assert run("test", "--data", "text.txt", "--gate", "perplexity_ratio<=1.05", model=llama) == 0
+    assert (
+        run("test", "--data", "text.txt", "--gate", "perplexity_ratio<=1.05", model=llama) == 0
+    )
     stored = load_file("quantize_result/weights.safetensors")
     assert {tensor.dtype for tensor in stored.values() if tensor.dim() == 2} == {torch.int8}
-    entries = json.loads(Path("quantize_result/quant_info.json").read_text())["tensors"].values()
-    assert {own["codes"]["dtype"] for roles in entries for own in roles.values() if "codes" in own} == {"bfloat16"}
+    entries = json.loads(Path("quantize_result/quant_info.json").read_text())[
+        "tensors"
+    ].values()
+    assert {
+        own["codes"]["dtype"] for roles in entries for own in roles.values() if "codes" in own
+    } == {"bfloat16"}
     capsys.readouterr()
     assert run_command(["inspect", "--model", llama, "--json"]) == 0
     said = capsys.readouterr()
     assert "Linear[q_proj]" in said.out
     assert "Loading weights" not in said.err, "no bar of another package in our logs"
     assert run("float", "--data", "text.txt", "--seq_len", "32", model=llama) == 2
-    assert "--seq_len 32: the model was made for at most 24 positions" in capsys.readouterr().err
+    assert (
+        "--seq_len 32: the model was made for at most 24 positions" in capsys.readouterr().err
+    )
 
 
-def test_results_hold_for_texts_of_any_length(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_hold_for_texts_of_any_length(
+    llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The check of the model traces it with the calibrated length; without `--seq_len`, that is the one that is run."""
     assert run("calib", "--config_file", WEIGHTS_ONLY, "--seq_len", "16", model=llama) == 0
     found = []
@@ -170,45 +215,87 @@ def test_results_hold_for_texts_of_any_length(llama: str, capsys: pytest.Capture
     weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
     save_file(weights, f"{llama}/model.safetensors", metadata={"format": "pt"})
     assert run("test", "--data", "text.txt", "--seq_len", "20", model=llama) == 5
-    assert "the weights are not those that were calibrated: model.layers.0.mlp.up_proj" in capsys.readouterr().err
+    assert (
+        "the weights are not those that were calibrated: model.layers.0.mlp.up_proj"
+        in capsys.readouterr().err
+    )
 
 
-def test_lengths_that_a_calibration_does_not_hold_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_that_a_calibration_does_not_hold_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     branch = "x = self.table(input_ids)\n        return self.head(x.relu() if x.shape[1] > 20 else x.tanh())"
-    (folder / "branch.py").write_text(NET.replace("return self.head(self.table(input_ids).relu())", branch))
+    (folder / "branch.py").write_text(
+        NET.replace("return self.head(self.table(input_ids).relu())", branch)
+    )
     assert run("calib", "--config_file", STATIC, *TEXT_DATA, model="branch.py") == 0
     capsys.readouterr()
     assert run("test", "--data", "text.txt", "--seq_len", "20", model="branch.py") == 0
     assert run("test", "--data", "text.txt", "--seq_len", "24", model="branch.py") == 5
     said = capsys.readouterr().err
     assert (
-        "calibrated with inputs of the shape [b, 16], this run has [b, 24]: then layer Net::Net/tanh is another" in said
+        "calibrated with inputs of the shape [b, 16], this run has [b, 24]: then layer Net::Net/tanh is another"
+        in said
     )
     assert "help: give --seq_len 16" in said
 
 
-def test_a_scale_for_each_position_fixes_the_length(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = {"dtype": "int8", "observer_cls": "PerChannelMinMaxObserver", "symmetric": True, "scale_type": "float"}
-    spec |= {"round_method": "half_even", "qscheme": "per_channel", "ch_axis": 1, "is_dynamic": False}
-    config = {"global_quant_config": {}, "layer_quant_config": {"head": {"input_tensors": spec}}}
+def test_a_scale_for_each_position_fixes_the_length(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = {
+        "dtype": "int8",
+        "observer_cls": "PerChannelMinMaxObserver",
+        "symmetric": True,
+        "scale_type": "float",
+    }
+    spec |= {
+        "round_method": "half_even",
+        "qscheme": "per_channel",
+        "ch_axis": 1,
+        "is_dynamic": False,
+    }
+    config = {
+        "global_quant_config": {},
+        "layer_quant_config": {"head": {"input_tensors": spec}},
+    }
     (folder / "positions.json").write_text(json.dumps(config))
     assert run("calib", "--config_file", "positions.json", *TEXT_DATA) == 0
     assert run("test", "--data", "text.txt") == 0
     assert run("test", "--data", "text.txt", "--seq_len", "24") == 5
-    assert "then input of layer Net::Net/Linear[head]/linear has 24 channels" in capsys.readouterr().err
+    assert (
+        "then input of layer Net::Net/Linear[head]/linear has 24 channels"
+        in capsys.readouterr().err
+    )
 
 
 FAMILIES = {
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24},
+    ),
     "bert": (
         "BertForMaskedLM",
         "BertConfig",
-        {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
     ),
     "t5": (
         "T5ForConditionalGeneration",
         "T5Config",
-        {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
+        {
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
+        },
     ),
 }
 
@@ -218,15 +305,22 @@ def saved(name: str, folder: Path) -> str:
     transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
     model, config, sizes = FAMILIES[name]
     torch.manual_seed(0)
-    network = getattr(transformers, model)(getattr(transformers, config)(vocab_size=256, **sizes))
+    network = getattr(transformers, model)(
+        getattr(transformers, config)(vocab_size=256, **sizes)
+    )
     network.save_pretrained(folder / name)
     return name
 
 
 @pytest.mark.parametrize("config", [WEIGHTS_ONLY, DYNAMIC])
-def test_another_family(config: str, llama: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_family(
+    config: str, llama: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """GPT-2 has learned positions, one projection for query, key and value, and weights the other way round."""
-    model, tokens = saved("gpt2", folder), ("--tokenizer", llama, "--data", "text.txt", "--seq_len", "16")
+    model, tokens = (
+        saved("gpt2", folder),
+        ("--tokenizer", llama, "--data", "text.txt", "--seq_len", "16"),
+    )
     assert run("calib", "--config_file", config, model=model) == 0
     capsys.readouterr()
     assert run("test", *tokens, "--gate", "perplexity_ratio<=1.05", "--json", model=model) == 0
@@ -236,12 +330,19 @@ def test_another_family(config: str, llama: str, folder: Path, capsys: pytest.Ca
 def test_a_model_of_masked_words_has_no_perplexity(
     llama: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, tokens = saved("bert", folder), ("--tokenizer", llama, "--data", "text.txt", "--seq_len", "16")
+    model, tokens = (
+        saved("bert", folder),
+        ("--tokenizer", llama, "--data", "text.txt", "--seq_len", "16"),
+    )
     assert run("calib", "--config_file", WEIGHTS_ONLY, model=model) == 0
     capsys.readouterr()
-    assert run("test", *tokens, "--json", model=model) == 0, "another length: BERT takes all positions, or some"
+    assert run("test", *tokens, "--json", model=model) == 0, (
+        "another length: BERT takes all positions, or some"
+    )
     said = capsys.readouterr()
-    assert said.err.count("BertForMaskedLM does not foretell the next token: no perplexity") == 1
+    assert (
+        said.err.count("BertForMaskedLM does not foretell the next token: no perplexity") == 1
+    )
     metrics = json.loads(said.out)["metrics"]
     assert metrics["sqnr_db"] > 30
     assert "perplexity" not in metrics
@@ -258,7 +359,9 @@ def test_an_encoder_and_a_decoder_need_more_than_a_text(
     assert "T5ForConditionalGeneration reads two texts" in capsys.readouterr().err
 
 
-def test_memory_is_that_of_the_batches_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_that_of_the_batches_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     looked = ["plan", "--config_file", WEIGHTS_ONLY, "--model", "net.py", *TEXT_DATA]
     for more, size in (((), 1), (("--batch_size", "4"), 4)):
         assert run_command([*looked, *more]) == 0

@@ -55,7 +55,9 @@ def read(folder: Path, name: str) -> Any:
 
 
 def test_a_lost_part_is_said_everywhere(
-    detector: tuple[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    detector: tuple[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, folder = detector
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
@@ -70,7 +72,11 @@ def test_a_lost_part_is_said_everywhere(
     report, run = read(folder, "report.json"), read(folder, "run.json")
     [warning] = report["warnings"]
     assert run["warnings"] == [warning]
-    assert (warning["kind"], warning["output"], warning["layer"]) == ("constant", "0.scores", "Detector::Detector/cat")
+    assert (warning["kind"], warning["output"], warning["layer"]) == (
+        "constant",
+        "0.scores",
+        "Detector::Detector/cat",
+    )
     rows = {row["name"]: row for row in report["outputs"]}
     assert {name: row["values"] for name, row in rows.items()} == {
         "0": 3 * 448,
@@ -87,7 +93,9 @@ def test_a_lost_part_is_said_everywhere(
     assert [part["name"] for part in file["parts"]] == ["0.boxes", "0.scores"]
 
 
-def test_a_gate_may_be_about_one_part(detector: tuple[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gate_may_be_about_one_part(
+    detector: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     model, folder = detector
     gates = [
         ("sqnr_db[0.boxes]>=30", 0),
@@ -107,7 +115,10 @@ def test_a_part_that_does_not_exist_is_refused_before_the_run(
     detector: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, folder = detector
-    for gate, near in {"sqnr_db[0.score]>=30": "sqnr_db[0.scores]", "sqnr[0.boxes]>1": "sqnr_db[0.boxes]"}.items():
+    for gate, near in {
+        "sqnr_db[0.score]>=30": "sqnr_db[0.scores]",
+        "sqnr[0.boxes]>1": "sqnr_db[0.boxes]",
+    }.items():
         assert check(folder, "--gate", gate, model=model) == 2
         assert f'did you mean "{near}"?' in capsys.readouterr().err
     assert check(folder, "--gate", "rows_kept>=1", model=model) == 2
@@ -117,11 +128,15 @@ def test_a_part_that_does_not_exist_is_refused_before_the_run(
     assert run_command(arguments) == 2
 
 
-def test_plan_lists_the_names(detector: tuple[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_lists_the_names(
+    detector: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     model, _ = detector
     config = str(Path(__file__).parents[2] / "configs" / "cpu_int8.json")
     assert run_command(["plan", "--config_file", config, "--model", model]) == 0
-    assert "output 0, in 2 parts: 0.boxes or 0[0:4], 0.scores or 0[4:7]" in capsys.readouterr().out
+    assert (
+        "output 0, in 2 parts: 0.boxes or 0[0:4], 0.scores or 0[4:7]" in capsys.readouterr().out
+    )
     assert run_command(["plan", "--config_file", config, "--model", model, "--json"]) == 0
     [output] = json.loads(capsys.readouterr().out)["outputs"]
     assert [(part["name"], part["index"]) for part in output["parts"]] == [
@@ -130,7 +145,9 @@ def test_plan_lists_the_names(detector: tuple[str, Path], capsys: pytest.Capture
     ]
 
 
-def test_json_has_outputs_and_warnings(detector: tuple[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_outputs_and_warnings(
+    detector: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     model, folder = detector
     assert check(folder, "--json", model=model) == 0
     content = json.loads(capsys.readouterr().out)
@@ -138,16 +155,27 @@ def test_json_has_outputs_and_warnings(detector: tuple[str, Path], capsys: pytes
     assert [warning["output"] for warning in content["warnings"]] == ["0.scores"]
 
 
-@pytest.mark.parametrize(("value", "is_said"), [("0.5", False), ("float(model(next(iter(data))).max())", True)])
+@pytest.mark.parametrize(
+    ("value", "is_said"), [("0.5", False), ("float(model(next(iter(data))).max())", True)]
+)
 def test_a_low_sqnr_needs_no_sentence_where_the_task_is_held(
-    value: str, is_said: bool, detector: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    value: str,
+    is_said: bool,
+    detector: tuple[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A network of two bits has few dB, and a metric that says that it is as good, or as bad."""
     path = tmp_path / "net.py"
-    text = DETECTOR.replace("torch.cat([self.boxes(x).sigmoid() * 640, self.scores(x).sigmoid()], 1)", "self.boxes(x)")
+    text = DETECTOR.replace(
+        "torch.cat([self.boxes(x).sigmoid() * 640, self.scores(x).sigmoid()], 1)",
+        "self.boxes(x)",
+    )
     path.write_text(f"{text}\ndef evaluate(model, data):\n    return {{'ap': {value}}}\n")
     config = tmp_path / "two.json"
-    config.write_text('{"global_quant_config": {"weight": {"dtype": "int2", "qscheme": "per_tensor"}}}')
+    config.write_text(
+        '{"global_quant_config": {"weight": {"dtype": "int2", "qscheme": "per_tensor"}}}'
+    )
     assert calibrate(tmp_path / "two", model=str(path), config=str(config)) == 0
     capsys.readouterr()
     assert check(tmp_path / "two", model=str(path)) == 0

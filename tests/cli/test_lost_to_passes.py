@@ -49,7 +49,10 @@ class Detector(nn.Module):
 
 
 def data() -> list[Tensor]:
-    return [torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    return [
+        torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(seed))
+        for seed in range(3)
+    ]
 
 
 def ratio_db(exact: Tensor, found: Tensor) -> float:
@@ -98,7 +101,9 @@ def test_names_of_outputs_are_text_in_a_notebook() -> None:
     assert "<b>" not in tested._repr_html_()
 
 
-def test_what_quantization_costs_another_output_is_still_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_quantization_costs_another_output_is_still_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A pass has ruined one output, and quantization makes one value of another."""
 
     class Joined(Detector):
@@ -113,7 +118,9 @@ def test_what_quantization_costs_another_output_is_still_said(caplog: pytest.Log
 
     config = json.loads((Path(__file__).parents[2] / "configs" / "dpu.json").read_text())
     with caplog.at_level(logging.WARNING):
-        tested = quantizer.calibrate(Joined().eval(), config | {"convert_relu6_to_relu": True}, data()).test()
+        tested = quantizer.calibrate(
+            Joined().eval(), config | {"convert_relu6_to_relu": True}, data()
+        ).test()
     assert tested.passes.passes.name == "scores"
     assert {warning["output"] for warning in tested.to_json()["warnings"]} == {"large.small"}
     assert "dB of the model's output scores on one batch" in caplog.text

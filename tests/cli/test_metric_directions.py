@@ -71,15 +71,41 @@ def drops(folder: Path, model: str, *more: str) -> dict[str, float]:
 def test_names_say_which_way_a_metric_is_good(folder: Path, tmp_path: Path) -> None:
     lower = ["perplexity", "loss", "mae", "mse", "rmse", "wer", "cer", "eer", "fid"]
     lower += ["val_loss", "mae_m", "loss/val", "Test.MSE", "wer@clean", "val loss", "iou_loss"]
-    higher = ["top1", "top5", "top_5", "top-10", "accuracy", "acc", "f1_macro", "mAP@0.5", "map50", "val-mIoU"]
+    higher = [
+        "top1",
+        "top5",
+        "top_5",
+        "top-10",
+        "accuracy",
+        "acc",
+        "f1_macro",
+        "mAP@0.5",
+        "map50",
+        "val-mIoU",
+    ]
     higher += ["auc", "bleu", "PSNR", "ssim"]
-    unknown = ["mean", "lossless", "neg_mse", "map_mse", "latency", "mapping", "top_speed", "stop1"]
+    unknown = [
+        "mean",
+        "lossless",
+        "neg_mse",
+        "map_mse",
+        "latency",
+        "mapping",
+        "top_speed",
+        "stop1",
+    ]
     found = drops(folder, evaluated(tmp_path, [*lower, *higher, *unknown]))
-    assert found == {f"{name}_drop": 2.0 for name in lower} | {f"{name}_drop": -2.0 for name in higher}
+    assert found == {f"{name}_drop": 2.0 for name in lower} | {
+        f"{name}_drop": -2.0 for name in higher
+    }
 
 
-@pytest.mark.parametrize(("gate", "code"), [("mae_drop<=0.1", 1), ("mae_drop>=2", 0), ("mae<=1", 1)])
-def test_a_gate_on_a_drop_fails_where_the_error_grows(folder: Path, tmp_path: Path, gate: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("gate", "code"), [("mae_drop<=0.1", 1), ("mae_drop>=2", 0), ("mae<=1", 1)]
+)
+def test_a_gate_on_a_drop_fails_where_the_error_grows(
+    folder: Path, tmp_path: Path, gate: str, code: int
+) -> None:
     assert check(folder, "--gate", gate, model=evaluated(tmp_path, ["mae"])) == code
 
 
@@ -98,11 +124,16 @@ def test_a_file_declares_what_its_metrics_mean(
     assert drops(folder, evaluated(tmp_path, names, more)) == {f"{names[0]}_drop": drop}
 
 
-def test_the_file_of_evaluate_goes_before_that_of_the_model(folder: Path, tmp_path: Path) -> None:
+def test_the_file_of_evaluate_goes_before_that_of_the_model(
+    folder: Path, tmp_path: Path
+) -> None:
     model = evaluated(tmp_path, [], 'HIGHER_IS_BETTER = {"ripple", "gap"}')
     other = tmp_path / "metrics.py"
     other.write_text(f'{EVALUATE}\nnames = ["ripple", "gap"]\nLOWER_IS_BETTER = {{"ripple"}}\n')
-    assert drops(folder, model, "--evaluate", str(other)) == {"ripple_drop": 2.0, "gap_drop": -2.0}
+    assert drops(folder, model, "--evaluate", str(other)) == {
+        "ripple_drop": 2.0,
+        "gap_drop": -2.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,15 +153,22 @@ def test_a_declaration_that_is_none_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_a_declared_name_that_no_metric_has_is_a_warning(folder: Path, tmp_path: Path, capsys: Capture) -> None:
-    assert check(folder, model=evaluated(tmp_path, ["ripple"], 'LOWER_IS_BETTER = {"riple"}')) == 0
+def test_a_declared_name_that_no_metric_has_is_a_warning(
+    folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert (
+        check(folder, model=evaluated(tmp_path, ["ripple"], 'LOWER_IS_BETTER = {"riple"}')) == 0
+    )
     assert 'evaluate() gives no metric "riple"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("gate", "said"),
     [
-        ("ripple_drop<=0.1", 'write LOWER_IS_BETTER = {"ripple"} or HIGHER_IS_BETTER = {"ripple"}'),
+        (
+            "ripple_drop<=0.1",
+            'write LOWER_IS_BETTER = {"ripple"} or HIGHER_IS_BETTER = {"ripple"}',
+        ),
         ("riple<=0.1", 'did you mean "ripple"?'),
         ("top1>=0.5", "there is no metric 'top1'"),
         ("equal_outputs>=0.5", "is not measured: all that the model returns"),
@@ -145,7 +183,12 @@ def test_a_gate_on_what_nobody_measures_ends_before_the_quantized_network_runs(
         assert check(folder, "--gate", gate, model=model) == 2
     else:
         config = str(Path(__file__).parents[2] / "configs" / "cpu_int8.json")
-        assert run_command(["analyze", "--metric", gate, "--config_file", config, "--model", model]) == 2
+        assert (
+            run_command(
+                ["analyze", "--metric", gate, "--config_file", config, "--model", model]
+            )
+            == 2
+        )
     assert said in capsys.readouterr().err
 
 
@@ -178,15 +221,22 @@ def test_without_evaluate_it_ends_before_any_network_runs(
     assert ((folder / "layers.csv").read_bytes() if before else None) == before
 
 
-def test_float_mode_without_targets_ends_before_the_model_runs(tmp_path: Path, capsys: Capture) -> None:
+def test_float_mode_without_targets_ends_before_the_model_runs(
+    tmp_path: Path, capsys: Capture
+) -> None:
     model = tmp_path / "toy.py"
     model.write_text(MODEL)
-    assert run_command(["--quant_mode", "float", "--model", str(model), "--gate", "top1>=0.5"]) == 2
+    assert (
+        run_command(["--quant_mode", "float", "--model", str(model), "--gate", "top1>=0.5"])
+        == 2
+    )
     assert "is not measured: the data have no targets" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["float", "test"])
-def test_a_gate_that_holds_is_printed(folder: Path, tmp_path: Path, capsys: Capture, mode: str) -> None:
+def test_a_gate_that_holds_is_printed(
+    folder: Path, tmp_path: Path, capsys: Capture, mode: str
+) -> None:
     model = evaluated(tmp_path, ["mae"], 'names = {"mae": 0}')
     gates = ["--gate", "mae<=3.001", "--gate", "mae >= 0.5"]
     where = ["--quant_mode", mode, "--model", model, "--output_dir", str(folder), "-q"]
@@ -208,12 +258,18 @@ def test_python_has_the_same_directions() -> None:
         return dict.fromkeys(("mae", "gap", "top1"), 1.0 if network is model else 3.0)
 
     tested = calibrated.test(data, evaluate, lower_is_better={"gap"})
-    assert [tested.metrics[f"{name}_drop"] for name in ("mae", "gap", "top1")] == [2.0, 2.0, -2.0]
+    assert [tested.metrics[f"{name}_drop"] for name in ("mae", "gap", "top1")] == [
+        2.0,
+        2.0,
+        -2.0,
+    ]
     assert tested.require(mae=3.5, gap_drop=2.5, top1=2.5) is tested
     with pytest.raises(GateError, match="not met: mae<=2, gap_drop<=1, top1>=4"):
         tested.require(mae=2, gap_drop=1, top1=4)
     undeclared = calibrated.test(data, evaluate)
-    with pytest.raises(UsageError, match="whether less or more of 'gap' is better is not known"):
+    with pytest.raises(
+        UsageError, match="whether less or more of 'gap' is better is not known"
+    ):
         undeclared.require(gap_drop=1)
     with pytest.raises(UsageError, match='both name "gap"'):
         calibrated.test(data, evaluate, lower_is_better={"gap"}, higher_is_better={"gap"})

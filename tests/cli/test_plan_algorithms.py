@@ -33,15 +33,22 @@ def write(folder: Path, *algorithms: dict[str, str]) -> None:
     (folder / "config.json").write_text(json.dumps(content))
 
 
-def test_algorithms_are_told_in_order(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_algorithms_are_told_in_order(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, {"name": "awq"}, {"name": "gptq"})
     assert run_command(command) == 0
-    assert "calibration runs awq, then gptq; layers that it inserts are not in the table" in capsys.readouterr().out
+    assert (
+        "calibration runs awq, then gptq; layers that it inserts are not in the table"
+        in capsys.readouterr().out
+    )
     assert run_command([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["algorithms"] == ["awq", "gptq"]
 
 
-def test_names_are_checked(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_checked(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, {"name": "gptq", "model_decoder_layers": "blocks"})
     assert run_command(command) == 2
     assert "error QZ501: there is no module 'blocks'" in capsys.readouterr().err

@@ -47,16 +47,28 @@ torch.manual_seed(5)
 net = model()
 STEP
 """
-CONFIG = '{"global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}}'
-TRACED = f"quantizer.calibrate(net, quantizer.Config.from_dict({CONFIG}), calibration_data()).test()"
+CONFIG = (
+    '{"global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}}'
+)
+TRACED = (
+    f"quantizer.calibrate(net, quantizer.Config.from_dict({CONFIG}), calibration_data()).test()"
+)
 IN_PLACE = f"quantizer.ModelQuantizer(quantizer.Config.from_dict({CONFIG})).quantize_model(net, calibration_data())"
 
 
 def said(folder: Path, *words: str) -> str:
     """What a fresh process says on standard error, as torch warns once in each."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
     done = subprocess.run(
-        [sys.executable, *words], env=environment, cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, *words],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -71,7 +83,13 @@ def folder(tmp_path: Path) -> Path:
 def test_commands(folder: Path) -> None:
     """Also with a known trace, where the model itself does not run."""
     calibration = ["--quant_mode", "calib"]
-    for command in (["--quant_mode", "float"], calibration, ["--quant_mode", "test"], ["analyze"], ["plan"]):
+    for command in (
+        ["--quant_mode", "float"],
+        calibration,
+        ["--quant_mode", "test"],
+        ["analyze"],
+        ["plan"],
+    ):
         text = said(folder, "-m", "quantizer", *command, "--model", "net.py")
         assert "oneDNN" not in text, command
         assert "mind the gap" in text, command

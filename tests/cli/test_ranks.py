@@ -127,28 +127,51 @@ def config_file(tmp_path: Path, kind: str) -> str:
     if kind == "statistics":
         conv = layer(type="torch.nn.Conv2d", tensor={"activation": {"method": "entropy"}})
         first = {"symmetry": False, "signed": False, "calib_statistic_method": "median"}
-        last = {"method": "percentile", "symmetry": False, "signed": False, "calib_statistic_method": "mean"}
+        last = {
+            "method": "percentile",
+            "symmetry": False,
+            "signed": False,
+            "calib_statistic_method": "mean",
+        }
         head = layer("Net::Net/Linear[head]/linear", tensor={"activation": last})
         content = document(conv, head, tensor={"activation": {"method": "mse"}, "input": first})
     if kind == "dpu":  # diffs, and the modal statistic
-        content = json.loads((Path(__file__).parents[2] / "configs" / "dpu.json").read_text("utf-8"))
+        content = json.loads(
+            (Path(__file__).parents[2] / "configs" / "dpu.json").read_text("utf-8")
+        )
         content |= {"include_bias_corr": False}
     if kind == "weights":
         content = {"global_quant_config": {"weight": spec}}
     if kind in ("gptq", "awq", "gptaq", "smoothquant", "rotation"):
-        content |= {"algorithms": [{"name": kind} | ({"true_sequential": False} if kind == "gptaq" else {})]}
+        content |= {
+            "algorithms": [
+                {"name": kind} | ({"true_sequential": False} if kind == "gptaq" else {})
+            ]
+        }
     path = tmp_path / f"{kind.replace(' ', '_')}.json"
     path.write_text(json.dumps(content))
     return str(path)
 
 
 def calib(net: str, config: str, folder: Path, *more: str) -> list[str]:
-    return ["--quant_mode", "calib", "--model", net, "--config_file", config, "--output_dir", str(folder), *more]
+    return [
+        "--quant_mode",
+        "calib",
+        "--model",
+        net,
+        "--config_file",
+        config,
+        "--output_dir",
+        str(folder),
+        *more,
+    ]
 
 
 def differing(one: Path, other: Path) -> set[str]:
     """Files that are not the same, but for those that say how a run was."""
-    names = {path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()}
+    names = {
+        path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()
+    }
     _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
     return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
 
@@ -186,7 +209,9 @@ def test_any_number_of_ranks_writes_the_same_bytes(
     more = ["--fast_finetune", kind] if kind.startswith("ada") else []
     assert run_command(calib(net, config, tmp_path / "one", "-q", *more)) == 0
     for count in counts:
-        found = run_ranks(count, calib(net, config, tmp_path / str(count), *more), tmp_path / "ranks")
+        found = run_ranks(
+            count, calib(net, config, tmp_path / str(count), *more), tmp_path / "ranks"
+        )
         assert [rank.code for rank in found] == [0] * count, found[0].err
         assert differing(tmp_path / "one", tmp_path / str(count)) == set()
         assert "calibrated on 7 batches" in found[0].out
@@ -205,14 +230,21 @@ def test_progress_counts_the_batches_of_all_ranks(net: str, tmp_path: Path) -> N
 
         Stage.__exit__ = leave  # type: ignore[method-assign,assignment]
 
-    found = run_ranks(3, calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q"), tmp_path / "ranks", before=told)
+    found = run_ranks(
+        3,
+        calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q"),
+        tmp_path / "ranks",
+        before=told,
+    )
     assert "calib: 7 of 7" in found[0].err
 
 
 def test_more_ranks_than_batches(net: str, tmp_path: Path) -> None:
     config = config_file(tmp_path, "bias correction")
     assert run_command(calib(net, config, tmp_path / "one", "-q", "--subset_len", "8")) == 0
-    found = run_ranks(3, calib(net, config, tmp_path / "3", "--subset_len", "8"), tmp_path / "ranks")
+    found = run_ranks(
+        3, calib(net, config, tmp_path / "3", "--subset_len", "8"), tmp_path / "ranks"
+    )
     assert [rank.code for rank in found] == [0] * 3, found[0].err
     assert differing(tmp_path / "one", tmp_path / "3") == set()
 
@@ -232,7 +264,10 @@ def test_sums_over_tokens_are_the_same_in_every_run_and_near_those_of_one_proces
 
 def assert_near(one: Path, other: Path) -> None:
     """That the errors of rounded layers are those of sums in another order."""
-    expected, found = (json.loads((folder / "algorithms.json").read_text())["rounded"] for folder in (one, other))
+    expected, found = (
+        json.loads((folder / "algorithms.json").read_text())["rounded"]
+        for folder in (one, other)
+    )
     assert expected.keys() == found.keys()
     for name, errors in expected.items():
         assert found[name]["error"] == pytest.approx(errors["error"], rel=1e-3)
@@ -257,14 +292,18 @@ def test_a_stopped_algorithm_goes_on_with_another_number_of_ranks(
 
     command = calib(net, config, tmp_path / "q")
     found = run_ranks(before, command, tmp_path / "ranks", before=stop)
-    assert [rank.code for rank in found] == [130, *[40] * (before - 1)], "only the first rank writes checkpoints"
+    assert [rank.code for rank in found] == [130, *[40] * (before - 1)], (
+        "only the first rank writes checkpoints"
+    )
     found = run_ranks(after, [*command, "--resume"], tmp_path / "ranks")
     assert [rank.code for rank in found] == [0] * after, found[0].err
     assert "the algorithms go on after 2 groups of gptq" in found[0].err
     assert_near(tmp_path / "whole", tmp_path / "q")
 
 
-def test_test_mode_finds_the_same_and_the_users_metric_sees_all_data(net: str, tmp_path: Path) -> None:
+def test_test_mode_finds_the_same_and_the_users_metric_sees_all_data(
+    net: str, tmp_path: Path
+) -> None:
     config = config_file(tmp_path, "maxmin")
     assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
     command = ["--quant_mode", "test", "--model", net, "--output_dir", str(tmp_path / "one")]
@@ -291,7 +330,14 @@ def test_test_mode_finds_the_same_and_the_users_metric_sees_all_data(net: str, t
 def test_one_message_names_rank_batch_and_layer_of_a_value_that_is_not_finite(
     count: int, model: str, data: str, said: str, net: str, tmp_path: Path
 ) -> None:
-    command = calib(f"{net}:{model}", config_file(tmp_path, "maxmin"), tmp_path / "q", "--data", f"{net}:{data}", "-q")
+    command = calib(
+        f"{net}:{model}",
+        config_file(tmp_path, "maxmin"),
+        tmp_path / "q",
+        "--data",
+        f"{net}:{data}",
+        "-q",
+    )
     found = run_ranks(count, [*command, "--rank_timeout", "5"], tmp_path / "ranks")
     assert [rank.code for rank in found] == [4] * count
     assert f"error: rank {5 % count}: batch 5: " in found[0].err
@@ -302,16 +348,26 @@ def test_one_message_names_rank_batch_and_layer_of_a_value_that_is_not_finite(
 
 
 @pytest.mark.parametrize(
-    ("count", "number", "sign"), [(2, 1, signal.SIGKILL), (3, 1, signal.SIGKILL), (2, 1, signal.SIGSTOP)]
+    ("count", "number", "sign"),
+    [(2, 1, signal.SIGKILL), (3, 1, signal.SIGKILL), (2, 1, signal.SIGSTOP)],
 )
-def test_a_rank_that_is_lost_ends_the_others(count: int, number: int, sign: int, net: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_ends_the_others(
+    count: int, number: int, sign: int, net: str, tmp_path: Path
+) -> None:
     command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "--rank_timeout", "2")
     began = time.monotonic()
     found = run_ranks(
-        count, command, tmp_path / "ranks", before=stopping(number, 1, lambda: os.kill(os.getpid(), sign))
+        count,
+        command,
+        tmp_path / "ranks",
+        before=stopping(number, 1, lambda: os.kill(os.getpid(), sign)),
     )
-    assert time.monotonic() - began < 40  # a busy machine is slow; by default it would take 60 seconds
-    assert [rank.code for rank in found] == [-sign if rank == number else 40 for rank in range(count)]
+    assert (
+        time.monotonic() - began < 40
+    )  # a busy machine is slow; by default it would take 60 seconds
+    assert [rank.code for rank in found] == [
+        -sign if rank == number else 40 for rank in range(count)
+    ]
     assert f"error: rank {number} " in found[0].err
     assert found[0].err.count("error:") == 1
 
@@ -333,8 +389,12 @@ def test_an_unexpected_error_of_one_rank_is_told_by_the_first(net: str, tmp_path
         ("shuffled_by_rank", 4, "gives rank 1 other batches than rank 0"),
     ],
 )
-def test_ranks_that_read_other_data_are_refused(factory: str, code: int, said: str, net: str, tmp_path: Path) -> None:
-    command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "--data", f"{net}:{factory}")
+def test_ranks_that_read_other_data_are_refused(
+    factory: str, code: int, said: str, net: str, tmp_path: Path
+) -> None:
+    command = calib(
+        net, config_file(tmp_path, "maxmin"), tmp_path / "q", "--data", f"{net}:{factory}"
+    )
     found = run_ranks(2, command, tmp_path / "ranks")
     assert [rank.code for rank in found] == [code] * 2
     assert said in found[0].err
@@ -351,17 +411,34 @@ def test_test_mode_refuses_ranks_that_read_other_data(net: str, tmp_path: Path) 
 
 def test_a_rank_that_does_not_come_is_not_waited_for(net: str, tmp_path: Path) -> None:
     command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "--rank_timeout", "1")
-    found = run_ranks(2, command, tmp_path / "ranks", before=lambda rank: os._exit(9) if rank else None)
+    found = run_ranks(
+        2, command, tmp_path / "ranks", before=lambda rank: os._exit(9) if rank else None
+    )
     assert [rank.code for rank in found] == [40, 9]
-    assert "error: the ranks did not find each other within 1 s: 1 of 2 have come" in found[0].err
+    assert (
+        "error: the ranks did not find each other within 1 s: 1 of 2 have come" in found[0].err
+    )
 
 
 def test_torchrun_starts_them(net: str, tmp_path: Path) -> None:
     config = config_file(tmp_path, "maxmin")
     assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "quantizer"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "quantizer",
+    ]
     done = subprocess.run(
-        [*launch, *calib(net, config, tmp_path / "2")], capture_output=True, text=True, check=False, timeout=120
+        [*launch, *calib(net, config, tmp_path / "2")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("calibrated on 7 batches") == 1
@@ -369,7 +446,8 @@ def test_torchrun_starts_them(net: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "before", "after"), [("hierarchical", 1, 3), ("hierarchical", 3, 1), ("bias correction", 2, 3)]
+    ("kind", "before", "after"),
+    [("hierarchical", 1, 3), ("hierarchical", 3, 1), ("bias correction", 2, 3)],
 )
 def test_a_stopped_run_goes_on_with_another_number_of_ranks(
     kind: str, before: int, after: int, net: str, tmp_path: Path
@@ -387,7 +465,10 @@ def test_a_stopped_run_goes_on_with_another_number_of_ranks(
 
     found = run_ranks(before, stopped, tmp_path / "ranks", before=stop)
     assert [rank.code for rank in found] == [130] * before, found[0].err
-    assert f"calib stopped after {max(before, 3) if before != 2 else 2} batches; --resume goes on from" in found[0].err
+    assert (
+        f"calib stopped after {max(before, 3) if before != 2 else 2} batches; --resume goes on from"
+        in found[0].err
+    )
     found = run_ranks(after, [*stopped, "--resume"], tmp_path / "ranks")
     assert [rank.code for rank in found] == [0] * after, found[0].err
     assert differing(tmp_path / "whole", tmp_path / "q") == set()
@@ -418,7 +499,11 @@ def own_folder(rank: int) -> None:
 
 DIFFERENT: dict[str, tuple[str, Callable[[int], None], str]] = {
     "weights": ("other_weights_by_rank", lambda rank: None, "weight head.bias"),
-    "graph": ("another_layer_by_rank", lambda rank: None, "layer Net::Net/ModuleList[blocks]/Block[1]/"),
+    "graph": (
+        "another_layer_by_rank",
+        lambda rank: None,
+        "layer Net::Net/ModuleList[blocks]/Block[1]/",
+    ),
     "version": ("model", other_version, f"torch is 9.0.0, not {torch.__version__}"),
     "option": ("model", other_seed, "--seed is 1, not 0"),
     "config": ("model", other_config, "config overall_quantize_config"),
@@ -453,7 +538,9 @@ def test_test_mode_refuses_ranks_that_would_not_measure_the_same(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "given").mkdir()
     for method, name in (("maxmin", "given/q"), ("mse", "other")):
-        assert run_command(calib(net, config_file(tmp_path, method), tmp_path / name, "-q")) == 0
+        assert (
+            run_command(calib(net, config_file(tmp_path, method), tmp_path / name, "-q")) == 0
+        )
 
     def before(rank: int) -> None:
         own_folder(rank)
@@ -461,7 +548,10 @@ def test_test_mode_refuses_ranks_that_would_not_measure_the_same(
             shutil.rmtree("q")
             shutil.copytree(tmp_path / "other", "q")
 
-    changed = {"weights": ("other_weights_by_rank", "weight head.bias"), "results": ("model", "results is ")}
+    changed = {
+        "weights": ("other_weights_by_rank", "weight head.bias"),
+        "results": ("model", "results is "),
+    }
     factory, what = changed[kind]
     command = ["--quant_mode", "test", "--model", f"{net}:{factory}", "--output_dir", "q"]
     ranks = run_ranks(2, command, tmp_path / "ranks", before=before)

@@ -52,7 +52,11 @@ def calibrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Calibrations of one model: `old` and `part` alike but for their data, `new` with fewer bits, all tested."""
     place = tmp_path_factory.mktemp("calibrations")
     (place / "net.py").write_text(MODEL)
-    for name, bits, data in (("old", 8, "larger"), ("part", 8, "calibration_data"), ("new", 4, "calibration_data")):
+    for name, bits, data in (
+        ("old", 8, "larger"),
+        ("part", 8, "calibration_data"),
+        ("new", 4, "calibration_data"),
+    ):
         weight = {"dtype": f"int{bits}", "qscheme": "per_tensor"}
         config = {"global_quant_config": {"weight": weight, "input_tensors": STATIC}}
         (place / f"{name}.json").write_text(json.dumps(config))
@@ -70,7 +74,9 @@ def folder(calibrations: Path, tmp_path: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Of all files, but for those that tell of the last run."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in RUN_FILES]
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and path.name not in RUN_FILES
+    ]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
@@ -95,10 +101,21 @@ def begin_to_replace(folder: Path, other: Path) -> None:
 
 def everything(opened: results.QuantInfo) -> list[Any]:
     """What a reader can learn of a calibration, and of a test of it."""
-    weights = {key: tensor.decoded() for key, tensor in opened.solution.tensors.items() if tensor.codes is not None}
+    weights = {
+        key: tensor.decoded()
+        for key, tensor in opened.solution.tensors.items()
+        if tensor.codes is not None
+    }
     values = {str(key): value.tolist() for key, value in weights.items()}
     statistics = {name: value.tolist() for name, value in opened.statistics().items()}
-    return [opened.header, opened.entries, opened.plan, values, statistics, opened.about(results.REPORT)["metrics"]]
+    return [
+        opened.header,
+        opened.entries,
+        opened.plan,
+        values,
+        statistics,
+        opened.about(results.REPORT)["metrics"],
+    ]
 
 
 @pytest.mark.parametrize("write", [replace, begin_to_replace])
@@ -114,7 +131,13 @@ def test_a_calibration_that_ends_at_any_moment_is_seen_whole_or_not(
         folder = Path(shutil.copytree(calibrations / "old", tmp_path / str(moment)))
         opens = itertools.count()
 
-        def opening(*args: Any, opens: Any = opens, last: int = moment, folder: Path = folder, **more: Any) -> int:
+        def opening(
+            *args: Any,
+            opens: Any = opens,
+            last: int = moment,
+            folder: Path = folder,
+            **more: Any,
+        ) -> int:
             if next(opens) == last:
                 write(folder, calibrations / "new")
             return plain(*args, **more)
@@ -182,15 +205,31 @@ def locked_elsewhere(folder: Path) -> Iterator[None]:
 READERS: dict[str, tuple[list[str], int]] = {
     "test": (["--quant_mode", "test", "--model", "{net}", "--output_dir", "{out}", "-q"], 5),
     "test elsewhere": (
-        ["--quant_mode", "test", "--model", "{net}", "--output_dir", "{out}", "--report_dir", "{to}", "-q"],
+        [
+            "--quant_mode",
+            "test",
+            "--model",
+            "{net}",
+            "--output_dir",
+            "{out}",
+            "--report_dir",
+            "{to}",
+            "-q",
+        ],
         0,
     ),
     "report": (["report", "{out}"], 5),
     "retune": (["retune", "{out}", "--method", "percentile"], 5),
-    "retune elsewhere": (["retune", "{out}", "--method", "percentile", "--output_dir", "{to}"], 0),
+    "retune elsewhere": (
+        ["retune", "{out}", "--method", "percentile", "--output_dir", "{to}"],
+        0,
+    ),
     "merge": (["merge", "{out}", "{part}", "--model", "{net}", "-q", "-o", "{to}"], 0),
     "diff": (["diff", "{out}", "{part}"], 0),
-    "analyze": (["analyze", "--config_file", "{config}", "--model", "{net}", "--report", "{out}"], 5),
+    "analyze": (
+        ["analyze", "--config_file", "{config}", "--model", "{net}", "--report", "{out}"],
+        5,
+    ),
 }
 """Commands that read a folder, and how they end if another calibration takes its place meanwhile."""
 
@@ -205,7 +244,12 @@ def test_a_command_tells_of_one_calibration_and_writes_about_no_other(
     capsys: Capture,
 ) -> None:
     words, code = READERS[name]
-    places = {"out": folder, "part": calibrations / "part", "net": calibrations / "net.py", "to": tmp_path / "to"}
+    places = {
+        "out": folder,
+        "part": calibrations / "part",
+        "net": calibrations / "net.py",
+        "to": tmp_path / "to",
+    }
     command = [word.format(**places, config=calibrations / "old.json") for word in words]
     capsys.readouterr()
     assert run_command(command) == 0
@@ -233,11 +277,17 @@ def test_a_command_tells_of_one_calibration_and_writes_about_no_other(
         assert CHANGED in told.err
     else:
         assert told.out == output
-        written = {path: content for path, content in undisturbed.items() if path.startswith("to/")}
-        assert {f"to/{path}": content for path, content in contents(tmp_path / "to").items()} == written
+        written = {
+            path: content for path, content in undisturbed.items() if path.startswith("to/")
+        }
+        assert {
+            f"to/{path}": content for path, content in contents(tmp_path / "to").items()
+        } == written
 
 
-def test_python_goes_on_with_what_it_loaded(folder: Path, calibrations: Path, tmp_path: Path) -> None:
+def test_python_goes_on_with_what_it_loaded(
+    folder: Path, calibrations: Path, tmp_path: Path
+) -> None:
     data = [torch.randn(4, 3, generator=torch.Generator().manual_seed(7))]
     expected = quantizer.load(calibrations / "old", model())
     loaded = quantizer.load(folder, model())
@@ -249,7 +299,9 @@ def test_python_goes_on_with_what_it_loaded(folder: Path, calibrations: Path, tm
     assert contents(tmp_path / "saved") == contents(tmp_path / "expected")
     (folder / "run.json").unlink()  # it has the commands that made the old results
     loaded.save(folder)
-    assert contents(folder) == contents(tmp_path / "expected"), "what replaced it is replaced as a whole"
+    assert contents(folder) == contents(tmp_path / "expected"), (
+        "what replaced it is replaced as a whole"
+    )
 
 
 def test_a_generated_network_is_filled_from_one_calibration(
@@ -265,7 +317,10 @@ def test_a_generated_network_is_filled_from_one_calibration(
             replace(folder, calibrations / "new")
         return value
 
-    namespace: dict[str, Any] = {"__file__": str(folder / "Sequential.py"), "__name__": "generated"}
+    namespace: dict[str, Any] = {
+        "__file__": str(folder / "Sequential.py"),
+        "__name__": "generated",
+    }
     code = compile((folder / "Sequential.py").read_text(), "Sequential.py", "exec")
     with monkeypatch.context() as patched:
         patched.setattr(json, "loads", loads)
@@ -281,7 +336,9 @@ def test_a_generated_network_is_filled_from_one_calibration(
 EDITS: dict[str, Callable[[Path], None]] = {
     "plan.json": lambda path: path.write_text(path.read_text().replace("default", "default ")),
     "config.resolved.json": lambda path: path.write_text(path.read_text() + "\n"),
-    "report.json": lambda path: path.write_text(path.read_text().replace('"metrics": {', '"metrics": {"a": 1,')),
+    "report.json": lambda path: path.write_text(
+        path.read_text().replace('"metrics": {', '"metrics": {"a": 1,')
+    ),
     "statistics.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x01"),
 }
 
@@ -301,7 +358,12 @@ def test_what_is_acted_on_is_checked(
                 quantizer.load(folder, model())
         return
     words, _ = READERS[name]
-    places = {"out": folder, "part": calibrations / "part", "net": calibrations / "net.py", "to": tmp_path / "to"}
+    places = {
+        "out": folder,
+        "part": calibrations / "part",
+        "net": calibrations / "net.py",
+        "to": tmp_path / "to",
+    }
     code = run_command([word.format(**places) for word in words])
     assert code == (5 if is_refused else 0)
     if is_refused:
@@ -309,7 +371,9 @@ def test_what_is_acted_on_is_checked(
         assert contents(folder) == before
 
 
-def test_a_report_of_another_calibration_is_none(folder: Path, calibrations: Path, capsys: Capture) -> None:
+def test_a_report_of_another_calibration_is_none(
+    folder: Path, calibrations: Path, capsys: Capture
+) -> None:
     """As a run that is not ours would leave it there."""
     shutil.copy(calibrations / "new" / "report.json", folder / "report.json")
     assert results.read_info(folder).about(results.REPORT) == {}
@@ -317,13 +381,24 @@ def test_a_report_of_another_calibration_is_none(folder: Path, calibrations: Pat
     assert json.loads(capsys.readouterr().out)["metrics"] == {}
 
 
-def test_run_json_decides_nothing(folder: Path, calibrations: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_run_json_decides_nothing(
+    folder: Path, calibrations: Path, tmp_path: Path, capsys: Capture
+) -> None:
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')")
     told = json.loads((folder / "run.json").read_text())
-    told["options"] |= {"model": str(tmp_path / "own.py"), "weights": "/dev/null", "trust": True}
+    told["options"] |= {
+        "model": str(tmp_path / "own.py"),
+        "weights": "/dev/null",
+        "trust": True,
+    }
     (folder / "run.json").write_text(json.dumps(told))
-    places = {"out": folder, "part": calibrations / "part", "net": calibrations / "net.py", "to": tmp_path / "to"}
+    places = {
+        "out": folder,
+        "part": calibrations / "part",
+        "net": calibrations / "net.py",
+        "to": tmp_path / "to",
+    }
     for name in ("diff", "retune elsewhere", "merge", "report", "test"):
         assert run_command([word.format(**places) for word in READERS[name][0]]) == 0
         shutil.rmtree(tmp_path / "to", ignore_errors=True)

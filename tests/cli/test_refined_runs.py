@@ -15,7 +15,9 @@ from quantizer.errors import DataError
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
-LAYERS = "return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))"
+LAYERS = (
+    "return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))"
+)
 DATA = "torch.manual_seed(1)\n    return [torch.randn(16, 3) for _ in range(4)]"
 
 
@@ -38,12 +40,17 @@ def test_a_checkpoint_of_finetuning_is_not_dropped(
         assert calibrate(out, "--fast_finetune", model=model, config=config) == 4
     capsys.readouterr()
     assert calibrate(out, "--resume", model=model, config=config) == 5
-    assert "was finetuning with adaround, and this run has no --fast_finetune" in capsys.readouterr().err
+    assert (
+        "was finetuning with adaround, and this run has no --fast_finetune"
+        in capsys.readouterr().err
+    )
     assert calibrate(out, "--resume", "--fast_finetune", model=model, config=config) == 0
     assert check(out, "--fast_finetune", model=model) == 0
 
 
-def test_finetuning_that_finds_nothing_says_so(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+def test_finetuning_that_finds_nothing_says_so(
+    toy: Toy, tmp_path: Path, capsys: Capture
+) -> None:
     model = toy("return [torch.randn(4, 3)]", "return torch.nn.ReLU()")
     assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=None) == 0
     assert "nothing to finetune" in capsys.readouterr().err
@@ -60,15 +67,22 @@ def test_a_corrected_bias_is_no_noise(toy: Toy, tmp_path: Path) -> None:
         assert calibrate(out, model=toy(DATA, LAYERS), config=config) == 0
         assert check(out, model=toy(DATA, LAYERS)) == 0
         rows = json.loads((out / "report.json").read_text())["layers"]
-        noise.append({row["layer"]: row["local_sqnr_db"] for row in rows if row["tensor"] == "bias"})
+        noise.append(
+            {row["layer"]: row["local_sqnr_db"] for row in rows if row["tensor"] == "bias"}
+        )
     assert len(noise[0]) == 2
     assert noise[0] == noise[1]
 
 
-def test_a_first_batch_that_does_not_fit_is_the_datas_fault(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+def test_a_first_batch_that_does_not_fit_is_the_datas_fault(
+    toy: Toy, tmp_path: Path, capsys: Capture
+) -> None:
     model = toy("return [torch.ones(4, 5)]", LAYERS)
     assert calibrate(tmp_path / "out", model=model, config=None) == 4
-    assert "running the model on the first batch ([4, 5] float32) raised RuntimeError" in capsys.readouterr().err
+    assert (
+        "running the model on the first batch ([4, 5] float32) raised RuntimeError"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_first_batch_with_a_name_that_forward_does_not_have_is_the_datas_fault(
@@ -77,13 +91,21 @@ def test_a_first_batch_with_a_name_that_forward_does_not_have_is_the_datas_fault
     model = toy("return [{'images': torch.ones(4, 3)}]", LAYERS)
     assert calibrate(tmp_path / "out", model=model, config=None) == 4
     said = capsys.readouterr().err
-    assert "running the model on the first batch ([4, 3] float32) raised TypeError" in said and "'images'" in said
+    assert (
+        "running the model on the first batch ([4, 3] float32) raised TypeError" in said
+        and "'images'" in said
+    )
 
 
 def test_another_models_files_leave_the_folder(toy: Toy, tmp_path: Path) -> None:
-    out, named = tmp_path / "out", "return type('{}', (torch.nn.Sequential,), {{}})(torch.nn.Linear(3, 2))"
+    out, named = (
+        tmp_path / "out",
+        "return type('{}', (torch.nn.Sequential,), {{}})(torch.nn.Linear(3, 2))",
+    )
     assert calibrate(out, model=toy(model=named.format("First")), config=None) == 0
     (out / "notes.txt").write_text("mine")
-    assert calibrate(out, "--overwrite", model=toy(model=named.format("Second")), config=None) == 0
+    assert (
+        calibrate(out, "--overwrite", model=toy(model=named.format("Second")), config=None) == 0
+    )
     assert {path.name for path in out.glob("*.py")} == {"Second.py"}
     assert (out / "notes.txt").exists()

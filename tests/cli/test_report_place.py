@@ -17,7 +17,9 @@ from quantizer.engine.result_set import locked
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
-DATA = "return [torch.randn(4, 3, generator=torch.Generator().manual_seed(n)) for n in range(4)]"
+DATA = (
+    "return [torch.randn(4, 3, generator=torch.Generator().manual_seed(n)) for n in range(4)]"
+)
 
 
 @pytest.fixture
@@ -50,12 +52,20 @@ def read_only(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
 def test_results_that_may_only_be_read_are_tested(
-    number: int, net: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    number: int,
+    net: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
 ) -> None:
     writable = Path(shutil.copytree(folder, tmp_path / "writable"))
     capsys.readouterr()
     assert check(writable, model=net) == 0
-    expected, before = capsys.readouterr().out.replace(f"results: {writable}\n", ""), contents(folder)
+    expected, before = (
+        capsys.readouterr().out.replace(f"results: {writable}\n", ""),
+        contents(folder),
+    )
     read_only(folder, number, monkeypatch)
     assert check(folder, model=net) == 0
     told = capsys.readouterr()
@@ -71,7 +81,11 @@ def test_results_that_may_only_be_read_are_tested(
 
 
 def figures(printed: str) -> list[str]:
-    return [line for line in printed.splitlines() if not line.startswith(("peak memory", "results:"))]
+    return [
+        line
+        for line in printed.splitlines()
+        if not line.startswith(("peak memory", "results:"))
+    ]
 
 
 def test_exports_of_results_that_may_only_be_read_need_a_place(
@@ -83,7 +97,10 @@ def test_exports_of_results_that_may_only_be_read_need_a_place(
     assert "add --report_dir DIR: exports go there, too" in capsys.readouterr().err
     elsewhere = ["--report_dir", str(tmp_path / "to")]
     assert check(folder, "--deploy", "safetensors", *elsewhere, model=net) == 0
-    assert {path.name for path in (tmp_path / "to" / "export").iterdir()} == {"Linear.safetensors", "verify.json"}
+    assert {path.name for path in (tmp_path / "to" / "export").iterdir()} == {
+        "Linear.safetensors",
+        "verify.json",
+    }
     assert contents(folder) == before
 
 
@@ -96,7 +113,9 @@ def test_a_gate_is_told_at_its_line_without_a_report(
     assert "loses most" in capsys.readouterr().err
 
 
-def test_a_report_elsewhere_needs_no_lock(net: str, folder: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_report_elsewhere_needs_no_lock(
+    net: str, folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
     with locked(folder):
         before = contents(folder)
         assert check(folder, model=net) == 5
@@ -107,7 +126,9 @@ def test_a_report_elsewhere_needs_no_lock(net: str, folder: Path, tmp_path: Path
     assert json.loads((folder / "report.json").read_text())["metrics"]
 
 
-def test_a_report_is_not_written_among_other_results(net: str, folder: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_report_is_not_written_among_other_results(
+    net: str, folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     before = contents(other)
     assert check(folder, "--report_dir", str(other), model=net) == 5

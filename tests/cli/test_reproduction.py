@@ -58,12 +58,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("cpu_int8", "dpu"):
         shutil.copy(ROOT / "configs" / f"{name}.json", folder / "configs")
     plain = json.loads((folder / "configs" / "cpu_int8.json").read_text())
-    (folder / "configs" / "plain.json").write_text(json.dumps(plain | {"include_bias_corr": False}))
+    (folder / "configs" / "plain.json").write_text(
+        json.dumps(plain | {"include_bias_corr": False})
+    )
     torch.manual_seed(7)
-    layers = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5))
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5)
+    )
     save_file(layers.state_dict(), folder / "other.safetensors")
     generator = np.random.default_rng(3)
-    np.save(folder / "some data.npy", generator.standard_normal((24, 3, 8, 8)).astype("float32"))
+    np.save(
+        folder / "some data.npy", generator.standard_normal((24, 3, 8, 8)).astype("float32")
+    )
     monkeypatch.chdir(folder)
     return folder
 
@@ -72,7 +78,9 @@ def written(folder: Path) -> dict[str, bytes]:
     """The files of a result folder that are the same in equal runs."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     names = {str(path.relative_to(folder)): path.read_bytes() for path in files}
-    return {name: content for name, content in names.items() if name not in ("run.json", "run.log")}
+    return {
+        name: content for name, content in names.items() if name not in ("run.json", "run.log")
+    }
 
 
 CONFIG = ["--config_file", "configs/plain.json"]
@@ -80,14 +88,39 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "plain": (CONFIG, []),
     "the built-in config": ([], ["--exact"]),
     "data in a file": (
-        [*CONFIG, "--data", "some data.npy", "--batch_size", "5", "--subset_len", "17", "--seed", "3"],
+        [
+            *CONFIG,
+            "--data",
+            "some data.npy",
+            "--batch_size",
+            "5",
+            "--subset_len",
+            "17",
+            "--seed",
+            "3",
+        ],
         ["--data", "some data.npy", "--eval_data", "net.py:others", "--subset_len", "7"],
     ),
-    "random data": ([*CONFIG, "--data", "random:9x3x8x8", "--seed", "5"], ["--data", "random:6x3x8x8"]),
-    "another factory": ([*CONFIG, "--model", "net.py:small"], ["--model", "net.py:small", "--seed", "2"]),
+    "random data": (
+        [*CONFIG, "--data", "random:9x3x8x8", "--seed", "5"],
+        ["--data", "random:6x3x8x8"],
+    ),
+    "another factory": (
+        [*CONFIG, "--model", "net.py:small"],
+        ["--model", "net.py:small", "--seed", "2"],
+    ),
     "other weights": (
         [*CONFIG, "--weights", "other.safetensors"],
-        ["--weights", "other.safetensors", "--evaluate", "net.py", "--gate", "sqnr_db >= 1", "--gate", "loss_drop<=9"],
+        [
+            "--weights",
+            "other.safetensors",
+            "--evaluate",
+            "net.py",
+            "--gate",
+            "sqnr_db >= 1",
+            "--gate",
+            "loss_drop<=9",
+        ],
     ),
     "finetuned": (
         [*CONFIG, "--fast_finetune", "adaquant"],
@@ -102,18 +135,26 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=pytest.mark.slow if name == "deployed" else ()) for name in CASES],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "deployed" else ())
+        for name in CASES
+    ],
 )
 def test_the_commands_of_the_report_write_the_same_bytes(place: Path, case: str) -> None:
     for mode, options in zip(("calib", "test"), CASES[case], strict=True):
         model = [] if "--model" in options else ["--model", "net.py"]
-        assert run_command(["--quant_mode", mode, *model, *options, "--output_dir", "first"]) == 0
+        assert (
+            run_command(["--quant_mode", mode, *model, *options, "--output_dir", "first"]) == 0
+        )
     report = json.loads((place / "first" / "report.json").read_text())
     assert len(report["commands"]) == 2
     page = (place / "first" / "report.html").read_text()
     for line in report["commands"]:
         assert line.partition(" ")[0] == "quantizer"
-        assert line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split()[2] in page
+        assert (
+            line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split()[2]
+            in page
+        )
         assert run_command([*shlex.split(line)[1:], "--output_dir", "second"]) == 0
     assert written(place / "first") == written(place / "second")
 
@@ -123,7 +164,9 @@ def test_a_merge_is_made_again_by_its_command(place: Path) -> None:
         given = ["--quant_mode", "calib", "--model", "net.py", *CONFIG, "--data", data]
         assert run_command([*given, "--output_dir", name]) == 0
     assert run_command(["merge", "one", "two", "--model", "net.py", "-o", "both"]) == 0
-    assert run_command(["--quant_mode", "test", "--model", "net.py", "--output_dir", "both"]) == 0
+    assert (
+        run_command(["--quant_mode", "test", "--model", "net.py", "--output_dir", "both"]) == 0
+    )
     merge, test = json.loads((place / "both" / "report.json").read_text())["commands"]
     assert run_command([*shlex.split(merge)[1:], "-o", "again"]) == 0
     assert run_command([*shlex.split(test)[1:], "--output_dir", "again"]) == 0
@@ -137,7 +180,10 @@ def test_absolute_paths_lose_their_folders(place: Path, tmp_path: Path) -> None:
     given = ["--quant_mode", "calib", "--model", f"{far}:model", "--config_file", config]
     assert run_command([*given, "--output_dir", str(tmp_path / "out")]) == 0
     [command] = json.loads((tmp_path / "out" / "report.json").read_text())["commands"]
-    assert command == "quantizer --quant_mode calib --config_file configs/plain.json --model far.py:model"
+    assert (
+        command
+        == "quantizer --quant_mode calib --config_file configs/plain.json --model far.py:model"
+    )
 
 
 def test_commands_of_another_calibration_are_not_shown(place: Path) -> None:
@@ -150,12 +196,27 @@ def test_commands_of_another_calibration_are_not_shown(place: Path) -> None:
         "quantizer --quant_mode calib --config_file configs/plain.json --model net.py --seed 9"
     ]
     # A calibration that fails, and a test that does, leave what has made the results.
-    assert run_command(["--quant_mode", "calib", "--model", "net.py:nothing", *CONFIG, "--output_dir", "out"]) == 3
+    assert (
+        run_command(
+            [
+                "--quant_mode",
+                "calib",
+                "--model",
+                "net.py:nothing",
+                *CONFIG,
+                "--output_dir",
+                "out",
+            ]
+        )
+        == 3
+    )
     assert run_command(["report", "out"]) == 0
     assert len(json.loads(report.read_text())["commands"]) == 1
 
 
-def test_retuned_results_are_calibrated_again_with_the_config_of_their_report(place: Path) -> None:
+def test_retuned_results_are_calibrated_again_with_the_config_of_their_report(
+    place: Path,
+) -> None:
     given = ["--model", "net.py", "--output_dir", "out", "--seed", "4"]
     (place / "configs" / "plain.json").write_text(json.dumps(document()))
     assert run_command(["--quant_mode", "calib", *given, *CONFIG]) == 0
@@ -165,14 +226,23 @@ def test_retuned_results_are_calibrated_again_with_the_config_of_their_report(pl
     (place / "configs" / "plain.json").write_text(report["config"]["text"])
     assert run_command([*shlex.split(command)[1:], "--output_dir", "again"]) == 0
     first, again = written(place / "out"), written(place / "again")
-    assert {name for name in first if first[name] != again.get(name)} == {"plan.json", "checksums.json"}, (
-        "rules are left out"
-    )
+    assert {name for name in first if first[name] != again.get(name)} == {
+        "plan.json",
+        "checksums.json",
+    }, "rules are left out"
 
 
 @pytest.mark.parametrize(
     "commands",
-    [None, [], "quantizer", {"calibration": "x"}, {"calib": ["quantizer"]}, {"calib": 3}, {"calib": [1, 2]}],
+    [
+        None,
+        [],
+        "quantizer",
+        {"calibration": "x"},
+        {"calib": ["quantizer"]},
+        {"calib": 3},
+        {"calib": [1, 2]},
+    ],
 )
 def test_a_damaged_run_json_is_no_error(place: Path, commands: Any) -> None:
     given = ["--quant_mode", "calib", "--model", "net.py", *CONFIG, "--output_dir", "out"]
@@ -201,8 +271,12 @@ def test_a_word_of_run_json_cannot_be_a_command(place: Path) -> None:
     facts["commands"]["calib"] = ["quantizer", "; rm -rf .", "$(reboot)", "<script>"]
     run.write_text(json.dumps(facts))
     assert run_command(["report", "out"]) == 0
-    assert json.loads((place / "out" / "report.json").read_text())["commands"] == [], "no checksum of its own"
-    facts["commands"] = open_results(place / "out").sealed({"calib": facts["commands"]["calib"]})
+    assert json.loads((place / "out" / "report.json").read_text())["commands"] == [], (
+        "no checksum of its own"
+    )
+    facts["commands"] = open_results(place / "out").sealed(
+        {"calib": facts["commands"]["calib"]}
+    )
     run.write_text(json.dumps(facts))
     assert run_command(["report", "out"]) == 0
     [line] = json.loads((place / "out" / "report.json").read_text())["commands"]

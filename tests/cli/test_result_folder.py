@@ -45,7 +45,11 @@ def folder(calibrated_toy: Path, tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ("run.json", "run.log")}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.name not in ("run.json", "run.log")
+    }
 
 
 def filling_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
@@ -54,7 +58,12 @@ def filling_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         written = itertools.count()
         hit = []
 
-        def fsync(descriptor: int, full_at: int = full_at, written: Iterator[int] = written, hit: Any = hit) -> None:
+        def fsync(
+            descriptor: int,
+            full_at: int = full_at,
+            written: Iterator[int] = written,
+            hit: Any = hit,
+        ) -> None:
             if next(written) == full_at:
                 hit.append(True)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -76,17 +85,23 @@ def test_a_full_disk_leaves_the_old_results(
         if contents(folder)["quant_info.json"] != old["quant_info.json"]:
             break  # from here on the report is written, about the new results
         assert code == 5
-        assert re.search(r"No space left on device, [\d.]+ [MG]B are free", capsys.readouterr().err)
+        assert re.search(
+            r"No space left on device, [\d.]+ [MG]B are free", capsys.readouterr().err
+        )
         assert {name: text for name, text in contents(folder).items() if name in old} == old
         assert not [name for name in contents(folder) if name.startswith(".")]
         refused += 1
     assert refused > 5
 
 
-def test_a_full_disk_leaves_the_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_model_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = {"dtype": "int8", "qscheme": "per_tensor"}
     quantizer = ModelQuantizer(Config.from_dict({"global_quant_config": {"weight": weight}}))
-    one, other = (quantizer.quantize_model(torch.nn.Sequential(torch.nn.Linear(3, n))) for n in (2, 5))
+    one, other = (
+        quantizer.quantize_model(torch.nn.Sequential(torch.nn.Linear(3, n))) for n in (2, 5)
+    )
     ModelQuantizer.save(one, tmp_path / "saved")
     old, refused = contents(tmp_path / "saved"), 0
     for _ in filling_disks(monkeypatch):
@@ -101,7 +116,14 @@ def test_a_full_disk_leaves_the_model_that_was_saved(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "name", ["weights.safetensors", "quant_info.json", "run.log", "checkpoint.calibration.json", ".lock"]
+    "name",
+    [
+        "weights.safetensors",
+        "quant_info.json",
+        "run.log",
+        "checkpoint.calibration.json",
+        ".lock",
+    ],
 )
 def test_links_are_not_written_through(
     name: str, folder: Path, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -133,7 +155,11 @@ def test_files_that_have_another_name_elsewhere_are_replaced_and_not_written_to(
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_folder_that_may_not_be_written_keeps_the_old_results(
-    number: int, folder: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int,
+    folder: Path,
+    toy: Toy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What the system says of a folder of another user, and of a disk that is read alone."""
     old = contents(folder)
@@ -149,18 +175,29 @@ def test_a_folder_that_may_not_be_written_keeps_the_old_results(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "mkdir", refuse)
         assert calibrate(folder.parent / "other", model=toy(), config=None) == 5
-        assert f"cannot use {folder.parent / 'other'} for results: {os.strerror(number)}" in capsys.readouterr().err
+        assert (
+            f"cannot use {folder.parent / 'other'} for results: {os.strerror(number)}"
+            in capsys.readouterr().err
+        )
 
 
-def test_results_of_another_format_are_refused(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_another_format_are_refused(
+    folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those of a newer version, whose checksums are right."""
     content = json.loads((folder / "quant_info.json").read_text())
-    write_info(folder, content["header"] | {"format": content["header"]["format"] + 1}, content["tensors"])
+    write_info(
+        folder,
+        content["header"] | {"format": content["header"]["format"] + 1},
+        content["tensors"],
+    )
     assert check(folder, model=toy()) == 5
     assert "quant_info.json has another format than" in capsys.readouterr().err
 
 
-def test_inputs_without_samples_are_refused(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inputs_without_samples_are_refused(
+    folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = json.loads((folder / "quant_info.json").read_text())
     write_info(folder, content["header"] | {"inputs": [[0, 3]]}, content["tensors"])
     assert check(folder, model=toy()) == 5
@@ -175,7 +212,9 @@ def test_a_link_to_a_folder_is_a_result_folder(toy: Toy, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("listed", ["thesis.tex", "../thesis.tex", "notes.py"])
-def test_files_that_a_result_names_and_nobody_wrote_stay(listed: str, folder: Path, toy: Toy) -> None:
+def test_files_that_a_result_names_and_nobody_wrote_stay(
+    listed: str, folder: Path, toy: Toy
+) -> None:
     thesis = folder / listed
     thesis.write_text("years of work")
     info = json.loads((folder / "quant_info.json").read_text())
@@ -196,9 +235,23 @@ def test_the_code_of_another_model_goes_with_its_results(folder: Path, toy: Toy)
 @pytest.mark.parametrize(
     "moves",
     [
-        *('{"gone": ["../thesis.tex"], "files": []}', '{"gone": [".profile"], "files": []}', "[]", "{}", "{"),
-        *('{"gone": "abc", "files": []}', '{"gone": [1], "files": []}', '{"gone": ["a/b/c"], "files": []}'),
-        *('{"gone": [], "files": ["/etc/passwd"]}', '{"gone": [], "files": ["a\\u0000"]}', "[" * 100_000),
+        *(
+            '{"gone": ["../thesis.tex"], "files": []}',
+            '{"gone": [".profile"], "files": []}',
+            "[]",
+            "{}",
+            "{",
+        ),
+        *(
+            '{"gone": "abc", "files": []}',
+            '{"gone": [1], "files": []}',
+            '{"gone": ["a/b/c"], "files": []}',
+        ),
+        *(
+            '{"gone": [], "files": ["/etc/passwd"]}',
+            '{"gone": [], "files": ["a\\u0000"]}',
+            "[" * 100_000,
+        ),
     ],
 )
 def test_a_replacement_that_nobody_began_is_refused(
@@ -222,11 +275,19 @@ OPENERS: dict[str, Callable[[Path, str], int]] = {
     "test": lambda folder, net: check(folder, model=net),
     "calib": lambda folder, net: calibrate(folder, "--overwrite", model=net, config=None),
     "report": lambda folder, net: run_command(["report", str(folder)]),
-    "retune": lambda folder, net: run_command(["retune", str(folder), "--method", "percentile"]),
+    "retune": lambda folder, net: run_command(
+        ["retune", str(folder), "--method", "percentile"]
+    ),
     "diff": lambda folder, net: run_command(["diff", str(folder), str(folder)]),
-    "merge": lambda folder, net: run_command(["merge", str(folder), str(folder), "--model", net, "-o", str(folder)]),
-    "load": lambda folder, net: bool(quantizer.load(folder, torch.nn.Linear(3, 2)).test([torch.ones(4, 3)])) - 1,
-    "ModelQuantizer.load": lambda folder, net: ModelQuantizer.load(torch.nn.Sequential(torch.nn.Linear(3, 2)), folder),
+    "merge": lambda folder, net: run_command(
+        ["merge", str(folder), str(folder), "--model", net, "-o", str(folder)]
+    ),
+    "load": lambda folder, net: (
+        bool(quantizer.load(folder, torch.nn.Linear(3, 2)).test([torch.ones(4, 3)])) - 1
+    ),
+    "ModelQuantizer.load": lambda folder, net: ModelQuantizer.load(
+        torch.nn.Sequential(torch.nn.Linear(3, 2)), folder
+    ),
     "ModelQuantizer.save": lambda folder, net: ModelQuantizer.save(quantized(), folder),
 }
 """Whoever opens a folder; each ends with an exit code, or with an exception."""
@@ -250,7 +311,9 @@ def test_nothing_outside_is_touched_through_links_whoever_opens_a_folder(
     for name in ("verify.json", "weights.safetensors", "model.safetensors", MOVES):
         (elsewhere / name).write_text("mine")
     if link == ASIDE:
-        (elsewhere / MOVES).write_text('{"files": ["weights.safetensors"], "gone": ["report.json"]}')
+        (elsewhere / MOVES).write_text(
+            '{"files": ["weights.safetensors"], "gone": ["report.json"]}'
+        )
     if opener.startswith("ModelQuantizer"):
         shutil.rmtree(folder)
         ModelQuantizer.save(quantized(), folder)
@@ -274,7 +337,9 @@ def test_nothing_outside_is_touched_through_links_whoever_opens_a_folder(
 
 
 @pytest.mark.parametrize("kind", ["files", "gone"])
-@pytest.mark.parametrize("name", ["thesis.tex", "notes.py", "export/notes.json", "weights.safetensors.bak", "folder"])
+@pytest.mark.parametrize(
+    "name", ["thesis.tex", "notes.py", "export/notes.json", "weights.safetensors.bak", "folder"]
+)
 @pytest.mark.parametrize("opener", OPENERS)
 def test_only_files_that_quantizer_writes_are_moved_or_removed(
     opener: str, name: str, kind: str, folder: Path, toy: Toy
@@ -289,19 +354,30 @@ def test_only_files_that_quantizer_writes_are_moved_or_removed(
     (folder / ASIDE / name).write_text("theirs")
     with contextlib.suppress(ResultError):
         OPENERS[opener](folder, toy())
-    assert (folder / name / "inner").is_dir() if name == "folder" else (folder / name).read_text() == "years of work"
+    assert (
+        (folder / name / "inner").is_dir()
+        if name == "folder"
+        else (folder / name).read_text() == "years of work"
+    )
 
 
-def test_folders_are_not_moved(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_are_not_moved(
+    folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
     crafted(folder, files=["report.json"])
     (folder / ASIDE / "report.json").mkdir()
     assert check(folder, model=toy()) == 5
     assert "report.json is no file" in capsys.readouterr().err
-    with pytest.raises(ResultError, match=r"report\.json is not a file that quantizer writes"), locked(folder):
+    with (
+        pytest.raises(ResultError, match=r"report\.json is not a file that quantizer writes"),
+        locked(folder),
+    ):
         pass
 
 
-def test_checkpoints_from_python_are_not_written_through_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_from_python_are_not_written_through_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quantizer.engine.checkpoint.EVERY_S", 0.0)
     precious, folder = tmp_path / "precious", tmp_path / "out"
     precious.write_text("mine")
@@ -310,11 +386,18 @@ def test_checkpoints_from_python_are_not_written_through_links(tmp_path: Path, m
     with pytest.raises(ResultError, match=r"checkpoint\.calibration\.json is a link"):
         quantizer.calibrate(torch.nn.Linear(3, 2), None, [torch.ones(4, 3)] * 2, folder=folder)
     assert precious.read_text() == "mine"
-    with locked(folder.parent / "used"), pytest.raises(ResultError, match="in use by another run"):
-        quantizer.calibrate(torch.nn.Linear(3, 2), None, [torch.ones(4, 3)] * 2, folder=folder.parent / "used")
+    with (
+        locked(folder.parent / "used"),
+        pytest.raises(ResultError, match="in use by another run"),
+    ):
+        quantizer.calibrate(
+            torch.nn.Linear(3, 2), None, [torch.ones(4, 3)] * 2, folder=folder.parent / "used"
+        )
 
 
-def test_code_of_the_user_is_not_replaced(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_of_the_user_is_not_replaced(
+    folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A model's own file may have the name of its class."""
     (folder / "Linear.py").write_text("class Linear: ...")
     assert calibrate(folder, "--overwrite", model=toy(), config=None) == 5
@@ -323,7 +406,9 @@ def test_code_of_the_user_is_not_replaced(folder: Path, toy: Toy, capsys: pytest
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
-@pytest.mark.parametrize("name", ["quant_info.json", "weights.safetensors", "checksums.json", "report.json"])
+@pytest.mark.parametrize(
+    "name", ["quant_info.json", "weights.safetensors", "checksums.json", "report.json"]
+)
 def test_what_is_no_file_is_not_read(kind: str, name: str, folder: Path) -> None:
     content = (folder / name).read_bytes()
     (folder / name).unlink()
@@ -363,7 +448,9 @@ def test_what_stopped_runs_have_left_goes(folder: Path, toy: Toy) -> None:
     (folder / ASIDE / "weights.safetensors").write_bytes(b"half")
     (folder / ".notes.txt.swp").write_text("mine")
     assert check(folder, model=toy()) == 0
-    assert sorted(path.name for path in folder.iterdir() if path.name[0] == ".") == [".notes.txt.swp"]
+    assert sorted(path.name for path in folder.iterdir() if path.name[0] == ".") == [
+        ".notes.txt.swp"
+    ]
 
 
 def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ class KilledError(Exception):
 
 def differing(one: Path, other: Path) -> set[str]:
     """Files that are not the same, but for those that say when a run was."""
-    names = {path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()}
+    names = {
+        path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()
+    }
     _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
     return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
 
@@ -98,7 +100,9 @@ def test_any_stop_and_any_memory_leave_the_same_bytes(
             raise KilledError
 
     monkeypatch.setattr(Checkpoints, "advanced", stops)
-    monkeypatch.setattr(Spool, "put", lambda self, tensor: spilled.append(tensor) or with_spool(self, tensor))
+    monkeypatch.setattr(
+        Spool, "put", lambda self, tensor: spilled.append(tensor) or with_spool(self, tensor)
+    )
     code, more = 70, ("--memory", "1B")
     while code == 70:
         code = calibrate(tmp_path / "out", *more, **words)
@@ -144,12 +148,21 @@ def test_a_layer_that_would_end_worse_keeps_round_to_nearest_and_the_report_says
         "def calibration_data():\n    draw = torch.Generator().manual_seed(1)\n"
         "    return [torch.randn(64, 64, generator=draw) for _ in range(4)]\n"
     )
-    command = ["--quant_mode", "calib", "--model", words["model"], "--config_file", words["config"]]
+    command = [
+        "--quant_mode",
+        "calib",
+        "--model",
+        words["model"],
+        "--config_file",
+        words["config"],
+    ]
     assert run_command([*command, "--output_dir", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "algorithms.json").read_text())
     [(layer, row)] = report["rounded"].items()
     assert row["is_rtn"] is True
     assert row["error"] == row["error_rtn"]
     told = "promises no smaller errors"
-    assert any(remark["layer"] == layer and told in remark["text"] for remark in report["remarks"])
+    assert any(
+        remark["layer"] == layer and told in remark["text"] for remark in report["remarks"]
+    )
     assert told in capsys.readouterr().err

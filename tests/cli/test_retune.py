@@ -13,7 +13,13 @@ from torch import nn
 
 import quantizer
 from configs import document, layer
-from quantizer import Config, Dtype, PerTensorPercentileObserver, QuantizationConfig, QuantizationSpec
+from quantizer import (
+    Config,
+    Dtype,
+    PerTensorPercentileObserver,
+    QuantizationConfig,
+    QuantizationSpec,
+)
 from quantizer.cli.main import run_command
 
 pytestmark = pytest.mark.slow
@@ -22,8 +28,12 @@ Capture = pytest.CaptureFixture[str]
 INT8 = {"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False}
 WEIGHT = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
 PERCENTILE = {"observer_cls": "PerTensorPercentileObserver", "percentage": 99.0}
-MEAN = {"activation": {"method": "percentile", "percentage": 99, "calib_statistic_method": "mean"}}
-STATIC = {"global_quant_config": {"weight": WEIGHT, "input_tensors": INT8, "output_tensors": INT8}}
+MEAN = {
+    "activation": {"method": "percentile", "percentage": 99, "calib_statistic_method": "mean"}
+}
+STATIC = {
+    "global_quant_config": {"weight": WEIGHT, "input_tensors": INT8, "output_tensors": INT8}
+}
 REPORT = {"report.json", "report.html"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "maxmin": document(),
@@ -51,7 +61,9 @@ def calibrated(net: str, config: dict[str, Any], tmp_path: Path, name: str = "ou
 
 def specs_of(plan: dict[str, Any]) -> list[Any]:
     rows = [
-        (row["name"], role, tensor["spec"]) for row in plan["layers"] for role, tensor in row.get("tensors", {}).items()
+        (row["name"], role, tensor["spec"])
+        for row in plan["layers"]
+        for role, tensor in row.get("tensors", {}).items()
     ]
     return [plan["paths"], plan["weight_bytes"], rows]
 
@@ -68,11 +80,19 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
         ("gptq", ["--statistic", "mean"], set()),
         ("smoothquant", ["--method", "percentile"], set()),
         ("hierarchical", ["--method", "percentile"], set()),
-        ("hierarchical", ["--method", "percentile", "--percentage", "99.5", "--layer", "head"], REPORT),
+        (
+            "hierarchical",
+            ["--method", "percentile", "--percentage", "99.5", "--layer", "head"],
+            REPORT,
+        ),
         ("hierarchical", ["--method", "mse"], set()),
         ("pooled", ["--percentage", "97"], set()),
         ("pooled", ["--method", "mse"], set()),
-        ("pooled", ["--method", "maxmin"], REPORT | {"quant_info.json", "statistics.safetensors"}),
+        (
+            "pooled",
+            ["--method", "maxmin"],
+            REPORT | {"quant_info.json", "statistics.safetensors"},
+        ),
     ],
 )
 def test_it_is_a_calibration_with_the_changed_config(
@@ -82,44 +102,86 @@ def test_it_is_a_calibration_with_the_changed_config(
 
     The report names the lines of the config; those of an entry for a layer in the hierarchical form are one.
     """
-    folder, changed = calibrated(net, CONFIGS[config], tmp_path), tmp_path / "changed" / "out.json"
+    folder, changed = (
+        calibrated(net, CONFIGS[config], tmp_path),
+        tmp_path / "changed" / "out.json",
+    )
     changed.parent.mkdir()
     before = (folder / "quant_info.json").read_bytes()
     written = ["--output_dir", str(tmp_path / "retuned"), "-o", str(changed)]
     assert run_command(["retune", str(folder), *words, *written]) == 0
     assert run_command(calib(net, str(changed), tmp_path / "anew", "-q")) == 0
-    assert differing(tmp_path / "anew", tmp_path / "retuned") == {"plan.json", "checksums.json"} | apart
-    plans = [json.loads((tmp_path / at / "plan.json").read_text()) for at in ("anew", "retuned")]
+    assert (
+        differing(tmp_path / "anew", tmp_path / "retuned")
+        == {"plan.json", "checksums.json"} | apart
+    )
+    plans = [
+        json.loads((tmp_path / at / "plan.json").read_text()) for at in ("anew", "retuned")
+    ]
     assert "rules" in plans[0] and "rules" not in plans[1]
     assert plans[0]["config"] == plans[1]["config"]
     assert specs_of(plans[0]) == specs_of(plans[1])
     if "--layer" not in words:
         del plans[0]["rules"]
         assert plans[0] == plans[1], "and each word has its place"
-    anew, retuned = (json.loads((tmp_path / at / "quant_info.json").read_text()) for at in ("anew", "retuned"))
+    anew, retuned = (
+        json.loads((tmp_path / at / "quant_info.json").read_text())
+        for at in ("anew", "retuned")
+    )
     assert anew["tensors"] == retuned["tensors"]
     assert (
-        (folder / "quant_info.json").read_bytes() == before != (tmp_path / "retuned" / "quant_info.json").read_bytes()
+        (folder / "quant_info.json").read_bytes()
+        == before
+        != (tmp_path / "retuned" / "quant_info.json").read_bytes()
     )
-    test = ["--quant_mode", "test", "--model", net, "--output_dir", str(tmp_path / "retuned"), "-q"]
+    test = [
+        "--quant_mode",
+        "test",
+        "--model",
+        net,
+        "--output_dir",
+        str(tmp_path / "retuned"),
+        "-q",
+    ]
     assert run_command([*test, "--config_file", str(changed)]) == 0
 
 
 @pytest.mark.parametrize(
     ("config", "words", "code", "said"),
     [
-        ("percentile", ["--method", "mse"], 5, "mse needs a histogram of each batch, and the range of each is kept"),
+        (
+            "percentile",
+            ["--method", "mse"],
+            5,
+            "mse needs a histogram of each batch, and the range of each is kept",
+        ),
         ("maxmin", ["--method", "percentile"], 5, "percentile needs a histogram of each batch"),
         ("maxmin", ["--method", "maxmin"], 2, "nothing changes"),
         ("maxmin", [], 2, "nothing is changed"),
-        ("percentile", ["--method", "maxmin", "--percentage", "99"], 2, "--percentage is for the percentile method"),
+        (
+            "percentile",
+            ["--method", "maxmin", "--percentage", "99"],
+            2,
+            "--percentage is for the percentile method",
+        ),
         ("hierarchical", ["--statistic", "mean"], 2, "--statistic is for the layered form"),
-        ("hierarchical", ["--method", "entropy"], 2, "the hierarchical form has no observer for entropy per_tensor"),
+        (
+            "hierarchical",
+            ["--method", "entropy"],
+            2,
+            "the hierarchical form has no observer for entropy per_tensor",
+        ),
         ("maxmin", ["--statistic", "mean", "--layer", "rellu"], 2, "did you mean relu?"),
     ],
 )
 def test_what_was_not_kept_or_said_is_refused_and_nothing_is_written(
-    config: str, words: list[str], code: int, said: str, net: str, tmp_path: Path, capsys: Capture
+    config: str,
+    words: list[str],
+    code: int,
+    said: str,
+    net: str,
+    tmp_path: Path,
+    capsys: Capture,
 ) -> None:
     folder = calibrated(net, CONFIGS[config], tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -137,14 +199,18 @@ def test_what_was_not_kept_or_said_is_refused_and_nothing_is_written(
         ("weights", "it was quantized without data"),
     ],
 )
-def test_what_depends_on_scales_is_refused(kind: str, said: str, net: str, tmp_path: Path, capsys: Capture) -> None:
+def test_what_depends_on_scales_is_refused(
+    kind: str, said: str, net: str, tmp_path: Path, capsys: Capture
+) -> None:
     folder = str(tmp_path / "out")
     assert run_command(calib(net, config_file(tmp_path, kind), tmp_path / "out", "-q")) == 0
     assert run_command(["retune", folder, "--method", "maxmin"]) == 5
     assert f"{folder} cannot be retuned: {said}" in capsys.readouterr().err
 
 
-def test_it_writes_in_place_and_a_dry_run_writes_nothing(net: str, tmp_path: Path, capsys: Capture) -> None:
+def test_it_writes_in_place_and_a_dry_run_writes_nothing(
+    net: str, tmp_path: Path, capsys: Capture
+) -> None:
     folder = calibrated(net, CONFIGS["maxmin"], tmp_path)
     before = (folder / "quant_info.json").read_bytes()
     capsys.readouterr()
@@ -153,10 +219,17 @@ def test_it_writes_in_place_and_a_dry_run_writes_nothing(net: str, tmp_path: Pat
     assert (folder / "quant_info.json").read_bytes() == before
     assert run_command(["retune", str(folder), "--statistic", "mean", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert len(said["tensors"]) == 10 and all(row["scale"] < row["scale_before"] for row in said["tensors"])
+    assert len(said["tensors"]) == 10 and all(
+        row["scale"] < row["scale_before"] for row in said["tensors"]
+    )
     entries = json.loads((folder / "quant_info.json").read_text())["tensors"]
-    assert all(entries[row["layer"]][row["tensor"]]["scale"] == row["scale"] for row in said["tensors"])
-    assert run_command(["--quant_mode", "test", "--model", net, "--output_dir", str(folder), "-q"]) == 0
+    assert all(
+        entries[row["layer"]][row["tensor"]]["scale"] == row["scale"] for row in said["tensors"]
+    )
+    assert (
+        run_command(["--quant_mode", "test", "--model", net, "--output_dir", str(folder), "-q"])
+        == 0
+    )
 
 
 @pytest.mark.parametrize("kind", ["dict", "Config"])
@@ -166,25 +239,52 @@ def test_a_config_of_python_is_changed_where_it_speaks(kind: str, tmp_path: Path
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     data = [torch.randn(8, 6) * (1 + at) for at in range(4)]
     wide = QuantizationSpec(dtype=Dtype.int8)
-    narrow = QuantizationSpec(dtype=Dtype.int8, observer_cls=PerTensorPercentileObserver, percentage=99.0)
+    narrow = QuantizationSpec(
+        dtype=Dtype.int8, observer_cls=PerTensorPercentileObserver, percentage=99.0
+    )
     first = QuantizationConfig(weight=wide, input_tensors=wide)
-    built = Config(first, layer_quant_config={"2": QuantizationConfig(weight=wide, input_tensors=narrow)})
+    built = Config(
+        first, layer_quant_config={"2": QuantizationConfig(weight=wide, input_tensors=narrow)}
+    )
     plain = {
-        "global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}},
-        "layer_quant_config": {"2": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"} | PERCENTILE}},
+        "global_quant_config": {
+            "weight": {"dtype": "int8"},
+            "input_tensors": {"dtype": "int8"},
+        },
+        "layer_quant_config": {
+            "2": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"} | PERCENTILE}
+        },
     }
-    quantizer.calibrate(model, built if kind == "Config" else plain, data).save(tmp_path / "out")
-    words = ["--method", "mse", "--output_dir", str(tmp_path / "retuned"), "-o", str(tmp_path / "q.json")]
+    quantizer.calibrate(model, built if kind == "Config" else plain, data).save(
+        tmp_path / "out"
+    )
+    words = [
+        "--method",
+        "mse",
+        "--output_dir",
+        str(tmp_path / "retuned"),
+        "-o",
+        str(tmp_path / "q.json"),
+    ]
     assert run_command(["retune", str(tmp_path / "out"), *words]) == 0
     quantizer.calibrate(model, tmp_path / "q.json", data).save(tmp_path / "anew")
-    anew, retuned = (json.loads((tmp_path / at / "quant_info.json").read_text()) for at in ("anew", "retuned"))
+    anew, retuned = (
+        json.loads((tmp_path / at / "quant_info.json").read_text())
+        for at in ("anew", "retuned")
+    )
     assert anew["tensors"] == retuned["tensors"]
     assert anew["header"]["config"] == retuned["header"]["config"]
 
 
 def test_nothing_is_left_of_what_was_in_the_folder_before(net: str, tmp_path: Path) -> None:
-    plain, other = calibrated(net, CONFIGS["maxmin"], tmp_path), calibrated(net, CONFIGS["gptq"], tmp_path, "other")
+    plain, other = (
+        calibrated(net, CONFIGS["maxmin"], tmp_path),
+        calibrated(net, CONFIGS["gptq"], tmp_path, "other"),
+    )
     assert (other / "algorithms.json").exists()
-    assert run_command(["retune", str(plain), "--statistic", "mean", "--output_dir", str(other)]) == 0
+    assert (
+        run_command(["retune", str(plain), "--statistic", "mean", "--output_dir", str(other)])
+        == 0
+    )
     assert not (other / "algorithms.json").exists()
     assert json.loads((other / "report.json").read_text())["algorithms"] is None

@@ -16,12 +16,18 @@ from quantizer.cli.main import run_command
 
 CONV1 = "ResNet::ResNet/Conv2d[conv1]/conv2d"
 CONV1_OUTPUT = "ResNet::ResNet/ReLU[relu]/relu"
-pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+pytest.importorskip(
+    "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
+)
 
 PRESETS = sorted((ROOT / "configs").glob("*.json"))
 GGUF = tuple(f"gguf_{name}" for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"))
 LINEAR = ("mxfp4", "nvfp4", "weight_int4_group", *GGUF)  # presets for networks of linear layers
-ALGORITHMS = ("gptq_int4_group", "awq_int4_group", "smoothquant_int8")  # groups are of 128 inputs
+ALGORITHMS = (
+    "gptq_int4_group",
+    "awq_int4_group",
+    "smoothquant_int8",
+)  # groups are of 128 inputs
 PERCEPTRON = """
 import torch
 from sklearn.datasets import load_digits
@@ -47,7 +53,9 @@ def calibration_data():
 """
 
 
-def test_the_two_commands_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_two_commands_of_the_readme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "quantize_result"
     common = ["--config_file", EXAMPLE, "--model", DIGITS, "--output_dir", str(folder)]
     assert run_command(["--quant_mode", "calib", *common]) == 0
@@ -84,13 +92,17 @@ def test_the_layer_entry_of_the_seed_takes_effect(calibrated: Path) -> None:
     tensors = json.loads((calibrated / "quant_info.json").read_text())["tensors"]
     activation, weights = tensors[CONV1_OUTPUT]["activation"], tensors[CONV1]["weights"]
     assert activation["spec"]["round_mode"] == "half_up"
-    planned = {row["name"]: row for row in json.loads((calibrated / "plan.json").read_text())["layers"]}
+    planned = {
+        row["name"]: row for row in json.loads((calibrated / "plan.json").read_text())["layers"]
+    }
     origins = planned[CONV1_OUTPUT]["tensors"]["activation"]["origins"]
     assert origins["round_mode"].startswith("example.json:")
     assert CONV1 in activation["shared_with"]
     assert weights["spec"]["qscheme"] == "per_tensor"
     assert isinstance(weights["scale"], float)
-    other = tensors["ResNet::ResNet/Sequential[layer1]/BasicBlock[0]/Conv2d[conv1]/conv2d"]["weights"]
+    other = tensors["ResNet::ResNet/Sequential[layer1]/BasicBlock[0]/Conv2d[conv1]/conv2d"][
+        "weights"
+    ]
     assert other["spec"]["qscheme"] == "per_channel"
     assert len(other["scale"]) == 16
 
@@ -112,11 +124,16 @@ def test_no_result_holds_an_absolute_path(calibrated: Path) -> None:
             assert str(ROOT).encode() not in path.read_bytes()
 
 
-def test_the_resolved_config_is_valid_and_gives_the_same_results(calibrated: Path, tmp_path: Path) -> None:
+def test_the_resolved_config_is_valid_and_gives_the_same_results(
+    calibrated: Path, tmp_path: Path
+) -> None:
     resolved = calibrated / "config.resolved.json"
     assert run_command(["validate", str(resolved)]) == 0
     assert calibrate(tmp_path / "again", config=str(resolved)) == 0
-    before, after = (json.loads((f / "quant_info.json").read_text()) for f in (calibrated, tmp_path / "again"))
+    before, after = (
+        json.loads((f / "quant_info.json").read_text())
+        for f in (calibrated, tmp_path / "again")
+    )
     assert before["header"]["config"] == after["header"]["config"]
     for layer, roles in before["tensors"].items():
         for role, entry in roles.items():
@@ -127,15 +144,29 @@ def test_the_resolved_config_is_valid_and_gives_the_same_results(calibrated: Pat
 def test_a_preset_for_linear_layers_calibrates_and_tests(name: str, tmp_path: Path) -> None:
     model = tmp_path / "perceptron.py"
     model.write_text(PERCEPTRON)
-    assert calibrate(tmp_path / "out", config=str(ROOT / "configs" / f"{name}.json"), model=str(model)) == 0
+    assert (
+        calibrate(
+            tmp_path / "out", config=str(ROOT / "configs" / f"{name}.json"), model=str(model)
+        )
+        == 0
+    )
     assert check(tmp_path / "out", "--gate", "sqnr_db>=14", model=str(model)) == 0
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_preset_with_an_algorithm_calibrates_and_tests(name: str, tmp_path: Path) -> None:
     model = tmp_path / "perceptron.py"
-    model.write_text(PERCEPTRON.replace("Linear(64", "Linear(128").replace("float32)", "float32).repeat(1, 2)"))
-    assert calibrate(tmp_path / "out", config=str(ROOT / "configs" / f"{name}.json"), model=str(model)) == 0
+    model.write_text(
+        PERCEPTRON.replace("Linear(64", "Linear(128").replace(
+            "float32)", "float32).repeat(1, 2)"
+        )
+    )
+    assert (
+        calibrate(
+            tmp_path / "out", config=str(ROOT / "configs" / f"{name}.json"), model=str(model)
+        )
+        == 0
+    )
     assert check(tmp_path / "out", "--gate", "sqnr_db>=18", model=str(model)) == 0
 
 
@@ -156,7 +187,9 @@ def test_the_preset_for_language_models_calibrates_and_tests(tmp_path: Path) -> 
 )
 def test_every_other_preset_calibrates_and_tests(preset: Path, tmp_path: Path) -> None:
     assert calibrate(tmp_path / "out", config=str(preset)) == 0
-    assert check(tmp_path / "out", "--gate", "top1_agreement>=0.98", "--gate", "sqnr_db>=15") == 0
+    assert (
+        check(tmp_path / "out", "--gate", "top1_agreement>=0.98", "--gate", "sqnr_db>=15") == 0
+    )
 
 
 def test_without_a_config_the_dpu_default_runs(tmp_path: Path) -> None:
@@ -174,7 +207,9 @@ def test_float_mode_prints_the_float_metric(capsys: pytest.CaptureFixture[str]) 
     assert float(capsys.readouterr().out.split()[1]) >= 0.99
 
 
-def test_json_goes_to_stdout_alone(calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_goes_to_stdout_alone(
+    calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert calibrate(tmp_path / "out", "--json") == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == 35
@@ -183,13 +218,20 @@ def test_json_goes_to_stdout_alone(calibrated: Path, tmp_path: Path, capsys: pyt
     written = json.loads((calibrated / "report.json").read_text())
     rows = {(row["layer"], row["tensor"]): row for row in written["layers"]}
     assert (report["metrics"], report["pairs"]) == (written["metrics"], written["pairs"])
-    assert all(row.items() <= rows[row["layer"], row["tensor"]].items() for row in report["layers"])
+    assert all(
+        row.items() <= rows[row["layer"], row["tensor"]].items() for row in report["layers"]
+    )
     assert len(rows) == len(report["layers"])
-    assert report["metrics"]["top1_drop"] == report["metrics"]["top1_float"] - report["metrics"]["top1"]
+    assert (
+        report["metrics"]["top1_drop"]
+        == report["metrics"]["top1_float"] - report["metrics"]["top1"]
+    )
     local = [row["local_sqnr_db"] for row in report["layers"]]
     assert local == sorted(local)
     for row in report["layers"]:
-        assert (row["accumulated_sqnr_db"] is None) == (row["tensor"] in ("weights", "bias")), row
+        assert (row["accumulated_sqnr_db"] is None) == (row["tensor"] in ("weights", "bias")), (
+            row
+        )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +251,9 @@ def test_gates_decide_the_exit_code(
     assert said in capsys.readouterr().err
 
 
-def test_piped_output_has_no_control_characters(calibrated: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_piped_output_has_no_control_characters(
+    calibrated: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert check(calibrated) == 0
     out, err = capfd.readouterr()
     assert "\x1b" not in out + err
@@ -225,7 +269,9 @@ def test_random_data_is_stamped(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads((tmp_path / "out" / "report.json").read_text())["stamp"] == "random data"
 
 
-def test_inspect_prints_the_layers_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_the_layers_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert calibrate(tmp_path / "out", "--inspect") == 0
     assert CONV1 in capsys.readouterr().out
 
@@ -239,7 +285,9 @@ def test_results_of_another_model_are_not_overwritten_unasked(
     assert calibrate(calibrated, "--overwrite", model=model, config=None) == 0
 
 
-def test_plan_inspect_and_explain_tell_the_same_story(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_inspect_and_explain_tell_the_same_story(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     look = ["--config_file", EXAMPLE, "--model", DIGITS]
     assert run_command(["plan", *look, "--json", "-o", str(tmp_path / "plan.json")]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -277,25 +325,46 @@ def test_calibrating_again_removes_what_the_old_test_found(calibrated: Path) -> 
 
 
 @pytest.mark.parametrize("size", ["8", "lots", "-1GB", "GB"])
-def test_a_size_of_memory_has_a_unit(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size_of_memory_has_a_unit(
+    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert calibrate(tmp_path, "--memory", size) == 2
-    assert f"'{size}' is no size of memory; write 8GB or 512MB" in " ".join(capsys.readouterr().err.split())
+    assert f"'{size}' is no size of memory; write 8GB or 512MB" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
-@pytest.mark.parametrize("more", [(), ("--fast_finetune",)], ids=["bias correction", "fast finetuning"])
+@pytest.mark.parametrize(
+    "more", [(), ("--fast_finetune",)], ids=["bias correction", "fast finetuning"]
+)
 def test_values_out_of_memory_change_no_byte(more: tuple[str, ...], tmp_path: Path) -> None:
     folders = [tmp_path / "all", tmp_path / "none"]
     for folder, size in zip(folders, ("1GB", "0B"), strict=True):
         assert calibrate(folder, "--memory", size, *more) == 0
-    files = sorted(path.name for path in folders[0].iterdir() if not path.name.startswith("run."))
-    assert files == sorted(path.name for path in folders[1].iterdir() if not path.name.startswith("run."))
+    files = sorted(
+        path.name for path in folders[0].iterdir() if not path.name.startswith("run.")
+    )
+    assert files == sorted(
+        path.name for path in folders[1].iterdir() if not path.name.startswith("run.")
+    )
     assert filecmp.cmpfiles(*folders, files, shallow=False) == (files, [], [])
 
 
 def test_the_peak_of_memory_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--quant_mode", "calib", "--model", DIGITS, "--output_dir", str(tmp_path), "--subset_len", "8"]
+    arguments = [
+        "--quant_mode",
+        "calib",
+        "--model",
+        DIGITS,
+        "--output_dir",
+        str(tmp_path),
+        "--subset_len",
+        "8",
+    ]
     assert run_command(arguments) == 0
-    assert re.fullmatch(r"peak memory (\d+ MB|\d+\.\d\d GB)", capsys.readouterr().out.splitlines()[-1])
+    assert re.fullmatch(
+        r"peak memory (\d+ MB|\d+\.\d\d GB)", capsys.readouterr().out.splitlines()[-1]
+    )
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["peak_memory_bytes"] > run["peak_memory_over_imports_bytes"] >= 0
 
@@ -306,22 +375,41 @@ def test_a_run_that_does_not_fit_says_so(
     monkeypatch.setattr("quantizer.memory.available", lambda: 1000)
     assert calibrate(tmp_path) == 0
     said = capsys.readouterr().err
-    assert re.search(r"calibration takes about \d+ MB more memory, and 0 MB are free: use a smaller --batch_size", said)
+    assert re.search(
+        r"calibration takes about \d+ MB more memory, and 0 MB are free: use a smaller --batch_size",
+        said,
+    )
     monkeypatch.setattr("quantizer.memory.total", lambda: 2000)
     assert calibrate(tmp_path, "--overwrite") == 6
-    assert re.search(r"error: calibration would take about .* of memory, and there are 0 MB", capsys.readouterr().err)
+    assert re.search(
+        r"error: calibration would take about .* of memory, and there are 0 MB",
+        capsys.readouterr().err,
+    )
     assert check(tmp_path) == 6
 
 
 def test_the_plan_knows_what_calibration_may_keep(
     toy: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.memory.peak", lambda: 0)  # else that of the tests before, which nothing here reaches
+    monkeypatch.setattr(
+        "quantizer.memory.peak", lambda: 0
+    )  # else that of the tests before, which nothing here reaches
     model, peaks = toy("return [torch.randn(1 << 15, 3) for _ in range(64)]"), []
     for memory in ("0B", "1GB"):
-        arguments = ["plan", "--model", model, "--fast_finetune", "--memory", memory, "-o", str(tmp_path / "plan.json")]
+        arguments = [
+            "plan",
+            "--model",
+            model,
+            "--fast_finetune",
+            "--memory",
+            memory,
+            "-o",
+            str(tmp_path / "plan.json"),
+        ]
         assert run_command(arguments) == 0
-        peaks.append(json.loads((tmp_path / "plan.json").read_text())["peak_memory_bytes"]["calib"])
+        peaks.append(
+            json.loads((tmp_path / "plan.json").read_text())["peak_memory_bytes"]["calib"]
+        )
     assert peaks[1] - peaks[0] > 20_000_000
 
 
@@ -332,7 +420,9 @@ def test_the_plan_knows_the_batches_of_test_mode(
     model, peaks = Path(toy()), []
     for evaluation in ("", "\ndef evaluation_data():\n    return [torch.ones(1 << 20, 3)]\n"):
         model.write_text(model.read_text() + evaluation)
-        assert run_command(["plan", "--model", str(model), "-o", str(tmp_path / "plan.json")]) == 0
+        assert (
+            run_command(["plan", "--model", str(model), "-o", str(tmp_path / "plan.json")]) == 0
+        )
         peaks.append(json.loads((tmp_path / "plan.json").read_text())["peak_memory_bytes"])
     assert peaks[1]["test"] - peaks[0]["test"] > 4 * (5 << 20)
     assert abs(peaks[1]["calib"] - peaks[0]["calib"]) < 20_000_000

@@ -44,7 +44,11 @@ def one_sentence(capture: Capture) -> str:
     [
         ("return []", 4, "gives no batch"),
         ("return [torch.ones(4, 3), torch.full((4, 3), float('nan'))]", 4, "batch 1"),
-        ("return [torch.ones(4, 3), torch.ones(4, 5)]", 4, "expected [b, 3] torch.float32, got [4, 5]"),
+        (
+            "return [torch.ones(4, 3), torch.ones(4, 5)]",
+            4,
+            "expected [b, 3] torch.float32, got [4, 5]",
+        ),
         ("return [torch.ones(4, 3), torch.ones(4, 3).long()]", 4, "torch.int64"),
         ("return [torch.ones(0, 3)]", 4, "batch 0"),
         ("yield torch.ones(4, 3)\n    raise OSError('disk gone')", 4, "disk gone"),
@@ -52,7 +56,9 @@ def one_sentence(capture: Capture) -> str:
         ("return 7", 4, "int"),
     ],
 )
-def test_bad_data(toy: Toy, tmp_path: Path, capsys: Capture, data: str, code: int, said: str) -> None:
+def test_bad_data(
+    toy: Toy, tmp_path: Path, capsys: Capture, data: str, code: int, said: str
+) -> None:
     assert calibrate(tmp_path / "out", model=toy(data)) == code
     assert said in one_sentence(capsys)
     assert not (tmp_path / "out" / "quant_info.json").exists()
@@ -78,7 +84,10 @@ def test_bad_models(toy: Toy, tmp_path: Path, capsys: Capture, model: str, said:
 @pytest.mark.parametrize(
     ("model", "data"),
     [
-        ("return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(4))", "return [torch.ones(4, 3, 2)] * 2"),
+        (
+            "return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(4))",
+            "return [torch.ones(4, 3, 2)] * 2",
+        ),
         ("return torch.nn.Unflatten(0, (2, 2))", "return [torch.ones(4, 3)] * 2"),
         ("return Chosen()", "return [torch.randn(4, 3)] * 2"),
     ],
@@ -86,9 +95,7 @@ def test_bad_models(toy: Toy, tmp_path: Path, capsys: Capture, model: str, said:
 )
 def test_models_that_need_a_hand(toy: Toy, tmp_path: Path, model: str, data: str) -> None:
     path = toy(data, model)
-    chosen = (
-        "class Chosen(torch.nn.Module):\n    def forward(self, x):\n        return torch.where(x > 0, x * 2, x - 1)\n"
-    )
+    chosen = "class Chosen(torch.nn.Module):\n    def forward(self, x):\n        return torch.where(x > 0, x * 2, x - 1)\n"
     Path(path).write_text(Path(path).read_text() + chosen)
     assert calibrate(tmp_path / "out", model=path, config=None) == 0
     assert check(tmp_path / "out", model=path) == 0
@@ -103,7 +110,9 @@ def test_a_config_that_cannot_be_is_told_before_the_model_is_imported(
     toy: Toy, tmp_path: Path, capsys: Capture
 ) -> None:
     config = tmp_path / "fp8.json"
-    config.write_text('{"global_quant_config": {"weight": {"dtype": "fp8_e4m3", "symmetric": false}}}')
+    config.write_text(
+        '{"global_quant_config": {"weight": {"dtype": "fp8_e4m3", "symmetric": false}}}'
+    )
     model = Path(toy())
     model.write_text("raise RuntimeError('imported')")
     assert calibrate(tmp_path / "out", model=str(model), config=str(config)) == 2
@@ -113,11 +122,16 @@ def test_a_config_that_cannot_be_is_told_before_the_model_is_imported(
 
 
 def test_integers_into_a_linear_layer(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
-    assert calibrate(tmp_path / "out", model=toy("return [torch.ones(4, 3).long()] * 2")) in (3, 4)
+    assert calibrate(tmp_path / "out", model=toy("return [torch.ones(4, 3).long()] * 2")) in (
+        3,
+        4,
+    )
     assert "Linear" in one_sentence(capsys)
 
 
-def test_infinite_activations_name_the_layer_and_the_batch(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+def test_infinite_activations_name_the_layer_and_the_batch(
+    toy: Toy, tmp_path: Path, capsys: Capture
+) -> None:
     data = "return [torch.ones(4, 3), torch.full((4, 3), 3e38)]"
     model = "m = torch.nn.Linear(3, 2); m.weight.data.fill_(9.0); return m"
     assert calibrate(tmp_path / "out", model=toy(data, model)) == 4
@@ -130,11 +144,23 @@ def test_infinite_activations_name_the_layer_and_the_batch(toy: Toy, tmp_path: P
     [
         (["--quant_mode", "calib"], "--model"),
         (["--quant_mode", "guess", "--model", "x.py"], "guess"),
-        (["--quant_mode", "calib", "--model", DIGITS, "--config_file", "nowhere.json"], "nowhere.json"),
-        (["--quant_mode", "float", "--model", DIGITS, "--device", "cuda:99"], "--device cuda:99"),
+        (
+            ["--quant_mode", "calib", "--model", DIGITS, "--config_file", "nowhere.json"],
+            "nowhere.json",
+        ),
+        (
+            ["--quant_mode", "float", "--model", DIGITS, "--device", "cuda:99"],
+            "--device cuda:99",
+        ),
         (["--quant_mode", "float", "--model", DIGITS, "--subset_len", "0"], "subset_len"),
-        (["--quant_mode", "test", "--model", DIGITS, "--memory", "1GB"], "--memory goes with calib mode"),
-        (["--quant_mode", "calib", "--model", DIGITS, "--memory", "lots"], "'lots' is no size of memory"),
+        (
+            ["--quant_mode", "test", "--model", DIGITS, "--memory", "1GB"],
+            "--memory goes with calib mode",
+        ),
+        (
+            ["--quant_mode", "calib", "--model", DIGITS, "--memory", "lots"],
+            "'lots' is no size of memory",
+        ),
     ],
 )
 def test_usage(arguments: list[str], said: str, capsys: Capture) -> None:
@@ -143,7 +169,9 @@ def test_usage(arguments: list[str], said: str, capsys: Capture) -> None:
 
 
 def test_a_selector_that_matches_nothing(tmp_path: Path, capsys: Capture) -> None:
-    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+    pytest.importorskip(
+        "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
+    )
     config = json.loads(Path(EXAMPLE).read_text())
     config["layer_quantize_config"][1]["layer_name"] = "ResNet::ResNet/Conv2d[conv7]/input.2"
     path = tmp_path / "typo.json"
@@ -152,7 +180,10 @@ def test_a_selector_that_matches_nothing(tmp_path: Path, capsys: Capture) -> Non
     said = capsys.readouterr().err
     assert "error QZ402" in said
     assert "Conv2d[conv1]" in said
-    assert f"typo.json:{path.read_text()[: path.read_text().index('conv7')].count(chr(10)) + 1}:" in said
+    assert (
+        f"typo.json:{path.read_text()[: path.read_text().index('conv7')].count(chr(10)) + 1}:"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,15 +192,25 @@ def test_a_selector_that_matches_nothing(tmp_path: Path, capsys: Capture) -> Non
         (lambda f: (f / "checksums.json").unlink(), "checksums.json does not exist"),
         (lambda f: (f / "checksums.json").write_text("{"), "not a readable JSON file"),
         (lambda f: (f / "checksums.json").write_text("{}"), "is no list of files"),
-        (lambda f: (f / "checksums.json").write_text('{"files": {"../a": "", "quant_info.json": ""}}'), "no digest"),
+        (
+            lambda f: (f / "checksums.json").write_text(
+                '{"files": {"../a": "", "quant_info.json": ""}}'
+            ),
+            "no digest",
+        ),
         (lambda f: (f / "quant_info.json").unlink(), "quant_info.json is missing"),
         (lambda f: (f / "quant_info.json").write_text("{}"), "was changed after calibration"),
         (lambda f: (f / "weights.safetensors").unlink(), "weights.safetensors is missing"),
-        (lambda f: (f / "weights.safetensors").write_bytes(b"x"), "was changed after calibration"),
+        (
+            lambda f: (f / "weights.safetensors").write_bytes(b"x"),
+            "was changed after calibration",
+        ),
         (lambda f: (f / "ResNet.py").write_text("print()"), "was changed after calibration"),
     ],
 )
-def test_damaged_results(calibrated: Path, damage: Callable[[Path], None], said: str, capsys: Capture) -> None:
+def test_damaged_results(
+    calibrated: Path, damage: Callable[[Path], None], said: str, capsys: Capture
+) -> None:
     damage(calibrated)
     assert check(calibrated) == 5
     assert said in one_sentence(capsys)
@@ -201,14 +242,18 @@ def test_another_version_of_torch_is_told(
     assert f"calibrated with torch 2.9.1, and this is {now}:" in capsys.readouterr().err
 
 
-def test_other_weights_are_refused_by_name(calibrated: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_other_weights_are_refused_by_name(
+    calibrated: Path, tmp_path: Path, capsys: Capture
+) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(Path(DIGITS).with_suffix(".safetensors"))
     weights["layer2.0.conv1.weight"][0, 0, 0, 0] += 1e-6
     save_file(weights, tmp_path / "other.safetensors")
     assert check(calibrated, "--weights", str(tmp_path / "other.safetensors")) == 5
-    assert "layer2.0.conv1.weight of layer ResNet::ResNet/Sequential[layer2]" in one_sentence(capsys)
+    assert "layer2.0.conv1.weight of layer ResNet::ResNet/Sequential[layer2]" in one_sentence(
+        capsys
+    )
 
 
 def test_another_model_is_refused_by_layer(calibrated: Path, toy: Toy, capsys: Capture) -> None:
@@ -216,14 +261,18 @@ def test_another_model_is_refused_by_layer(calibrated: Path, toy: Toy, capsys: C
     assert "layer Linear::input_0 differs" in one_sentence(capsys)
 
 
-def test_another_config_is_refused_by_layer(calibrated: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_another_config_is_refused_by_layer(
+    calibrated: Path, tmp_path: Path, capsys: Capture
+) -> None:
     config = json.loads(Path(EXAMPLE).read_text())
     config["layer_quantize_config"][1]["overall_quantize_config"]["bit_width"] = 7
     path = tmp_path / "other.json"
     path.write_text(json.dumps(config))
     assert check(calibrated, "--config_file", str(path)) == 5
     assert "layer ResNet::ResNet/Conv2d[conv1]/conv2d differs" in one_sentence(capsys)
-    path.write_text(json.dumps({**json.loads(Path(EXAMPLE).read_text()), "convert_relu6_to_relu": True}))
+    path.write_text(
+        json.dumps({**json.loads(Path(EXAMPLE).read_text()), "convert_relu6_to_relu": True})
+    )
     assert check(calibrated, "--config_file", str(path)) == 5
     assert "convert_relu6_to_relu is True, calibrated with False" in one_sentence(capsys)
 
@@ -239,7 +288,9 @@ def test_a_second_run_in_one_folder_waits_its_turn(tmp_path: Path, capsys: Captu
 
 
 @pytest.mark.parametrize("text", [b"", b"\x1b[2J", b"\xff\n" * 1000])
-def test_what_a_lock_holds_is_not_shown_if_it_is_no_line(text: bytes, tmp_path: Path, capsys: Capture) -> None:
+def test_what_a_lock_holds_is_not_shown_if_it_is_no_line(
+    text: bytes, tmp_path: Path, capsys: Capture
+) -> None:
     (tmp_path / ".lock").write_bytes(text)
     with open(tmp_path / ".lock") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -264,12 +315,16 @@ for i, batch in enumerate(batches):
 """
 
 
-def test_interrupted_then_resumed_equals_undisturbed(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+def test_interrupted_then_resumed_equals_undisturbed(
+    toy: Toy, tmp_path: Path, capsys: Capture
+) -> None:
     flag = tmp_path / "interrupted"
     data = INTERRUPTED.format(flag=str(flag)).strip().replace("\n", "\n    ")
     model, folder = toy(data), tmp_path / "out"
     assert calibrate(folder, model=model, config=None) == 130
-    assert "calib stopped after 4 batches; --resume goes on from there" in capsys.readouterr().err
+    assert (
+        "calib stopped after 4 batches; --resume goes on from there" in capsys.readouterr().err
+    )
     assert not (folder / "quant_info.json").exists()
     assert calibrate(folder, "--resume", model=model, config=None) == 0
     assert calibrate(tmp_path / "undisturbed", model=model, config=None) == 0
@@ -278,8 +333,12 @@ def test_interrupted_then_resumed_equals_undisturbed(toy: Toy, tmp_path: Path, c
     assert not list(folder.glob("checkpoint*"))
 
 
-def test_data_that_could_not_be_loaded_are_gone_on_with(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
-    failing = INTERRUPTED.replace("KeyboardInterrupt", "OSError('disk gone')").format(flag=str(tmp_path / "failed"))
+def test_data_that_could_not_be_loaded_are_gone_on_with(
+    toy: Toy, tmp_path: Path, capsys: Capture
+) -> None:
+    failing = INTERRUPTED.replace("KeyboardInterrupt", "OSError('disk gone')").format(
+        flag=str(tmp_path / "failed")
+    )
     model, folder = toy(failing.strip().replace("\n", "\n    ")), tmp_path / "out"
     assert calibrate(folder, model=model, config=None) == 4
     said = one_sentence(capsys)
@@ -287,7 +346,9 @@ def test_data_that_could_not_be_loaded_are_gone_on_with(toy: Toy, tmp_path: Path
     assert "calib stopped after 4 batches; --resume goes on from there" in said
     assert calibrate(folder, "--resume", model=model, config=None) == 0
     assert calibrate(tmp_path / "undisturbed", model=model, config=None) == 0
-    assert (folder / "quant_info.json").read_bytes() == (tmp_path / "undisturbed" / "quant_info.json").read_bytes()
+    assert (folder / "quant_info.json").read_bytes() == (
+        tmp_path / "undisturbed" / "quant_info.json"
+    ).read_bytes()
 
 
 def interrupted(toy: Toy, folder: Path, flag: Path) -> str:
@@ -306,7 +367,9 @@ def interrupted(toy: Toy, folder: Path, flag: Path) -> str:
         ("checkpoint.calibration.json", b"{", "not a readable JSON file"),
     ],
 )
-def test_a_damaged_checkpoint(toy: Toy, tmp_path: Path, capsys: Capture, name: str, content: bytes, said: str) -> None:
+def test_a_damaged_checkpoint(
+    toy: Toy, tmp_path: Path, capsys: Capture, name: str, content: bytes, said: str
+) -> None:
     model = interrupted(toy, tmp_path / "out", tmp_path / "flag")
     capsys.readouterr()
     for path in (tmp_path / "out").glob(name):
@@ -316,7 +379,9 @@ def test_a_damaged_checkpoint(toy: Toy, tmp_path: Path, capsys: Capture, name: s
 
 
 @pytest.mark.parametrize("data", ["return [torch.ones(4, 3)] * 9", "return [torch.ones(4, 3)]"])
-def test_other_data_than_the_checkpoints(toy: Toy, tmp_path: Path, capsys: Capture, data: str) -> None:
+def test_other_data_than_the_checkpoints(
+    toy: Toy, tmp_path: Path, capsys: Capture, data: str
+) -> None:
     interrupted(toy, tmp_path / "out", tmp_path / "flag")
     capsys.readouterr()
     assert calibrate(tmp_path / "out", "--resume", model=toy(data), config=None) == 5
@@ -324,8 +389,18 @@ def test_other_data_than_the_checkpoints(toy: Toy, tmp_path: Path, capsys: Captu
 
 
 @pytest.mark.parametrize("mode", ["test", "float"])
-def test_resuming_goes_with_calibration(toy: Toy, tmp_path: Path, capsys: Capture, mode: str) -> None:
-    run = ["--quant_mode", mode, "--model", toy(), "--output_dir", str(tmp_path / "out"), "--resume"]
+def test_resuming_goes_with_calibration(
+    toy: Toy, tmp_path: Path, capsys: Capture, mode: str
+) -> None:
+    run = [
+        "--quant_mode",
+        mode,
+        "--model",
+        toy(),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--resume",
+    ]
     assert run_command(run) == 2
     assert "--resume goes with calib mode" in one_sentence(capsys)
 
@@ -335,16 +410,22 @@ def test_resume_without_a_checkpoint_says_so(toy: Toy, tmp_path: Path, capsys: C
     assert "there is no checkpoint" in capsys.readouterr().err
 
 
-def test_interrupted_inside_a_batch(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_inside_a_batch(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A batch that only some observers saw counts for none."""
     from quantizer.observers import Observer
 
-    model = toy("g = torch.Generator().manual_seed(0); return [torch.randn(4, 3, generator=g) for _ in range(4)]")
+    model = toy(
+        "g = torch.Generator().manual_seed(0); return [torch.randn(4, 3, generator=g) for _ in range(4)]"
+    )
     original, seen = Observer.observe, []
 
     def broken_off(self: Observer, x: Tensor, beside: Observer | None = None) -> None:
         seen.append(x)
-        if len(seen) == 7:  # weights, bias, then input and output of two batches, the input of the third
+        if (
+            len(seen) == 7
+        ):  # weights, bias, then input and output of two batches, the input of the third
             raise KeyboardInterrupt
         original(self, x, beside)
 
@@ -354,10 +435,14 @@ def test_interrupted_inside_a_batch(toy: Toy, tmp_path: Path, monkeypatch: pytes
     assert calibrate(tmp_path / "out", "--resume", model=model, config=None) == 0
     assert calibrate(tmp_path / "undisturbed", model=model, config=None) == 0
     for name in ("quant_info.json", "statistics.safetensors"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+        assert (tmp_path / "out" / name).read_bytes() == (
+            tmp_path / "undisturbed" / name
+        ).read_bytes()
 
 
-def test_a_checkpoint_of_another_run_is_refused(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    toy: Toy, tmp_path: Path, capsys: Capture
+) -> None:
     flag = tmp_path / "interrupted"
     data = INTERRUPTED.format(flag=str(flag)).strip().replace("\n", "\n    ")
     assert calibrate(tmp_path / "out", model=toy(data), config=None) == 130
@@ -367,7 +452,9 @@ def test_a_checkpoint_of_another_run_is_refused(toy: Toy, tmp_path: Path, capsys
     assert "run without --resume" in one_sentence(capsys)
 
 
-def test_killed_at_every_write(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_killed_at_every_write(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     """Old results stay until new ones are whole."""
     model, folder = toy(), tmp_path / "out"
     assert calibrate(folder, model=model, config=None) == 0
@@ -375,7 +462,12 @@ def test_killed_at_every_write(toy: Toy, tmp_path: Path, monkeypatch: pytest.Mon
     for name in names:
         original = os.replace
 
-        def killed(source: str, target: Path, name: str = name, original: Callable[..., None] = original) -> None:
+        def killed(
+            source: str,
+            target: Path,
+            name: str = name,
+            original: Callable[..., None] = original,
+        ) -> None:
             if Path(target).name.startswith(name):
                 raise KeyboardInterrupt
             original(source, target)
@@ -385,7 +477,9 @@ def test_killed_at_every_write(toy: Toy, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(atomic.os, "replace", original)
         capsys.readouterr()
         assert check(folder, model=model) == 0, name
-        assert not [path for path in folder.iterdir() if path.name.startswith(".")], "no temporary file stays"
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")], (
+            "no temporary file stays"
+        )
     assert calibrate(folder, model=model, config=None) == 0
     assert check(folder, model=model) == 0
 
@@ -401,7 +495,10 @@ def test_disk_full(toy: Toy, tmp_path: Path) -> None:
     model = toy(model="return torch.nn.Linear(3, 300)")
     command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", model]
     done = subprocess.run(
-        [*command, "--output_dir", str(tmp_path / "out")], capture_output=True, text=True, preexec_fn=limit
+        [*command, "--output_dir", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
     )
     assert done.returncode == 5, done.stderr
     assert "cannot write" in done.stderr
@@ -411,8 +508,12 @@ def test_disk_full(toy: Toy, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_in_a_real_process(toy: Toy, tmp_path: Path, sent: signal.Signals, code: int) -> None:
-    started = tmp_path / "started"  # tracing reads one batch, so ten are read in the calibration
+def test_signals_in_a_real_process(
+    toy: Toy, tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    started = (
+        tmp_path / "started"
+    )  # tracing reads one batch, so ten are read in the calibration
     data = (
         "import time, pathlib\n    for i in range(1200):\n        time.sleep(0.05)\n        yield torch.ones(4, 3)\n"
         f"        if i == 9: pathlib.Path({str(started)!r}).touch()"
@@ -423,7 +524,9 @@ def test_signals_in_a_real_process(toy: Toy, tmp_path: Path, sent: signal.Signal
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a job in the background ignores it
     )
     deadline = time.monotonic() + 120
     while not started.exists() and time.monotonic() < deadline:
@@ -457,7 +560,9 @@ def test_an_interrupt_while_packages_are_imported(package: str, tmp_path: Path) 
         env={**os.environ, "PYTHONPATH": paths},
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a job in the background ignores it
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "imported").exists() and time.monotonic() < deadline:
@@ -497,7 +602,9 @@ def test_a_worker_of_the_loader_that_ends_is_told(end: str, toy: Toy, tmp_path: 
         "--model",
         toy(WORKER.strip().replace("END", end)),
     ]
-    done = subprocess.run([*command, "--output_dir", str(tmp_path / "out")], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--output_dir", str(tmp_path / "out")], capture_output=True, text=True
+    )
     assert done.returncode == 4, done.stderr
     assert "DataLoader worker (pid" in done.stderr
     assert "internal error" not in done.stderr
@@ -507,14 +614,21 @@ def test_the_end_of_a_worker_is_told_wherever_it_is_raised(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     def raises(*_: object, **__: object) -> None:
-        raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 3. Details are lost.")
+        raise RuntimeError(
+            "DataLoader worker (pid 7) exited unexpectedly with exit code 3. Details are lost."
+        )
 
     monkeypatch.setattr(session, "open_model", raises)
     assert run_command(["inspect", "--model", toy()]) == 4
-    assert "error: DataLoader worker (pid 7) exited unexpectedly with exit code 3\nhelp:" in capsys.readouterr().err
+    assert (
+        "error: DataLoader worker (pid 7) exited unexpectedly with exit code 3\nhelp:"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_width_that_is_no_number_is_none(toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_a_width_that_is_no_number_is_none(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.setenv("COLUMNS", "x")
     assert run_command(["inspect", "--model", toy()]) == 0
     assert "Linear::Linear/linear" in capsys.readouterr().out

@@ -13,7 +13,9 @@ from quantizer.errors import QuantizerError
 
 
 @pytest.mark.parametrize("name", ["layered", "hierarchical", "quantization_spec"])
-def test_print_and_path_are_the_same_schema(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_and_path_are_the_same_schema(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(["schema", name]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert run_command(["schema", "--path", name]) == 0

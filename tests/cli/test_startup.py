@@ -20,14 +20,24 @@ from quantizer.cli import main as entry
 from quantizer.cli.main import COMMANDS, run_command
 from quantizer.cli.options import Options
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
-from quantizer.errors import DataError, GateError, ModelError, OutOfMemoryError, QuantizerError, ResultError, UsageError
+from quantizer.errors import (
+    DataError,
+    GateError,
+    ModelError,
+    OutOfMemoryError,
+    QuantizerError,
+    ResultError,
+    UsageError,
+)
 
 CASES = Path(__file__).parents[1] / "cases" / "configs"
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quantizer", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
 
 
 def test_help_lists_every_command_and_exit_code() -> None:
@@ -54,7 +64,9 @@ def test_help_lists_every_command_and_exit_code() -> None:
         (["validate"], "FILE"),
     ],
 )
-def test_wrong_usage_is_exit_code_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_exit_code_2(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(arguments) == 2
     captured = capsys.readouterr()
     assert told in captured.err
@@ -79,14 +91,34 @@ def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Options]:
 def test_options_reach_the_run_in_both_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = runner(monkeypatch, 0)
     monkeypatch.setenv("QUANTIZER_SEED", "7")
-    assert run_command(["--quant-mode", "calib", "--config_file", "c.json", "--subset-len", "9", "--gate", "a>=1"]) == 0
-    assert seen == [Options("calib", config_file="c.json", subset_len=9, gate=("a>=1",), seed=7)]
+    assert (
+        run_command(
+            [
+                "--quant-mode",
+                "calib",
+                "--config_file",
+                "c.json",
+                "--subset-len",
+                "9",
+                "--gate",
+                "a>=1",
+            ]
+        )
+        == 0
+    )
+    assert seen == [
+        Options("calib", config_file="c.json", subset_len=9, gate=("a>=1",), seed=7)
+    ]
 
 
 def test_variables_are_no_options_that_were_typed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"QUANT_MODE": "calib", "VERSION": "0.1.0", "VALIDATE_FORMAT": "json"}.items():
+    for name, value in {
+        "QUANT_MODE": "calib",
+        "VERSION": "0.1.0",
+        "VALIDATE_FORMAT": "json",
+    }.items():
         monkeypatch.setenv(f"QUANTIZER_{name}", value)
     seen = runner(monkeypatch, 0)
     assert run_command([]) == 0
@@ -109,7 +141,10 @@ def test_variables_are_no_options_that_were_typed(
     ],
 )
 def test_every_error_has_its_exit_code(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     runner(monkeypatch, error)
     assert run_command(["--quant_mode", "test"]) == code
@@ -124,7 +159,9 @@ def test_every_error_has_its_exit_code(
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:133] can't allocate memory: you tried 8"),
         OSError(12, "Cannot allocate memory"),
-        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),  # the parent of torch's own class
+        RuntimeError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB"
+        ),  # the parent of torch's own class
     ],
 )
 def test_no_more_memory_is_exit_code_6(
@@ -142,7 +179,10 @@ def test_no_more_memory_is_exit_code_6(
         assert "--batch_size" in told[1]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="others do not limit what a process may reserve")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"),
+    reason="others do not limit what a process may reserve",
+)
 def test_a_limit_of_memory_ends_in_a_sentence(tmp_path: Path) -> None:
     """`ulimit -v`, with data that take more."""
     model = "import torch\n\ndef model():\n    return torch.nn.Linear(8, 8)\n\n"
@@ -153,7 +193,9 @@ def test_a_limit_of_memory_ends_in_a_sentence(tmp_path: Path) -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, preexec_fn=limited)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, preexec_fn=limited
+    )
     assert done.returncode == 6, done.stderr
     assert "error: there is no more memory" in done.stderr
     assert "Traceback" not in done.stderr
@@ -162,7 +204,9 @@ def test_a_limit_of_memory_ends_in_a_sentence(tmp_path: Path) -> None:
 def test_a_config_error_is_shown_with_its_excerpt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Diagnostic("QZ402", "matches no layer", Place("net.json", 2, 3, 4), help="closest: conv1")
+    found = Diagnostic(
+        "QZ402", "matches no layer", Place("net.json", 2, 3, 4), help="closest: conv1"
+    )
     runner(monkeypatch, ConfigError([found], {"net.json": "{\n  conv\n}"}))
     assert run_command(["--quant_mode", "calib"]) == 2
     assert capsys.readouterr().err == (
@@ -186,7 +230,10 @@ def test_an_unexpected_error_is_one_sentence_and_a_log(
 
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
 def test_the_log_of_an_unexpected_error_is_not_written_through_a_link(
-    link: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    link: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "precious").write_text("mine\n")
     (tmp_path / "out").mkdir()
@@ -219,7 +266,9 @@ def test_sigterm_is_exit_code_143(tmp_path: Path) -> None:
         "sys.modules['quantizer.cli.run'] = types.SimpleNamespace(run=wait)\n"
         "sys.argv = ['quantizer', '--quant_mode', 'calib']\nmain.main()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         started = time.monotonic()
@@ -230,6 +279,7 @@ def test_sigterm_is_exit_code_143(tmp_path: Path) -> None:
 
 def test_every_command_in_the_table_has_an_import_path() -> None:
     assert all(
-        target.startswith("quantizer.cli.") and help_text.endswith(".") for target, help_text in COMMANDS.values()
+        target.startswith("quantizer.cli.") and help_text.endswith(".")
+        for target, help_text in COMMANDS.values()
     )
     assert entry.MODES == "quantizer.cli.run:run"

@@ -16,27 +16,47 @@ from quantizer.cli.main import run_command
 
 pytestmark = pytest.mark.slow
 
-MODEL = "return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))"
-DATA = "return [torch.randn(4, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]"
+MODEL = (
+    "return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))"
+)
+DATA = (
+    "return [torch.randn(4, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]"
+)
 STATIC = {"dtype": "int8", "qscheme": "per_tensor"}
 WEIGHT = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}
 CONFIGS: dict[str, tuple[dict[str, Any], list[str], int]] = {
     "static": ({"global_quant_config": {"weight": WEIGHT, "input_tensors": STATIC}}, [], 7),
-    "gptq": ({"global_quant_config": {"weight": WEIGHT}, "algo_config": {"name": "gptq"}}, [], 11),
-    "awq": ({"global_quant_config": {"weight": WEIGHT}, "algo_config": {"name": "awq"}}, [], 13),
-    "finetuned": ({"global_quant_config": {"weight": WEIGHT, "input_tensors": STATIC}}, ["--fast_finetune"], 13),
+    "gptq": (
+        {"global_quant_config": {"weight": WEIGHT}, "algo_config": {"name": "gptq"}},
+        [],
+        11,
+    ),
+    "awq": (
+        {"global_quant_config": {"weight": WEIGHT}, "algo_config": {"name": "awq"}},
+        [],
+        13,
+    ),
+    "finetuned": (
+        {"global_quant_config": {"weight": WEIGHT, "input_tensors": STATIC}},
+        ["--fast_finetune"],
+        13,
+    ),
 }
 RUN_FILES = ("run.json", "run.log")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Of all files, hidden ones too; what differs between equal runs aside."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in RUN_FILES}
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.name not in RUN_FILES
+    }
 
 
 @pytest.fixture
 def toy_model(toy: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr("quantizer.engine.checkpoint.EVERY_S", 0.0)  # a snapshot after each batch and layer
+    monkeypatch.setattr(
+        "quantizer.engine.checkpoint.EVERY_S", 0.0
+    )  # a snapshot after each batch and layer
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as forks have; results say how many there were
     yield toy(DATA, MODEL)
@@ -50,11 +70,21 @@ def test_at_every_moment_there_are_old_or_new_results_and_a_run_goes_on(
     content, more, step = CONFIGS[name]
     config, old_config = tmp_path / "config.json", tmp_path / "old.json"
     config.write_text(json.dumps(content))
-    old_config.write_text(json.dumps({"global_quant_config": {"weight": {**WEIGHT, "dtype": "int8"}}}))
+    old_config.write_text(
+        json.dumps({"global_quant_config": {"weight": {**WEIGHT, "dtype": "int8"}}})
+    )
     old, new, folder = tmp_path / "old", tmp_path / "new", tmp_path / "out"
 
     def calib(place: Path, file: Path, *options: str) -> list[str]:
-        command = ["--quant_mode", "calib", "--model", toy_model, "--config_file", str(file), "-q"]
+        command = [
+            "--quant_mode",
+            "calib",
+            "--model",
+            toy_model,
+            "--config_file",
+            str(file),
+            "-q",
+        ]
         return [*command, "--output_dir", str(place), *options]
 
     assert run_command(calib(old, old_config)) == 0
@@ -69,22 +99,35 @@ def test_at_every_moment_there_are_old_or_new_results_and_a_run_goes_on(
     for _ in killed_at_each(calib(folder, config, *more), prepare, step):
         stops += 1
         copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-        assert run_command(["--quant_mode", "test", "--model", toy_model, "--output_dir", str(copy), "-q"]) == 0
+        assert (
+            run_command(
+                ["--quant_mode", "test", "--model", toy_model, "--output_dir", str(copy), "-q"]
+            )
+            == 0
+        )
         found = contents(copy)
         for result in ("quant_info.json", "weights.safetensors", "statistics.safetensors"):
             assert found[result] in (before[result], after[result])
         assert not [each for each in found if each.startswith(".")]
         shutil.rmtree(copy)
-        assert run_command(calib(folder, config, *more, "--resume")) == 0, capfd.readouterr().err
+        assert run_command(calib(folder, config, *more, "--resume")) == 0, (
+            capfd.readouterr().err
+        )
         assert contents(folder) == after
     assert stops > 5
 
 
 OPTIONS = ["--config_file", "{config}", "--model", "{model}", "-q"]
 COMMANDS: dict[str, tuple[list[str], int]] = {
-    "merge": (["merge", "{first}", "{second}", "--model", "{model}", "--output", "{out}", "-q"], 5),
+    "merge": (
+        ["merge", "{first}", "{second}", "--model", "{model}", "--output", "{out}", "-q"],
+        5,
+    ),
     "report": (["report", "{out}", "--plots", "{out}/plots"], 3),
-    "onnx": (["--quant_mode", "test", "--deploy", "onnx", "--output_dir", "{out}", *OPTIONS], 11),
+    "onnx": (
+        ["--quant_mode", "test", "--deploy", "onnx", "--output_dir", "{out}", *OPTIONS],
+        11,
+    ),
     "pt2": (["--quant_mode", "test", "--deploy", "pt2", "--output_dir", "{out}", *OPTIONS], 7),
 }
 """Each with the step of the operations that it is stopped at."""
@@ -95,15 +138,32 @@ def test_what_writes_beside_or_over_results_leaves_each_file_old_or_new(
     name: str, toy_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if name == "onnx":
-        pytest.importorskip("onnxruntime", reason="the file is checked by the runtime (extra: onnx)")
+        pytest.importorskip(
+            "onnxruntime", reason="the file is checked by the runtime (extra: onnx)"
+        )
     words, step = COMMANDS[name]
     places = {each: str(tmp_path / each) for each in ("first", "second", "out", "config")}
     command = [word.format(model=toy_model, **places) for word in words]
     wide = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
-    Path(places["config"]).write_text(json.dumps({"global_quant_config": {"weight": wide, "input_tensors": STATIC}}))
-    calib = ["--quant_mode", "calib", "--model", toy_model, "--config_file", places["config"], "-q"]
+    Path(places["config"]).write_text(
+        json.dumps({"global_quant_config": {"weight": wide, "input_tensors": STATIC}})
+    )
+    calib = [
+        "--quant_mode",
+        "calib",
+        "--model",
+        toy_model,
+        "--config_file",
+        places["config"],
+        "-q",
+    ]
     for place, batches in (("first", "4"), ("second", "8"), ("old", "12")):
-        assert run_command([*calib, "--subset_len", batches, "--output_dir", str(tmp_path / place)]) == 0
+        assert (
+            run_command(
+                [*calib, "--subset_len", batches, "--output_dir", str(tmp_path / place)]
+            )
+            == 0
+        )
     out, done = Path(places["out"]), tmp_path / "done"
 
     def prepare() -> None:
@@ -120,7 +180,9 @@ def test_what_writes_beside_or_over_results_leaves_each_file_old_or_new(
     for _ in killed_at_each(command, prepare, step):
         stops += 1
         for path, content in files(out).items():
-            assert content in (before.get(path), after.get(path)) or any(part.startswith(".") for part in path.parts)
+            assert content in (before.get(path), after.get(path)) or any(
+                part.startswith(".") for part in path.parts
+            )
         assert run_command(command) == 0, capfd.readouterr().err
         assert files(out) == after
     assert stops > 2
@@ -128,5 +190,7 @@ def test_what_writes_beside_or_over_results_leaves_each_file_old_or_new(
 
 def files(folder: Path) -> dict[Path, bytes]:
     """All of them by their paths in the folder, with those in folders."""
-    found = (path for path in folder.rglob("*") if path.is_file() and path.name not in RUN_FILES)
+    found = (
+        path for path in folder.rglob("*") if path.is_file() and path.name not in RUN_FILES
+    )
     return {path.relative_to(folder): path.read_bytes() for path in found}

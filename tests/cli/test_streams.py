@@ -39,7 +39,9 @@ Capture = pytest.CaptureFixture[str]
 def test_streams_that_cannot_be_written_end_no_run(name: str) -> None:
     line, code, said = STREAMS[name]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", line], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -101,7 +103,10 @@ def test_what_is_no_file_is_told_with_the_code_of_the_option(
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(b"")
     model = [] if option == "--model" else ["--model", toy()]
-    assert run_command(["--quant_mode", "float", *model, *more, option, str(tmp_path / name)]) == code
+    assert (
+        run_command(["--quant_mode", "float", *model, *more, option, str(tmp_path / name)])
+        == code
+    )
     assert "internal error" not in capsys.readouterr().err
 
 
@@ -117,7 +122,11 @@ REFUSALS = {
 @pytest.mark.parametrize("make", [pipe, folder])
 @pytest.mark.parametrize("name", [".lock", "plan.json", "export"])
 def test_a_result_folder_with_something_else_in_place_of_a_file(
-    name: str, make: Callable[[Path], None], toy: Callable[..., str], tmp_path: Path, capsys: Capture
+    name: str,
+    make: Callable[[Path], None],
+    toy: Callable[..., str],
+    tmp_path: Path,
+    capsys: Capture,
 ) -> None:
     """It is told before anything is calibrated; a pipe in place of a file is replaced, as a file is."""
     out = tmp_path / "out"
@@ -134,7 +143,10 @@ def test_a_result_folder_with_something_else_in_place_of_a_file(
 
 
 def test_a_name_that_is_too_long(toy: Callable[..., str], capsys: Capture) -> None:
-    assert run_command(["--quant_mode", "float", "--model", toy(), "--data", "a" * 300 + ".npy"]) == 4
+    assert (
+        run_command(["--quant_mode", "float", "--model", toy(), "--data", "a" * 300 + ".npy"])
+        == 4
+    )
     assert "cannot be used: File name too long" in capsys.readouterr().err
 
 
@@ -159,7 +171,11 @@ COMMAND = "::error::forged"
 
 @pytest.mark.parametrize("name", [ESCAPES, COMMAND])
 def test_names_steer_no_terminal_and_no_log(
-    name: str, toy: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    name: str,
+    toy: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
 ) -> None:
     """In a metric's name, a key of weights, an exception's text and a config."""
     import torch
@@ -167,13 +183,20 @@ def test_names_steer_no_terminal_and_no_log(
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     toy(model="return torch.nn.Linear(3, 2)")
     path = tmp_path / "toy.py"
-    path.write_text(path.read_text() + f"\ndef evaluate(model, data):\n    return {{{name!r}: 1.0}}\n")
+    path.write_text(
+        path.read_text() + f"\ndef evaluate(model, data):\n    return {{{name!r}: 1.0}}\n"
+    )
     assert run_command(["--quant_mode", "float", "--model", str(path)]) == 0
     assert run_command(["--quant_mode", "float", "--model", str(path), "--json"]) == 0
     torch.save({name: torch.ones(2)}, tmp_path / "w.pth")
-    assert run_command(["inspect", "--model", str(path), "--weights", str(tmp_path / "w.pth")]) == 3
+    assert (
+        run_command(["inspect", "--model", str(path), "--weights", str(tmp_path / "w.pth")])
+        == 3
+    )
     assert run_command(["inspect", "--model", toy(model=f"raise ValueError({name!r})")]) == 3
-    (tmp_path / "net.json").write_text("{" + f'"{name.encode("unicode_escape").decode()}": 1' + "}")
+    (tmp_path / "net.json").write_text(
+        "{" + f'"{name.encode("unicode_escape").decode()}": 1' + "}"
+    )
     for form in ("text", "github", "json", "sarif"):
         assert run_command(["validate", "--format", form, str(tmp_path / "net.json")]) != 0
     shown = capsys.readouterr()

@@ -17,7 +17,9 @@ Capture = pytest.CaptureFixture[str]
 DEEP = "return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()) for _ in range(9)))"
 LAST = "Sequential::Sequential/Sequential[8]/Linear[0]/linear"
 RELU = "Sequential::Sequential/Sequential[8]/ReLU[1]/relu"
-INT8 = {"global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}}
+INT8 = {
+    "global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}
+}
 
 
 @pytest.fixture
@@ -53,8 +55,12 @@ def test_a_terminal_shows_few_rows_by_module_path_and_a_pipe_shows_all(
     assert run_command([command, *deep]) == 0
     lines = lines_of(capsys)
     assert max(map(len, lines)) <= 80
-    assert len(rows_of(lines)) == {"plan": 15, "inspect": 9}[command], "layers in float say little"
-    assert re.search(r"\d+ more \w+, .* in float: --top all shows them, --filter GLOB those", " ".join(lines))
+    assert len(rows_of(lines)) == {"plan": 15, "inspect": 9}[command], (
+        "layers in float say little"
+    )
+    assert re.search(
+        r"\d+ more \w+, .* in float: --top all shows them, --filter GLOB those", " ".join(lines)
+    )
     assert rows_of(lines, paths=False) == []
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     monkeypatch.delenv("COLUMNS")
@@ -84,7 +90,10 @@ def test_top_is_a_number_or_all(top: str, deep: list[str], capsys: Capture) -> N
     assert "--top" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layers", ["8", "8.*", "*Sequential[8]*", "re:8\\..*", LAST.replace("Sequential[8]", "*[8]")])
+@pytest.mark.parametrize(
+    "layers",
+    ["8", "8.*", "*Sequential[8]*", "re:8\\..*", LAST.replace("Sequential[8]", "*[8]")],
+)
 def test_a_filter_shows_all_rows_of_what_it_finds(
     layers: str, deep: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,14 +103,18 @@ def test_a_filter_shows_all_rows_of_what_it_finds(
     assert found == (["8.0"] if "Linear" in layers else ["8.0", "8.1"])
 
 
-def test_a_filter_that_finds_nothing_names_the_closest(deep: list[str], capsys: Capture) -> None:
+def test_a_filter_that_finds_nothing_names_the_closest(
+    deep: list[str], capsys: Capture
+) -> None:
     assert run_command(["plan", *deep, "--filter", "8.00"]) == 2
     error = capsys.readouterr().err
     assert "--filter '8.00' matches no layer" in error
     assert "closest: 8.0" in error
 
 
-def test_files_and_json_are_complete_and_exact(deep: list[str], capsys: Capture, tmp_path: Path) -> None:
+def test_files_and_json_are_complete_and_exact(
+    deep: list[str], capsys: Capture, tmp_path: Path
+) -> None:
     cut = ["--names", "path", "--top", "1", "--filter", "8"]
     assert run_command(["plan", *deep, *cut, "--json", "-o", str(tmp_path / "plan.json")]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -114,7 +127,21 @@ def test_test_mode_shows_the_worst_tensors_and_then_the_metrics(
     deep: list[str], capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "out"
-    assert run_command(["--quant_mode", "calib", *deep, "--output_dir", str(folder), "--inspect", "--top", "1"]) == 0
+    assert (
+        run_command(
+            [
+                "--quant_mode",
+                "calib",
+                *deep,
+                "--output_dir",
+                str(folder),
+                "--inspect",
+                "--top",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert "more layers" in capsys.readouterr().out
     test = ["--quant_mode", "test", "--output_dir", str(folder), *deep[:2]]
     on_terminal(monkeypatch)
@@ -124,7 +151,12 @@ def test_test_mode_shows_the_worst_tensors_and_then_the_metrics(
     assert len(rows) == 3
     decibels = [float(row[-2]) for row in rows if row[1] == "input"]
     assert decibels == sorted(decibels)
-    assert [line.split()[0] for line in lines[-4:]] == ["sqnr_db", "cosine", "top1_agreement", "peak"]
+    assert [line.split()[0] for line in lines[-4:]] == [
+        "sqnr_db",
+        "cosine",
+        "top1_agreement",
+        "peak",
+    ]
     assert "and layers.csv has them all" in " ".join(map(str.strip, lines))
     with (folder / "layers.csv").open() as file:
         assert {row["layer"] for row in csv.DictReader(file)} > {LAST}
@@ -145,9 +177,14 @@ def test_inspect_without_a_config_shows_the_network_as_it_is(
     assert run_command(["inspect", "--model", model, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["changes"] == []
-    assert [sorted(row.get("tensors", ())) for row in content["layers"]][1] == ["bias", "weights"]
+    assert [sorted(row.get("tensors", ())) for row in content["layers"]][1] == [
+        "bias",
+        "weights",
+    ]
     assert run_command(["plan", "--model", model]) == 0
-    assert "pairs of layers equalized: 1" in capsys.readouterr().err, "as the built-in default has it"
+    assert "pairs of layers equalized: 1" in capsys.readouterr().err, (
+        "as the built-in default has it"
+    )
 
 
 def test_the_built_in_default_is_named_where_it_holds(
@@ -163,6 +200,8 @@ def test_the_built_in_default_is_named_where_it_holds(
 
 
 @pytest.mark.parametrize("option", [["--top", "3"], ["--filter", "0"], ["--names", "path"]])
-def test_the_structure_is_no_table_of_layers(option: list[str], deep: list[str], capsys: Capture) -> None:
+def test_the_structure_is_no_table_of_layers(
+    option: list[str], deep: list[str], capsys: Capture
+) -> None:
     assert run_command(["inspect", *deep, "--algorithms", *option]) == 2
     assert f"{option[0]} is for tables of layers" in capsys.readouterr().err

@@ -21,14 +21,18 @@ def model():
 def calibration_data():
     return [torch.ones(2, 8)]
 """
-DYNAMIC, STATIC, MX = (str(ROOT / "configs" / f"{name}.json") for name in ("dynamic_int8", "cpu_int8", "mxfp4"))
+DYNAMIC, STATIC, MX = (
+    str(ROOT / "configs" / f"{name}.json") for name in ("dynamic_int8", "cpu_int8", "mxfp4")
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for target in ("onnx", "compressed-tensors"):
         for package in EXPORTERS[target].needs:
-            pytest.importorskip(package, reason=f"--for {target} needs it (extra: {EXPORTERS[target].extra})")
+            pytest.importorskip(
+                package, reason=f"--for {target} needs it (extra: {EXPORTERS[target].extra})"
+            )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(NET)
     return tmp_path
@@ -38,7 +42,9 @@ def plan(config: str, *more: str) -> int:
     return run_command(["plan", "--config_file", config, "--model", "net.py", *more])
 
 
-def test_the_plan_tells_it_layer_by_layer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_tells_it_layer_by_layer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plan(MX, "--for", "safetensors", "--for", "onnx", "--for", "pt2") == 2
     said = capsys.readouterr()
     held, refused = said.out.split("--deploy onnx can hold all but these:")
@@ -54,7 +60,9 @@ def test_the_plan_tells_it_layer_by_layer(folder: Path, capsys: pytest.CaptureFi
 def test_the_plan_lists_it_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(STATIC, "--for", "compressed-tensors", "--json") == 2
     found = json.loads(capsys.readouterr().out)["refused"]["compressed-tensors"]
-    assert [row["role"] for row in found] == ["activation"], "the others are inputs of linear layers"
+    assert [row["role"] for row in found] == ["activation"], (
+        "the others are inputs of linear layers"
+    )
     assert found[0]["layer"] == "Sequential::Sequential/Linear[2]/linear"
     assert found[0]["why"].startswith("is quantized between operators")
     assert found[0]["help"].startswith("quantize inputs of linear layers alone")
@@ -74,7 +82,9 @@ def test_calibration_does_not_start(folder: Path, capsys: pytest.CaptureFixture[
     assert "--for goes with calib mode" in capsys.readouterr().err
 
 
-def test_checkpoints_are_for_models_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_for_models_of_transformers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Other targets are written all the same, and what was measured is shown."""
     command = ["--model", "net.py", "-q"]
     assert run_command(["--quant_mode", "calib", "--config_file", DYNAMIC, *command]) == 0

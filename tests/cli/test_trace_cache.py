@@ -102,7 +102,9 @@ COMMANDS = (
 )
 
 
-def test_commands_say_the_same_without_making_the_model_again(net: Net, shown: Callable[..., str]) -> None:
+def test_commands_say_the_same_without_making_the_model_again(
+    net: Net, shown: Callable[..., str]
+) -> None:
     first = planned(shown(*PLAN, "--json"))
     assert planned(shown(*PLAN, "--json")) == first
     for command in COMMANDS:
@@ -114,14 +116,27 @@ def test_commands_say_the_same_without_making_the_model_again(net: Net, shown: C
         assert net.made == number
 
 
-@pytest.mark.parametrize("preset", ["cpu_int8", "dpu", "example", "gptq_int4_group", "gpu", "weight_int8"])
-def test_presets_plan_the_same_from_a_known_trace(preset: str, capfd: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "--model", DIGITS, "--config_file", str(ROOT / "configs" / f"{preset}.json"), "--json"]
+@pytest.mark.parametrize(
+    "preset", ["cpu_int8", "dpu", "example", "gptq_int4_group", "gpu", "weight_int8"]
+)
+def test_presets_plan_the_same_from_a_known_trace(
+    preset: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = [
+        "plan",
+        "--model",
+        DIGITS,
+        "--config_file",
+        str(ROOT / "configs" / f"{preset}.json"),
+        "--json",
+    ]
     found = []
     for more in ([], [], ["--no_cache"]):
         code = run_command([*plan, *more])
         out, err = capfd.readouterr()
-        found.append((code, planned(out) if code == 0 else err))  # some are for other kinds of models
+        found.append(
+            (code, planned(out) if code == 0 else err)
+        )  # some are for other kinds of models
     assert found[0] == found[1] == found[2]
 
 
@@ -181,7 +196,10 @@ def fill_the_trace_with_other_things(net: Net) -> None:
     ],
 )
 def test_whatever_a_trace_came_from_makes_it_old(
-    change: Callable[[Net], None], net: Net, shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Net], None],
+    net: Net,
+    shown: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown(*PLAN, "--json")
     change(net)
@@ -192,14 +210,18 @@ def test_whatever_a_trace_came_from_makes_it_old(
     assert planned(shown(*PLAN, "--json", "--no_cache")) == now
 
 
-def test_a_variable_makes_it_old(net: Net, shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_makes_it_old(
+    net: Net, shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = shown("inspect", "--model", "net.py")
     monkeypatch.setenv("NET_CLASSES", "7")
     assert shown("inspect", "--model", "net.py") != before
     assert net.made == 2
 
 
-def test_notes_are_said_again(net: Net, shown: Callable[..., str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_notes_are_said_again(
+    net: Net, shown: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
     notes = []
     for _ in range(2):
         assert run_command(["inspect", "--model", "net.py"]) == 0
@@ -217,7 +239,9 @@ def test_a_cache_that_cannot_be_written_changes_nothing(
     assert net.made == 2
 
 
-def test_old_traces_go(net: Net, shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_traces_go(
+    net: Net, shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trace_cache, "KEPT", 2)
     for size in ("1", "2", "3"):
         shown("inspect", "--model", "net.py", "--batch_size", size)
@@ -243,14 +267,24 @@ shown() { print -l -- $found }
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_commands_codes_and_layers(shell: str, net: Net, shown: Callable[..., str]) -> None:
+def test_a_shell_completes_commands_codes_and_layers(
+    shell: str, net: Net, shown: Callable[..., str]
+) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
     shown(*PLAN)
-    asked = ("quantizer pl", "quantizer plan --model net.py --filter ''", "quantizer explain QZ30")
-    script = SHELLS[shell] + "".join(f"complete_words {words}\nshown\necho --\n" for words in asked)
+    asked = (
+        "quantizer pl",
+        "quantizer plan --model net.py --filter ''",
+        "quantizer explain QZ30",
+    )
+    script = SHELLS[shell] + "".join(
+        f"complete_words {words}\nshown\necho --\n" for words in asked
+    )
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    said = subprocess.run([shell, "-c", script], capture_output=True, text=True, env=environment, check=True).stdout
+    said = subprocess.run(
+        [shell, "-c", script], capture_output=True, text=True, env=environment, check=True
+    ).stdout
     commands, layers, codes = (part.split() for part in said.split("--\n")[:3])
     assert commands == ["plan"]
     assert layers == ["0", "1", "2", "3", "4", "input_0"]

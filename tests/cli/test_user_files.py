@@ -37,7 +37,9 @@ def net(tmp_path: Path) -> Path:
     return tmp_path / "net.py"
 
 
-def test_model_data_and_evaluation_share_what_the_file_keeps(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_data_and_evaluation_share_what_the_file_keeps(
+    net: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(net.parent)
     out, runs = net.parent / "out", net.parent / "runs"
     assert calibrate(out, "--data", "net.py:data", model=str(net), config=None) == 0
@@ -47,7 +49,9 @@ def test_model_data_and_evaluation_share_what_the_file_keeps(net: Path, monkeypa
     assert runs.read_text() == "run run ", "the next command runs it again"
 
 
-def test_a_file_that_was_mended_is_read_again(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_was_mended_is_read_again(
+    net: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     net.write_text("raise ValueError('not yet')")
     assert run_command(["inspect", "--model", str(net), "--data", f"{net}:data"]) == 3
     assert "not yet" in capsys.readouterr().err

@@ -14,8 +14,14 @@ from quantizer.config.diagnostics import Diagnostic, Place
 
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests" / "cases" / "configs"
-VALID, WARNED = str(CASES / "valid" / "dpu_maxmin.json"), str(CASES / "valid" / "warning_setting_for_the_dpu.json")
-WRONG, BROKEN = str(CASES / "invalid" / "qz101_method.json"), str(CASES / "invalid" / "qz006_trailing_commas.json")
+VALID, WARNED = (
+    str(CASES / "valid" / "dpu_maxmin.json"),
+    str(CASES / "valid" / "warning_setting_for_the_dpu.json"),
+)
+WRONG, BROKEN = (
+    str(CASES / "invalid" / "qz101_method.json"),
+    str(CASES / "invalid" / "qz006_trailing_commas.json"),
+)
 CUT_OFF = str(CASES / "invalid" / "qz004_cut_off.json")
 
 
@@ -32,7 +38,9 @@ CUT_OFF = str(CASES / "invalid" / "qz004_cut_off.json")
         (["no/such/file.json"], 2),
     ],
 )
-def test_exit_codes(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(
+    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(["validate", *arguments]) == code
     assert capsys.readouterr().err == ""
 
@@ -46,11 +54,18 @@ def test_text_ends_with_a_verdict_per_file(capsys: pytest.CaptureFixture[str]) -
 def test_json_lists_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
     run_command(["validate", "--format", "json", VALID, WRONG])
     [found] = json.loads(capsys.readouterr().out)
-    assert (found["code"], found["severity"], found["line"], found["column"]) == ("QZ101", "error", 11, 15)
+    assert (found["code"], found["severity"], found["line"], found["column"]) == (
+        "QZ101",
+        "error",
+        11,
+        15,
+    )
     assert (found["file"], found["pointer"]) == (WRONG, "/overall_quantize_config/method")
 
 
-def test_github_annotations_are_one_escaped_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_github_annotations_are_one_escaped_line_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run_command(["validate", "--format", "github", WRONG, WARNED])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
@@ -72,12 +87,16 @@ def test_sarif_has_results_with_regions(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("form", ["json", "sarif"])
-def test_machine_formats_hold_when_nothing_is_found(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_machine_formats_hold_when_nothing_is_found(
+    form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(["validate", "--format", form, VALID]) == 0
     assert json.loads(capsys.readouterr().out) is not None
 
 
-def test_fix_writes_what_it_can_and_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fix_writes_what_it_can_and_says_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "net.json"
     path.write_bytes(
         b'\xef\xbb\xbf{\r\n  "target_device": "DPU",\r\n  "include_cle": "no",\r\n  "onnx_opset_version": -2\r\n}'
@@ -96,7 +115,9 @@ def test_fix_writes_what_it_can_and_says_what_is_left(tmp_path: Path, capsys: py
     assert path.read_bytes() == text
 
 
-def test_diff_shows_what_fix_would_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_shows_what_fix_would_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "net.json"
     path.write_bytes(Path(BROKEN).read_bytes())
     for arguments in (["--diff"], ["--fix", "--diff"]):
@@ -124,7 +145,10 @@ def test_fix_leaves_files_alone_that_have_no_known_answer(source: str, tmp_path:
 
 
 def test_text_shows_at_most_fifty_findings() -> None:
-    many = [Diagnostic("QZ101", f"finding {at}", Place("net.json", at, 1)) for at in range(1, MAX_SHOWN + 8)]
+    many = [
+        Diagnostic("QZ101", f"finding {at}", Place("net.json", at, 1))
+        for at in range(1, MAX_SHOWN + 8)
+    ]
     lines = render_text(many, {}).splitlines()
     assert len(lines) == MAX_SHOWN + 1
     assert lines[-1] == "… and 7 more"
@@ -132,7 +156,9 @@ def test_text_shows_at_most_fifty_findings() -> None:
 
 def test_excerpts_cannot_steer_the_terminal_and_stay_short() -> None:
     text = "x" * 500 + '"\x1b[31m\u9b3c"' + "y" * 500
-    shown = render_text([Diagnostic("QZ101", "a\nb", Place("n.json", 1, 501, 8))], {"n.json": text})
+    shown = render_text(
+        [Diagnostic("QZ101", "a\nb", Place("n.json", 1, 501, 8))], {"n.json": text}
+    )
     assert "\x1b[31m\u9b3c" not in shown
     assert max(map(len, click.unstyle(shown).splitlines())) < 120
 

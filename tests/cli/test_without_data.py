@@ -31,7 +31,9 @@ def model(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_resume_says_that_it_has_no_effect(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_says_that_it_has_no_effect(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = str(ROOT / "configs" / "weight_int8.json")
     assert calibrate(tmp_path / "out", "--resume", model=model, config=config) == 0
     assert "--resume has no effect" in capsys.readouterr().err
@@ -46,9 +48,14 @@ def test_weights_that_a_cast_cuts_off_are_counted(
     assert "3 of 64 values are beyond 65504" in capsys.readouterr().err
 
 
-def test_a_rotation_needs_no_data_but_what_comes_after_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rotation_needs_no_data_but_what_comes_after_may(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, config = tmp_path / "net.py", tmp_path / "rotated.json"
-    path.write_text(MODEL.partition("def calibration_data")[0] + "def example_input():\n    return torch.ones(2, 8)\n")
+    path.write_text(
+        MODEL.partition("def calibration_data")[0]
+        + "def example_input():\n    return torch.ones(2, 8)\n"
+    )
     content: dict[str, Any] = {
         "global_quant_config": {"weight": {"dtype": "int8"}},
         "algo_config": {"name": "rotation"},
@@ -56,6 +63,8 @@ def test_a_rotation_needs_no_data_but_what_comes_after_may(tmp_path: Path, capsy
     config.write_text(json.dumps(content))
     assert calibrate(tmp_path / "out", model=str(path), config=str(config)) == 0
     assert "quantized without data" in capsys.readouterr().out
-    config.write_text(json.dumps(content | {"algo_config": [{"name": "rotation"}, {"name": "gptq"}]}))
+    config.write_text(
+        json.dumps(content | {"algo_config": [{"name": "rotation"}, {"name": "gptq"}]})
+    )
     assert calibrate(tmp_path / "other", model=str(path), config=str(config)) == 2
     assert "Missing option '--data'" in capsys.readouterr().err

@@ -32,7 +32,9 @@ HEAVY = [
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("arguments", LIGHT, ids=lambda arguments: " ".join(arguments[:2]))

@@ -51,7 +51,10 @@ def load(**blocks: Any) -> list[AlgoConfig]:
 
 
 def codes(**blocks: Any) -> list[str]:
-    return [found.code for found in check({"global_quant_config": {"weight": GROUPS}, **blocks}).diagnostics]
+    return [
+        found.code
+        for found in check({"global_quant_config": {"weight": GROUPS}, **blocks}).diagnostics
+    ]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -60,7 +63,9 @@ def test_a_name_alone_means_the_same_in_both_forms_and_in_python(name: str) -> N
     assert load(algo_config=entry) == load(algo_config=[entry]) == [settings]
     [layered] = check(document(algorithms=[entry])).require().algorithms
     assert layered.settings == settings
-    config = Config(QuantizationConfig(weight=QuantizationSpec(Dtype.int8)), algo_config=[settings])
+    config = Config(
+        QuantizationConfig(weight=QuantizationSpec(Dtype.int8)), algo_config=[settings]
+    )
     assert config.to_dict()["algo_config"] == [entry]
 
 
@@ -72,8 +77,14 @@ def test_whole_numbers_become_what_the_settings_hold() -> None:
 
 def test_both_lists_run_in_order() -> None:
     found = listed(
-        pre_quant_opt_config=[{"name": "rotation", "seed": 3}, {"name": "smoothquant", "alpha": 0.5}],
-        algo_config=[{"name": "awq", "grid": 10}, {"name": "gptq", "static_groups": True, "damp_percent": 1}],
+        pre_quant_opt_config=[
+            {"name": "rotation", "seed": 3},
+            {"name": "smoothquant", "alpha": 0.5},
+        ],
+        algo_config=[
+            {"name": "awq", "grid": 10},
+            {"name": "gptq", "static_groups": True, "damp_percent": 1},
+        ],
     )
     assert [algorithm.settings for algorithm in found] == [
         *(RotationConfig(seed=3), SmoothQuantConfig(alpha=0.5)),
@@ -83,12 +94,19 @@ def test_both_lists_run_in_order() -> None:
         *("pre_quant_opt_config[0]", "pre_quant_opt_config[1]"),
         *("algo_config[0]", "algo_config[1]"),
     ]
-    assert next(algorithm.place.pointer for algorithm in found if algorithm.place) == "/pre_quant_opt_config/0/name"
+    assert (
+        next(algorithm.place.pointer for algorithm in found if algorithm.place)
+        == "/pre_quant_opt_config/0/name"
+    )
 
 
-@pytest.mark.parametrize(("alpha", "meant"), [(0, 0.0), ([0, 0.5, 1], [0.0, 0.5, 1.0]), ("auto", "auto")])
+@pytest.mark.parametrize(
+    ("alpha", "meant"), [(0, 0.0), ([0, 0.5, 1], [0.0, 0.5, 1.0]), ("auto", "auto")]
+)
 def test_strengths_of_smoothquant(alpha: Any, meant: Any) -> None:
-    assert load(algo_config={"name": "smoothquant", "alpha": alpha}) == [SmoothQuantConfig(alpha=meant)]
+    assert load(algo_config={"name": "smoothquant", "alpha": alpha}) == [
+        SmoothQuantConfig(alpha=meant)
+    ]
 
 
 def test_names_override_the_graph_and_know_their_places() -> None:
@@ -106,7 +124,10 @@ def test_names_override_the_graph_and_know_their_places() -> None:
     )
     assert found.names == Names(
         blocks="model.layers",
-        scaling=(ScalingLayer(("q_proj", "k_proj"), inp="q_proj"), ScalingLayer(("d",), prev_op="up")),
+        scaling=(
+            ScalingLayer(("q_proj", "k_proj"), inp="q_proj"),
+            ScalingLayer(("d",), prev_op="up"),
+        ),
         embeddings=("model.embed_tokens",),
     )
     assert {name: place.pointer for name, place in found.names.places.items()} == {
@@ -115,7 +136,9 @@ def test_names_override_the_graph_and_know_their_places() -> None:
         "embeddings": "/algo_config/embedding_layers",
     }
     assert found.names.scaling is not None
-    assert [group.place.pointer for group in found.names.scaling if group.place][1] == "/algo_config/scaling_layers/1"
+    assert [group.place.pointer for group in found.names.scaling if group.place][
+        1
+    ] == "/algo_config/scaling_layers/1"
 
 
 def test_the_layers_of_a_block_have_an_order() -> None:
@@ -124,7 +147,11 @@ def test_the_layers_of_a_block_have_an_order() -> None:
 
 
 def test_empty_names_of_older_files_state_nothing() -> None:
-    empty: dict[str, Any] = {"scaling_layers": [], "model_decoder_layers": "", "embedding_layers": None}
+    empty: dict[str, Any] = {
+        "scaling_layers": [],
+        "model_decoder_layers": "",
+        "embedding_layers": None,
+    }
     assert load(algo_config={"name": "smoothquant", **empty}) == [SmoothQuantConfig()]
 
 
@@ -146,7 +173,10 @@ def test_of_the_order_and_of_static_groups_the_stated_one_decides(name: str) -> 
     assert isinstance(found, GPTQConfig)
     assert (found.desc_act, found.static_groups) == meant
     assert codes(algo_config={"name": "gptq", **stated}) == told
-    config = Config(QuantizationConfig(weight=QuantizationSpec(Dtype.int8)), algo_config=GPTQConfig(**stated))
+    config = Config(
+        QuantizationConfig(weight=QuantizationSpec(Dtype.int8)),
+        algo_config=GPTQConfig(**stated),
+    )
     assert of(check(config.to_dict()).require()) == [found]
 
 
@@ -154,7 +184,12 @@ def test_keys_about_the_codes_that_agree_are_not_told() -> None:
     agreeing = {"bit": 4, "sym": False, "group_size": 128, "static_groups": True}
     assert codes(algo_config=[{"name": "awq", "bit": 4}, {"name": "gptq", **agreeing}]) == []
     channels = {"name": "gptq", "bit": 4, "sym": True, "group_size": -1}
-    assert check({"global_quant_config": {"weight": CHANNELS}, "algo_config": channels}).diagnostics == ()
+    assert (
+        check(
+            {"global_quant_config": {"weight": CHANNELS}, "algo_config": channels}
+        ).diagnostics
+        == ()
+    )
 
 
 def test_weights_of_some_layers_are_enough_to_round() -> None:
@@ -164,20 +199,37 @@ def test_weights_of_some_layers_are_enough_to_round() -> None:
         "algo_config": {"name": "awq"},
     }
     assert check(only_one).diagnostics == ()
-    cast = {"global_quant_config": {"weight": {"dtype": "bfloat16"}}, "algo_config": {"name": "awq"}}
+    cast = {
+        "global_quant_config": {"weight": {"dtype": "bfloat16"}},
+        "algo_config": {"name": "awq"},
+    }
     assert [found.code for found in check(cast).diagnostics] == ["QZ128"]
 
 
 def test_a_scaled_float_is_rounded_too() -> None:
     assert (
-        check({"global_quant_config": {"weight": {"dtype": "fp4"}}, "algo_config": {"name": "gptaq"}}).diagnostics == ()
+        check(
+            {
+                "global_quant_config": {"weight": {"dtype": "fp4"}},
+                "algo_config": {"name": "gptaq"},
+            }
+        ).diagnostics
+        == ()
     )
 
 
 EVERYTHING = {
-    "pre_quant_opt_config": {"name": "smoothquant", "alpha": [0.5, 1], "model_decoder_layers": "layers"},
+    "pre_quant_opt_config": {
+        "name": "smoothquant",
+        "alpha": [0.5, 1],
+        "model_decoder_layers": "layers",
+    },
     "algo_config": [
-        {"name": "awq", "clip_search": False, "scaling_layers": [{"prev_op": "norm", "layers": ["q"], "inp": "q"}]},
+        {
+            "name": "awq",
+            "clip_search": False,
+            "scaling_layers": [{"prev_op": "norm", "layers": ["q"], "inp": "q"}],
+        },
         {"name": "gptq", "inside_layer_modules": ["q", "o"]},
     ],
 }
@@ -194,19 +246,32 @@ def test_conversion_keeps_algorithms_both_ways() -> None:
     assert of(check(back.document).require()) == of(config)
 
 
-@pytest.mark.parametrize("listed", [{"name": "cle"}, [{"name": "cle"}, {"name": "smoothquant"}]])
+@pytest.mark.parametrize(
+    "listed", [{"name": "cle"}, [{"name": "cle"}, {"name": "smoothquant"}]]
+)
 def test_equalization_is_a_switch_that_the_resolved_config_lists_too(listed: Any) -> None:
-    config = check({"global_quant_config": {"weight": CHANNELS}, "pre_quant_opt_config": listed}).require()
+    config = check(
+        {"global_quant_config": {"weight": CHANNELS}, "pre_quant_opt_config": listed}
+    ).require()
     assert config.settings.include_cle
-    assert [algorithm.name for algorithm in config.algorithms] == ([] if isinstance(listed, dict) else ["smoothquant"])
+    assert [algorithm.name for algorithm in config.algorithms] == (
+        [] if isinstance(listed, dict) else ["smoothquant"]
+    )
     again = check(resolved_document(config)).require()
-    assert (again.settings, again.algorithms == ()) == (config.settings, isinstance(listed, dict))
+    assert (again.settings, again.algorithms == ()) == (
+        config.settings,
+        isinstance(listed, dict),
+    )
 
 
 def test_the_resolved_config_has_every_setting_that_something_reads() -> None:
     config = check({"global_quant_config": {"weight": CHANNELS}, **EVERYTHING}).require()
     resolved = resolved_document(config)
-    assert [entry["name"] for key in EVERYTHING for entry in resolved[key]] == ["smoothquant", "awq", "gptq"]
+    assert [entry["name"] for key in EVERYTHING for entry in resolved[key]] == [
+        "smoothquant",
+        "awq",
+        "gptq",
+    ]
     assert resolved["algo_config"][1]["static_groups"] is True
     again = check_document(Document.of(resolved, "Config"))
     assert again.diagnostics == ()
@@ -235,7 +300,9 @@ def test_a_setting_without_a_description_and_a_name_twice_are_refused() -> None:
 
 def test_no_algorithm_runs_on_the_dpu() -> None:
     preset = json.loads((Path(__file__).parents[2] / "configs" / "dpu.json").read_text("utf-8"))
-    found = check({**preset, "algorithms": [{"name": name} for name in ("smoothquant", "awq", "gptq")]}).diagnostics
+    found = check(
+        {**preset, "algorithms": [{"name": name} for name in ("smoothquant", "awq", "gptq")]}
+    ).diagnostics
     assert [finding.code for finding in found if finding.severity == "error"] == ["QZ210"] * 3
 
 

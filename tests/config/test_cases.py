@@ -37,7 +37,11 @@ def test_preset_is_valid_without_a_warning(path: Path) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    told_codes = {word.rstrip(":") for path in CASES.glob("*/*.expected") for word in path.read_text("utf-8").split()}
+    told_codes = {
+        word.rstrip(":")
+        for path in CASES.glob("*/*.expected")
+        for word in path.read_text("utf-8").split()
+    }
     assert set(spec_rules()) <= told_codes
 
 

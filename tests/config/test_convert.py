@@ -68,29 +68,54 @@ def codes(findings: Any) -> list[str]:
 SAYABLE: dict[str, dict[str, Any]] = {
     "weights": {"global_quant_config": {"weight": INT8}},
     "every role": {
-        "global_quant_config": {"weight": INT8, "input_tensors": INPUT, "output_tensors": INPUT, "bias": BIAS}
+        "global_quant_config": {
+            "weight": INT8,
+            "input_tensors": INPUT,
+            "output_tensors": INPUT,
+            "bias": BIAS,
+        }
     },
     "a type": {
         "global_quant_config": {"weight": INT8, "target_device": "GPU"},
-        "layer_type_quant_config": {"Linear": {"weight": {"dtype": "int4"}, "input_tensors": INPUT}},
+        "layer_type_quant_config": {
+            "Linear": {"weight": {"dtype": "int4"}, "input_tensors": INPUT}
+        },
     },
     "a name": {
         "global_quant_config": {"weight": INT8},
-        "layer_quant_config": {"conv1": {"weight": {"dtype": "int4", "symmetric": False}, "output_tensors": INPUT}},
+        "layer_quant_config": {
+            "conv1": {"weight": {"dtype": "int4", "symmetric": False}, "output_tensors": INPUT}
+        },
     },
     "few bits": {
         "global_quant_config": {"weight": {"dtype": "int4"}, "input_tensors": INPUT},
-        "layer_quant_config": {"conv1": {"weight": {"dtype": "int3", "symmetric_scale": "quant_max"}}},
+        "layer_quant_config": {
+            "conv1": {"weight": {"dtype": "int3", "symmetric_scale": "quant_max"}}
+        },
     },
-    "excluded": {"global_quant_config": {"weight": INT8, "bias": BIAS}, "exclude": ["fc", "layer1.*"]},
+    "excluded": {
+        "global_quant_config": {"weight": INT8, "bias": BIAS},
+        "exclude": ["fc", "layer1.*"],
+    },
     "methods": {
         "global_quant_config": {
-            "weight": {"dtype": "int4", "observer_cls": "PerTensorMSEObserver", "scale_type": "pof2"},
-            "bias": {"dtype": "int8", "observer_cls": "PerTensorPercentileObserver", "percentage": 99.9},
+            "weight": {
+                "dtype": "int4",
+                "observer_cls": "PerTensorMSEObserver",
+                "scale_type": "pof2",
+            },
+            "bias": {
+                "dtype": "int8",
+                "observer_cls": "PerTensorPercentileObserver",
+                "percentage": 99.9,
+            },
             "output_tensors": {"dtype": "bfloat16"},
         }
     },
-    "only a layer": {"global_quant_config": {}, "layer_quant_config": {"fc": {"weight": {"dtype": "uint4"}}}},
+    "only a layer": {
+        "global_quant_config": {},
+        "layer_quant_config": {"fc": {"weight": {"dtype": "uint4"}}},
+    },
     "a tensor switched off": {
         "global_quant_config": {"weight": INT8, "bias": BIAS},
         "layer_quant_config": {"conv1": {"bias": {"dtype": "float32"}}},
@@ -100,14 +125,19 @@ SAYABLE: dict[str, dict[str, Any]] = {
         "layer_type_quant_config": {"Linear": {"weight": {"dtype": "float32"}}},
     },
     "bfloat16": {"global_quant_config": {"weight": {"dtype": "bfloat16"}}},
-    "equalized": {"global_quant_config": {"weight": INT8}, "pre_quant_opt_config": [{"name": "cle"}]},
+    "equalized": {
+        "global_quant_config": {"weight": INT8},
+        "pre_quant_opt_config": [{"name": "cle"}],
+    },
     "integers of a type among bfloat16": {
         "global_quant_config": {"weight": {"dtype": "bfloat16"}},
         "layer_type_quant_config": {"Linear": {"weight": {"dtype": "int8"}}},
     },
     "bfloat16 of a name among integers": {
         "global_quant_config": {"weight": INT8, "bias": {"dtype": "float16"}},
-        "layer_quant_config": {"fc": {"weight": {"dtype": "bfloat16"}, "bias": {"dtype": "int8"}}},
+        "layer_quant_config": {
+            "fc": {"weight": {"dtype": "bfloat16"}, "bias": {"dtype": "int8"}}
+        },
     },
 }
 
@@ -133,7 +163,9 @@ def test_the_entries_are_those_of_layers_with_weights() -> None:
 BACK: dict[str, dict[str, Any]] = {
     "types": document(
         layer(type="torch.nn.Linear", roles=["weights", "activation"], bit_width=4),
-        layer(type="torch.nn.Conv2d", roles=["weights"], tensor={"weights": {"per_channel": True}}),
+        layer(
+            type="torch.nn.Conv2d", roles=["weights"], tensor={"weights": {"per_channel": True}}
+        ),
         quantizable_data_type=[],
     ),
     "names": document(
@@ -141,12 +173,22 @@ BACK: dict[str, dict[str, Any]] = {
         layer("conv1", roles=["bias"], method="percentile", percentage=99.5),
         quantizable_data_type=[],
     ),
-    "weights": document(layer("fc", roles=[]), quantizable_data_type=["weights"], overall={"round_mode": "std_round"}),
-    "a role that a layer leaves out": document(layer("fc", roles=["bias"]), quantizable_data_type=["weights"]),
-    "a type in float": document(layer(type="torch.nn.Linear", roles=[]), quantizable_data_type=["weights", "bias"]),
+    "weights": document(
+        layer("fc", roles=[]),
+        quantizable_data_type=["weights"],
+        overall={"round_mode": "std_round"},
+    ),
+    "a role that a layer leaves out": document(
+        layer("fc", roles=["bias"]), quantizable_data_type=["weights"]
+    ),
+    "a type in float": document(
+        layer(type="torch.nn.Linear", roles=[]), quantizable_data_type=["weights", "bias"]
+    ),
     "the whole network": document(),
     "equalized": document(include_cle=True),
-    "the whole network but a layer": document(layer("fc", roles=["weights"], bit_width=4), layer("conv1", roles=[])),
+    "the whole network but a layer": document(
+        layer("fc", roles=["weights"], bit_width=4), layer("conv1", roles=[])
+    ),
     "inputs, and weights of a type": document(
         layer(type="Linear", roles=["weights", "activation"], bit_width=4),
         quantizable_data_type=["input", "weights", "activation"],
@@ -158,7 +200,9 @@ BACK: dict[str, dict[str, Any]] = {
         overall={"method": "percentile", "percentage": 99},
     ),
     "a pattern in float, and a name that is stronger": document(
-        layer("*c*", roles=[]), layer("fc", roles=["weights"]), quantizable_data_type=["weights"]
+        layer("*c*", roles=[]),
+        layer("fc", roles=["weights"]),
+        quantizable_data_type=["weights"],
     ),
     "two entries for a layer": document(
         layer("fc", roles=["weights"], bit_width=4),
@@ -181,7 +225,10 @@ def test_the_whole_network_is_planned_alike_where_there_is_no_residual_stream() 
     assert (finding.code, finding.severity) == ("QZ125", "warning")
     assert finding.message.startswith("sums that normalizations alone read")
     assert plan(written, "preactivated").diagnostics == ()
-    ours, theirs = plan(document(), "preactivated"), plan(written, "preactivated")  # with a concatenation and a norm
+    ours, theirs = (
+        plan(document(), "preactivated"),
+        plan(written, "preactivated"),
+    )  # with a concatenation and a norm
     assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
         key: tensor.spec for key, tensor in ours.tensors.items()
     }
@@ -200,8 +247,12 @@ class Residual(nn.Module):
 def test_a_residual_stream_is_what_the_warning_is_about() -> None:
     written, _ = to_hierarchical(config(document()))
     graph = trace(Residual().eval(), (torch.randn(2, 4),))
-    ours, theirs = (resolve(config(each), graph, graph).tensors for each in (document(), written))
-    assert [name.rpartition("/")[2] for name, _ in theirs.keys() - ours.keys() if "[" not in name] == ["add"]
+    ours, theirs = (
+        resolve(config(each), graph, graph).tensors for each in (document(), written)
+    )
+    assert [
+        name.rpartition("/")[2] for name, _ in theirs.keys() - ours.keys() if "[" not in name
+    ] == ["add"]
     assert not ours.keys() - theirs.keys()
 
 
@@ -221,8 +272,14 @@ def test_what_is_written_passes_the_checks_of_its_form(monkeypatch: pytest.Monke
     place = config(source).rules[-1].selector.place
 
     def wrong(found: Config) -> Converted:
-        levels = {"layer_quant_config": {"fc": {"weight": {"dtype": "int8", "group_size": 0, "qscheme": "per_group"}}}}
-        return Converted({"global_quant_config": {}, **levels}, (), {"/layer_quant_config/fc": place})
+        levels = {
+            "layer_quant_config": {
+                "fc": {"weight": {"dtype": "int8", "group_size": 0, "qscheme": "per_group"}}
+            }
+        }
+        return Converted(
+            {"global_quant_config": {}, **levels}, (), {"/layer_quant_config/fc": place}
+        )
 
     monkeypatch.setitem(WRITERS, "hierarchical", wrong)  # type: ignore[misc]
     _, [first, *_] = to_hierarchical(config(source))
@@ -246,10 +303,16 @@ def test_optional_entries_that_differ_are_no_global_block() -> None:
 
 
 TO_LAYERED: dict[str, tuple[dict[str, Any], str]] = {
-    "groups": ({"weight": {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 32}}, "per_group"),
+    "groups": (
+        {"weight": {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 32}},
+        "per_group",
+    ),
     "dynamic": ({"input_tensors": {"dtype": "int8", "is_dynamic": True}}, "is_dynamic"),
     "fp8": ({"weight": {"dtype": "fp8_e4m3"}}, "fp8_e4m3"),
-    "axis": ({"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1}}, "ch_axis 1"),
+    "axis": (
+        {"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1}},
+        "ch_axis 1",
+    ),
     "channels of an input": (
         {"input_tensors": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1}},
         "qscheme per_channel",
@@ -264,7 +327,9 @@ def test_what_the_layered_form_cannot_say(name: str) -> None:
     """One sentence for each reason, which names the key, wherever it stands."""
     level, message = TO_LAYERED[name]
     types = {"Linear": {key: value for key, value in level.items() if key != "target_device"}}
-    _, findings = to_layered(config({"global_quant_config": level, "layer_type_quant_config": types}))
+    _, findings = to_layered(
+        config({"global_quant_config": level, "layer_type_quant_config": types})
+    )
     errors = [found for found in findings if found.severity == "error"]
     assert [found for found in errors if message in found.message] == [errors[0]]
     assert str(errors[0].place).startswith("Config.global_quant_config.")
@@ -280,13 +345,18 @@ def test_observers_of_all_batches_become_a_statistic_over_batches_with_a_warning
     }
     back, findings = to_hierarchical(config(there))
     assert {found.code for found in findings} == {"QZ125"}
-    assert back["global_quant_config"]["input_tensors"]["observer_cls"] == "PerTensorPercentileObserver"
+    assert (
+        back["global_quant_config"]["input_tensors"]["observer_cls"]
+        == "PerTensorPercentileObserver"
+    )
 
 
 def test_a_layer_that_inherits_from_its_type_depends_on_the_model() -> None:
     blocks = {
         "global_quant_config": {"weight": INT8},
-        "layer_type_quant_config": {"Linear": {"weight": {"dtype": "int4", "round_method": "half_up"}}},
+        "layer_type_quant_config": {
+            "Linear": {"weight": {"dtype": "int4", "round_method": "half_up"}}
+        },
         "layer_quant_config": {"fc": {"weight": {"dtype": "int8"}}},
     }
     _, findings = to_layered(config(blocks))
@@ -296,7 +366,10 @@ def test_a_layer_that_inherits_from_its_type_depends_on_the_model() -> None:
 
 
 def test_a_layer_that_inherits_from_a_pattern_depends_on_the_model() -> None:
-    names = {"l*": {"weight": {"dtype": "int4", "round_method": "half_up"}}, "layer1.0": {"weight": {"dtype": "int8"}}}
+    names = {
+        "l*": {"weight": {"dtype": "int4", "round_method": "half_up"}},
+        "layer1.0": {"weight": {"dtype": "int8"}},
+    }
     [finding] = to_layered(config({"global_quant_config": {}, "layer_quant_config": names}))[1]
     text = 'layer_quant_config["layer1.0"] may inherit from layer_quant_config["l*"] (weight)'
     assert finding.code == "QZ124" and finding.message.startswith(text)
@@ -307,21 +380,49 @@ def test_a_module_that_inherits_inputs_may_have_layers_without_weights() -> None
     for name, differs in (("layer1", True), ("Residual::Residual/Linear[fc]/linear", False)):
         levels = blocks | {"layer_quant_config": {name: {"weight": {"dtype": "int4"}}}}
         findings = to_layered(config(levels))[1]
-        assert any("is about layers with weights of their own" in found.message for found in findings) == differs
+        assert (
+            any(
+                "is about layers with weights of their own" in found.message
+                for found in findings
+            )
+            == differs
+        )
 
 
 def test_an_excluded_pattern_is_weaker_than_a_name_in_the_layered_form() -> None:
-    blocks = {"global_quant_config": {"weight": INT8}, "layer_quant_config": {"fc": {"bias": BIAS}}, "exclude": ["f*"]}
+    blocks = {
+        "global_quant_config": {"weight": INT8},
+        "layer_quant_config": {"fc": {"bias": BIAS}},
+        "exclude": ["f*"],
+    }
     assert codes(to_layered(config(blocks))[1]) == ["QZ124"]
 
 
 TO_HIERARCHICAL: dict[str, tuple[dict[str, Any], str]] = {
-    "activations of the network, others of a type": (document(layer(type="Linear", roles=[])), "layer_type"),
-    "a switch": (document(quantizable_data_type=["weights"], keep_add_layer_accuracy=True), "keep_add_layer_accuracy"),
-    "a statistic": (document(quantizable_data_type=["weights"], overall={"calib_statistic_method": "mean"}), "mean"),
-    "a method": (document(quantizable_data_type=["weights"], overall={"method": "entropy"}), "method entropy"),
-    "bits": (document(quantizable_data_type=["weights"], overall={"bit_width": 7}), "bit_width 7"),
-    "a narrow range": (document(quantizable_data_type=["weights"], overall={"narrow_range": True}), "narrow_range"),
+    "activations of the network, others of a type": (
+        document(layer(type="Linear", roles=[])),
+        "layer_type",
+    ),
+    "a switch": (
+        document(quantizable_data_type=["weights"], keep_add_layer_accuracy=True),
+        "keep_add_layer_accuracy",
+    ),
+    "a statistic": (
+        document(quantizable_data_type=["weights"], overall={"calib_statistic_method": "mean"}),
+        "mean",
+    ),
+    "a method": (
+        document(quantizable_data_type=["weights"], overall={"method": "entropy"}),
+        "method entropy",
+    ),
+    "bits": (
+        document(quantizable_data_type=["weights"], overall={"bit_width": 7}),
+        "bit_width 7",
+    ),
+    "a narrow range": (
+        document(quantizable_data_type=["weights"], overall={"narrow_range": True}),
+        "narrow_range",
+    ),
     "percentile per channel": (
         document(
             quantizable_data_type=["weights"],
@@ -355,10 +456,14 @@ def test_what_the_hierarchical_form_cannot_say(name: str) -> None:
 
 def test_the_dpu_has_the_layered_form_only() -> None:
     _, findings = to_hierarchical(load_config(ROOT / "configs" / "dpu.json").require())
-    assert "target_device DPU: the hierarchical form has CPU, GPU and IPU" in {found.message for found in findings}
+    assert "target_device DPU: the hierarchical form has CPU, GPU and IPU" in {
+        found.message for found in findings
+    }
 
 
-def test_the_command_writes_the_other_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_other_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target = tmp_path / "a.json", tmp_path / "b.json"
     source.write_text(json.dumps(SAYABLE["a type"]))
     assert run_command(["convert", str(source), "-o", str(target)]) == 0
@@ -367,15 +472,22 @@ def test_the_command_writes_the_other_form(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out) == json.loads(target.read_text())
 
 
-def test_the_command_writes_nothing_that_is_not_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_nothing_that_is_not_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "b.json"
-    assert run_command(["convert", str(ROOT / "configs" / "static_fp8.json"), "-o", str(target)]) == 1
+    assert (
+        run_command(["convert", str(ROOT / "configs" / "static_fp8.json"), "-o", str(target)])
+        == 1
+    )
     assert not target.exists()
     refusal = "static_fp8.json:6:16: error QZ124: dtype fp8_e4m3: the layered form has no floating-point formats with a"
     assert refusal in capsys.readouterr().err
 
 
-def test_the_command_refuses_what_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_it_cannot_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "a.json"
     source.write_text(json.dumps({**SETTINGS}))
     assert run_command(["convert", str(source)]) == 2
@@ -390,7 +502,9 @@ def preset_row(name: str) -> str:
     found = load_config(ROOT / "configs" / f"{name}.json").require()
     other = converted(found, "hierarchical" if found.form == "layered" else "layered")
     reasons = [each.message for each in other.findings if each.severity == "error"]
-    outcome = "; ".join(f"`{key}`: {why}" for key, _, why in (each.partition(": ") for each in reasons))
+    outcome = "; ".join(
+        f"`{key}`: {why}" for key, _, why in (each.partition(": ") for each in reasons)
+    )
     if reasons:
         return f"| `{name}` | {found.form} | refused | {outcome} |"
     result = check_document(Document.of(other.document, name))
@@ -400,5 +514,9 @@ def preset_row(name: str) -> str:
 
 def test_the_page_says_what_becomes_of_each_preset() -> None:
     page = (ROOT / "docs" / "hierarchical.md").read_text("utf-8")
-    rows = [line for line in page.splitlines() if re.match(r"\| `\w+` \| (layered|hierarchical) \|", line)]
+    rows = [
+        line
+        for line in page.splitlines()
+        if re.match(r"\| `\w+` \| (layered|hierarchical) \|", line)
+    ]
     assert rows == [preset_row(name) for name in presets()]

@@ -75,7 +75,10 @@ BUILT_SPEC: dict[str, Any] = {
 CASES = [
     Case(
         "Global quantization configuration applied to the entire model unless overridden at the layer level.",
-        {"global_quant_config": W8, "layer_quant_config": {"fc1": {"weight": {"dtype": "int4"}}}},
+        {
+            "global_quant_config": W8,
+            "layer_quant_config": {"fc1": {"weight": {"dtype": "int4"}}},
+        },
         weight(INT8, layer_quant_config={"fc1": QuantizationConfig(weight=INT4)}),
         {
             "conv": {"weights": {"bit_width": 8}},
@@ -85,7 +88,10 @@ CASES = [
     ),
     Case(
         "A dictionary mapping from layer types to their quantization configurations.",
-        {"global_quant_config": W8, "layer_type_quant_config": {"Linear": {"weight": {"dtype": "int4"}}}},
+        {
+            "global_quant_config": W8,
+            "layer_type_quant_config": {"Linear": {"weight": {"dtype": "int4"}}},
+        },
         weight(INT8, layer_type_quant_config={"Linear": QuantizationConfig(weight=INT4)}),
         {
             "conv": {"weights": {"bit_width": 8}},
@@ -101,7 +107,10 @@ CASES = [
         },
         Config(
             QuantizationConfig(),
-            {"Conv2D": QuantizationConfig(weight=INT8), "Dense": QuantizationConfig(weight=INT4)},
+            {
+                "Conv2D": QuantizationConfig(weight=INT8),
+                "Dense": QuantizationConfig(weight=INT4),
+            },
         ),
         {
             "conv": {"weights": {"bit_width": 8}},
@@ -119,9 +128,14 @@ CASES = [
         "If the input_tensors in layer_type_quant_config is None, the configuration from global_quant_config is used.",
         {
             "global_quant_config": {"input_tensors": {"dtype": "int8"}},
-            "layer_type_quant_config": {"Linear": {"input_tensors": None, "weight": {"dtype": "int4"}}},
+            "layer_type_quant_config": {
+                "Linear": {"input_tensors": None, "weight": {"dtype": "int4"}}
+            },
         },
-        Config(QuantizationConfig(input_tensors=INT8), {"Linear": QuantizationConfig(None, weight=INT4)}),
+        Config(
+            QuantizationConfig(input_tensors=INT8),
+            {"Linear": QuantizationConfig(None, weight=INT4)},
+        ),
         {
             "conv": {"input": {"bit_width": 8}},
             "fc1": {"input": {"bit_width": 8}, "weights": {"bit_width": 4}},
@@ -145,17 +159,24 @@ CASES = [
         "Input, output, weight and bias tensors quantization specification.",
         {
             "global_quant_config": {
-                key: {"dtype": "int8"} for key in ("input_tensors", "output_tensors", "weight", "bias")
+                key: {"dtype": "int8"}
+                for key in ("input_tensors", "output_tensors", "weight", "bias")
             }
         },
         Config(QuantizationConfig(INT8, INT8, INT8, INT8, DeviceType.CPU)),
-        {path: {role: {} for role in ("input", "activation", "weights", "bias")} for path in EVERYWHERE},
+        {
+            path: {role: {} for role in ("input", "activation", "weights", "bias")}
+            for path in EVERYWHERE
+        },
     ),
     Case(
         "Per tensor config.",
         {"global_quant_config": {"weight": {**TENSOR_SPEC, "is_dynamic": False}}},
         weight(QuantizationSpec(**BUILT_SPEC, is_dynamic=False)),
-        {path: {"weights": {"qscheme": "per_tensor", "symmetric": True, "ch_axis": None}} for path in EVERYWHERE},
+        {
+            path: {"weights": {"qscheme": "per_tensor", "symmetric": True, "ch_axis": None}}
+            for path in EVERYWHERE
+        },
     ),
     Case(
         "Per channel config, should set ch_axis.",
@@ -181,7 +202,10 @@ CASES = [
                 }
             )
         ),
-        {path: {"weights": {"qscheme": "per_channel", "ch_axis": 0, "bit_width": 4}} for path in EVERYWHERE},
+        {
+            path: {"weights": {"qscheme": "per_channel", "ch_axis": 0, "bit_width": 4}}
+            for path in EVERYWHERE
+        },
     ),
     Case(
         "Per group config, should set ch_axis and group_size.",
@@ -209,33 +233,72 @@ CASES = [
                 }
             )
         ),
-        {path: {"weights": {"qscheme": "per_group", "ch_axis": 1, "group_size": 4}} for path in EVERYWHERE},
+        {
+            path: {"weights": {"qscheme": "per_group", "ch_axis": 1, "group_size": 4}}
+            for path in EVERYWHERE
+        },
     ),
     Case(
         "If None, symmetric, round_method and scale_type defer to a higher-level setting.",
         {
             "global_quant_config": {
-                "weight": {"dtype": "int8", "symmetric": False, "round_method": "half_up", "scale_type": "pof2"}
+                "weight": {
+                    "dtype": "int8",
+                    "symmetric": False,
+                    "round_method": "half_up",
+                    "scale_type": "pof2",
+                }
             },
-            "layer_quant_config": {"fc2": {"weight": {"dtype": "int4", "symmetric": None, "scale_type": "float"}}},
+            "layer_quant_config": {
+                "fc2": {"weight": {"dtype": "int4", "symmetric": None, "scale_type": "float"}}
+            },
         },
         weight(
-            QuantizationSpec(Dtype.int8, symmetric=False, round_method=RoundType.half_up, scale_type=ScaleType.pof2),
+            QuantizationSpec(
+                Dtype.int8,
+                symmetric=False,
+                round_method=RoundType.half_up,
+                scale_type=ScaleType.pof2,
+            ),
             layer_quant_config={
-                "fc2": QuantizationConfig(weight=QuantizationSpec(Dtype.int4, scale_type=ScaleType.float))
+                "fc2": QuantizationConfig(
+                    weight=QuantizationSpec(Dtype.int4, scale_type=ScaleType.float)
+                )
             },
         ),
         {
-            "conv": {"weights": {"symmetric": False, "round_mode": "half_up", "scale_type": "poweroftwo"}},
-            "fc1": {"weights": {"symmetric": False, "round_mode": "half_up", "scale_type": "poweroftwo"}},
-            "fc2": {"weights": {"symmetric": False, "round_mode": "half_up", "scale_type": "float", "bit_width": 4}},
+            "conv": {
+                "weights": {
+                    "symmetric": False,
+                    "round_mode": "half_up",
+                    "scale_type": "poweroftwo",
+                }
+            },
+            "fc1": {
+                "weights": {
+                    "symmetric": False,
+                    "round_mode": "half_up",
+                    "scale_type": "poweroftwo",
+                }
+            },
+            "fc2": {
+                "weights": {
+                    "symmetric": False,
+                    "round_mode": "half_up",
+                    "scale_type": "float",
+                    "bit_width": 4,
+                }
+            },
         },
     ),
     Case(
         "Percentile and MSE calibration methods (per tensor), for each tensor by its observer_cls.",
         {
             "global_quant_config": {
-                "input_tensors": {"dtype": "int8", "observer_cls": "PerTensorPercentileObserver"},
+                "input_tensors": {
+                    "dtype": "int8",
+                    "observer_cls": "PerTensorPercentileObserver",
+                },
                 "weight": {"dtype": "int8", "observer_cls": "PerTensorMSEObserver"},
             }
         },
@@ -245,7 +308,10 @@ CASES = [
                 weight=QuantizationSpec(Dtype.int8, observer_cls=PerTensorMSEObserver),
             )
         ),
-        {path: {"input": {"method": "percentile"}, "weights": {"method": "mse"}} for path in EVERYWHERE},
+        {
+            path: {"input": {"method": "percentile"}, "weights": {"method": "mse"}}
+            for path in EVERYWHERE
+        },
     ),
     Case(
         "Weight-only: the weights are quantized ahead of time, but the activations are not quantized.",
@@ -263,10 +329,14 @@ CASES = [
         },
         Config(
             QuantizationConfig(
-                QuantizationSpec(Dtype.int8, is_dynamic=True), weight=QuantizationSpec(Dtype.int8, is_dynamic=True)
+                QuantizationSpec(Dtype.int8, is_dynamic=True),
+                weight=QuantizationSpec(Dtype.int8, is_dynamic=True),
             )
         ),
-        {path: {"input": {"is_dynamic": True}, "weights": {"is_dynamic": False}} for path in EVERYWHERE},
+        {
+            path: {"input": {"is_dynamic": True}, "weights": {"is_dynamic": False}}
+            for path in EVERYWHERE
+        },
     ),
     Case(
         "Static: quantizes both the weights and activations; this process necessitates calibration with a dataset.",
@@ -282,14 +352,19 @@ CASES = [
                 weight=QuantizationSpec(Dtype.fp8_e4m3, is_dynamic=False),
             )
         ),
-        {path: {"input": {"is_dynamic": False}, "weights": {"dtype": "fp8_e4m3"}} for path in EVERYWHERE},
+        {
+            path: {"input": {"is_dynamic": False}, "weights": {"dtype": "fp8_e4m3"}}
+            for path in EVERYWHERE
+        },
     ),
 ]
 NEED_DATA = ("Static", "If the input_tensors", "Input, output", "Percentile and MSE")
 
 
 def planned(document: Document) -> Plan:
-    model = nn.ModuleDict({"conv": nn.Conv2d(4, 4, 1), "fc1": nn.Linear(4, 8), "fc2": nn.Linear(8, 4)})
+    model = nn.ModuleDict(
+        {"conv": nn.Conv2d(4, 4, 1), "fc1": nn.Linear(4, 8), "fc2": nn.Linear(8, 4)}
+    )
     graph = module_graph(model)
     plan = resolve(check_document(document).require(), graph, graph)
     assert [found for found in plan.diagnostics if found.severity == "error"] == []
@@ -300,7 +375,9 @@ def planned(document: Document) -> Plan:
 def test_both_ways_to_say_a_sentence_make_the_plan_it_asks_for(case: Case) -> None:
     read = planned(parse_document(Text("net.json", json.dumps(case.written))))
     built = planned(Document.of(case.built.to_dict(), "Config"))
-    decided = [{key: tensor.spec for key, tensor in plan.tensors.items()} for plan in (read, built)]
+    decided = [
+        {key: tensor.spec for key, tensor in plan.tensors.items()} for plan in (read, built)
+    ]
     assert decided[0] == decided[1]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for (layer, role), spec in decided[0].items():
@@ -316,5 +393,8 @@ def test_the_target_device(device: DeviceType) -> None:
     """Configuration specifying the target device (e.g., CPU, GPU, IPU) for the quantized model."""
     written = {"global_quant_config": {**W8, "target_device": device.name}}
     built = Config(QuantizationConfig(weight=INT8, target_device=device))
-    for document in (parse_document(Text("net.json", json.dumps(written))), Document.of(built.to_dict(), "Config")):
+    for document in (
+        parse_document(Text("net.json", json.dumps(written))),
+        Document.of(built.to_dict(), "Config"),
+    ):
         assert planned(document).settings.target_device == device.name

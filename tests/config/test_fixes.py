@@ -25,7 +25,16 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 EXAMPLE = json.loads((CONFIGS / "example.json").read_text("utf-8"))
 DPU = json.loads((CONFIGS / "dpu.json").read_text("utf-8"))
 PARAMETERS = EXAMPLE["overall_quantize_config"]
-PRESETS = ("default", "dpu", "example", "gpu", "weight_int4_group", "dynamic_int8", "mxfp4", "awq_int4_group")
+PRESETS = (
+    "default",
+    "dpu",
+    "example",
+    "gpu",
+    "weight_int4_group",
+    "dynamic_int8",
+    "mxfp4",
+    "awq_int4_group",
+)
 
 
 def fix(text: str) -> str:
@@ -59,11 +68,17 @@ def _mutations(document: Document) -> Iterator[tuple[int, int, str]]:
     text = document.source.text
     selectors = ("/layer_type_quant_config/", "/layer_quant_config/", "/exclude/")
     for pointer, (start, end) in document.keys.items():
-        if "//" not in text[start:end] and "$" not in pointer and not pointer.startswith(selectors):
+        if (
+            "//" not in text[start:end]
+            and "$" not in pointer
+            and not pointer.startswith(selectors)
+        ):
             yield from ((start, end, word) for word in misspelt(text[start:end]))
     for pointer, (start, end) in document.values.items():
         value, key = json.loads(text[start:end]), pointer.rpartition("/")[2]
-        if key in ("//", "~1~1", "$schema", "layer_type", "layer_name") or pointer.startswith(selectors):
+        if key in ("//", "~1~1", "$schema", "layer_type", "layer_name") or pointer.startswith(
+            selectors
+        ):
             continue
         if isinstance(value, bool):
             yield from ((start, end, word) for word in (str(value), f'"{text[start:end]}"'))
@@ -88,7 +103,11 @@ def misspelt(word: str) -> Iterator[str]:
 @given(st.data())
 def test_what_has_one_answer_is_restored(data: st.DataObject) -> None:
     document, known = mutations(data.draw(st.sampled_from(PRESETS)))
-    chosen = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=4, unique_by=lambda edit: edit[:2]))
+    chosen = data.draw(
+        st.lists(
+            st.sampled_from(known), min_size=1, max_size=4, unique_by=lambda edit: edit[:2]
+        )
+    )
     text = document.source.text
     for start, end, word in sorted(chosen, reverse=True):
         text = text[:start] + word + text[end:]
@@ -96,9 +115,16 @@ def test_what_has_one_answer_is_restored(data: st.DataObject) -> None:
 
 
 DROPPED = [
-    *((key,) for key in EXAMPLE if key not in ("$schema", "//", "layer_quantize_config", "tensor_quantize_config")),
+    *(
+        (key,)
+        for key in EXAMPLE
+        if key not in ("$schema", "//", "layer_quantize_config", "tensor_quantize_config")
+    ),
     *(("overall_quantize_config", key) for key in PARAMETERS),
-    *(("layer_quantize_config", 0, key) for key in ("quantizable_data_type", "overall_quantize_config")),
+    *(
+        ("layer_quantize_config", 0, key)
+        for key in ("quantizable_data_type", "overall_quantize_config")
+    ),
     *(("layer_quantize_config", 1, "overall_quantize_config", key) for key in PARAMETERS),
 ]
 
@@ -109,11 +135,15 @@ DROPPED = [
     st.sets(st.sampled_from(DROPPED), min_size=1),
     st.sampled_from([None, 2, "\t"]),
 )
-def test_dropped_keys_come_back(name: str, paths: set[tuple[str | int, ...]], indent: int | str | None) -> None:
+def test_dropped_keys_come_back(
+    name: str, paths: set[tuple[str | int, ...]], indent: int | str | None
+) -> None:
     """With the values of the ready config for the device, where the file is that one; nothing else changes."""
     complete = json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))
     value = json.loads(json.dumps(complete))
-    for path in sorted(paths - {("convert_silu_to_hswish",), ("target_device",)}, key=len, reverse=True):
+    for path in sorted(
+        paths - {("convert_silu_to_hswish",), ("target_device",)}, key=len, reverse=True
+    ):
         if isinstance(path[1] if len(path) > 1 else "", str) or name == "example":
             value_at(value, path[:-1]).pop(path[-1])
     text = json.dumps(value, indent=indent)
@@ -141,10 +171,15 @@ def test_empty_objects_are_filled(text: str) -> None:
         ({"method": "diffs"}, {"scale_type": "poweroftwo"}),
         ({"calib_statistic_method": "modal"}, {"method": "diffs", "scale_type": "poweroftwo"}),
         ({"calib_statistic_method": "modal", "scale_type": "poweroftwo"}, {"method": "diffs"}),
-        ({"method": "mse", "scale_type": "poweroftwo"}, {"symmetry": True, "calib_statistic_method": "max"}),
+        (
+            {"method": "mse", "scale_type": "poweroftwo"},
+            {"symmetry": True, "calib_statistic_method": "max"},
+        ),
     ],
 )
-def test_what_is_filled_in_goes_with_what_is_stated(stated: dict[str, Any], written: dict[str, Any]) -> None:
+def test_what_is_filled_in_goes_with_what_is_stated(
+    stated: dict[str, Any], written: dict[str, Any]
+) -> None:
     text = fix(json.dumps(layered(overall_quantize_config=stated)))
     block = json.loads(text)["overall_quantize_config"]
     assert findings(text) == ()
@@ -152,7 +187,9 @@ def test_what_is_filled_in_goes_with_what_is_stated(stated: dict[str, Any], writ
 
 
 def test_where_no_value_goes_with_the_rest_none_is_offered() -> None:
-    stated = {key: PARAMETERS[key] for key in PARAMETERS if key != "method"} | {"calib_statistic_method": "modal"}
+    stated = {key: PARAMETERS[key] for key in PARAMETERS if key != "method"} | {
+        "calib_statistic_method": "modal"
+    }
     text = json.dumps(layered(overall_quantize_config=stated))
     [missing] = findings(text)
     assert (missing.code, missing.fixes) == ("QZ105", ())
@@ -161,7 +198,11 @@ def test_where_no_value_goes_with_the_rest_none_is_offered() -> None:
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    return {"layer_type": "add", "layer_name": None, "quantizable_data_type": ["weights", "activation"]} | changes
+    return {
+        "layer_type": "add",
+        "layer_name": None,
+        "quantizable_data_type": ["weights", "activation"],
+    } | changes
 
 
 @pytest.mark.parametrize(
@@ -169,9 +210,17 @@ def entry(**changes: Any) -> dict[str, Any]:
     [
         ({}, {}, {"overall_quantize_config": PARAMETERS}),
         (
-            {"tensor_quantize_config": {"activation": {"method": "mse"}, "bias": {"bit_width": 16}}},
+            {
+                "tensor_quantize_config": {
+                    "activation": {"method": "mse"},
+                    "bias": {"bit_width": 16},
+                }
+            },
             {},
-            {"overall_quantize_config": PARAMETERS, "tensor_quantize_config": {"activation": {"method": "mse"}}},
+            {
+                "overall_quantize_config": PARAMETERS,
+                "tensor_quantize_config": {"activation": {"method": "mse"}},
+            },
         ),
         (
             {"tensor_quantize_config": {"activation": {"method": "mse", "bit_width": 4}}},
@@ -186,7 +235,12 @@ def entry(**changes: Any) -> dict[str, Any]:
             {"overall_quantize_config": {"symmetry": False}},
             {
                 "overall_quantize_config": PARAMETERS
-                | {"symmetry": False, "signed": False, "narrow_range": False, "method": "maxmin"}
+                | {
+                    "symmetry": False,
+                    "signed": False,
+                    "narrow_range": False,
+                    "method": "maxmin",
+                }
             },
         ),
         (
@@ -220,11 +274,18 @@ def test_a_layer_entry_goes_on_with_what_holds_for_each_tensor(
 
 def test_entries_are_completed_after_the_top_is_right() -> None:
     value = layered(
-        target_device="dpu", overall_quantize_config=None, layer_quantize_config=[entry()], include_bias_corr=None
+        target_device="dpu",
+        overall_quantize_config=None,
+        layer_quantize_config=[entry()],
+        include_bias_corr=None,
     )
     written = json.loads(fix(json.dumps(value)))
     [layer] = written["layer_quantize_config"]
-    assert layer["overall_quantize_config"] == written["overall_quantize_config"] == DPU["overall_quantize_config"]
+    assert (
+        layer["overall_quantize_config"]
+        == written["overall_quantize_config"]
+        == DPU["overall_quantize_config"]
+    )
     assert layer["tensor_quantize_config"] == DPU["tensor_quantize_config"]
 
 
@@ -243,7 +304,10 @@ def test_the_layout_of_the_file_is_kept() -> None:
     [
         ("{'exclude': ['a'], global_quant_config: {'weight': None,},}", {"weight": None}),
         ('{"global_quant_config": {"weight": {"dtype": "int8", "symmetric": TRUE}}}', None),
-        ('{"global_quant_config": {"weight": {"dtype": "int8", "is_dynamic": "no", "ch_axis": "-1"}}}', None),
+        (
+            '{"global_quant_config": {"weight": {"dtype": "int8", "is_dynamic": "no", "ch_axis": "-1"}}}',
+            None,
+        ),
     ],
 )
 def test_the_syntax_of_other_languages_is_turned_into_json(text: str, value: Any) -> None:
@@ -253,11 +317,19 @@ def test_the_syntax_of_other_languages_is_turned_into_json(text: str, value: Any
 
 
 BROKEN_BY_ITSELF = [
-    ({"overall_quantize_config": PARAMETERS | {"method": "entropyy", "symmetry": False}}, "QZ101", "entropy"),
+    (
+        {"overall_quantize_config": PARAMETERS | {"method": "entropyy", "symmetry": False}},
+        "QZ101",
+        "entropy",
+    ),
     ({"overall_quantize_config": PARAMETERS | {"bit_width": "64"}}, "QZ103", "64"),
     ({"target_device": "dpu"}, "QZ101", "DPU"),
     ({"tensor_quantize_config": {"activation": {"metod": "mse"}}, "symetry": 1}, "QZ102", None),
-    ({"tensor_quantize_config": {"activation": {"symetry": False, "method": "mse"}}}, "QZ102", "did you mean"),
+    (
+        {"tensor_quantize_config": {"activation": {"symetry": False, "method": "mse"}}},
+        "QZ102",
+        "did you mean",
+    ),
 ]
 
 
@@ -276,16 +348,25 @@ def test_a_fix_that_breaks_a_rule_is_neither_offered_nor_written(
 
 
 def test_what_can_be_fixed_is_and_the_rest_is_listed() -> None:
-    value = layered(include_cle="yes", target_device="TPU", quantizable_data_type=["weights", "bias", "weights"])
+    value = layered(
+        include_cle="yes",
+        target_device="TPU",
+        quantizable_data_type=["weights", "bias", "weights"],
+    )
     written = fix(json.dumps(value))
-    assert json.loads(written) == value | {"include_cle": True, "quantizable_data_type": ["weights", "bias"]}
+    assert json.loads(written) == value | {
+        "include_cle": True,
+        "quantizable_data_type": ["weights", "bias"],
+    }
     assert [found.code for found in findings(written)] == ["QZ101"]
 
 
 def test_a_misspelt_block_is_renamed_whatever_is_wrong_in_it() -> None:
     value = layered(tensor_quantize_confg={"activation": {"method": "fast", "bit_widht": "4"}})
     written = fix(json.dumps(value))
-    assert json.loads(written)["tensor_quantize_config"] == {"activation": {"method": "fast", "bit_width": 4}}
+    assert json.loads(written)["tensor_quantize_config"] == {
+        "activation": {"method": "fast", "bit_width": 4}
+    }
     assert [found.code for found in findings(written)] == ["QZ101"]
 
 
@@ -304,16 +385,26 @@ def test_a_misspelt_block_is_renamed_whatever_is_wrong_in_it() -> None:
         ({"layer_quant_config": {"fc": {"bias": {"symmetric": True}}}}, None),
     ],
 )
-def test_a_dtype_is_that_of_the_wider_levels_if_they_agree(levels: dict[str, Any], dtype: str | None) -> None:
+def test_a_dtype_is_that_of_the_wider_levels_if_they_agree(
+    levels: dict[str, Any], dtype: str | None
+) -> None:
     text = json.dumps({"global_quant_config": {"weight": {"dtype": "int4"}}, **levels})
     [found] = [found for found in findings(text) if found.code == "QZ105"]
-    assert str(found.help).startswith(f'paste "dtype": "{dtype}"' if dtype else 'for example "dtype": ')
+    assert str(found.help).startswith(
+        f'paste "dtype": "{dtype}"' if dtype else 'for example "dtype": '
+    )
     assert (fix(text) != text) == bool(dtype)
 
 
 def test_examples_are_tried_too() -> None:
     """Where the first value that comes to mind breaks a rule, another one is shown."""
-    spec = {"dtype": "wide", "qscheme": "per_group", "ch_axis": 1, "group_size": 32, "scale_format": "e8m0"}
+    spec = {
+        "dtype": "wide",
+        "qscheme": "per_group",
+        "ch_axis": 1,
+        "group_size": 32,
+        "scale_format": "e8m0",
+    }
     for document in (
         parse_document(Text("net.json", json.dumps({"global_quant_config": {"weight": spec}}))),
         Document.of({"global_quant_config": {"weight": spec}}, "Config"),

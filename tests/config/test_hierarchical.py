@@ -46,7 +46,11 @@ def rule(config: Config, label: str) -> ConfigRule:
 
 def merged(config: Config, *labels: str, role: Any = "weights") -> QuantizationSpec:
     """The spec where the levels with these labels meet, the narrowest last."""
-    fields = {name: s.value for label in labels for name, s in rule(config, label).fields.get(role, {}).items()}
+    fields = {
+        name: s.value
+        for label in labels
+        for name, s in rule(config, label).fields.get(role, {}).items()
+    }
     return QuantizationSpec(**fields)
 
 
@@ -58,7 +62,11 @@ def spec(role: str = "weight", **keys: Any) -> QuantizationSpec:
 def test_all_but_the_global_config_is_optional_and_empty() -> None:
     """All instances are optional except global_quant_config. Default is an empty dictionary / an empty list / None."""
     assert SCHEMA["required"] == ["global_quant_config"]
-    defaults = {key: SCHEMA["properties"][key]["default"] for key in SCHEMA["properties"] if "quant_config" in key}
+    defaults = {
+        key: SCHEMA["properties"][key]["default"]
+        for key in SCHEMA["properties"]
+        if "quant_config" in key
+    }
     assert defaults["layer_type_quant_config"] == defaults["layer_quant_config"] == {}
     assert SCHEMA["properties"]["exclude"]["default"] == []
     assert SCHEMA["properties"]["algo_config"]["default"] is None
@@ -111,7 +119,9 @@ def test_none_inherits_from_the_wider_level() -> None:
     used instead. If None in global_quant_config, input_tensors are not quantized."""
     config = load(
         global_quant_config={"input_tensors": INT8, "weight": None},
-        layer_type_quant_config={"Linear": {"input_tensors": None, "weight": {"dtype": "int4"}}},
+        layer_type_quant_config={
+            "Linear": {"input_tensors": None, "weight": {"dtype": "int4"}}
+        },
     )
     linear = rule(config, "layer_type")
     assert linear.adds == {"weights"}
@@ -119,10 +129,17 @@ def test_none_inherits_from_the_wider_level() -> None:
     assert rule(config, "global").adds == {"input"}
 
 
-@pytest.mark.parametrize("null", [{}, {"symmetric": None, "round_method": None, "scale_type": None}])
+@pytest.mark.parametrize(
+    "null", [{}, {"symmetric": None, "round_method": None, "scale_type": None}]
+)
 def test_a_key_that_is_none_inherits_too(null: dict[str, None]) -> None:
     """If None, it defers to a higher-level or global setting."""
-    wide = {"dtype": "int8", "symmetric": False, "round_method": "half_up", "scale_type": "pof2"}
+    wide = {
+        "dtype": "int8",
+        "symmetric": False,
+        "round_method": "half_up",
+        "scale_type": "pof2",
+    }
     config = load(
         global_quant_config={"weight": wide},
         layer_quant_config={"fc": {"weight": {"dtype": "int4", **null}}},
@@ -149,17 +166,39 @@ def test_what_nobody_states_has_defaults() -> None:
 @pytest.mark.parametrize(("device", "word"), [(d.name, d.value) for d in DeviceType])
 def test_target_device_is_that_of_the_global_config(device: str, word: str) -> None:
     """target_device: the target device (e.g., CPU, GPU, IPU) for the quantized model."""
-    assert load(global_quant_config={"weight": INT8, "target_device": device}).settings.target_device == word
+    assert (
+        load(
+            global_quant_config={"weight": INT8, "target_device": device}
+        ).settings.target_device
+        == word
+    )
 
 
 def test_documented_specs() -> None:
     """The examples per tensor, per channel (should set ch_axis) and per group (should set ch_axis and group_size)."""
-    common = {"symmetric": True, "scale_type": "float", "round_method": "half_even", "is_dynamic": False}
-    per_tensor = {"dtype": "int8", "qscheme": "per_tensor", "observer_cls": "PerTensorMinMaxObserver", **common}
-    channels = {"dtype": "int4", "observer_cls": "PerChannelMinMaxObserver", "ch_axis": 0, **common}
+    common = {
+        "symmetric": True,
+        "scale_type": "float",
+        "round_method": "half_even",
+        "is_dynamic": False,
+    }
+    per_tensor = {
+        "dtype": "int8",
+        "qscheme": "per_tensor",
+        "observer_cls": "PerTensorMinMaxObserver",
+        **common,
+    }
+    channels = {
+        "dtype": "int4",
+        "observer_cls": "PerChannelMinMaxObserver",
+        "ch_axis": 0,
+        **common,
+    }
     assert spec(**per_tensor) == QuantizationSpec()
     int4 = QuantizationSpec(bit_width=4, symmetric_scale="half_range")
-    assert spec(**channels, qscheme="per_channel") == replace(int4, qscheme="per_channel", ch_axis=0)
+    assert spec(**channels, qscheme="per_channel") == replace(
+        int4, qscheme="per_channel", ch_axis=0
+    )
     groups = replace(int4, qscheme="per_group", ch_axis=1, group_size=128)
     assert spec(**channels, qscheme="per_group", group_size=128) == groups
 
@@ -179,14 +218,19 @@ def test_documented_specs() -> None:
         ({"dtype": "fp4"}, "quant_max"),
     ],
 )
-def test_few_bits_divide_by_half_the_range_of_codes(role: str, keys: dict[str, Any], rule: str) -> None:
+def test_few_bits_divide_by_half_the_range_of_codes(
+    role: str, keys: dict[str, Any], rule: str
+) -> None:
     """As the public tool does for every width (torch/quantization/utils: amax / ((quant_max - quant_min) / 2))."""
     assert spec(role, **keys).symmetric_scale == rule
 
 
 def test_a_stated_rule_for_symmetric_scales_is_inherited() -> None:
     config = load(
-        global_quant_config={"weight": {"dtype": "int8", "symmetric_scale": "quant_max"}, "input_tensors": INT8},
+        global_quant_config={
+            "weight": {"dtype": "int8", "symmetric_scale": "quant_max"},
+            "input_tensors": INT8,
+        },
         layer_quant_config={
             "a": {"weight": {"dtype": "int4"}, "input_tensors": {"dtype": "int4"}},
             "b": {"weight": {"dtype": "int4", "symmetric_scale": "half_range"}},
@@ -198,8 +242,12 @@ def test_a_stated_rule_for_symmetric_scales_is_inherited() -> None:
     assert merged(config, everywhere, a, role="input").symmetric_scale == "half_range"
 
 
-@pytest.mark.parametrize("other", [{"symmetric": False}, {"scale_type": "pof2"}, {"dtype": "fp4"}])
-def test_a_rule_for_symmetric_scales_that_nothing_reads_is_reported(other: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "other", [{"symmetric": False}, {"scale_type": "pof2"}, {"dtype": "fp4"}]
+)
+def test_a_rule_for_symmetric_scales_that_nothing_reads_is_reported(
+    other: dict[str, Any],
+) -> None:
     keys = {"dtype": "int4", "symmetric_scale": "half_range", **other}
     assert codes(global_quant_config={"weight": keys}) == ["QZ111"]
 
@@ -226,13 +274,18 @@ def test_observers_that_count_see_all_batches_of_an_activation_as_one() -> None:
         assert spec(role, dtype="int8", observer_cls=counting).statistic == "pooled"
         assert spec(role, dtype="int8", observer_cls=extremes).statistic == "max"
     config = load(
-        global_quant_config={"input_tensors": {"dtype": "int8", "observer_cls": "PerTensorMSEObserver"}},
+        global_quant_config={
+            "input_tensors": {"dtype": "int8", "observer_cls": "PerTensorMSEObserver"}
+        },
         layer_quant_config={
             "fc": {"input_tensors": {"dtype": "int4"}},
             "conv": {"input_tensors": {"dtype": "int8", "observer_cls": extremes}},
         },
     )
-    fc, conv = (merged(config, "global", f'layer_quant_config["{name}"]', role="input") for name in ("fc", "conv"))
+    fc, conv = (
+        merged(config, "global", f'layer_quant_config["{name}"]', role="input")
+        for name in ("fc", "conv")
+    )
     assert (fc.method, fc.statistic) == ("mse", "pooled")
     assert (conv.method, conv.statistic) == ("maxmin", "max")
 
@@ -274,7 +327,9 @@ def test_floating_point_dtypes(dtype: str) -> None:
     assert spec(dtype=dtype) == QuantizationSpec(dtype=dtype)
 
 
-@pytest.mark.parametrize("element", ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "int8"])
+@pytest.mark.parametrize(
+    "element", ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "int8"]
+)
 def test_mx_is_an_element_format_with_a_shared_exponent(element: str) -> None:
     found = spec(dtype="mx", mx_element_dtype=element, ch_axis=1)
     assert found == QuantizationSpec(
@@ -284,21 +339,39 @@ def test_mx_is_an_element_format_with_a_shared_exponent(element: str) -> None:
         ch_axis=1,
         group_size=32,
     )
-    written = spec(dtype="mx", mx_element_dtype=element, ch_axis=1, group_size=16, scale_calculation_mode="even")
+    written = spec(
+        dtype="mx",
+        mx_element_dtype=element,
+        ch_axis=1,
+        group_size=16,
+        scale_calculation_mode="even",
+    )
     assert (written.group_size, written.scale_mode) == (16, "even")
 
 
 def test_other_block_formats() -> None:
     assert spec(dtype="bfp16", ch_axis=-1) == QuantizationSpec(
-        dtype="bfp16", scale_type="e8m0", scale_mode="even", qscheme="per_group", ch_axis=-1, group_size=8
+        dtype="bfp16",
+        scale_type="e8m0",
+        scale_mode="even",
+        qscheme="per_group",
+        ch_axis=-1,
+        group_size=8,
     )
-    newer = spec(dtype="fp4", qscheme="per_group", ch_axis=-1, group_size=32, scale_format="e8m0")
+    newer = spec(
+        dtype="fp4", qscheme="per_group", ch_axis=-1, group_size=32, scale_format="e8m0"
+    )
     assert newer == spec(dtype="mx", mx_element_dtype="fp4", ch_axis=-1)
 
 
 def test_every_word_of_the_enumerations_is_read() -> None:
     """Schema and Python API have the same words."""
-    words = {"dtype": Dtype, "qscheme": QSchemeType, "round_method": RoundType, "scale_type": ScaleType}
+    words = {
+        "dtype": Dtype,
+        "qscheme": QSchemeType,
+        "round_method": RoundType,
+        "scale_type": ScaleType,
+    }
     for key, kind in words.items():
         assert {member.name for member in kind} == {word for word in SPEC[key]["enum"] if word}
     devices = SCHEMA["definitions"]["level"]["properties"]["target_device"]["enum"]
@@ -316,14 +389,18 @@ def test_weights_are_quantized_ahead_of_time(role: str) -> None:
 
 def test_dynamic_per_channel_of_an_activation_is_per_token() -> None:
     channels = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1, "is_dynamic": True}
-    assert spec("input_tensors", **channels) == QuantizationSpec(qscheme="per_token", is_dynamic=True)
+    assert spec("input_tensors", **channels) == QuantizationSpec(
+        qscheme="per_token", is_dynamic=True
+    )
     assert spec("weight", **channels) == QuantizationSpec(qscheme="per_channel", ch_axis=1)
 
 
 @pytest.mark.parametrize(("axis", "along"), [(0, 1), (1, 0)])
 def test_groups_of_a_channel_run_along_the_other_axis(axis: int, along: int) -> None:
     groups = {"dtype": "int4", "qscheme": "per_group", "group_size": 32}
-    assert spec(**groups, ch_axis=axis, observer_cls="PerChannelMinMaxObserver").ch_axis == along
+    assert (
+        spec(**groups, ch_axis=axis, observer_cls="PerChannelMinMaxObserver").ch_axis == along
+    )
     assert spec(**groups, ch_axis=axis, observer_cls="PerGroupMinMaxObserver").ch_axis == axis
     assert spec(**groups, ch_axis=-1).ch_axis == -1
 
@@ -335,12 +412,19 @@ def test_a_layer_with_another_format_leaves_nothing_of_the_wider_one() -> None:
         layer_quant_config={"fc": {"weight": INT8}, "head": {"weight": {"dtype": "bfp16"}}},
     )
     assert merged(config, "global", 'layer_quant_config["fc"]') == QuantizationSpec()
-    assert merged(config, "global", 'layer_quant_config["head"]') == spec(dtype="bfp16", ch_axis=1)
+    assert merged(config, "global", 'layer_quant_config["head"]') == spec(
+        dtype="bfp16", ch_axis=1
+    )
     config = load(
         global_quant_config={"weight": {**INT8, "symmetric": False}},
-        layer_quant_config={"fc": {"weight": {"dtype": "bfloat16"}}, "head": {"weight": {"dtype": "uint4"}}},
+        layer_quant_config={
+            "fc": {"weight": {"dtype": "bfloat16"}},
+            "head": {"weight": {"dtype": "uint4"}},
+        },
     )
-    assert merged(config, "global", 'layer_quant_config["fc"]') == QuantizationSpec(dtype="bfloat16")
+    assert merged(config, "global", 'layer_quant_config["fc"]') == QuantizationSpec(
+        dtype="bfloat16"
+    )
     assert merged(config, "global", 'layer_quant_config["head"]').symmetric is False
 
 
@@ -427,11 +511,20 @@ def test_a_document_without_text_names_its_values_by_path() -> None:
         "Config.global_quant_config.weight.dtype",
         'Config.layer_quant_config["model.layers.0"].weight.qscheme',
     ]
-    config = check_document(Document.of({"global_quant_config": {"weight": INT8}}, "Config")).require()
-    assert rule(config, "global").fields["weights"]["dtype"].origin == "Config.global_quant_config.weight.dtype"
+    config = check_document(
+        Document.of({"global_quant_config": {"weight": INT8}}, "Config")
+    ).require()
+    assert (
+        rule(config, "global").fields["weights"]["dtype"].origin
+        == "Config.global_quant_config.weight.dtype"
+    )
 
 
-HIERARCHICAL = [path for path in sorted(CONFIGS.glob("*.json")) if "global_quant_config" in path.read_text("utf-8")]
+HIERARCHICAL = [
+    path
+    for path in sorted(CONFIGS.glob("*.json"))
+    if "global_quant_config" in path.read_text("utf-8")
+]
 
 
 @pytest.mark.parametrize("path", HIERARCHICAL, ids=lambda path: path.stem)

@@ -25,7 +25,9 @@ ALONG = {**GROUPS, "observer_cls": "PerGroupMinMaxObserver"}
 CHANNELS = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
 
 
-def check(everywhere: dict[str, Any], fc: dict[str, Any], linear: dict[str, Any] | None = None) -> LoadResult:
+def check(
+    everywhere: dict[str, Any], fc: dict[str, Any], linear: dict[str, Any] | None = None
+) -> LoadResult:
     """A file whose lines are: 2 the global weight, 3 that of the type, 4 that of the layer."""
     types = {"Linear": {"weight": linear}} if linear else {}
     text = f"""{{
@@ -41,7 +43,9 @@ def plan(result: LoadResult) -> Plan:
     return resolve(config, run_passes(traced("residual"), config.settings), traced("residual"))
 
 
-def weights(everywhere: dict[str, Any], fc: dict[str, Any], linear: dict[str, Any] | None = None) -> QuantizationSpec:
+def weights(
+    everywhere: dict[str, Any], fc: dict[str, Any], linear: dict[str, Any] | None = None
+) -> QuantizationSpec:
     found = plan(check(everywhere, fc, linear))
     assert [f for f in found.diagnostics if f.severity == "error"] == []
     return found.tensors[FC, "weights"].spec
@@ -70,7 +74,9 @@ def test_a_conflict_is_told_at_the_level_where_it_arises(
 
 def test_a_conflict_of_the_wider_level_is_told_there_alone() -> None:
     errors = check({**MSE, **ASYMMETRIC}, {"dtype": "int4"})
-    assert [(found.code, found.place and found.place.line) for found in errors.diagnostics] == [("QZ302", 2)]
+    assert [(found.code, found.place and found.place.line) for found in errors.diagnostics] == [
+        ("QZ302", 2)
+    ]
 
 
 def test_a_conflict_of_name_and_type_is_told_at_the_name() -> None:
@@ -85,17 +91,30 @@ INTEGER = {"dtype": "uint4", "symmetric": False, "round_method": "half_up"}
 
 @pytest.mark.parametrize("between", [None, INTEGER])
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp4", "float16"])
-def test_words_about_integers_are_not_inherited_by_floating_point(dtype: str, between: dict[str, Any] | None) -> None:
-    assert weights(INTEGER if between is None else {"dtype": "int8"}, {"dtype": dtype}, between) == QuantizationSpec(
-        dtype=dtype
-    )
+def test_words_about_integers_are_not_inherited_by_floating_point(
+    dtype: str, between: dict[str, Any] | None
+) -> None:
+    assert weights(
+        INTEGER if between is None else {"dtype": "int8"}, {"dtype": dtype}, between
+    ) == QuantizationSpec(dtype=dtype)
 
 
 def test_words_about_floating_point_are_not_inherited_by_integers() -> None:
-    blocks = {"dtype": "fp4", "qscheme": "per_group", "ch_axis": 1, "group_size": 2, "scale_format": "e8m0"}
+    blocks = {
+        "dtype": "fp4",
+        "qscheme": "per_group",
+        "ch_axis": 1,
+        "group_size": 2,
+        "scale_format": "e8m0",
+    }
     found = weights({**blocks, "symmetric": True}, {"dtype": "uint8"})
     assert found == QuantizationSpec(
-        signed=False, symmetric=False, qscheme="per_group", ch_axis=1, group_size=2, method="maxmin"
+        signed=False,
+        symmetric=False,
+        qscheme="per_group",
+        ch_axis=1,
+        group_size=2,
+        method="maxmin",
     )
 
 
@@ -105,15 +124,29 @@ def test_integers_inherit_from_integers_across_a_level_in_floating_point() -> No
 
 
 def test_a_placeholder_is_not_inherited_by_a_format_with_a_scale() -> None:
-    found = weights({"dtype": "bfloat16", "observer_cls": "PlaceholderObserver"}, {"dtype": "int8"})
+    found = weights(
+        {"dtype": "bfloat16", "observer_cls": "PlaceholderObserver"}, {"dtype": "int8"}
+    )
     assert found == QuantizationSpec()
 
 
 @pytest.mark.parametrize(
     ("everywhere", "fc", "linear", "qscheme", "axis"),
     [
-        ({**ALONG, "ch_axis": 1}, {"dtype": "int8", "observer_cls": "PerChannelMinMaxObserver"}, None, "per_group", 1),
-        ({**ALONG, "ch_axis": 0}, {"dtype": "int8", "observer_cls": "PerChannelMinMaxObserver"}, None, "per_group", 0),
+        (
+            {**ALONG, "ch_axis": 1},
+            {"dtype": "int8", "observer_cls": "PerChannelMinMaxObserver"},
+            None,
+            "per_group",
+            1,
+        ),
+        (
+            {**ALONG, "ch_axis": 0},
+            {"dtype": "int8", "observer_cls": "PerChannelMinMaxObserver"},
+            None,
+            "per_group",
+            0,
+        ),
         (
             {**GROUPS, "observer_cls": "PerChannelMinMaxObserver", "ch_axis": 0},
             {"dtype": "int8", "observer_cls": "PerGroupMinMaxObserver"},
@@ -122,15 +155,43 @@ def test_a_placeholder_is_not_inherited_by_a_format_with_a_scale() -> None:
             1,
         ),
         (CHANNELS, GROUPS, None, "per_group", 1),
-        ({**GROUPS, "ch_axis": 1}, {"dtype": "int8", "qscheme": "per_channel"}, None, "per_channel", 0),
-        ({**GROUPS, "ch_axis": -1}, {"dtype": "int8", "qscheme": "per_channel"}, None, "per_channel", 0),
-        (CHANNELS, {"dtype": "int8", "qscheme": "per_channel"}, {**GROUPS, "ch_axis": 1}, "per_channel", 0),
-        ({"dtype": "int8", "ch_axis": 1}, {"dtype": "int8", "qscheme": "per_channel"}, None, "per_channel", 1),
+        (
+            {**GROUPS, "ch_axis": 1},
+            {"dtype": "int8", "qscheme": "per_channel"},
+            None,
+            "per_channel",
+            0,
+        ),
+        (
+            {**GROUPS, "ch_axis": -1},
+            {"dtype": "int8", "qscheme": "per_channel"},
+            None,
+            "per_channel",
+            0,
+        ),
+        (
+            CHANNELS,
+            {"dtype": "int8", "qscheme": "per_channel"},
+            {**GROUPS, "ch_axis": 1},
+            "per_channel",
+            0,
+        ),
+        (
+            {"dtype": "int8", "ch_axis": 1},
+            {"dtype": "int8", "qscheme": "per_channel"},
+            None,
+            "per_channel",
+            1,
+        ),
         (CHANNELS, {"dtype": "int8", "ch_axis": 1}, None, "per_channel", 1),
     ],
 )
 def test_an_inherited_axis_stays_the_axis_that_was_meant(
-    everywhere: dict[str, Any], fc: dict[str, Any], linear: dict[str, Any] | None, qscheme: str, axis: int
+    everywhere: dict[str, Any],
+    fc: dict[str, Any],
+    linear: dict[str, Any] | None,
+    qscheme: str,
+    axis: int,
 ) -> None:
     config = check(everywhere, fc, linear).require()
     graph = run_passes(traced("residual"), config.settings)
@@ -139,7 +200,13 @@ def test_an_inherited_axis_stays_the_axis_that_was_meant(
 
 
 def test_the_channel_axis_is_told_where_it_is_stated() -> None:
-    stated = check({**GROUPS, "observer_cls": "PerChannelMinMaxObserver", "ch_axis": 0}, {"dtype": "int8"})
-    assert [(found.code, found.place and found.place.line) for found in stated.diagnostics] == [("QZ122", 2)]
-    inherited = check({**ALONG, "ch_axis": 1}, {"dtype": "int8", "observer_cls": "PerChannelMinMaxObserver"})
+    stated = check(
+        {**GROUPS, "observer_cls": "PerChannelMinMaxObserver", "ch_axis": 0}, {"dtype": "int8"}
+    )
+    assert [(found.code, found.place and found.place.line) for found in stated.diagnostics] == [
+        ("QZ122", 2)
+    ]
+    inherited = check(
+        {**ALONG, "ch_axis": 1}, {"dtype": "int8", "observer_cls": "PerChannelMinMaxObserver"}
+    )
     assert inherited.diagnostics == ()

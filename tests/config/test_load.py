@@ -49,12 +49,17 @@ def test_documented_example_becomes_four_rules_in_order() -> None:
         "scale_type": "float",
         "statistic": "max",
     }
-    assert {role: plain(fields) for role, fields in tensor.fields.items()} == {"activation": {"method": "mse"}}
+    assert {role: plain(fields) for role, fields in tensor.fields.items()} == {
+        "activation": {"method": "mse"}
+    }
     assert (conv.selector.kind, conv.selector.text) == ("type", "torch.nn.Conv2d")
     assert conv.roles == {"weights", "bias", "activation"}
     assert conv.fields["weights"]["qscheme"].value == "per_channel"
     assert conv.fields["activation"]["method"].value == "entropy"
-    assert (conv1.selector.kind, conv1.selector.text) == ("name", "ResNet::ResNet/Conv2d[conv1]/input.2")
+    assert (conv1.selector.kind, conv1.selector.text) == (
+        "name",
+        "ResNet::ResNet/Conv2d[conv1]/input.2",
+    )
     assert conv1.fields["activation"]["round_mode"].value == "half_up"
     assert conv1.fields["weights"]["qscheme"].value == "per_tensor"
 
@@ -68,20 +73,34 @@ def test_every_value_knows_its_line() -> None:
             for field, sourced in fields.items():
                 assert sourced.place is not None
                 assert lines[sourced.place.line - 1].strip().startswith(f'"{words[field]}"')
-                assert sourced.origin == f"{CONFIGS / 'example.json'}:{sourced.place.line}:{sourced.place.column}"
-    assert lines[config.settings.places["target_device"].line - 1].strip() == '"target_device": "CPU",'
+                assert (
+                    sourced.origin
+                    == f"{CONFIGS / 'example.json'}:{sourced.place.line}:{sourced.place.column}"
+                )
+    assert (
+        lines[config.settings.places["target_device"].line - 1].strip()
+        == '"target_device": "CPU",'
+    )
 
 
 def test_built_in_default_is_the_documented_table() -> None:
     config = default_config()
     overall, tensor = config.rules
-    spec = QuantizationSpec(**plain({**overall.fields["activation"], **tensor.fields["activation"]}))
+    spec = QuantizationSpec(
+        **plain({**overall.fields["activation"], **tensor.fields["activation"]})
+    )
     assert spec == QuantizationSpec(
-        method="diffs", round_mode="half_up", scale_type="poweroftwo", statistic="modal", narrow_range=False
+        method="diffs",
+        round_mode="half_up",
+        scale_type="poweroftwo",
+        statistic="modal",
+        narrow_range=False,
     )
     assert overall.fields["weights"]["round_mode"] == Sourced("std_round")
     assert overall.fields["weights"]["round_mode"].origin == "default"
-    assert config.settings == Settings(include_cle=True, include_bias_corr=True, target_device="DPU")
+    assert config.settings == Settings(
+        include_cle=True, include_bias_corr=True, target_device="DPU"
+    )
 
 
 def test_integral_floats_become_integers() -> None:
@@ -122,15 +141,24 @@ CHANGES = {
 
 @pytest.mark.parametrize("word", FIELDS)
 def test_every_parameter_changes_the_rules(word: str) -> None:
-    base = {key: value for key, value in EXAMPLE.items() if not key.endswith("r_quantize_config")}
-    base["quantizable_data_type"] = ["activation"] if word == "signed" else base["quantizable_data_type"]
-    changed = {**base, "overall_quantize_config": {**EXAMPLE["overall_quantize_config"], word: CHANGES[word]}}
+    base = {
+        key: value for key, value in EXAMPLE.items() if not key.endswith("r_quantize_config")
+    }
+    base["quantizable_data_type"] = (
+        ["activation"] if word == "signed" else base["quantizable_data_type"]
+    )
+    changed = {
+        **base,
+        "overall_quantize_config": {**EXAMPLE["overall_quantize_config"], word: CHANGES[word]},
+    }
     fields = load(changed).rules[0].fields["weights"]
     before = load(base).rules[0].fields["weights"]
     assert fields[FIELDS[word]].value != before.get(FIELDS[word], Sourced(None)).value
 
 
-@pytest.mark.parametrize("field", [field for field in dataclasses.fields(Settings) if field.name != "places"])
+@pytest.mark.parametrize(
+    "field", [field for field in dataclasses.fields(Settings) if field.name != "places"]
+)
 def test_every_setting_is_read_or_reserved(field: dataclasses.Field[Any]) -> None:
     other = {"target_device": "GPU", "onnx_opset_version": 17}.get(field.name, True)
     assert getattr(load({**EXAMPLE, field.name: other}).settings, field.name) == other
@@ -148,7 +176,11 @@ def test_a_config_that_cannot_be_used_raises_with_all_findings() -> None:
 @pytest.mark.parametrize("value", [["int8"], {"x": 1}, True, None, 1e308])
 def test_any_value_in_place_of_a_word_is_a_finding(value: Any) -> None:
     """Also where what is missing, or meant, is looked up by it."""
-    entry = {"layer_type": "Linear", "quantizable_data_type": ["weights"], "overall_quantize_config": {}}
+    entry = {
+        "layer_type": "Linear",
+        "quantizable_data_type": ["weights"],
+        "overall_quantize_config": {},
+    }
     overall = {**EXAMPLE["overall_quantize_config"], "datatype": value}
     layered = {**EXAMPLE, "overall_quantize_config": overall, "layer_quantize_config": [entry]}
     weight = {"weight": {"dtype": "int8"}}
@@ -159,19 +191,30 @@ def test_any_value_in_place_of_a_word_is_a_finding(value: Any) -> None:
     ):
         assert any(
             found.severity == "error"
-            for found in check_document(parse_document(Text("net.json", json.dumps(document)))).diagnostics
+            for found in check_document(
+                parse_document(Text("net.json", json.dumps(document)))
+            ).diagnostics
         )
 
 
 def test_a_whole_number_may_be_written_with_a_decimal_point() -> None:
     spec = {"dtype": "int8", "qscheme": "per_group", "ch_axis": 1.0, "group_size": 32.0}
     fields = load({"global_quant_config": {"weight": spec}}).rules[1].fields["weights"]
-    assert [(type(fields[key].value), fields[key].value) for key in ("ch_axis", "group_size")] == [(int, 1), (int, 32)]
+    assert [
+        (type(fields[key].value), fields[key].value) for key in ("ch_axis", "group_size")
+    ] == [(int, 1), (int, 32)]
 
 
 def test_every_invalid_value_is_reported_though_there_are_many() -> None:
-    entries = [{**EXAMPLE["layer_quantize_config"][0], "layer_type": f"T{at}", "layer_name": at} for at in range(80)]
-    document = parse_document(Text("net.json", json.dumps({**EXAMPLE, "layer_quantize_config": entries}, indent=1)))
+    entries = [
+        {**EXAMPLE["layer_quantize_config"][0], "layer_type": f"T{at}", "layer_name": at}
+        for at in range(80)
+    ]
+    document = parse_document(
+        Text("net.json", json.dumps({**EXAMPLE, "layer_quantize_config": entries}, indent=1))
+    )
     found = check_document(document).diagnostics
     assert len(found) == 80
-    assert list(found) == sorted(found, key=lambda diagnostic: diagnostic.place or pytest.fail("no place"))
+    assert list(found) == sorted(
+        found, key=lambda diagnostic: diagnostic.place or pytest.fail("no place")
+    )

@@ -21,8 +21,26 @@ from quantizer.config.read import parse_document, read_document
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HIERARCHICAL = ("weight_int4_group", "dynamic_int8", "mxfp4")
-WORDS = ["half_up", "percentile", "poweroftwo", "median", "DPU", "weights", "bfloat16", True, 8, 0.5, None, [], {}, "x"]
-EVERY_WORD = ("example", "weight_int4_group")  # a file of each form; the others have the same keys, so a third does
+WORDS = [
+    "half_up",
+    "percentile",
+    "poweroftwo",
+    "median",
+    "DPU",
+    "weights",
+    "bfloat16",
+    True,
+    8,
+    0.5,
+    None,
+    [],
+    {},
+    "x",
+]
+EVERY_WORD = (
+    "example",
+    "weight_int4_group",
+)  # a file of each form; the others have the same keys, so a third does
 MAY_BE = {
     "onnx_opset_version": {8},
     "percentage": {8, 0.5},
@@ -33,7 +51,16 @@ MAY_BE = {
     "group_size": {8},
 }
 NULLABLE = {
-    *("input_tensors", "weight", "target_device", "is_dynamic", "observer_cls", "qscheme", "ch_axis", "group_size"),
+    *(
+        "input_tensors",
+        "weight",
+        "target_device",
+        "is_dynamic",
+        "observer_cls",
+        "qscheme",
+        "ch_axis",
+        "group_size",
+    ),
     *("symmetric", "round_method", "scale_type", "mx_element_dtype"),
 }
 
@@ -46,7 +73,9 @@ def members() -> Iterator[Any]:
                 yield pytest.param(document, pointer, id=f"{name}{pointer}")
 
 
-def with_replaced(document: Document, span: tuple[int, int], text: str) -> tuple[Diagnostic, ...]:
+def with_replaced(
+    document: Document, span: tuple[int, int], text: str
+) -> tuple[Diagnostic, ...]:
     start, end = span
     source = document.source
     changed = source.text[:start] + text + source.text[end:]
@@ -54,7 +83,11 @@ def with_replaced(document: Document, span: tuple[int, int], text: str) -> tuple
 
 
 def errors_at(diagnostics: tuple[Diagnostic, ...], line: int) -> list[Diagnostic]:
-    return [found for found in diagnostics if found.severity == "error" and found.place and found.place.line == line]
+    return [
+        found
+        for found in diagnostics
+        if found.severity == "error" and found.place and found.place.line == line
+    ]
 
 
 @pytest.mark.parametrize(("document", "pointer"), list(members()))
@@ -72,7 +105,9 @@ def test_value_of_another_kind(document: Document, pointer: str) -> None:
     key, line = pointer.rpartition("/")[2], document.place(pointer).line
     start, end = document.values[pointer]
     now = json.loads(document.source.text[start:end])
-    for word in WORDS if Path(document.source.name).stem in EVERY_WORD else WORDS[len(pointer) % 3 :: 3]:
+    for word in (
+        WORDS if Path(document.source.name).stem in EVERY_WORD else WORDS[len(pointer) % 3 :: 3]
+    ):
         if fits(key, word, now):
             continue
         errors = errors_at(with_replaced(document, (start, end), json.dumps(word)), line)
@@ -152,16 +187,51 @@ def assert_fixes_end(source: Text, before: tuple[Diagnostic, ...]) -> None:
 
 
 HIERARCHICAL_LIKE = st.recursive(
-    st.sampled_from([*WORDS, "int4", "mx", "per_group", "per_token", "PerChannelMinMaxObserver", "e8m0", "awq", "re:("])
+    st.sampled_from(
+        [
+            *WORDS,
+            "int4",
+            "mx",
+            "per_group",
+            "per_token",
+            "PerChannelMinMaxObserver",
+            "e8m0",
+            "awq",
+            "re:(",
+        ]
+    )
     | st.integers(),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
             st.sampled_from(
                 [
-                    *("layer_type_quant_config", "layer_quant_config", "exclude", "algo_config", "weight"),
-                    *("input_tensors", "dtype", "axis", "ch_axis", "qscheme", "group_size", "is_dynamic", "dynamic"),
-                    *("observer_cls", "symmetric", "round_method", "scale_format", "name", "Dense", "target_device"),
+                    *(
+                        "layer_type_quant_config",
+                        "layer_quant_config",
+                        "exclude",
+                        "algo_config",
+                        "weight",
+                    ),
+                    *(
+                        "input_tensors",
+                        "dtype",
+                        "axis",
+                        "ch_axis",
+                        "qscheme",
+                        "group_size",
+                        "is_dynamic",
+                        "dynamic",
+                    ),
+                    *(
+                        "observer_cls",
+                        "symmetric",
+                        "round_method",
+                        "scale_format",
+                        "name",
+                        "Dense",
+                        "target_device",
+                    ),
                 ]
             ),
             inner,
@@ -174,12 +244,21 @@ HIERARCHICAL_LIKE = st.recursive(
 
 @settings(derandomize=True, max_examples=120, deadline=None)
 @given(HIERARCHICAL_LIKE, HIERARCHICAL_LIKE)
-def test_any_value_in_the_hierarchical_form_gives_diagnostics_only(value: Any, rest: Any) -> None:
-    document = {**(rest if isinstance(rest, dict) else {}), "global_quant_config": {"weight": value}}
+def test_any_value_in_the_hierarchical_form_gives_diagnostics_only(
+    value: Any, rest: Any
+) -> None:
+    document = {
+        **(rest if isinstance(rest, dict) else {}),
+        "global_quant_config": {"weight": value},
+    }
     source = Text("net.json", json.dumps(document))
     result = check_document(parse_document(source))
     assert_fixes_end(source, result.diagnostics)
     dotted = check_document(Document.of(document, "Config"))
-    assert (result.config is None) == any(found.severity == "error" for found in result.diagnostics)
-    assert sorted(found.code for found in dotted.diagnostics) == sorted(found.code for found in result.diagnostics)
+    assert (result.config is None) == any(
+        found.severity == "error" for found in result.diagnostics
+    )
+    assert sorted(found.code for found in dotted.diagnostics) == sorted(
+        found.code for found in result.diagnostics
+    )
     assert all(found.place for found in result.diagnostics)

@@ -49,7 +49,9 @@ def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     assert "cpu_int8.json" in str(error.value.help)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" + "1," * 600_000 + "1]"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "[" + "1," * 600_000 + "1]"]
+)
 def test_limits_are_told_not_hit(tmp_path: Path, text: str) -> None:
     path = tmp_path / "big.json"
     path.write_text(text)
@@ -66,15 +68,25 @@ def test_a_number_of_any_length_is_told() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
 
 
 @settings(derandomize=True, max_examples=150, deadline=None)
-@given(st.dictionaries(st.text(), JSON, max_size=4), st.sampled_from([None, 1, "\t"]), st.booleans())
-def test_reads_what_json_reads(value: dict[str, object], indent: int | str | None, ascii_only: bool) -> None:
+@given(
+    st.dictionaries(st.text(), JSON, max_size=4),
+    st.sampled_from([None, 1, "\t"]),
+    st.booleans(),
+)
+def test_reads_what_json_reads(
+    value: dict[str, object], indent: int | str | None, ascii_only: bool
+) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     document = parse(text)
     assert document.value == value
@@ -104,7 +116,9 @@ def test_any_text_is_read_as_json_does_or_refused(text: str) -> None:
 
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.binary(max_size=60))
-def test_any_bytes_give_diagnostics_only(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_bytes_give_diagnostics_only(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     path = tmp_path_factory.mktemp("bytes") / "net.json"
     path.write_bytes(data)
     try:

@@ -26,11 +26,19 @@ LAYERED = json.loads((ROOT / "schemas" / "layered.schema.json").read_text("utf-8
 HIERARCHICAL = json.loads((ROOT / "schemas" / "hierarchical.schema.json").read_text("utf-8"))
 SPEC = json.loads((ROOT / "schemas" / "quantization_spec.schema.json").read_text("utf-8"))
 DPU = QuantizationSpec(
-    method="diffs", round_mode="std_round", narrow_range=True, scale_type="poweroftwo", statistic="modal"
+    method="diffs",
+    round_mode="std_round",
+    narrow_range=True,
+    scale_type="poweroftwo",
+    statistic="modal",
 )
 
 
-@pytest.mark.parametrize("schema", [LAYERED, HIERARCHICAL, SPEC], ids=["layered", "hierarchical", "quantization_spec"])
+@pytest.mark.parametrize(
+    "schema",
+    [LAYERED, HIERARCHICAL, SPEC],
+    ids=["layered", "hierarchical", "quantization_spec"],
+)
 def test_schema_is_draft_07_without_one_of(schema: dict[str, Any]) -> None:
     Draft7Validator.check_schema(schema)
     assert "oneOf" not in json.dumps(schema)
@@ -57,14 +65,21 @@ def test_codes_are_unique_and_complete() -> None:
         ({"statistic": "max"}, "input", "QZ209", ("statistic",)),
     ],
 )
-def test_one_broken_restriction_is_one_conflict(change: dict[str, Any], role: Any, code: str, fields: Any) -> None:
+def test_one_broken_restriction_is_one_conflict(
+    change: dict[str, Any], role: Any, code: str, fields: Any
+) -> None:
     [conflict] = conflicts(QuantizationSpec(**{**DPU.to_json(), **change}), role, "DPU")
     assert (conflict.code, conflict.fields, conflict.on_device) == (code, fields, True)
     assert conflict.message.startswith("on the DPU, ")
 
 
 def test_floating_point_formats_break_no_rule() -> None:
-    assert conflicts(QuantizationSpec(dtype="bfloat16", symmetric=False, method="mse"), "weights", "DPU") == ()
+    assert (
+        conflicts(
+            QuantizationSpec(dtype="bfloat16", symmetric=False, method="mse"), "weights", "DPU"
+        )
+        == ()
+    )
 
 
 WORDS: dict[str, list[Any]] = {
@@ -84,7 +99,11 @@ EDITOR = Draft7Validator(LAYERED)
 
 def told(document: dict[str, Any]) -> tuple[set[str], set[str]]:
     """The codes of the errors of the editor's schema, and of `validate`."""
-    editor = {error.schema.get("code", "?") for error in EDITOR.iter_errors(document) if isinstance(error.schema, dict)}
+    editor = {
+        error.schema.get("code", "?")
+        for error in EDITOR.iter_errors(document)
+        if isinstance(error.schema, dict)
+    }
     found = check_document(Document.of(document, "net")).diagnostics
     return editor, {diagnostic.code for diagnostic in found if diagnostic.severity == "error"}
 
@@ -92,12 +111,19 @@ def told(document: dict[str, Any]) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize("device", ["DPU", "CPU", "GPU"])
 def test_editor_and_terminal_agree_on_an_overall_block(device: str) -> None:
     """Its 384 combinations of these words, each the whole of a file for weights."""
-    words = {**WORDS, "method": ["maxmin", "mse", "diffs"], "round_mode": ["std_round"], "bit_width": [8]}
+    words = {
+        **WORDS,
+        "method": ["maxmin", "mse", "diffs"],
+        "round_mode": ["std_round"],
+        "bit_width": [8],
+    }
     verdicts = set()
     for values in itertools.product(*words.values()):
         block = {**PRESET["overall_quantize_config"], **dict(zip(words, values, strict=True))}
         file = {**PRESET, "target_device": device, "quantizable_data_type": ["weights"]}
-        editor, terminal = told(file | {"overall_quantize_config": block, "tensor_quantize_config": {}})
+        editor, terminal = told(
+            file | {"overall_quantize_config": block, "tensor_quantize_config": {}}
+        )
         assert editor == terminal, block
         verdicts.add(not editor)
     assert verdicts == {True, False}
@@ -110,7 +136,12 @@ def test_editor_and_terminal_agree_where_blocks_are_merged(device: str) -> None:
     verdicts = Counter[bool]()
     for _ in range(300):
         entry = {"layer_type": "Linear", "layer_name": None, **level(draw, device)}
-        file = {**PRESET, "target_device": device, **level(draw, device), "layer_quantize_config": [entry]}
+        file = {
+            **PRESET,
+            "target_device": device,
+            **level(draw, device),
+            "layer_quantize_config": [entry],
+        }
         editor, terminal = told(file)
         assert editor == terminal, file
         verdicts[not editor] += 1
@@ -119,12 +150,17 @@ def test_editor_and_terminal_agree_where_blocks_are_merged(device: str) -> None:
 
 def level(draw: random.Random, device: str) -> dict[str, Any]:
     """The blocks of a file or of an entry; half of the words are those that every device takes."""
-    sound = json.loads((ROOT / "configs" / f"{'dpu' if device == 'DPU' else 'default'}.json").read_text("utf-8"))
+    sound = json.loads(
+        (ROOT / "configs" / f"{'dpu' if device == 'DPU' else 'default'}.json").read_text(
+            "utf-8"
+        )
+    )
     usual, tensors = sound["overall_quantize_config"], sound.get("tensor_quantize_config", {})
 
     def changed(words: dict[str, Any]) -> dict[str, Any]:
         return words | {
-            word: draw.choice(WORDS[word]) for word in draw.sample(sorted(WORDS), draw.choice([0, 0, 1, 2]))
+            word: draw.choice(WORDS[word])
+            for word in draw.sample(sorted(WORDS), draw.choice([0, 0, 1, 2]))
         }
 
     roles = draw.sample(ROLES, draw.randint(0, 3))
@@ -143,7 +179,10 @@ def test_editors_know_which_blocks_are_integers() -> None:
         "quantizable_data_type": ["weights", "activation"],
         "overall_quantize_config": {"datatype": "bfloat16"},
     }
-    for tensor, codes in (({"datatype": "float16", **mse}, set()), ({"datatype": "int", **mse}, {"QZ302"})):
+    for tensor, codes in (
+        ({"datatype": "float16", **mse}, set()),
+        ({"datatype": "int", **mse}, {"QZ302"}),
+    ):
         editor, terminal = told(floating | {"tensor_quantize_config": {"weights": tensor}})
         assert editor == terminal == codes
 
@@ -154,7 +193,12 @@ def test_the_hierarchical_schema_is_not_stricter_than_the_terminal() -> None:
         "dtype": ["int4", "uint8", "int32", "fp8_e4m3", "mx6", "bfloat16"],
         "symmetric": [None, True, False],
         "qscheme": [None, "per_tensor", "per_channel", "per_group", "per_token"],
-        "observer_cls": [None, "PerTensorMSEObserver", "PerChannelMinMaxObserver", "PlaceholderObserver"],
+        "observer_cls": [
+            None,
+            "PerTensorMSEObserver",
+            "PerChannelMinMaxObserver",
+            "PlaceholderObserver",
+        ],
         "round_method": [None, "floor"],
         "is_dynamic": [None, True],
     }

@@ -11,20 +11,39 @@ GLOBAL = {"weight": {"dtype": "int8"}}
 
 
 def test_a_null_weight_gets_the_width() -> None:
-    document = {"global_quant_config": GLOBAL, "layer_quant_config": {"fc": {"weight": None, "bias": None}}}
-    changed = patched(document, {"fc": {"weights": QuantizationSpec(bit_width=4, symmetric_scale="half_range")}})
-    assert changed["layer_quant_config"] == {"fc": {"weight": {"dtype": "int4", "symmetric": True}, "bias": None}}
+    document = {
+        "global_quant_config": GLOBAL,
+        "layer_quant_config": {"fc": {"weight": None, "bias": None}},
+    }
+    changed = patched(
+        document,
+        {"fc": {"weights": QuantizationSpec(bit_width=4, symmetric_scale="half_range")}},
+    )
+    assert changed["layer_quant_config"] == {
+        "fc": {"weight": {"dtype": "int4", "symmetric": True}, "bias": None}
+    }
 
 
 @pytest.mark.parametrize("rule", ["quant_max", "half_range"])
-def test_the_rule_for_symmetric_scales_is_the_specs_whatever_the_file_says_elsewhere(rule: SymmetricScale) -> None:
+def test_the_rule_for_symmetric_scales_is_the_specs_whatever_the_file_says_elsewhere(
+    rule: SymmetricScale,
+) -> None:
     document = {"overall_quantize_config": {"bit_width": 8, "symmetric_scale": "half_range"}}
-    changed = patched(document, {"fc": {"weights": QuantizationSpec(bit_width=4, symmetric_scale=rule)}})
+    changed = patched(
+        document, {"fc": {"weights": QuantizationSpec(bit_width=4, symmetric_scale=rule)}}
+    )
     [entry] = changed["layer_quantize_config"]
-    blocks = entry["overall_quantize_config"] | entry["tensor_quantize_config"].get("weights", {})
+    blocks = entry["overall_quantize_config"] | entry["tensor_quantize_config"].get(
+        "weights", {}
+    )
     assert blocks["symmetric_scale"] == rule
-    hierarchical = patched({"global_quant_config": GLOBAL}, {"fc": {"weights": QuantizationSpec(symmetric_scale=rule)}})
-    stated = hierarchical["layer_quant_config"]["fc"]["weight"].get("symmetric_scale", "quant_max")
+    hierarchical = patched(
+        {"global_quant_config": GLOBAL},
+        {"fc": {"weights": QuantizationSpec(symmetric_scale=rule)}},
+    )
+    stated = hierarchical["layer_quant_config"]["fc"]["weight"].get(
+        "symmetric_scale", "quant_max"
+    )
     assert stated == rule
 
 

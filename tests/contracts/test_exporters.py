@@ -17,13 +17,24 @@ from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS, Exporter, export, require_extras
 
 Exported = Callable[[str, str], Written]
-TOYS = ["residual", "mobile", "transposed", "branches", "nested_inputs", "several_outputs", "tied", "static_batch"]
+TOYS = [
+    "residual",
+    "mobile",
+    "transposed",
+    "branches",
+    "nested_inputs",
+    "several_outputs",
+    "tied",
+    "static_batch",
+]
 REPRODUCIBLE = ["onnx", "safetensors"]  # torch writes a .pt2 as a zip file of its own
 
 
 def needing(target: str) -> None:
     for package in EXPORTERS[target].needs:
-        pytest.importorskip(package, reason=f"--deploy {target} needs it (extra: {EXPORTERS[target].extra})")
+        pytest.importorskip(
+            package, reason=f"--deploy {target} needs it (extra: {EXPORTERS[target].extra})"
+        )
 
 
 def contents(path: Path) -> bytes:
@@ -41,7 +52,11 @@ def test_a_file_read_back_equals_test_mode(target: str, name: str, exported: Exp
     needing(target)
     file = exported(target, name)
     assert file.path.stat().st_size
-    assert (file.found.max_difference, file.found.mean_difference, file.found.equal) == (0.0, 0.0, 1.0)
+    assert (file.found.max_difference, file.found.mean_difference, file.found.equal) == (
+        0.0,
+        0.0,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize("target", FILES)
@@ -50,13 +65,21 @@ def test_a_file_holds_no_place_no_source_and_no_data(target: str, exported: Expo
     file = exported(target, "residual")
     stored = contents(file.path)
     sample = file.given.args[0][0].flatten()[:8].view(torch.uint8)
-    for unwanted in (str(Path.cwd()), str(file.path.parent), "toys.py", "self.conv1", "site-packages"):
+    for unwanted in (
+        str(Path.cwd()),
+        str(file.path.parent),
+        "toys.py",
+        "self.conv1",
+        "site-packages",
+    ):
         assert unwanted.encode() not in stored
     assert bytes(sample.tolist()) not in stored
 
 
 @pytest.mark.parametrize("target", REPRODUCIBLE)
-def test_two_files_of_one_network_are_equal(target: str, exported: Exported, tmp_path: Path) -> None:
+def test_two_files_of_one_network_are_equal(
+    target: str, exported: Exported, tmp_path: Path
+) -> None:
     """Whatever call they are verified with."""
     needing(target)
     first, (args, kwargs) = exported(target, "mobile"), built("mobile").call(4)

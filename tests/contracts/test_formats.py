@@ -15,8 +15,11 @@ SMALL = ["fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6", "mx9"]
 # Finite values >= 0 of OCP MX v1.0, tables 3 to 6 (E3M2 by exponent: subnormals, then four values each).
 GRIDS = {
     "fp4": [0, 0.5, 1, 1.5, 2, 3, 4, 6],
-    "fp6_e2m3": [k / 8 for k in range(16)] + [k / 4 for k in range(8, 16)] + [k / 2 for k in range(8, 16)],
-    "fp6_e3m2": [k / 16 for k in range(4)] + [k / 16 * 2**e for e in range(7) for k in range(4, 8)],
+    "fp6_e2m3": [k / 8 for k in range(16)]
+    + [k / 4 for k in range(8, 16)]
+    + [k / 2 for k in range(8, 16)],
+    "fp6_e3m2": [k / 16 for k in range(4)]
+    + [k / 16 * 2**e for e in range(7) for k in range(4, 8)],
     "mx_int8": [k / 64 for k in range(128)],
     "bfp16": [k / 64 for k in range(128)],
     "mx6": [k / 8 for k in range(16)],
@@ -50,7 +53,10 @@ def test_every_finite_value_stays_and_is_stored_exactly(name):
 
 
 def test_files_can_name_every_format():
-    spec, form = (load_resource("schemas", f"{name}.schema.json") for name in ("quantization_spec", "hierarchical"))
+    spec, form = (
+        load_resource("schemas", f"{name}.schema.json")
+        for name in ("quantization_spec", "hierarchical")
+    )
     assert {*spec["properties"]["dtype"]["enum"]} == {"int", *FLOAT_FORMATS}
     words = set(json.dumps(form).split('"'))
     assert {*FLOAT_FORMATS} - {"mx_int8"} <= words
@@ -58,7 +64,15 @@ def test_files_can_name_every_format():
 
 
 @pytest.mark.parametrize(
-    ("name", "emax"), [("fp4", 2), ("fp6_e2m3", 2), ("fp6_e3m2", 4), ("fp8_e4m3", 8), ("fp8_e5m2", 15), ("mx_int8", 0)]
+    ("name", "emax"),
+    [
+        ("fp4", 2),
+        ("fp6_e2m3", 2),
+        ("fp6_e3m2", 4),
+        ("fp8_e4m3", 8),
+        ("fp8_e5m2", 15),
+        ("mx_int8", 0),
+    ],
 )
 def test_exponents_of_the_largest_values(name, emax):
     """OCP MX v1.0, section 6.3 and table 1."""
@@ -68,14 +82,18 @@ def test_exponents_of_the_largest_values(name, emax):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, torch.float32) for name in (*CAST_BY_TORCH, *SMALL)]
-    + [(name, torch.float64) for name, row in FLOAT_FORMATS.items() if row.mantissa is not None],
+    + [
+        (name, torch.float64) for name, row in FLOAT_FORMATS.items() if row.mantissa is not None
+    ],
     ids=str,
 )
 def test_between_two_values_the_nearer_one_is_taken_and_of_a_tie_every_second(name, dtype):
     values = values_of(name).to(dtype)
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2
-    exact = (middle - low == high - middle) & (middle > low)  # in float32 the middle of two bfloat16 subnormals is none
+    exact = (middle - low == high - middle) & (
+        middle > low
+    )  # in float32 the middle of two bfloat16 subnormals is none
     for toward, nearest in ((low, low), (high, high)):
         beside = torch.nextafter(middle, toward)
         assert torch.equal(cast_round_trip_(beside[exact].clone(), name), nearest[exact])
@@ -88,7 +106,9 @@ def test_between_two_values_the_nearer_one_is_taken_and_of_a_tie_every_second(na
 def test_the_rounding_is_that_of_torch(name):
     row = FLOAT_FORMATS[name]
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(100_000, generator=generator) * 10.0 ** (torch.rand(100_000, generator=generator) * 12 - 9)
+    x = torch.randn(100_000, generator=generator) * 10.0 ** (
+        torch.rand(100_000, generator=generator) * 12 - 9
+    )
     expected = x.clamp(-row.largest, row.largest).to(row.storage).float()
     assert torch.equal(cast_round_trip_(x, name), expected)
 

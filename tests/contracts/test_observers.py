@@ -12,7 +12,13 @@ from quantizer.nn.quantizer import place
 from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
-from quantizer.observers import METHODS, NonFiniteError, ObservationError, Observer, UnobservedError
+from quantizer.observers import (
+    METHODS,
+    NonFiniteError,
+    ObservationError,
+    Observer,
+    UnobservedError,
+)
 from quantizer.observers.methods import INTEGER_ONLY
 
 SYMMETRIC_ONLY = ("mse", "entropy")  # restrictions of the config format
@@ -34,13 +40,19 @@ def specs(bit_widths, round_modes):
         for method, symmetric, scale_type, ch_axis, bit_width, round_mode in product(
             METHODS, (True, False), ("float", "poweroftwo"), (None, 0), bit_widths, round_modes
         )
-        if (symmetric or method not in SYMMETRIC_ONLY) and (scale_type != "float" or method not in POWER_OF_TWO_ONLY)
+        if (symmetric or method not in SYMMETRIC_ONLY)
+        and (scale_type != "float" or method not in POWER_OF_TWO_ONLY)
     ]
 
 
 def scaled_specs():
     """Floating-point formats and groups, with every method that can go with them."""
-    cuts = [("per_tensor", None, None), ("per_channel", 0, None), ("per_group", 1, 7), ("per_group", 0, 2)]
+    cuts = [
+        ("per_tensor", None, None),
+        ("per_channel", 0, None),
+        ("per_group", 1, 7),
+        ("per_group", 0, 2),
+    ]
     kinds = [
         {"bit_width": 4},
         {"bit_width": 4, "symmetric": False},
@@ -50,9 +62,13 @@ def scaled_specs():
         {"dtype": "bfp16", "scale_type": "e8m0"},
     ]
     for method, kind, (qscheme, ch_axis, group_size) in product(METHODS, kinds, cuts):
-        spec = QuantizationSpec(**kind, method=method, qscheme=qscheme, ch_axis=ch_axis, group_size=group_size)
+        spec = QuantizationSpec(
+            **kind, method=method, qscheme=qscheme, ch_axis=ch_axis, group_size=group_size
+        )
         integer = spec.dtype == "int" and (spec.symmetric or method not in SYMMETRIC_ONLY)
-        if method != "diffs" and (integer or (spec.dtype != "int" and method not in INTEGER_ONLY)):
+        if method != "diffs" and (
+            integer or (spec.dtype != "int" and method not in INTEGER_ONLY)
+        ):
             yield pytest.param(spec, id=f"{label(spec)}-{spec.dtype}-{ch_axis}")
 
 
@@ -75,7 +91,9 @@ def observed(spec, tensors):
 
 def quantized(x, spec, qparams):
     bounds = spec.quant_min, spec.quant_max
-    return fake_quantize(x, qparams.scale, qparams.zero_point, *bounds, spec.round_mode, spec.ch_axis)
+    return fake_quantize(
+        x, qparams.scale, qparams.zero_point, *bounds, spec.round_mode, spec.ch_axis
+    )
 
 
 def broadcast(row, spec):
@@ -93,7 +111,9 @@ def test_scale_and_zero_point_fit_the_grid_and_the_data(spec):
     shape = () if spec.ch_axis is None else (len(x),)
     assert (qparams.scale.dtype, qparams.scale.shape) == (torch.float32, shape)
     assert (qparams.zero_point.dtype, qparams.zero_point.shape) == (torch.int32, shape)
-    assert ((qparams.zero_point >= spec.quant_min) & (qparams.zero_point <= spec.quant_max)).all()
+    assert (
+        (qparams.zero_point >= spec.quant_min) & (qparams.zero_point <= spec.quant_max)
+    ).all()
     if spec.symmetric:
         assert not qparams.zero_point.any()
     if spec.scale_type == "poweroftwo":
@@ -101,10 +121,14 @@ def test_scale_and_zero_point_fit_the_grid_and_the_data(spec):
     assert not quantized(torch.zeros_like(x), spec, qparams).any()
 
     scale, zero_point = broadcast(qparams.scale, spec), broadcast(qparams.zero_point, spec)
-    inside = (x >= (spec.quant_min - zero_point) * scale) & (x <= (spec.quant_max - zero_point) * scale)
+    inside = (x >= (spec.quant_min - zero_point) * scale) & (
+        x <= (spec.quant_max - zero_point) * scale
+    )
     error = (x - quantized(x, spec, qparams)).abs()
     step = scale / 2 if spec.round_mode in NEAREST else scale
-    assert (error <= step + x.abs() * 2.0**-22)[inside].all()  # float32 resolves 2^-23 of a value
+    assert (error <= step + x.abs() * 2.0**-22)[
+        inside
+    ].all()  # float32 resolves 2^-23 of a value
     assert inside.float().mean() > (0.9 if spec.bit_width >= 8 else 0.3)
 
 
@@ -132,7 +156,10 @@ def test_the_whole_float_range_stays_finite(spec):
 def test_a_silent_channel_or_batch_gives_a_scale_and_spoils_no_other(spec):
     loud = batches(1)[0]
     if spec.ch_axis is None:
-        assert same(observed(spec, [torch.zeros(4, 50), loud]).qparams(), observed(spec, [loud]).qparams())
+        assert same(
+            observed(spec, [torch.zeros(4, 50), loud]).qparams(),
+            observed(spec, [loud]).qparams(),
+        )
     else:
         loud[1] = 0
         qparams = observed(spec, [loud]).qparams()
@@ -166,7 +193,11 @@ def test_state_round_trip(spec):
 
 @pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
 def test_nothing_seen_is_an_error(spec):
-    for read in (Observer(spec).qparams, lambda: Observer(spec).low, lambda: Observer(spec).high):
+    for read in (
+        Observer(spec).qparams,
+        lambda: Observer(spec).low,
+        lambda: Observer(spec).high,
+    ):
         with pytest.raises(UnobservedError, match="No values"):
             read()
 
@@ -193,7 +224,9 @@ def test_other_float_types_are_observed_as_their_values(spec, dtype):
 
 @pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
 def test_float64_beyond_float32_gets_the_largest_scale(spec):
-    qparams = observed(spec, [torch.tensor([[1e300, -1e300, 2.0]] * 2, dtype=torch.float64)]).qparams()
+    qparams = observed(
+        spec, [torch.tensor([[1e300, -1e300, 2.0]] * 2, dtype=torch.float64)]
+    ).qparams()
     assert (qparams.scale > 1e35).all() and qparams.scale.isfinite().all()
 
 
@@ -227,7 +260,14 @@ def test_groups_and_scaled_formats_have_a_scale_for_every_row(spec):
 def test_many_rows_give_what_each_gives_alone(method):
     """Rows are taken some thousands at a time."""
     x = torch.randn(5000, 8, generator=torch.Generator().manual_seed(0))
-    spec = QuantizationSpec(bit_width=3, qscheme="per_group", ch_axis=1, group_size=8, method=method, percentage=80.0)
+    spec = QuantizationSpec(
+        bit_width=3,
+        qscheme="per_group",
+        ch_axis=1,
+        group_size=8,
+        method=method,
+        percentage=80.0,
+    )
     scale = observed(spec, [x]).qparams().scale
     for row in (0, 2499, 2500, 4999):
         alone = observed(replace(spec, qscheme="per_tensor"), [x[row]]).qparams().scale

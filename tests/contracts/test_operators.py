@@ -26,10 +26,16 @@ def random(*shape: int) -> Tensor:
     return 4 * torch.randn(shape or SHAPE, dtype=torch.float64, generator=GENERATOR)
 
 
-def case(overload: str = "default", of: Tensor | None = None, **arguments: Any) -> tuple[str, Tensor, dict[str, Any]]:
+def case(
+    overload: str = "default", of: Tensor | None = None, **arguments: Any
+) -> tuple[str, Tensor, dict[str, Any]]:
     """A call: its overload, what is followed, and its arguments, the first of them `X` unless another one is."""
     is_named = X.name in references(arguments)
-    return overload, random() if of is None else of, arguments if is_named else {"input": X, **arguments}
+    return (
+        overload,
+        random() if of is None else of,
+        arguments if is_named else {"input": X, **arguments},
+    )
 
 
 ROWS = torch.tensor([0, 1, 1])
@@ -51,10 +57,19 @@ CALLS = {
     "amin": case(dim=[2], keepdim=True),
     **{f"{kind}_pool1d": case(of=random(3, 4, 6), kernel_size=[2]) for kind in ("avg", "max")},
     **{f"{kind}_pool2d": case(kernel_size=[2, 2]) for kind in ("avg", "max")},
-    **{f"{kind}_pool3d": case(of=random(1, *SHAPE), kernel_size=[1, 2, 2]) for kind in ("avg", "max")},
-    **{f"adaptive_{kind}_pool1d": case(of=random(3, 4, 6), output_size=[2]) for kind in ("avg", "max")},
+    **{
+        f"{kind}_pool3d": case(of=random(1, *SHAPE), kernel_size=[1, 2, 2])
+        for kind in ("avg", "max")
+    },
+    **{
+        f"adaptive_{kind}_pool1d": case(of=random(3, 4, 6), output_size=[2])
+        for kind in ("avg", "max")
+    },
     **{f"adaptive_{kind}_pool2d": case(output_size=[2, 3]) for kind in ("avg", "max")},
-    **{f"adaptive_{kind}_pool3d": case(of=random(1, *SHAPE), output_size=[1, 2, 3]) for kind in ("avg", "max")},
+    **{
+        f"adaptive_{kind}_pool3d": case(of=random(1, *SHAPE), output_size=[1, 2, 3])
+        for kind in ("avg", "max")
+    },
     "max_pool2d_with_indices": case(kernel_size=[2, 2]),
     "interpolate": case(output_size=[3, 9], align_corners=False),
     "upsample_nearest": case(of=random(3, 4, 6), output_size=[9]),
@@ -64,7 +79,10 @@ CALLS = {
     "prelu": case(weight=torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)),
     "cat": case(tensors=[X, random()], dim=2),
     "stack": case(tensors=[random(), X], dim=2),
-    **{name: case(tensors=[X, random()]) for name in ("hstack", "vstack", "dstack", "column_stack")},
+    **{
+        name: case(tensors=[X, random()])
+        for name in ("hstack", "vstack", "dstack", "column_stack")
+    },
     "slice_scatter": case(src=random(2, 3, 4, 2), dim=3, start=1, end=3),
     "select_scatter": case(input=random(), src=X, of=random(2, 3, 6), dim=2, index=1),
     "diagonal_scatter": case(src=random(3, 6, 2), dim1=0, dim2=2),
@@ -115,7 +133,9 @@ CALLS = {
     "swapdims": case(dim0=1, dim1=2),
 }
 """Calls of operators that need more than one tensor of four axes."""
-TABLE = [name for name, row in OPS.items() if row.axes is not None and row.aten and name != "getitem"]
+TABLE = [
+    name for name, row in OPS.items() if row.axes is not None and row.aten and name != "getitem"
+]
 
 
 @dataclass(frozen=True)
@@ -131,7 +151,9 @@ class Called:
         """Labels of each result for those along one axis of x; none where they mix."""
         labels = numbered(self.x.shape, axis)
         made = self.labels.carried(self.node, {X.name: labels, ROLLED.name: labels.roll(1, 0)})
-        return [each for each in (made if isinstance(made, list) else [made]) if each is not None]
+        return [
+            each for each in (made if isinstance(made, list) else [made]) if each is not None
+        ]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Each result before and after a change of x."""
@@ -140,7 +162,9 @@ class Called:
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     """An argument, each entry of a list by itself, with values changed."""
-    return [replaced(item, change) for item in value] if isinstance(value, list) else change(value)
+    return (
+        [replaced(item, change) for item in value] if isinstance(value, list) else change(value)
+    )
 
 
 def called(name: str) -> Called:
@@ -159,7 +183,10 @@ def called(name: str) -> Called:
 
     def run(now: Tensor) -> list[Tensor]:
         values = {**tensors, X.name: now, ROLLED.name: now.roll(1, 0)}
-        given = {k: replaced(v, lambda v: values[v.name] if isinstance(v, Ref) else v) for k, v in read.items()}
+        given = {
+            k: replaced(v, lambda v: values[v.name] if isinstance(v, Ref) else v)
+            for k, v in read.items()
+        }
         made = call(target, given)
         return [made] if isinstance(made, Tensor) else list(made)
 
@@ -177,14 +204,18 @@ def test_channels_are_where_the_row_says(name: str) -> None:
     assert any(here.channels(axis) for axis in range(here.x.dim()))
     for axis in range(here.x.dim()):
         for channel in range(here.x.shape[axis]):
-            pairs = here.changed(lambda x, at=(axis, channel): x.index_fill(at[0], torch.tensor([at[1]]), 2.0))
+            pairs = here.changed(
+                lambda x, at=(axis, channel): x.index_fill(at[0], torch.tensor([at[1]]), 2.0)
+            )
             for (before, after), labels in zip(pairs, here.channels(axis), strict=False):
                 assert not ((before != after) & (labels != channel)).any()
 
 
 def at_channels(labels: Tensor, values: Tensor, neutral: float) -> Tensor:
     """The value of each channel, where it is; `neutral` where there is none."""
-    return torch.cat([values, values.new_full((1,), neutral)])[torch.where(labels == NONE, len(values), labels).long()]
+    return torch.cat([values, values.new_full((1,), neutral)])[
+        torch.where(labels == NONE, len(values), labels).long()
+    ]
 
 
 def along(x: Tensor, axis: int, values: Tensor) -> Tensor:
@@ -192,13 +223,23 @@ def along(x: Tensor, axis: int, values: Tensor) -> Tensor:
 
 
 def scales(here: Called, axis: int, values: Tensor) -> bool:
-    found = zip(here.changed(lambda x: x * along(x, axis, values)), here.channels(axis), strict=False)
-    return all(torch.allclose(after, before * at_channels(labels, values, 1.0)) for (before, after), labels in found)
+    found = zip(
+        here.changed(lambda x: x * along(x, axis, values)), here.channels(axis), strict=False
+    )
+    return all(
+        torch.allclose(after, before * at_channels(labels, values, 1.0))
+        for (before, after), labels in found
+    )
 
 
 def shifts(here: Called, axis: int, values: Tensor) -> bool:
-    found = zip(here.changed(lambda x: x + along(x, axis, values)), here.channels(axis), strict=False)
-    return all(torch.allclose(after, before + at_channels(labels, values, 0.0)) for (before, after), labels in found)
+    found = zip(
+        here.changed(lambda x: x + along(x, axis, values)), here.channels(axis), strict=False
+    )
+    return all(
+        torch.allclose(after, before + at_channels(labels, values, 0.0))
+        for (before, after), labels in found
+    )
 
 
 def turns(here: Called, axis: int, values: Tensor) -> bool:
@@ -208,7 +249,9 @@ def turns(here: Called, axis: int, values: Tensor) -> bool:
     if len(values) == 1 or after is None:
         return True
     turn = torch.linalg.qr(torch.outer(values, values) + torch.diag(values)).Q
-    [(before, turned), *_] = here.changed(lambda x: (x.movedim(axis, -1) @ turn).movedim(-1, axis))
+    [(before, turned), *_] = here.changed(
+        lambda x: (x.movedim(axis, -1) @ turn).movedim(-1, axis)
+    )
     if before.dim() <= after or before.shape[after] != len(values):
         return False
     return torch.allclose(turned, (before.movedim(after, -1) @ turn).movedim(-1, after))
@@ -219,6 +262,14 @@ def test_an_operator_commutes_with_what_its_row_says(name: str) -> None:
     """And with nothing else: where the row does not say so, one axis at least shows why."""
     here = called(name)
     checks = {Commutes.SCALING: scales, Commutes.SHIFTS: shifts, Commutes.ROTATIONS: turns}
-    values = {axis: random(here.x.shape[axis]).abs() + 0.5 for axis in range(here.x.dim()) if here.channels(axis)}
-    found = {flag for flag, holds in checks.items() if all(holds(here, axis, each) for axis, each in values.items())}
+    values = {
+        axis: random(here.x.shape[axis]).abs() + 0.5
+        for axis in range(here.x.dim())
+        if here.channels(axis)
+    }
+    found = {
+        flag
+        for flag, holds in checks.items()
+        if all(holds(here, axis, each) for axis, each in values.items())
+    }
     assert found == {flag for flag in checks if flag in here.node.row.commutes}

@@ -45,8 +45,14 @@ def test_a_pass_keeps_the_function_and_the_names(rewrite: str, name: str) -> Non
 
 def largest(output: Any) -> float:
     """The largest magnitude in an output, at least 1."""
-    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return max([1.0, *(float(t[t.isfinite()].abs().max()) for t in tensors if t.isfinite().any())])
+    tensors = [
+        leaf
+        for leaf in pytree.tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+    return max(
+        [1.0, *(float(t[t.isfinite()].abs().max()) for t in tensors if t.isfinite().any())]
+    )
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -71,9 +77,15 @@ def test_what_cannot_fold_is_quantized_and_found_by_its_type(tmp_path: Path) -> 
     entry = layer(type="torch.nn.BatchNorm2d", tensor={"weights": {"bit_width": 16}})
     found = config(tmp_path, document(entry))
     graph = run_passes(traced("preactivated"), found.settings)
-    assert [node.op for node in graph.nodes if "norm" in node.name] == ["channel_scale", "channel_scale"]
+    assert [node.op for node in graph.nodes if "norm" in node.name] == [
+        "channel_scale",
+        "channel_scale",
+    ]
     plan = resolve(found, graph, traced("preactivated"))
-    planned = {role: tensor.spec.bit_width for role, tensor in plan.of_layer(graph.nodes[1].name).items()}
+    planned = {
+        role: tensor.spec.bit_width
+        for role, tensor in plan.of_layer(graph.nodes[1].name).items()
+    }
     assert planned == {"weights": 16, "bias": 8}
     assert graph.nodes[1].name in plan.rules[-1].layers
 
@@ -97,18 +109,38 @@ FOLDABLE: list[tuple[str, Callable[[], list[nn.Module]], tuple[int, ...]]] = [
     ("no bias", lambda: [nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6)], (2, 4, 5, 5)),
     ("depthwise", lambda: [nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8)], (2, 4, 5, 5)),
     ("transposed 1d", lambda: [nn.ConvTranspose1d(4, 6, 3), nn.BatchNorm1d(6)], (2, 4, 5)),
-    ("transposed 2d", lambda: [nn.ConvTranspose2d(4, 6, 3, stride=2), nn.BatchNorm2d(6)], (2, 4, 5, 5)),
-    ("transposed 3d", lambda: [nn.ConvTranspose3d(4, 6, 2), nn.BatchNorm3d(6)], (2, 4, 2, 2, 2)),
-    ("transposed groups", lambda: [nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)], (2, 4, 5, 5)),
+    (
+        "transposed 2d",
+        lambda: [nn.ConvTranspose2d(4, 6, 3, stride=2), nn.BatchNorm2d(6)],
+        (2, 4, 5, 5),
+    ),
+    (
+        "transposed 3d",
+        lambda: [nn.ConvTranspose3d(4, 6, 2), nn.BatchNorm3d(6)],
+        (2, 4, 2, 2, 2),
+    ),
+    (
+        "transposed groups",
+        lambda: [nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)],
+        (2, 4, 5, 5),
+    ),
     ("linear", lambda: [nn.Linear(4, 6), nn.BatchNorm1d(6)], (3, 4)),
     ("no affine", lambda: [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, affine=False)], (2, 4, 5, 5)),
     ("large eps", lambda: [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, eps=0.5)], (2, 4, 5, 5)),
-    ("dropout between", lambda: [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Dropout()], (2, 4, 5, 5)),
+    (
+        "dropout between",
+        lambda: [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Dropout()],
+        (2, 4, 5, 5),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("layers", "shape"), [row[1:] for row in FOLDABLE], ids=[row[0] for row in FOLDABLE])
-def test_batch_norm_folds(layers: Callable[[], list[nn.Module]], shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("layers", "shape"), [row[1:] for row in FOLDABLE], ids=[row[0] for row in FOLDABLE]
+)
+def test_batch_norm_folds(
+    layers: Callable[[], list[nn.Module]], shape: tuple[int, ...]
+) -> None:
     graph, error = folded(nn.Sequential(*layers()), *shape)
     assert "batch_norm" not in [node.op for node in graph.nodes]
     assert len(graph.absorbed) == 1
@@ -135,9 +167,15 @@ class Moved(nn.Module):
 
 
 MOVES: list[tuple[str, Callable[[], Moved]]] = [
-    ("rows together", lambda: Moved(lambda y: y.flatten(0, 1), lambda x, y: x.reshape_as(y))),  # as in LeViT
+    (
+        "rows together",
+        lambda: Moved(lambda y: y.flatten(0, 1), lambda x, y: x.reshape_as(y)),
+    ),  # as in LeViT
     ("viewed back", lambda: Moved(lambda y: y.view(-1, 6), lambda x, y: x.view_as(y))),
-    ("channels second", lambda: Moved(lambda y: y.transpose(1, 2), lambda x, y: x.transpose(1, 2))),  # PatchTST
+    (
+        "channels second",
+        lambda: Moved(lambda y: y.transpose(1, 2), lambda x, y: x.transpose(1, 2)),
+    ),  # PatchTST
     ("twice", lambda: Moved(lambda y: y.permute(0, 2, 1).reshape(-1, 6, 5))),
     ("the first token", lambda: Moved(lambda y: y[:, 0])),
 ]
@@ -188,7 +226,9 @@ def test_batch_norm_folds_through_a_concatenation(dim: int) -> None:
     graph, error = folded(model, 2, 4, 4, 4)
     assert [node.op for node in graph.nodes] == ["input", "conv2d", "conv2d", "cat", "relu"]
     assert list(graph.absorbed.values()) == ["Joined::Joined/cat"]
-    assert torch.equal(torch.cat([mean for mean, _ in graph.normal.values()]), model.bn.bias.detach().double())
+    assert torch.equal(
+        torch.cat([mean for mean, _ in graph.normal.values()]), model.bn.bias.detach().double()
+    )
     assert error < 1e-5
 
 
@@ -197,7 +237,12 @@ class JoinedAndMoved(nn.Module):
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()
-        self.a, self.b, self.bn, self.first = nn.Linear(4, 2), nn.Linear(4, 3), nn.BatchNorm1d(5), first
+        self.a, self.b, self.bn, self.first = (
+            nn.Linear(4, 2),
+            nn.Linear(4, 3),
+            nn.BatchNorm1d(5),
+            first,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.a(x), self.b(x)
@@ -212,8 +257,16 @@ def test_batch_norm_folds_through_a_concatenation_and_moves(first: bool) -> None
 
 
 NOT_FOLDABLE: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
-    ("after pooling", lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(2), nn.BatchNorm2d(4)), (2, 4, 4, 4)),
-    ("after relu", lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.BatchNorm2d(4)), (2, 4, 4, 4)),
+    (
+        "after pooling",
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(2), nn.BatchNorm2d(4)),
+        (2, 4, 4, 4),
+    ),
+    (
+        "after relu",
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.BatchNorm2d(4)),
+        (2, 4, 4, 4),
+    ),
     ("first layer", lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)), (2, 4, 4, 4)),
     ("two readers", TwoReaders, (2, 4, 4, 4)),
     ("computed weight", ComputedWeight, (2, 4, 4, 4)),
@@ -229,7 +282,9 @@ NOT_FOLDABLE: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "shape"), [row[1:] for row in NOT_FOLDABLE], ids=[row[0] for row in NOT_FOLDABLE])
+@pytest.mark.parametrize(
+    ("model", "shape"), [row[1:] for row in NOT_FOLDABLE], ids=[row[0] for row in NOT_FOLDABLE]
+)
 def test_batch_norm_becomes_a_scale_where_it_cannot_fold(
     model: Callable[[], nn.Module], shape: tuple[int, ...]
 ) -> None:
@@ -294,7 +349,9 @@ class ClippedTwice(nn.Module):
         ("convert_silu_to_hswish", lambda x: F.relu6(x * 10) + F.hardswish(F.hardswish(x))),
     ],
 )
-def test_conversions_take_modules_and_functions(rewrite: str, expected: Callable[[Tensor], Tensor]) -> None:
+def test_conversions_take_modules_and_functions(
+    rewrite: str, expected: Callable[[Tensor], Tensor]
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 5) * 2
     graph = trace(ClippedTwice(), (x,))

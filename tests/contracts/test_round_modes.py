@@ -46,7 +46,10 @@ def test_rounds_in_place_and_keeps_the_dtype(name, dtype):
 @pytest.mark.parametrize("name", ROUND_MODES)
 def test_integers_stay(name):
     integers = torch.cat(
-        [torch.arange(-300, 301).float(), torch.tensor([2.0**23 + 1, -(2.0**23) - 1, 2.0**24, 2.0**125])]
+        [
+            torch.arange(-300, 301).float(),
+            torch.tensor([2.0**23 + 1, -(2.0**23) - 1, 2.0**24, 2.0**125]),
+        ]
     )
     assert torch.equal(ROUND_MODES[name](integers.clone()), integers)
 
@@ -68,7 +71,11 @@ def test_neighbours_of_half_way_points_go_to_the_nearest_integer(name):
 def test_floor_takes_the_neighbours_of_an_integer_down(integer):
     x = torch.tensor(float(integer))
     below, above = (torch.nextafter(x, torch.tensor(end)) for end in (-math.inf, math.inf))
-    assert [ROUND_MODES["floor"](end).item() for end in (below, x, above)] == [integer - 1, integer, integer]
+    assert [ROUND_MODES["floor"](end).item() for end in (below, x, above)] == [
+        integer - 1,
+        integer,
+        integer,
+    ]
 
 
 @pytest.mark.parametrize("name", ROUND_MODES)

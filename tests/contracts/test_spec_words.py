@@ -32,7 +32,9 @@ SCHEMA = load_resource("schemas", "quantization_spec.schema.json")["properties"]
         ("qscheme", [member.value for member in QSchemeType]),
     ],
 )
-def test_each_word_of_a_spec_is_known_where_it_is_carried_out(name: str, known: Iterable[str]) -> None:
+def test_each_word_of_a_spec_is_known_where_it_is_carried_out(
+    name: str, known: Iterable[str]
+) -> None:
     assert set(get_args(WORDS[name])) == set(known) == set(SCHEMA[name]["enum"])
 
 
@@ -42,7 +44,9 @@ def test_devices_and_roles_are_those_of_the_rules() -> None:
     assert set(get_args(Role)) == set(SCHEMA["tensor"]["enum"])
 
 
-def test_a_dtype_may_be_registered_at_run_time_so_only_those_that_are_shipped_are_listed() -> None:
+def test_a_dtype_may_be_registered_at_run_time_so_only_those_that_are_shipped_are_listed() -> (
+    None
+):
     assert WORDS["dtype"] is str
     assert set(SCHEMA["dtype"]["enum"]) == {"int", *FLOAT_FORMATS}
     assert set(FLOAT_FORMATS) >= CAST_ONLY

@@ -33,7 +33,9 @@ def test_reduces_every_column_by_itself(name):
 
 
 # pytorch_nndct 3.5 gives these for the scales of four batches.
-@pytest.mark.parametrize(("name", "expected"), [("max", 0.4), ("mean", 0.225), ("median", 0.2), ("modal", 0.2)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("max", 0.4), ("mean", 0.225), ("median", 0.2), ("modal", 0.2)]
+)
 def test_the_values_of_vai_q_pytorch(name, expected):
     scales = torch.tensor([[0.1], [0.2], [0.2], [0.4]], dtype=torch.float64)
     assert reduce_batches(scales, name).item() == pytest.approx(expected, rel=1e-12)

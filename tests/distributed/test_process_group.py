@@ -30,7 +30,9 @@ def on_ranks(count: int, folder: Path, work: Callable[[ProcessGroup], Any]) -> l
             found: Any = "nothing"
             try:
                 torch.set_num_threads(1)
-                group = ProcessGroup(f"file://{folder}/meeting?rank={rank}&world_size={count}", "gloo", 20)
+                group = ProcessGroup(
+                    f"file://{folder}/meeting?rank={rank}&world_size={count}", "gloo", 20
+                )
                 try:
                     found = work(group)
                 except QuantizerError as error:
@@ -48,12 +50,18 @@ def on_ranks(count: int, folder: Path, work: Callable[[ProcessGroup], Any]) -> l
 
 def test_values_come_in_the_order_of_ranks_whatever_they_are(tmp_path: Path) -> None:
     def work(group: ProcessGroup) -> Any:
-        tensors = [torch.full((2, 0), 1), torch.tensor(group.rank), torch.ones(3, dtype=torch.bfloat16) * group.rank]
+        tensors = [
+            torch.full((2, 0), 1),
+            torch.tensor(group.rank),
+            torch.ones(3, dtype=torch.bfloat16) * group.rank,
+        ]
         rows = group.gather({"rank": group.rank, "tensors": tensors}, "here")
         sizes = [[list(each.shape) for each in row["tensors"]] for row in rows]
         kinds = {str(row["tensors"][2].dtype) for row in rows}
         sent = group.broadcast("x" * 1000 if group.rank == 1 else None, "there", 1)
-        order = [[row["rank"], int(row["tensors"][1]), row["tensors"][2].tolist()] for row in rows]
+        order = [
+            [row["rank"], int(row["tensors"][1]), row["tensors"][2].tolist()] for row in rows
+        ]
         return [order, sizes, sorted(kinds), sent]
 
     found = on_ranks(3, tmp_path, work)
@@ -65,10 +73,16 @@ def test_what_is_out_of_memory_on_one_rank_is_so_on_all(tmp_path: Path) -> None:
     def work(group: ProcessGroup) -> Any:
         own = Snapshot({"a": out_of_memory(torch.arange(3)), "b": torch.ones(1)}, {"done": 2})
         found = shared(own if group.is_first else Snapshot({}, {}), group, "here")
-        rows = {name: [isinstance(each, DeferredTensor), each.tolist()] for name, each in found.tensors.items()}
+        rows = {
+            name: [isinstance(each, DeferredTensor), each.tolist()]
+            for name, each in found.tensors.items()
+        }
         return [rows, found.state]
 
-    assert on_ranks(2, tmp_path, work) == [[{"a": [True, [0, 1, 2]], "b": [False, [1.0]]}, {"done": 2}]] * 2
+    assert (
+        on_ranks(2, tmp_path, work)
+        == [[{"a": [True, [0, 1, 2]], "b": [False, [1.0]]}, {"done": 2}]] * 2
+    )
 
 
 def test_sums_are_of_float64_in_the_order_of_ranks_and_keep_nan(tmp_path: Path) -> None:
@@ -96,7 +110,9 @@ def test_an_error_of_one_rank_reaches_those_that_wait(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_meet_are_not_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"did not find each other within 0\.2 s: 1 of 2 have come"):
+    with pytest.raises(
+        RankError, match=r"did not find each other within 0\.2 s: 1 of 2 have come"
+    ):
         ProcessGroup(f"file://{tmp_path}/meeting?rank=0&world_size=2", "gloo", 0.2)
 
 

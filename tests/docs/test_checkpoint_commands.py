@@ -23,12 +23,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=256, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, **sizes)
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=256, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, **sizes
+    )
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "my_llama")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = Tokenizer(
+        models.BPE({letter: index for index, letter in enumerate(letters)}, [])
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "my_llama")
     (tmp_path / "book.txt").write_text(TEXT * 4, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -39,7 +51,10 @@ def test_five_commands_generate_text(folder: Path, capsys: pytest.CaptureFixture
     commands = Commands.under("language_models.md", "## A checkpoint that engines load")
     assert commands.extra == "quantizer-torch[llm]"
     commands.quantize()
-    assert "deployed: quantize_result/export/LlamaForCausalLM-compressed-tensors" in capsys.readouterr().out
+    assert (
+        "deployed: quantize_result/export/LlamaForCausalLM-compressed-tensors"
+        in capsys.readouterr().out
+    )
     commands.end()
     assert "It is a truth" in capsys.readouterr().out
     assert "compressed_tensors" in sys.modules

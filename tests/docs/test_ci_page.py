@@ -21,7 +21,9 @@ yaml = pytest.importorskip("yaml", reason="the pages are YAML (extra: llm)")
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "ci.md").read_text("utf-8")
 BLOCKS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
-MODEL = re.findall(r"```python\n(# my_model\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)[0]
+MODEL = re.findall(
+    r"```python\n(# my_model\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL
+)[0]
 
 
 @pytest.fixture
@@ -38,7 +40,12 @@ def shell(command: str, folder: Path, code: int = 0, **variables: str) -> str:
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
     env.pop("COLUMNS", None)
     run = subprocess.run(
-        ["bash", "-e", "-c", command], cwd=folder, env=env, capture_output=True, text=True, check=False
+        ["bash", "-e", "-c", command],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == code, run.stdout + run.stderr
     return run.stdout + run.stderr
@@ -47,7 +54,9 @@ def shell(command: str, folder: Path, code: int = 0, **variables: str) -> str:
 def steps(**inputs: str) -> dict[str, tuple[str, dict[str, str]]]:
     """The action's steps that run with these inputs: their commands and variables."""
     action = yaml.safe_load((ROOT / "action.yml").read_text("utf-8"))
-    known = {name: str(said.get("default", "")) for name, said in action["inputs"].items()} | inputs
+    known = {
+        name: str(said.get("default", "")) for name, said in action["inputs"].items()
+    } | inputs
     assert set(inputs) <= set(action["inputs"])
 
     def filled(text: str) -> str:
@@ -58,7 +67,10 @@ def steps(**inputs: str) -> dict[str, tuple[str, dict[str, str]]]:
         condition = step.get("if", "inputs.model == inputs.model")
         name = re.fullmatch(r"inputs\.(\w+) != ''", condition)
         if name is None or known[name[1]]:
-            found[step["name"]] = step["run"], {key: filled(value) for key, value in step.get("env", {}).items()}
+            found[step["name"]] = (
+                step["run"],
+                {key: filled(value) for key, value in step.get("env", {}).items()},
+            )
     return found
 
 
@@ -66,13 +78,19 @@ def test_a_config_alone_is_validated_at_its_lines_and_needs_no_torch(repository:
     found = steps(config="quantize_config.json")
     assert list(found) == ["Install", "Validate"]
     assert shell(
-        found["Install"][0].replace("python -m pip install --quiet", "echo"), repository, **found["Install"][1]
+        found["Install"][0].replace("python -m pip install --quiet", "echo"),
+        repository,
+        **found["Install"][1],
     ) == ("quantizer-torch\n")
     assert shell(found["Validate"][0], repository, **found["Validate"][1]).strip() == ""
     config = repository / "quantize_config.json"
     config.write_text(config.read_text().replace('"maxmin"', '"minmax"', 1))
     said = shell(found["Validate"][0], repository, 1, **found["Validate"][1])
-    assert re.search(r"^::error file=quantize_config\.json,line=\d+,col=\d+,title=QZ\d+::", said, re.MULTILINE)
+    assert re.search(
+        r"^::error file=quantize_config\.json,line=\d+,col=\d+,title=QZ\d+::",
+        said,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.slow
@@ -85,13 +103,19 @@ def test_the_workflow_of_the_page_gates_a_model_with_an_annotation(repository: P
         said = shell(command, repository, **variables, **actions)
     assert "sqnr_db" in said and "::error" not in said
     command, variables = found["Test"]
-    said = shell(command, repository, 1, **(variables | {"GATES": "sqnr_db>=20\ncosine>=2\n"}), **actions)
+    said = shell(
+        command, repository, 1, **(variables | {"GATES": "sqnr_db>=20\ncosine>=2\n"}), **actions
+    )
     (line,) = re.findall(
-        r"^::error file=quantize_config\.json,line=(\d+),title=quantizer::not met: cosine>=2; ", said, re.M
+        r"^::error file=quantize_config\.json,line=(\d+),title=quantizer::not met: cosine>=2; ",
+        said,
+        re.M,
     )
     report = json.loads((repository / "quantize_result" / "report.json").read_text())
     assert int(line) == report["layers"][0]["line"]
-    assert "::error" not in shell(command, repository, 1, **(variables | {"GATES": "cosine>=2"}), GITHUB_ACTIONS="")
+    assert "::error" not in shell(
+        command, repository, 1, **(variables | {"GATES": "cosine>=2"}), GITHUB_ACTIONS=""
+    )
 
 
 @pytest.mark.slow

@@ -33,9 +33,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.partition("\n")[0][2:40])
-def test_commands_print_what_the_page_shows(block: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_what_the_page_shows(
+    block: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if "digits" in block:
-        pytest.importorskip("sklearn", reason="the digits come from scikit-learn; needs quantizer-torch[examples]")
+        pytest.importorskip(
+            "sklearn",
+            reason="the digits come from scikit-learn; needs quantizer-torch[examples]",
+        )
     if "net.json" in block and "init" not in block:
         run_command(["init", "--strategy", "dynamic", "-o", "net.json"])
     for part in block.split("$ quantizer ")[1:]:
@@ -44,7 +49,11 @@ def test_commands_print_what_the_page_shows(block: str, folder: Path, capsys: py
         run_command(shlex.split(command))
         printed = _plain("".join(capsys.readouterr()))
         missing = [line for line in expected if _plain(line).strip() not in printed]
-        assert [line for line in missing if not any(is_printed(line, found) for found in printed.splitlines())] == []
+        assert [
+            line
+            for line in missing
+            if not any(is_printed(line, found) for found in printed.splitlines())
+        ] == []
 
 
 def _plain(text: str) -> str:
@@ -57,8 +66,16 @@ def test_files_are_valid_but_for_the_misspelt_one(folder: Path) -> None:
 
 
 def test_every_spelling_and_every_silent_key_is_named() -> None:
-    words = {*KEYS, *TYPES, *(word for table in VALUES.values() for word in table if "_e" not in word)}
-    classes = {word for word in VALUES["observer_cls"] if word.startswith("Per") or word == "Placeholder"}
+    words = {
+        *KEYS,
+        *TYPES,
+        *(word for table in VALUES.values() for word in table if "_e" not in word),
+    }
+    classes = {
+        word
+        for word in VALUES["observer_cls"]
+        if word.startswith("Per") or word == "Placeholder"
+    }
     schema = load_resource("schemas", "hierarchical.schema.json")
     properties = {**schema["properties"], **schema["definitions"]["spec"]["properties"]}
     silent = {key for key, entry in properties.items() if entry.get("code") == "QZ118"}

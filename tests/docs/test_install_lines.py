@@ -10,7 +10,11 @@ import quantizer
 ROOT = Path(__file__).parents[2]
 TEXTS = [
     *ROOT.glob("*.md"),
-    *(path for folder in ("docs", "quantizer", "examples", "benchmarks") for path in (ROOT / folder).rglob("*")),
+    *(
+        path
+        for folder in ("docs", "quantizer", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*")
+    ),
 ]
 PROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 
@@ -23,13 +27,21 @@ def test_extras_are_those_of_the_distribution() -> None:
         for found in re.findall(r"([\w-]+)\[([a-z]+)\](?=['`])", path.read_text("utf-8"))
         if found[0] in ("quantizer", "quantizer-torch")
     ]
-    extras = set(re.findall(r"^(\w+) = \[", PROJECT.partition("[project.optional-dependencies]")[2], re.MULTILINE))
+    extras = set(
+        re.findall(
+            r"^(\w+) = \[",
+            PROJECT.partition("[project.optional-dependencies]")[2],
+            re.MULTILINE,
+        )
+    )
     assert {("quantizer-torch", "torch"), ("quantizer-torch", "onnx")} <= set(named)
     assert {name for name, _ in named} == {"quantizer-torch"}
     assert {extra for _, extra in named} <= extras
 
 
 def test_the_changelog_has_this_version() -> None:
-    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    versions = re.findall(
+        r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )
     assert versions[0] == "Unreleased"
     assert quantizer.__version__ in versions

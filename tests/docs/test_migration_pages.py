@@ -34,8 +34,14 @@ from quantizer.config.load import check_document, load_config
 from quantizer.config.resources import load_resource
 
 ROOT = Path(__file__).parents[2]
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("from_vai_q_pytorch", "from_quark")}
-FENCE = re.compile(r"^(?:As `(?P<file>[\w.]+)`:\n\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = {
+    name: (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    for name in ("from_vai_q_pytorch", "from_quark")
+}
+FENCE = re.compile(
+    r"^(?:As `(?P<file>[\w.]+)`:\n\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 FREE = {"layer1.0.conv1", "re:", "model()", "evaluate(model, data)"}
 """Words that a user chooses."""
 
@@ -66,23 +72,38 @@ def test_what_stands_under_here_runs(page: str, folder: Path) -> None:
             exec(compile(found["text"], page, "exec"), names)
         elif found["kind"] == "json":
             (folder / "read.json").write_text(found["text"], encoding="utf-8")
-            assert [str(each) for each in load_config("read.json").diagnostics if each.severity == "error"] == []
+            assert [
+                str(each)
+                for each in load_config("read.json").diagnostics
+                if each.severity == "error"
+            ] == []
         elif found["text"].startswith("$ quantizer "):
             for part in found["text"].split("$ quantizer ")[1:]:
                 command, *expected = part.strip().splitlines()
                 printed = _printed(command)
-                assert [line for line in expected if _spaced(line) not in printed] == [], printed
+                assert [line for line in expected if _spaced(line) not in printed] == [], (
+                    printed
+                )
         else:
             assert found["file"] or found["kind"] == "py"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_words_of_ours_exist(page: str) -> None:
-    unknown = [word for cell in _cells(PAGES[page]) for word in re.findall(r"`([^`]+)`", cell) if not _exists(word)]
+    unknown = [
+        word
+        for cell in _cells(PAGES[page])
+        for word in re.findall(r"`([^`]+)`", cell)
+        if not _exists(word)
+    ]
     assert unknown == []
 
 
-IMPORTS = re.findall(r"^\| (`quark\.[^|]+) \| `(from quantizer import (\w+))` \|$", PAGES["from_quark"], re.MULTILINE)
+IMPORTS = re.findall(
+    r"^\| (`quark\.[^|]+) \| `(from quantizer import (\w+))` \|$",
+    PAGES["from_quark"],
+    re.MULTILINE,
+)
 DOCUMENTED = {
     "quark.torch": "ModelQuantizer",
     "quark.torch.quantization.config.config": "Config QuantizationConfig QuantizationSpec "
@@ -94,8 +115,12 @@ DOCUMENTED = {
 """The classes that Quark's public pages import, by module."""
 
 
-@pytest.mark.parametrize(("theirs", "line", "name"), IMPORTS, ids=[name for *_, name in IMPORTS])
-def test_the_one_import_that_replaces_each_of_theirs_works(theirs: str, line: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "line", "name"), IMPORTS, ids=[name for *_, name in IMPORTS]
+)
+def test_the_one_import_that_replaces_each_of_theirs_works(
+    theirs: str, line: str, name: str
+) -> None:
     names: dict[str, Any] = {}
     exec(line, names)
     assert inspect.isclass(names[name])
@@ -105,7 +130,9 @@ def test_the_one_import_that_replaces_each_of_theirs_works(theirs: str, line: st
 def test_every_class_of_the_public_paths_and_of_ours_has_an_import() -> None:
     listed = [path for theirs, *_ in IMPORTS for path in re.findall(r"`([^`]+)`", theirs)]
     assert len(set(listed)) == len(listed)
-    assert {f"{module}.{name}" for module, names in DOCUMENTED.items() for name in names.split()} <= set(listed)
+    assert {
+        f"{module}.{name}" for module, names in DOCUMENTED.items() for name in names.split()
+    } <= set(listed)
     assert {name for *_, name in IMPORTS} == {*_public()}
 
 
@@ -126,10 +153,17 @@ def _spaced(text: str) -> str:
 def _cells(page: str) -> Iterator[str]:
     """The cells of the columns about what to write here."""
     for table in re.findall(r"(?:^\|.*\|\n)+", page, re.MULTILINE):
-        head, _, *rows = ([cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines())
+        head, _, *rows = (
+            [cell.strip() for cell in line.strip("|\n").split(" | ")]
+            for line in table.splitlines()
+        )
         for row in rows:
             assert len(row) == len(head), row
-            yield from (cell for name, cell in zip(head, row, strict=True) if name.startswith(("here", "for")))
+            yield from (
+                cell
+                for name, cell in zip(head, row, strict=True)
+                if name.startswith(("here", "for"))
+            )
 
 
 def _exists(word: str) -> bool:
@@ -152,7 +186,9 @@ def _is_part_of_a_config(part: dict[str, Any]) -> bool:
     documents = [{"global_quant_config": level} for level in levels]
     if "name" in part:
         documents = [{"global_quant_config": {"weight": weight}, "algo_config": part}]
-    return any(check_document(Document.of(each, "part")).config is not None for each in documents)
+    return any(
+        check_document(Document.of(each, "part")).config is not None for each in documents
+    )
 
 
 def _is_command(word: str) -> bool:
@@ -160,8 +196,14 @@ def _is_command(word: str) -> bool:
     words = shlex.split(word.removeprefix("quantizer "))
     if word.startswith("quantizer ") and not word.startswith("quantizer --"):
         command = cli.get_command(click.Context(cli), words[0])
-        return command is not None and {each for each in words if each.startswith("--")} <= _options(command)
-    every = {option for name in COMMANDS for option in _options(cli.get_command(click.Context(cli), name))}
+        return command is not None and {
+            each for each in words if each.startswith("--")
+        } <= _options(command)
+    every = {
+        option
+        for name in COMMANDS
+        for option in _options(cli.get_command(click.Context(cli), name))
+    }
     return {each for each in words if each.startswith("--")} <= every | _options(cli)
 
 
@@ -181,26 +223,60 @@ def _words() -> set[str]:
         elif isinstance(value, list):
             yield from (each for item in value for each in inside(item))
 
-    schemas = [load_resource("schemas", f"{form}.schema.json") for form in ("layered", "hierarchical")]
+    schemas = [
+        load_resource("schemas", f"{form}.schema.json") for form in ("layered", "hierarchical")
+    ]
     calls = inspect.signature(quantizer.calibrate).parameters
-    literals = {"true", "false", "null", "kind:embedding", "kind:head", "auto", "Linear", "Conv2d", "ReLU", "add"}
+    literals = {
+        "true",
+        "false",
+        "null",
+        "kind:embedding",
+        "kind:head",
+        "auto",
+        "Linear",
+        "Conv2d",
+        "ReLU",
+        "add",
+    }
     return {*inside(schemas), *ALGORITHMS, *calls, *quantizer.__all__, *literals}
 
 
 @cache
 def _files() -> set[str]:
     """Result files and presets: those that docs/run.md lists, what deploys, and what a model in place is saved as."""
-    listed = set(re.findall(r"`([\w<>]+\.\w[\w.]*)`", (ROOT / "docs" / "run.md").read_text("utf-8")))
+    listed = set(
+        re.findall(r"`([\w<>]+\.\w[\w.]*)`", (ROOT / "docs" / "run.md").read_text("utf-8"))
+    )
     presets = {f"configs/{path.name}" for path in (ROOT / "configs").iterdir()}
-    exported = {"<Model>.onnx", "<Model>.pt2", "<Model>.safetensors", "export", "model.safetensors", "quantizer.json"}
-    return {*listed, *presets, *exported, "scale", "zero_point", "position"}  # the last are keys of quant_info.json
+    exported = {
+        "<Model>.onnx",
+        "<Model>.pt2",
+        "<Model>.safetensors",
+        "export",
+        "model.safetensors",
+        "quantizer.json",
+    }
+    return {
+        *listed,
+        *presets,
+        *exported,
+        "scale",
+        "zero_point",
+        "position",
+    }  # the last are keys of quant_info.json
 
 
 def _is_name(word: str) -> bool:
     """A dotted name that is there, such as `quantizer.calibrate(model, config, data)` or `result.save(folder)`."""
     path, _, arguments = word.partition("(")
     root, *rest = path.split(".")
-    roots = {"quantizer": quantizer, "torch": torch, "result": Result, **{n: getattr(quantizer, n) for n in _public()}}
+    roots = {
+        "quantizer": quantizer,
+        "torch": torch,
+        "result": Result,
+        **{n: getattr(quantizer, n) for n in _public()},
+    }
     found: Any = roots.get(root)
     for part in rest:
         if not hasattr(found, part) and inspect.ismodule(found):
@@ -210,7 +286,9 @@ def _is_name(word: str) -> bool:
             return (root, path) == ("result", "result.plan")  # an attribute of each result
         found = getattr(found, part, None)
     keywords = set(re.findall(r"(\w+)=", arguments))
-    return root in roots and (not keywords or keywords <= set(inspect.signature(found).parameters))
+    return root in roots and (
+        not keywords or keywords <= set(inspect.signature(found).parameters)
+    )
 
 
 def _public() -> list[str]:

@@ -12,7 +12,9 @@ from runs import ROOT
 
 from quantizer.export import EXPORTERS
 
-MODEL = re.findall(r"```python\n(# my_model\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)[0]
+MODEL = re.findall(
+    r"```python\n(# my_model\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL
+)[0]
 
 
 @pytest.fixture
@@ -26,7 +28,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_five_commands_run_in_eight_bits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_five_commands_run_in_eight_bits(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     commands = Commands.under("deploy.md", "## onnx")
     assert commands.extra == "quantizer-torch[onnx]"
     commands.quantize()

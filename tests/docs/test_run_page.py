@@ -21,7 +21,9 @@ def test_every_option_has_a_section() -> None:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section[0])
-def test_a_section_has_a_command_of_known_options_and_what_it_prints(section: list[str]) -> None:
+def test_a_section_has_a_command_of_known_options_and_what_it_prints(
+    section: list[str],
+) -> None:
     known = {spelling for option in OPTIONS for spelling in option.opts}
     title, command, printed, *_ = section
     assert set(re.findall(r"--\w+", command)) <= known

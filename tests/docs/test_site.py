@@ -17,18 +17,33 @@ yaml = pytest.importorskip("yaml", reason="mkdocs.yml is YAML (extra: llm)")
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "config").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted((DOCS / "config").glob("*.md")),
+]
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 TUTORIAL = (DOCS / "tutorial.md").read_text("utf-8")
-COMMANDS = re.findall(r"^(?:quantizer|sed) .*$", "\n".join(re.findall(r"^```\n(.*?)```", TUTORIAL, re.S | re.M)), re.M)
+COMMANDS = re.findall(
+    r"^(?:quantizer|sed) .*$",
+    "\n".join(re.findall(r"^```\n(.*?)```", TUTORIAL, re.S | re.M)),
+    re.M,
+)
 
 
 def anchors(text: str) -> set[str]:
     """What a link may name: headings as GitHub and the site spell them."""
     titles = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
-    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).replace("`", "").strip().lower() for title in titles]
+    plain = [
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).replace("`", "").strip().lower()
+        for title in titles
+    ]
     found = {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
-    return found | set(re.findall(r'<a (?:id|name)="([^"]+)"', text)) | set(re.findall(r"\{#([\w-]+)\}", text))
+    return (
+        found
+        | set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
+        | set(re.findall(r"\{#([\w-]+)\}", text))
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -53,7 +68,9 @@ def test_every_page_is_in_the_navigation() -> None:
 @pytest.mark.parametrize("name", ["layered", "hierarchical", "quantization_spec"])
 def test_a_schema_has_the_address_that_configs_and_the_page_on_editors_name(name: str) -> None:
     schema = json.loads((ROOT / "schemas" / f"{name}.schema.json").read_text("utf-8"))
-    site = yaml.safe_load(re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text("utf-8")))["site_url"]
+    site = yaml.safe_load(re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text("utf-8")))[
+        "site_url"
+    ]
     assert schema["$id"] == f"{site}schemas/{name}.schema.json"
     if name != "quantization_spec":
         assert schema["$id"] in (DOCS / "editors.md").read_text("utf-8")
@@ -63,8 +80,12 @@ def test_a_schema_has_the_address_that_configs_and_the_page_on_editors_name(name
 def test_the_first_screen_of_the_readme_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("onnxruntime", reason="it ends with a file for ONNX Runtime (extra: onnx)")
-    commands, shown = re.findall(r"^```\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.S | re.M)[:2]
+    pytest.importorskip(
+        "onnxruntime", reason="it ends with a file for ONNX Runtime (extra: onnx)"
+    )
+    commands, shown = re.findall(
+        r"^```\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.S | re.M
+    )[:2]
     install, *rest = commands.splitlines()
     assert install == "pip install 'quantizer-torch[onnx]'"
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
@@ -74,16 +95,22 @@ def test_the_first_screen_of_the_readme_prints_what_it_shows(
         assert (program, run_command(words)) == ("quantizer", 0), command
     said = capsys.readouterr().out
     for line in shown.splitlines():
-        words = re.sub(r"[\d.]+", r"[\\d.]+", re.escape(line.removesuffix(" …")).replace(r"\.", "."))
+        words = re.sub(
+            r"[\d.]+", r"[\\d.]+", re.escape(line.removesuffix(" …")).replace(r"\.", ".")
+        )
         assert re.search(words, said), f"{line}: processors round differently, but say the same"
-    assert float(re.findall(r"^sqnr_db ([\d.]+)", said, re.M)[0]) == pytest.approx(39.9, abs=0.3)
+    assert float(re.findall(r"^sqnr_db ([\d.]+)", said, re.M)[0]) == pytest.approx(
+        39.9, abs=0.3
+    )
 
 
 @pytest.mark.slow
 def test_the_tutorial_runs_as_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("onnxruntime", reason="it ends with a file for ONNX Runtime (extra: onnx)")
+    pytest.importorskip(
+        "onnxruntime", reason="it ends with a file for ONNX Runtime (extra: onnx)"
+    )
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     assert len(COMMANDS) == 13

@@ -19,7 +19,13 @@ def promises(page: str) -> list[str]:
     return re.findall(r"^\| (?!promise|fault ).*\|$", text, re.MULTILINE)
 
 
-NAMES = sorted({name for page in TABLES for name in NAMED.findall((ROOT / "docs" / f"{page}.md").read_text("utf-8"))})
+NAMES = sorted(
+    {
+        name
+        for page in TABLES
+        for name in NAMED.findall((ROOT / "docs" / f"{page}.md").read_text("utf-8"))
+    }
+)
 
 
 @pytest.mark.parametrize(("file", "test"), NAMES)

@@ -15,7 +15,9 @@ from quantizer.cli.main import run_command
 
 ROOT = Path(__file__).parents[2]
 PARTS = (ROOT / "docs" / "walkthrough.md").read_text("utf-8").split("\n## ")
-MODEL = re.findall(r"```python\n(# my_model\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)[0]
+MODEL = re.findall(
+    r"```python\n(# my_model\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL
+)[0]
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.slow
 
@@ -30,7 +32,9 @@ def walked(part: str, capsys: Capture) -> dict[str, tuple[int, str]]:
     install, *rest = commands(part)
     assert install.startswith("pip install 'quantizer-torch[")
     assert len(rest) < 12
-    Path("quantize_config.json").write_text(re.findall(r"```json\n(.*?)```", part, re.DOTALL)[0])
+    Path("quantize_config.json").write_text(
+        re.findall(r"```json\n(.*?)```", part, re.DOTALL)[0]
+    )
     found = {}
     for command in rest:
         program, *words = shlex.split(command)
@@ -76,7 +80,9 @@ def test_from_five_mistakes_to_a_gate(
     assert First(page).href == f"#line-{worst['line']}"
     assert 'id="sensitivity"' in page
     tested = json.loads(Path("patched", "report.json").read_text())["metrics"]["sqnr_db"]
-    before = json.loads(Path("quantize_result", "report.json").read_text())["metrics"]["sqnr_db"]
+    before = json.loads(Path("quantize_result", "report.json").read_text())["metrics"][
+        "sqnr_db"
+    ]
     (bound,) = {float(text) for text in re.findall(r"sqnr_db>=(\d+)", part)}
     assert before < bound <= tested
 

@@ -34,7 +34,9 @@ def test_it_changes_its_key_and_shows_an_effect(key: str) -> None:
 @pytest.mark.parametrize("key", EXAMPLES)
 def test_it_prints_what_its_page_says(key: str) -> None:
     """Words are equal; numbers may differ a little from machine to machine."""
-    pytest.importorskip("sklearn", reason="the digits come from scikit-learn; needs quantizer-torch[examples]")
+    pytest.importorskip(
+        "sklearn", reason="the digits come from scikit-learn; needs quantizer-torch[examples]"
+    )
     example = EXAMPLES[key]
     if any("--deploy onnx" in command for command in example["commands"]):
         pytest.importorskip("onnxruntime", reason="--deploy onnx needs quantizer-torch[onnx]")

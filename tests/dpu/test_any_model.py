@@ -29,8 +29,13 @@ def test_every_layer_has_a_verdict_and_every_code_is_compared(name: str) -> None
     plan = resolve(config, run_passes(original, DPU), original)
     found = verdicts(plan)
     assert list(found) == [node.name for node in plan.graph.nodes]
-    assert all((verdict.device == "CPU") == bool(verdict.why) == bool(verdict.source) for verdict in found.values())
-    assert subgraphs(plan.graph, found) <= sum(verdict.device == "DPU" for verdict in found.values())
+    assert all(
+        (verdict.device == "CPU") == bool(verdict.why) == bool(verdict.source)
+        for verdict in found.values()
+    )
+    assert subgraphs(plan.graph, found) <= sum(
+        verdict.device == "DPU" for verdict in found.values()
+    )
     toy = built(name)
     args, kwargs = toy.call(4) if toy.batched else (toy.args, dict(toy.kwargs))
     batch = Batch(args, kwargs, None, None)
@@ -40,6 +45,10 @@ def test_every_layer_has_a_verdict_and_every_code_is_compared(name: str) -> None
     solution, _ = aligned(calibrate.solution(calibration), plan.graph, DPU)
     exact = compare_exact(plan.graph, solution, [batch])
     compared = {(row.layer, row.role) for row in exact.layers if row.codes}
-    wanted = {key for key in solution.tensors if key[1] == "activation" or plan.graph.by_name[key[0]].op == "input"}
+    wanted = {
+        key
+        for key in solution.tensors
+        if key[1] == "activation" or plan.graph.by_name[key[0]].op == "input"
+    }
     assert compared == wanted
     assert exact.equal == 1.0

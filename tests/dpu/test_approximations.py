@@ -95,7 +95,10 @@ def test_averages_without_one_fixed_window_stay_as_they_are(name: str) -> None:
 
 
 def test_leaky_relu_has_the_slope_26_256() -> None:
-    assert on_dpu(lambda x: F.leaky_relu(x, 0.3), torch.tensor([-256.0, 3.0])).tolist() == [-26.0, 3.0]
+    assert on_dpu(lambda x: F.leaky_relu(x, 0.3), torch.tensor([-256.0, 3.0])).tolist() == [
+        -26.0,
+        3.0,
+    ]
 
 
 def test_hard_activations_have_the_integer_form() -> None:
@@ -113,12 +116,19 @@ def test_hard_activations_have_the_integer_form() -> None:
 def test_other_devices_compute_what_the_model_computes(device: str) -> None:
     module = Applied(lambda y, x: F.hardswish(F.avg_pool2d(F.leaky_relu(y), 3)))
     with torch.no_grad():
-        found, expected = Network(passed(module, example(), device))(example()), module(example())
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # sums are in another order on some processors
+        found, expected = (
+            Network(passed(module, example(), device))(example()),
+            module(example()),
+        )
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=1e-6
+    )  # sums are in another order on some processors
 
 
 @pytest.mark.slow
-def test_generated_code_equals_test_mode_and_deploys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generated_code_equals_test_mode_and_deploys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for extra in ("onnx", "onnxruntime", "onnxscript"):
         pytest.importorskip(extra, reason="deploys to ONNX too (extra: onnx)")
     model, out = tmp_path / "mixed.py", tmp_path / "out"
@@ -126,7 +136,12 @@ def test_generated_code_equals_test_mode_and_deploys(tmp_path: Path, capsys: pyt
     run = ["--model", str(model), "--output_dir", str(out), "-q"]
     assert run_command(["--quant_mode", "calib", *run]) == 0
     deploy = ["--deploy", "onnx", "--deploy", "pt2", "--deploy", "safetensors"]
-    assert run_command(["--quant_mode", "test", *run, "--exact", "--gate", "exact_equal>=1", *deploy]) == 0
+    assert (
+        run_command(
+            ["--quant_mode", "test", *run, "--exact", "--gate", "exact_equal>=1", *deploy]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     equal = shown.count("differ by at most 0, 100.00% are equal")
     assert equal - shown.count("in OpenVINO") == 4  # the ONNX file in both kinds of session
@@ -134,6 +149,11 @@ def test_generated_code_equals_test_mode_and_deploys(tmp_path: Path, capsys: pyt
     source = runpy.run_path(str(model))
     graph = run_passes(trace(source["model"]().eval(), (example(),)), info.settings)
     text = (out / "Mixed.py").read_text()
-    assert all(f"quantizer.nn.Dpu{word}(" in text for word in ("AvgPool2d", "Hardsigmoid", "Hardswish"))
+    assert all(
+        f"quantizer.nn.Dpu{word}(" in text for word in ("AvgPool2d", "Hardsigmoid", "Hardswish")
+    )
     with torch.no_grad():
-        assert torch.equal(imported(out / "Mixed.py")(example(9)), quantized_network(graph, info.solution)(example(9)))
+        assert torch.equal(
+            imported(out / "Mixed.py")(example(9)),
+            quantized_network(graph, info.solution)(example(9)),
+        )

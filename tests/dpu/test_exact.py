@@ -23,7 +23,9 @@ def test_every_code_is_that_of_the_simulation(name: str) -> None:
     graph, solution = solved(name)
     found = compare_exact(graph, solution, batches(0, 1, 2))
     assert (found.equal, found.floats, found.overflows) == (1.0, {}, {})
-    assert [row.layer for row in found.layers] == [node.name for node in graph.nodes if has_codes(node.name, solution)]
+    assert [row.layer for row in found.layers] == [
+        node.name for node in graph.nodes if has_codes(node.name, solution)
+    ]
     assert all(row.codes >= 3 * 8 * 5 for row in found.layers)
 
 
@@ -39,13 +41,19 @@ def test_every_rounding_is_that_of_the_simulation(name: str, mode: str) -> None:
 
 
 def rounded(solution: Solution, mode: str) -> Solution:
-    tensors = {key: respecified(tensor, round_mode=mode) for key, tensor in solution.tensors.items()}
+    tensors = {
+        key: respecified(tensor, round_mode=mode) for key, tensor in solution.tensors.items()
+    }
     return dataclasses.replace(solution, tensors=tensors)
 
 
-def respecified(tensor: QuantizedTensor, scale: torch.Tensor | None = None, **fields: Any) -> QuantizedTensor:
+def respecified(
+    tensor: QuantizedTensor, scale: torch.Tensor | None = None, **fields: Any
+) -> QuantizedTensor:
     spec = dataclasses.replace(tensor.spec, **fields)
-    return dataclasses.replace(tensor, spec=spec, scale=tensor.scale if scale is None else scale)
+    return dataclasses.replace(
+        tensor, spec=spec, scale=tensor.scale if scale is None else scale
+    )
 
 
 def test_the_integers_are_those_of_exact_arithmetic() -> None:
@@ -56,14 +64,25 @@ def test_the_integers_are_those_of_exact_arithmetic() -> None:
     name = graph.nodes[1].name
     fi, fw, fb, fo = (
         solution.tensors[key].position
-        for key in ((graph.nodes[0].name, "input"), (name, "weights"), (name, "bias"), (name, "activation"))
+        for key in (
+            (graph.nodes[0].name, "input"),
+            (name, "weights"),
+            (name, "bias"),
+            (name, "activation"),
+        )
     )
     assert fi is not None and fw is not None and fb is not None and fo is not None
     x = [round(float(v) * 2**fi) for v in example()[0, :, 0, 0]]
-    weight = [round(float(v) * 2**fw) for v in layer.layers[name].get_parameter("weight")[1, :, 0, 0]]
+    weight = [
+        round(float(v) * 2**fw) for v in layer.layers[name].get_parameter("weight")[1, :, 0, 0]
+    ]
     bias = round(float(layer.layers[name].get_parameter("bias")[1]) * 2**fb)
-    total = sum(a * b for a, b in zip(x, weight, strict=True)) + Fraction(bias) * Fraction(2) ** (fw + fi - fb)
-    expected = min(127, int((total / Fraction(2) ** (fw + fi - fo) + Fraction(1, 2)).__floor__()))
+    total = sum(a * b for a, b in zip(x, weight, strict=True)) + Fraction(bias) * Fraction(
+        2
+    ) ** (fw + fi - fb)
+    expected = min(
+        127, int((total / Fraction(2) ** (fw + fi - fo) + Fraction(1, 2)).__floor__())
+    )
     with torch.no_grad():
         assert float(layer(example())[0, 1, 0, 0]) * 2**fo == expected
     assert compare_exact(graph, solution, batches(0)).equal == 1.0
@@ -79,14 +98,18 @@ def test_what_has_no_integer_form_runs_in_float_and_is_listed() -> None:
 
 
 def test_indices_are_not_codes() -> None:
-    graph, solution = calibrated(planned(Applied(lambda y, x: y.scatter(1, y.topk(2, 1).indices, 0.0) + y)))
+    graph, solution = calibrated(
+        planned(Applied(lambda y, x: y.scatter(1, y.topk(2, 1).indices, 0.0) + y))
+    )
     assert compare_exact(graph, solution, batches(0)).equal == 1.0
 
 
 def test_a_layer_without_a_power_of_two_grid_runs_in_float() -> None:
     graph, solution = solved("conv2d")
     tensors = {
-        key: respecified(tensor, tensor.scale * 1.01, scale_type="float") if key[1] == "weights" else tensor
+        key: respecified(tensor, tensor.scale * 1.01, scale_type="float")
+        if key[1] == "weights"
+        else tensor
         for key, tensor in solution.tensors.items()
     }
     found = compare_exact(graph, dataclasses.replace(solution, tensors=tensors), batches(0))
@@ -97,7 +120,9 @@ def test_an_accumulator_that_leaves_int32_wraps_and_is_told() -> None:
     graph, solution = solved("conv2d")
     conv = graph.nodes[1].name
     wide = {
-        key: respecified(tensor, torch.tensor(2.0**-20), bit_width=24) if key[1] in ("weights", "input") else tensor
+        key: respecified(tensor, torch.tensor(2.0**-20), bit_width=24)
+        if key[1] in ("weights", "input")
+        else tensor
         for key, tensor in solution.tensors.items()
     }
     found = compare_exact(graph, dataclasses.replace(solution, tensors=wide), batches(0, 1))
@@ -126,7 +151,9 @@ def test_a_batch_that_does_not_fit_is_named() -> None:
 def test_half_precision_is_refused(dtype: torch.dtype) -> None:
     plan = planned(nn.Conv2d(4, 8, 3).to(dtype), example().to(dtype))
     given = calibrated(plan, dtype)
-    with pytest.raises(UsageError, match=f"computes in {str(dtype).removeprefix('torch.')}") as refused:
+    with pytest.raises(
+        UsageError, match=f"computes in {str(dtype).removeprefix('torch.')}"
+    ) as refused:
         compare_exact(*given, batches(0, dtype=dtype))
     assert refused.value.help is not None
     assert "float32 model" in refused.value.help

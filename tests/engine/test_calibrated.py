@@ -13,13 +13,20 @@ from quantizer.graph.trace import trace
 
 
 @pytest.mark.parametrize(("device", "shared"), [("CPU", True), ("DPU", False)])
-def test_folded_weights_are_there_once_where_no_pass_is_for_the_device(device: str, shared: bool) -> None:
+def test_folded_weights_are_there_once_where_no_pass_is_for_the_device(
+    device: str, shared: bool
+) -> None:
     """A DPU has another network: of what its passes change the float one keeps its own."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Hardswish()).eval()
-    calibrated = Calibrated(trace(model, (torch.randn(2, 3, 6, 6),)), Settings(target_device=device), Solution({}))
+    calibrated = Calibrated(
+        trace(model, (torch.randn(2, 3, 6, 6),)), Settings(target_device=device), Solution({})
+    )
     conv = next(node.name for node in calibrated.graph.nodes if node.op == "conv2d")
-    ours, floats = (graph.weight(graph.by_name[conv]) for graph in (calibrated.graph, calibrated.float_graph))
+    ours, floats = (
+        graph.weight(graph.by_name[conv])
+        for graph in (calibrated.graph, calibrated.float_graph)
+    )
     assert torch.equal(ours, floats)
     assert (ours.data_ptr() == floats.data_ptr()) is shared
     assert not torch.equal(ours, model[0].weight)

@@ -29,7 +29,13 @@ def snapshots() -> list[Snapshot]:
     kept, shared = torch.arange(4.0), torch.ones(2, dtype=torch.int32)
     contents: list[dict[str, Tensor]] = [
         {"kept": kept, "changing": torch.zeros(3)},
-        {"kept": kept, "changing": torch.ones(3), "one": shared, "other": shared, "passing": torch.eye(2)},
+        {
+            "kept": kept,
+            "changing": torch.ones(3),
+            "one": shared,
+            "other": shared,
+            "passing": torch.eye(2),
+        },
         {"kept": kept, "changing": torch.full((3,), 2.0), "one": shared},
     ]
     return [Snapshot(tensors, {"done": number}) for number, tensors in enumerate(contents)]
@@ -39,7 +45,9 @@ def assert_equal(found: Snapshot | None, expected: Snapshot) -> None:
     assert found is not None
     assert found.state == expected.state
     assert found.tensors.keys() == expected.tensors.keys()
-    assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in found.tensors.items())
+    assert all(
+        torch.equal(tensor, expected.tensors[name]) for name, tensor in found.tensors.items()
+    )
 
 
 def test_what_was_saved_comes_back_and_unused_files_go(tmp_path: Path) -> None:
@@ -57,21 +65,31 @@ def test_a_tensor_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     written: list[set[str]] = []
     original = checkpoint.write_tensors
     monkeypatch.setattr(
-        checkpoint, "write_tensors", lambda path, tensors: written.append(set(tensors)) or original(path, tensors)
+        checkpoint,
+        "write_tensors",
+        lambda path, tensors: written.append(set(tensors)) or original(path, tensors),
     )
     saved = Checkpoint(tmp_path, "stage", KEY)
     for snapshot in snapshots():
         saved.save(snapshot)
-    assert written == [{"kept", "changing"}, {"changing", "one", "other", "passing"}, {"changing"}]
+    assert written == [
+        {"kept", "changing"},
+        {"changing", "one", "other", "passing"},
+        {"changing"},
+    ]
 
 
-def test_what_was_out_of_memory_comes_back_out_of_it_and_outlives_the_files(tmp_path: Path) -> None:
+def test_what_was_out_of_memory_comes_back_out_of_it_and_outlives_the_files(
+    tmp_path: Path,
+) -> None:
     values = torch.arange(6.0).view(2, 3)
     given = Snapshot({"out": out_of_memory(values), "in": values + 1}, {})
     Checkpoint(tmp_path, "stage", KEY).save(given)
     found = Checkpoint(tmp_path, "stage", KEY).restore()
     assert found is not None
-    assert {name for name, each in found.tensors.items() if isinstance(each, DeferredTensor)} == {"out"}
+    assert {
+        name for name, each in found.tensors.items() if isinstance(each, DeferredTensor)
+    } == {"out"}
     Checkpoints(tmp_path).remove()
     assert not list(tmp_path.iterdir())
     assert_equal(found, given)
@@ -123,7 +141,9 @@ def test_another_runs_files_never_mix_with_this_ones(
     if resume:
         fresh.restore()
     with monkeypatch.context() as patched, pytest.raises(KilledError):
-        patched.setattr(checkpoint, "write_json", lambda *_: (_ for _ in ()).throw(KilledError()))
+        patched.setattr(
+            checkpoint, "write_json", lambda *_: (_ for _ in ()).throw(KilledError())
+        )
         fresh.save(snapshots()[2])
     assert_equal(Checkpoint(tmp_path, "stage", KEY).restore(), snapshots()[1])
     fresh.save(snapshots()[2])
@@ -136,7 +156,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path, "stage", KEY | {"seed": 1}).restore()
 
 
-@pytest.mark.parametrize("change", [{"state": 3}, {"tensors": {"a": ["DIGEST", "a", True, False]}}])
+@pytest.mark.parametrize(
+    "change", [{"state": 3}, {"tensors": {"a": ["DIGEST", "a", True, False]}}]
+)
 def test_a_snapshot_that_none_can_be_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     """Though its checksum is right."""
     Checkpoint(tmp_path, "stage", KEY).save(Snapshot({"a": torch.ones(2)}, {}))
@@ -162,7 +184,13 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"structure": "no JSON"}, {"structure": None}, {"values": [1]}, {"values": 3}, {"values": [None, "1", 2]}],
+    [
+        {"structure": "no JSON"},
+        {"structure": None},
+        {"values": [1]},
+        {"values": 3},
+        {"values": [None, "1", 2]},
+    ],
 )
 def test_a_damaged_value_is_refused(change: dict[str, Any]) -> None:
     given = checkpoint.snapshot_of({"a": torch.ones(2), "b": (1, 2)})
@@ -194,7 +222,14 @@ def test_a_stop_saves_what_can_be_gone_on_with(
 
     checkpoints = Checkpoints(tmp_path)
     checkpoints.restore("work", KEY)
-    stage = Stage(Listener(checkpoints), "gptq", 8, "groups", saved_as="work", needs_same_data=needs_same_data)
+    stage = Stage(
+        Listener(checkpoints),
+        "gptq",
+        8,
+        "groups",
+        saved_as="work",
+        needs_same_data=needs_same_data,
+    )
     stage.snapshot = lambda: snapshots()[0]
     try:
         with stage:
@@ -205,5 +240,7 @@ def test_a_stop_saves_what_can_be_gone_on_with(
         assert raised is error
     assert (Checkpoint(tmp_path, "work", KEY).restore() is not None) is saved
     assert said == (
-        [(logging.WARNING, "gptq stopped after 1 of 8 groups; --resume goes on from there")] if saved else []
+        [(logging.WARNING, "gptq stopped after 1 of 8 groups; --resume goes on from there")]
+        if saved
+        else []
     )

@@ -29,13 +29,22 @@ INT4 = {"bit_width": 4, "qscheme": "per_channel"}
 def calibrated(weights: dict[str, Any], **more: Any) -> tuple[Calibration, Solution]:
     """The residual toy with its weights quantized, nothing else."""
     config = hierarchy({"weights": weights}, **more)
-    calibration = calibrate.start(resolve(config, run_passes(traced("residual"), config.settings), traced("residual")))
+    calibration = calibrate.start(
+        resolve(config, run_passes(traced("residual"), config.settings), traced("residual"))
+    )
     return calibration, calibrate.solution(calibration)
 
 
 def written(folder: Path, calibration: Calibration, found: Solution) -> Solution:
     """The solution as it is read back."""
-    write_results(folder, traced("residual"), hierarchy({}), calibration, found, fingerprint.model(traced("residual")))
+    write_results(
+        folder,
+        traced("residual"),
+        hierarchy({}),
+        calibration,
+        found,
+        fingerprint.model(traced("residual")),
+    )
     return read_info(folder).solution
 
 
@@ -47,8 +56,12 @@ def weights_of(calibration: Calibration, found: Solution) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("weights", [INT4, {**INT4, "round_mode": "floor"}, {"dtype": "fp4"}], ids=str)
-def test_weights_are_an_eighth_of_float32_and_come_back_exactly(weights: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "weights", [INT4, {**INT4, "round_mode": "floor"}, {"dtype": "fp4"}], ids=str
+)
+def test_weights_are_an_eighth_of_float32_and_come_back_exactly(
+    weights: dict[str, Any], tmp_path: Path
+) -> None:
     """Codes times their scale, rounded down once more, would be the code below where the product is a bit too small."""
     calibration, found = calibrated(weights, exclude=("conv1",))
     read = written(tmp_path, calibration, found)
@@ -84,7 +97,9 @@ def test_replaced_weights_are_stored_as_codes_alone(tmp_path: Path) -> None:
     read = written(tmp_path, calibration, changed)
     assert {name: list(own) for name, own in read.weights.items()} == {CONV: ["weight"]}
     assert torch.equal(read.weights[CONV]["weight"], floats)
-    assert torch.equal(read.rescaled[FC]["weight"], weight)  # the float network is compared with them as they were
+    assert torch.equal(
+        read.rescaled[FC]["weight"], weight
+    )  # the float network is compared with them as they were
     assert leaves_equal(weights_of(calibration, read), weights_of(calibration, changed))
 
 
@@ -94,7 +109,9 @@ def test_what_has_no_exact_codes_stays_float_and_is_rounded_when_it_is_read(
     calibration, found = calibrated(INT4)
     monkeypatch.setattr(quantized_tensor, "encode", lambda *_: None)
     read = written(tmp_path, calibration, found)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "weights.safetensors").values()} == {torch.float32}
+    assert {
+        tensor.dtype for tensor in load_file(tmp_path / "weights.safetensors").values()
+    } == {torch.float32}
     assert leaves_equal(weights_of(calibration, read), weights_of(calibration, found))
     assert imported(tmp_path / "Residual.py")
 

@@ -67,14 +67,18 @@ COMPUTED: dict[str, Body] = {
     "leaky": lambda net, b, s: net.mix(F.leaky_relu(joined(b, s))),
     "prelu": lambda net, b, s: net.mix(F.prelu(joined(b, s), torch.tensor(0.2))),
     "bent, in a linear layer": lambda net, b, s: net.linear(F.gelu(rows(b, s))),
-    "bent, then moved": lambda net, b, s: net.linear(F.gelu(joined(b, s)).flatten(2).transpose(1, 2)),
+    "bent, then moved": lambda net, b, s: net.linear(
+        F.gelu(joined(b, s)).flatten(2).transpose(1, 2)
+    ),
     "bent by hand": bent_by_hand,
     "roots": lambda net, b, s: net.mix(joined(b, s).sqrt()),
     "mean of windows": lambda net, b, s: net.mix(F.avg_pool2d(joined(b, s), 2)),
     "mean": lambda net, b, s: net.linear(joined(b, s).mean((2, 3))),
     "largest of windows": lambda net, b, s: net.mix(F.max_pool2d(joined(b, s), 2)),
     "upsampled": lambda net, b, s: net.mix(F.interpolate(joined(b, s), scale_factor=2)),
-    "upsampled smoothly": lambda net, b, s: net.mix(F.interpolate(joined(b, s), scale_factor=2, mode="bilinear")),
+    "upsampled smoothly": lambda net, b, s: net.mix(
+        F.interpolate(joined(b, s), scale_factor=2, mode="bilinear")
+    ),
     "zeros around": lambda net, b, s: net.mix(F.pad(joined(b, s), (1, 1, 1, 1))),
     "step by step": lambda net, b, s: net.mix(F.relu(joined(b, s) * 1.5 - 0.1) * 2),
     "normalized": lambda net, b, s: net.norm(joined(b, s) * 1.5),
@@ -82,7 +86,14 @@ COMPUTED: dict[str, Body] = {
     "also added": also_added,
     "for two layers": for_two_layers,
 }
-CHOSEN = ["times a number", "cut off", "bent, then moved", "mean of windows", "largest of windows", "step by step"]
+CHOSEN = [
+    "times a number",
+    "cut off",
+    "bent, then moved",
+    "mean of windows",
+    "largest of windows",
+    "step by step",
+]
 
 
 @pytest.mark.parametrize("body", COMPUTED.values(), ids=COMPUTED)
@@ -99,7 +110,9 @@ def test_so_they_do_with_other_configs(name: str, config: dict[str, Any]) -> Non
 @pytest.mark.parametrize("method", ["percentile", "mse", "entropy"])
 def test_so_they_do_with_other_ways_to_find_ranges(method: str) -> None:
     settings = {"method": method, "symmetry": True}
-    config = document(tensor={"activation": settings, "input": settings}, overall={"per_channel": True})
+    config = document(
+        tensor={"activation": settings, "input": settings}, overall={"per_channel": True}
+    )
     assert worst(COMPUTED["times a number"], config) > 25
 
 
@@ -109,7 +122,9 @@ def test_only_inputs_of_layers_are_quantized() -> None:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_the_folder_and_the_generated_network_compute_the_same(name: str, tmp_path: Path) -> None:
+def test_the_folder_and_the_generated_network_compute_the_same(
+    name: str, tmp_path: Path
+) -> None:
     model, (image, _) = Detector(COMPUTED[name]).eval(), images(2)
     result = quantizer.calibrate(model, CPU, images(1))
     result.save(tmp_path)
@@ -138,15 +153,23 @@ def test_files_compute_what_test_mode_does(name: str, tmp_path: Path) -> None:
 def test_parts_of_about_one_range_share_a_scale_and_are_retuned(tmp_path: Path) -> None:
     model = Detector(lambda net, b, s: net.mix(joined(b / IMAGE, s) * 1.5)).eval()
     for name, statistic in (("before", "max"), ("wanted", "mean")):
-        activations = {role: {"calib_statistic_method": statistic} for role in ("input", "activation")}
+        activations = {
+            role: {"calib_statistic_method": statistic} for role in ("input", "activation")
+        }
         config = document(tensor=activations, overall={"per_channel": True})
         quantizer.calibrate(model, config, images(1)).save(tmp_path / name)
     words = ["--statistic", "mean", "--output_dir", str(tmp_path / "after")]
     assert run_command(["retune", str(tmp_path / "before"), *words]) == 0
-    after, wanted = (json.loads((tmp_path / name / "quant_info.json").read_text()) for name in ("after", "wanted"))
+    after, wanted = (
+        json.loads((tmp_path / name / "quant_info.json").read_text())
+        for name in ("after", "wanted")
+    )
     (entry,) = after["header"]["joins"].values()
     assert entry["scale"] == "one"
-    assert {name.rpartition("/")[2] for name in entry["lost_bits"]} == {"mul.1[0:4]", "mul.1[4:7]"}
+    assert {name.rpartition("/")[2] for name in entry["lost_bits"]} == {
+        "mul.1[0:4]",
+        "mul.1[4:7]",
+    }
     assert after["header"]["joins"] == wanted["header"]["joins"]
     assert after["tensors"] == wanted["tensors"]
 
@@ -157,7 +180,12 @@ def test_what_is_computed_of_parts_and_returned_stays_float() -> None:
 
 def by_entry(roles: list[str], name: str, **words: Any) -> dict[str, Any]:
     overall = dict(document()["overall_quantize_config"]) | {"per_channel": False} | words
-    entry = {"layer_type": None, "layer_name": name, "quantizable_data_type": roles, "overall_quantize_config": overall}
+    entry = {
+        "layer_type": None,
+        "layer_name": name,
+        "quantizable_data_type": roles,
+        "overall_quantize_config": overall,
+    }
     return copy.deepcopy(CPU) | {"layer_quantize_config": [entry]}
 
 
@@ -176,7 +204,9 @@ def twice_read(net: Detector, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return net.mix(y), net.mix(y * 1.5)
 
 
-@pytest.mark.parametrize("body", [lambda net, b, s: net.mix(joined(b, s)), twice_read], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "body", [lambda net, b, s: net.mix(joined(b, s)), twice_read], ids=["one", "two"]
+)
 @pytest.mark.parametrize("config", MIXED.values(), ids=MIXED)
 def test_parts_that_were_observed_otherwise_than_the_whole_keep_their_own_scales(
     body: Body, config: dict[str, Any], tmp_path: Path

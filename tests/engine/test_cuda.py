@@ -24,7 +24,9 @@ def _float32_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def near(config: Any, model: str, finetune: str | None = None) -> None:
     """Scales, corrections and float weights within TOLERANCE, codes equal but for ties."""
-    ours, theirs = (run(model, torch.float32, device, config, finetune) for device in (CUDA, CPU))
+    ours, theirs = (
+        run(model, torch.float32, device, config, finetune) for device in (CUDA, CPU)
+    )
     assert ours.found.keys() == theirs.found.keys()
     for key, wanted in theirs.found.items():
         value = ours.found[key].cpu()
@@ -49,22 +51,36 @@ def test_scales_without_a_search(name: str) -> None:
 @pytest.mark.parametrize("name", ["gptq", "gptaq", "qronos", "awq", "rotation"])
 def test_algorithms_are_as_good(name: str) -> None:
     """A search that is at a tie goes on elsewhere, so that outputs are compared and not codes."""
-    ours, theirs = (run("language_model", torch.float32, device, HIERARCHICAL[name]) for device in (CUDA, CPU))
-    assert ours.scores.metrics["sqnr_db"] == pytest.approx(theirs.scores.metrics["sqnr_db"], abs=0.5)
+    ours, theirs = (
+        run("language_model", torch.float32, device, HIERARCHICAL[name])
+        for device in (CUDA, CPU)
+    )
+    assert ours.scores.metrics["sqnr_db"] == pytest.approx(
+        theirs.scores.metrics["sqnr_db"], abs=0.5
+    )
 
 
 @pytest.mark.parametrize("mode", ["adaround", "adaquant"])
 def test_fast_finetuning_is_as_good(mode: str) -> None:
-    ours, theirs = (run("network", torch.float32, device, document(), mode) for device in (CUDA, CPU))
-    assert ours.scores.metrics["sqnr_db"] == pytest.approx(theirs.scores.metrics["sqnr_db"], abs=0.5)
+    ours, theirs = (
+        run("network", torch.float32, device, document(), mode) for device in (CUDA, CPU)
+    )
+    assert ours.scores.metrics["sqnr_db"] == pytest.approx(
+        theirs.scores.metrics["sqnr_db"], abs=0.5
+    )
 
 
 def test_activations_beyond_the_budget_change_nothing() -> None:
-    kept, spilled = (run("language_model", torch.float32, CUDA, HIERARCHICAL["gptq"], memory=m) for m in (None, 1))
+    kept, spilled = (
+        run("language_model", torch.float32, CUDA, HIERARCHICAL["gptq"], memory=m)
+        for m in (None, 1)
+    )
     assert all(torch.equal(value, spilled.found[key]) for key, value in kept.found.items())
 
 
 @pytest.mark.parametrize("name", [*HIERARCHICAL])
 def test_bfloat16_runs(name: str) -> None:
     found = run("language_model", torch.bfloat16, CUDA, HIERARCHICAL[name])
-    assert all(value.isfinite().all() for value in found.found.values() if value.is_floating_point())
+    assert all(
+        value.isfinite().all() for value in found.found.values() if value.is_floating_point()
+    )

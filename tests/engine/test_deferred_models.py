@@ -21,17 +21,34 @@ from quantizer.sources.hugging_face import load_hugging_face, read_checkpoint
 
 pytestmark = pytest.mark.slow
 
-GROUPS = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 32, "symmetric": True}
+GROUPS = {
+    "dtype": "int4",
+    "qscheme": "per_group",
+    "ch_axis": 1,
+    "group_size": 32,
+    "symmetric": True,
+}
 ROWS = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
 CONFIGS: dict[str, dict[str, Any]] = {
     "weight-only": {"global_quant_config": {"weight": GROUPS}},
     "fp8": {"global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
     "bfloat16": {"global_quant_config": {"weight": {"dtype": "bfloat16"}}},
-    "static": {"global_quant_config": {"weight": ROWS, "input_tensors": {"dtype": "int8", "qscheme": "per_tensor"}}},
+    "static": {
+        "global_quant_config": {
+            "weight": ROWS,
+            "input_tensors": {"dtype": "int8", "qscheme": "per_tensor"},
+        }
+    },
     "gptq": {"global_quant_config": {"weight": GROUPS}, "algo_config": {"name": "gptq"}},
     "awq": {"global_quant_config": {"weight": GROUPS}, "algo_config": {"name": "awq"}},
-    "smooth": {"global_quant_config": {"weight": ROWS}, "pre_quant_opt_config": {"name": "smooth"}},
-    "rotation": {"global_quant_config": {"weight": GROUPS}, "pre_quant_opt_config": {"name": "rotation"}},
+    "smooth": {
+        "global_quant_config": {"weight": ROWS},
+        "pre_quant_opt_config": {"name": "smooth"},
+    },
+    "rotation": {
+        "global_quant_config": {"weight": GROUPS},
+        "pre_quant_opt_config": {"name": "rotation"},
+    },
 }
 LARGEST = 96 * 64 * 4
 """Bytes of the largest weight of a layer."""
@@ -62,7 +79,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_the_model_that_transformers_loads(folder: Path) -> None:
-    ours, theirs = load_hugging_face(folder / "model"), read_checkpoint(folder / "model", "LlamaForCausalLM")[0]
+    ours, theirs = (
+        load_hugging_face(folder / "model"),
+        read_checkpoint(folder / "model", "LlamaForCausalLM")[0],
+    )
     assert all(isinstance(parameter, DeferredTensor) for parameter in ours.parameters())
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     for (name, x), (other, y) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
@@ -80,7 +100,9 @@ def test_tied_and_narrow_weights(settings: dict[str, Any], tmp_path: Path) -> No
     saved(tmp_path, llama(**settings).to(settings.get("dtype")))
     model = load_hugging_face(tmp_path)
     assert isinstance(model.lm_head.weight, DeferredTensor)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == ("tie_word_embeddings" in settings)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (
+        "tie_word_embeddings" in settings
+    )
     assert model.lm_head.weight.dtype == settings.get("dtype", torch.float32)
 
 
@@ -95,26 +117,49 @@ def test_what_is_not_simply_stored_is_read_by_transformers(folder: Path) -> None
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_results_are_those_in_memory(name: str, folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | {"exclude": ["kind:head", "kind:embedding"]}))
+    (folder / "config.json").write_text(
+        json.dumps(CONFIGS[name] | {"exclude": ["kind:head", "kind:embedding"]})
+    )
     made = {}
     for model in ("model", "in_memory.py"):
         out = ["--model", model, "--output_dir", f"out_{model}", "--data", "data.py:data", "-q"]
         assert run_command(["--quant_mode", "calib", "--config_file", "config.json", *out]) == 0
         assert run_command(["--quant_mode", "test", *out]) == 0
         files = sorted((folder / f"out_{model}").iterdir())
-        made[model] = {file.name: file.read_bytes() for file in files if not file.name.startswith(("run.", "report."))}
+        made[model] = {
+            file.name: file.read_bytes()
+            for file in files
+            if not file.name.startswith(("run.", "report."))
+        }
     assert made["model"].keys() == made["in_memory.py"].keys()
-    assert [name for name, content in made["model"].items() if content != made["in_memory.py"][name]] == []
+    assert [
+        name for name, content in made["model"].items() if content != made["in_memory.py"][name]
+    ] == []
 
 
-def test_results_in_four_bits_are_an_eighth_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_in_four_bits_are_an_eighth_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a scale of float32 for each 128 weights; what describes them does not grow with them."""
-    saved(tmp_path / "model", llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=3))
+    saved(
+        tmp_path / "model", llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=3)
+    )
     groups = GROUPS | {"group_size": 128}
     (tmp_path / "data.py").write_text(DATA, encoding="utf-8")
-    (tmp_path / "config.json").write_text(json.dumps({"global_quant_config": {"weight": groups}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"global_quant_config": {"weight": groups}})
+    )
     monkeypatch.chdir(tmp_path)
-    command = ["--quant_mode", "calib", "--config_file", "config.json", "--model", "model", "--data", "data.py:data"]
+    command = [
+        "--quant_mode",
+        "calib",
+        "--config_file",
+        "config.json",
+        "--model",
+        "model",
+        "--data",
+        "data.py:data",
+    ]
     assert run_command([*command, "-q"]) == 0
     model, results = (
         sum(file.stat().st_size for file in (tmp_path / name).glob("*.safetensors"))
@@ -144,7 +189,11 @@ def most_alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("name", ["weight-only", "gptq"])
 def test_few_weights_are_in_memory_at_once(
-    name: str, layers: int, most_alive: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    layers: int,
+    most_alive: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     saved(tmp_path / "model", llama(num_hidden_layers=layers))
     (tmp_path / "data.py").write_text(DATA, encoding="utf-8")
@@ -156,8 +205,12 @@ def test_few_weights_are_in_memory_at_once(
     assert most_alive["bytes"] <= 4 * LARGEST  # of 5 in a layer
 
 
-@pytest.mark.parametrize("target", [name for name, exporter in EXPORTERS.items() if exporter.by_tensor])
-def test_files_for_engines_are_made_weight_by_weight(target: str, most_alive: dict[str, int], folder: Path) -> None:
+@pytest.mark.parametrize(
+    "target", [name for name, exporter in EXPORTERS.items() if exporter.by_tensor]
+)
+def test_files_for_engines_are_made_weight_by_weight(
+    target: str, most_alive: dict[str, int], folder: Path
+) -> None:
     for package in EXPORTERS[target].needs:
         pytest.importorskip(package, reason="the target needs it")
     content = CONFIGS["weight-only"] | {"exclude": ["kind:head", "kind:embedding"]}

@@ -68,7 +68,9 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., list[Any]]]] = {
 
 
 @cache
-def graph_of(model: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, Batches, Graph]:
+def graph_of(
+    model: str, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, Batches, Graph]:
     """A model on a device, its data, and its trace there."""
     build, data = MODELS[model]
     module = build(dtype).to(device)
@@ -97,7 +99,14 @@ def run(
     module, batches, graph = graph_of(model, dtype, device)
     config = read_config(config).require()
     with recorded() as transfers:
-        job = Job(TracedTarget(graph), config, batches, Events(), fast_finetune=finetune, memory=memory)
+        job = Job(
+            TracedTarget(graph),
+            config,
+            batches,
+            Events(),
+            fast_finetune=finetune,
+            memory=memory,
+        )
         solution = pipeline.run(job)
         scores = score(Calibrated(graph, config.settings, solution), module, batches, Events())
     tensors = {
@@ -106,8 +115,16 @@ def run(
         for name in ("scale", "zero_point", "codes")
         if (value := getattr(own, name)) is not None
     }
-    tensors |= {(name, key): value for name, own in solution.weights.items() for key, value in own.items()}
-    return Run(tensors | {(name, "correction"): each for name, each in solution.corrections.items()}, scores, transfers)
+    tensors |= {
+        (name, key): value
+        for name, own in solution.weights.items()
+        for key, value in own.items()
+    }
+    return Run(
+        tensors | {(name, "correction"): each for name, each in solution.corrections.items()},
+        scores,
+        transfers,
+    )
 
 
 GROUPS = {
@@ -124,7 +141,11 @@ GROUPS = {
 
 
 def algorithm(**settings: Any) -> dict[str, Any]:
-    return {"global_quant_config": {"weight": GROUPS}, "exclude": ["kind:embedding"], "algo_config": settings}
+    return {
+        "global_quant_config": {"weight": GROUPS},
+        "exclude": ["kind:embedding"],
+        "algo_config": settings,
+    }
 
 
 POWERS = {"scale_type": "poweroftwo"}
@@ -134,7 +155,9 @@ LAYERED: dict[str, Any] = {
     "mse": document(overall={"method": "mse"}),
     "entropy": document(overall={"method": "entropy"}),
     "diffs": document(overall={"method": "diffs"} | POWERS),
-    "channels": document(tensor={"weights": {"per_channel": True}}, include_bias_corr=True, include_cle=True),
+    "channels": document(
+        tensor={"weights": {"per_channel": True}}, include_bias_corr=True, include_cle=True
+    ),
 }
 HIERARCHICAL: dict[str, Any] = {
     "dynamic": "configs/dynamic_int8.json",
@@ -184,7 +207,9 @@ def test_observers_and_passes(name: str, dtype: torch.dtype) -> None:
     same(LAYERED[name], "network", dtype)
 
 
-@pytest.mark.parametrize(("mode", "dtype"), [*zip(["adaround", "adaquant"], DTYPES, strict=True)])
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [*zip(["adaround", "adaquant"], DTYPES, strict=True)]
+)
 def test_fast_finetuning(mode: str, dtype: torch.dtype) -> None:
     same(document(), "network", dtype, mode)
 
@@ -201,11 +226,15 @@ def test_activations_beyond_the_budget_come_back_to_their_device(name: str) -> N
     assert ours.found.keys() == theirs.found.keys()
     assert all(torch.equal(value.cpu(), theirs.found[key]) for key, value in ours.found.items())
     places = {each.place for each in ours.transfers if each.values > 1}
-    assert (SPILLS in places) == (name != "smoothquant"), "one pass over each batch keeps nothing"
+    assert (SPILLS in places) == (name != "smoothquant"), (
+        "one pass over each batch keeps nothing"
+    )
     assert places <= GIVE_TO_THE_CPU | {SPILLS}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*zip(HIERARCHICAL, DTYPES[::-1] * 4, strict=False)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*zip(HIERARCHICAL, DTYPES[::-1] * 4, strict=False)]
+)
 def test_algorithms_in_the_other_dtype(name: str, dtype: torch.dtype) -> None:
     same(HIERARCHICAL[name], "language_model", dtype)
 
@@ -227,7 +256,9 @@ model = Net
 """
 
 
-def test_the_shell_writes_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shell_writes_the_same_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With bias correction, the DPU's approximations and its integers, and test mode on the other device."""
     model = tmp_path / "net.py"
     model.write_text(NETWORK)
@@ -242,7 +273,12 @@ def test_the_shell_writes_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureF
     for device in ("cpu", "strict"):
         capsys.readouterr()
         folder = [*given, "--output_dir", str(tmp_path / "cpu"), "--device", device]
-        assert run_command(["--quant_mode", "test", "--exact", "--json", "--deploy", "pt2_float", *folder]) == 0
+        assert (
+            run_command(
+                ["--quant_mode", "test", "--exact", "--json", "--deploy", "pt2_float", *folder]
+            )
+            == 0
+        )
         reports.append(json.loads(capsys.readouterr().out))
     assert reports[0] == reports[1]
 
@@ -255,31 +291,65 @@ def eight_tokens() -> list[dict[str, Tensor]]:
 def test_weights_in_files_give_the_same_bytes(tmp_path: Path) -> None:
     """The attention of torch is laid out in another way, so that numbers of modules are not compared."""
     folder, found = saved(tmp_path / "model", language_model(torch.bfloat16)), []
-    (tmp_path / "config.json").write_text(json.dumps({"global_quant_config": {"weight": GROUPS}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"global_quant_config": {"weight": GROUPS}})
+    )
     for device in ("cpu", "strict"):
         place = tmp_path / device
-        given = ["--model", str(folder), "--config_file", str(tmp_path / "config.json"), "--device", device, "-q"]
+        given = [
+            "--model",
+            str(folder),
+            "--config_file",
+            str(tmp_path / "config.json"),
+            "--device",
+            device,
+            "-q",
+        ]
         given += ["--data", f"{__file__}:eight_tokens", "--output_dir", str(place)]
         assert run_command(["--quant_mode", "calib", *given]) == 0
-        files = [load_file(place / name) for name in ("weights.safetensors", "qparams.safetensors")]
+        files = [
+            load_file(place / name) for name in ("weights.safetensors", "qparams.safetensors")
+        ]
         found.append(sorted(bytes(bytes_of(each)) for file in files for each in file.values()))
         assert "strict" not in (place / "LlamaForCausalLM.py").read_text()
     assert found[0] == found[1]
     assert run_command(["--quant_mode", "test", *given]) == 0
 
 
-def test_weights_in_files_are_rounded_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_files_are_rounded_as_those_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, found, ahead = saved(tmp_path / "model", llama()), [], list[Tensor]()
     prefetch = DeferredTensor.prefetch
-    monkeypatch.setattr(DeferredTensor, "prefetch", lambda tensor: ahead.append(tensor) or prefetch(tensor))
+    monkeypatch.setattr(
+        DeferredTensor, "prefetch", lambda tensor: ahead.append(tensor) or prefetch(tensor)
+    )
     (tmp_path / "config.json").write_text(json.dumps(HIERARCHICAL["gptq"]))
     made = tmp_path / "net.py"
     made.write_text("from llamas import llama\n\nmodel = lambda: llama(use_cache=False)\n")
     for model in (folder, f"{made}:model"):
-        given = ["--model", str(model), "--config_file", str(tmp_path / "config.json"), "--device", "strict", "-q"]
-        given += ["--data", f"{__file__}:eight_tokens", "--output_dir", str(tmp_path / "results"), "--overwrite"]
+        given = [
+            "--model",
+            str(model),
+            "--config_file",
+            str(tmp_path / "config.json"),
+            "--device",
+            "strict",
+            "-q",
+        ]
+        given += [
+            "--data",
+            f"{__file__}:eight_tokens",
+            "--output_dir",
+            str(tmp_path / "results"),
+            "--overwrite",
+        ]
         assert run_command(["--quant_mode", "calib", *given]) == 0
-        found.append(json.loads((tmp_path / "results" / "quant_info.json").read_text())["header"]["files"])
+        found.append(
+            json.loads((tmp_path / "results" / "quant_info.json").read_text())["header"][
+                "files"
+            ]
+        )
     assert found[0] == found[1]
     assert ahead and all(tensor.device == STRICT for tensor in ahead)
 
@@ -288,7 +358,9 @@ def test_weights_that_are_deferred_stay_so_on_a_device() -> None:
     """Each goes there when it is computed with, so that a model may be larger than the device's memory."""
     layer = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
     weight, read = layer[0].weight.detach(), list[int]()
-    layer[0].weight = nn.Parameter(DeferredTensor((3, 4), weight.dtype, lambda: read.append(1) or weight))  # type: ignore[func-returns-value]
+    layer[0].weight = nn.Parameter(
+        DeferredTensor((3, 4), weight.dtype, lambda: read.append(1) or weight)
+    )  # type: ignore[func-returns-value]
     x = torch.randn(2, 4)
     wanted = layer(x)
     read.clear()
@@ -303,7 +375,10 @@ def test_weights_that_are_deferred_stay_so_on_a_device() -> None:
 
 def test_a_model_in_place_keeps_all_it_has_on_its_device() -> None:
     quantizer, data = ModelQuantizer("configs/static_fp8.json"), images(torch.float32)
-    found = [quantizer.quantize_model(network(torch.float32).to(device), data) for device in (STRICT, CPU)]
+    found = [
+        quantizer.quantize_model(network(torch.float32).to(device), data)
+        for device in (STRICT, CPU)
+    ]
     state, wanted = (model.state_dict() for model in found)
     assert all(value.device == STRICT for value in state.values())
     assert all(torch.equal(value.cpu(), wanted[name]) for name, value in state.items())

@@ -53,10 +53,14 @@ def test_a_layers_own_input_quantizer_leaves_other_readers_alone() -> None:
     """`x + x` with its second argument alone quantized."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     graph = trace(Doubled(), (x,))
-    quantized = quantized_network(graph, Solution({("Doubled::Doubled/add", "input_1"): COARSE}))
+    quantized = quantized_network(
+        graph, Solution({("Doubled::Doubled/add", "input_1"): COARSE})
+    )
     assert torch.equal(quantized(x), x + rounded(x))
     found = compare(Network(graph), quantized, batches(x))
-    assert [(row.layer, row.role) for row in found.layers] == [("Doubled::Doubled/add", "input_1")]
+    assert [(row.layer, row.role) for row in found.layers] == [
+        ("Doubled::Doubled/add", "input_1")
+    ]
     assert math.isfinite(found.layers[0].local.sqnr_db)
 
 
@@ -89,7 +93,9 @@ def test_noise_adds_up_over_batches_like_one_tensor() -> None:
     for part in range(4):
         parts.add(x[part::4], y[part::4])
     assert parts.sqnr_db == pytest.approx(whole.sqnr_db)
-    assert parts.cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(x, y, dim=0)), abs=1e-6)
+    assert parts.cosine == pytest.approx(
+        float(torch.nn.functional.cosine_similarity(x, y, dim=0)), abs=1e-6
+    )
 
 
 class Mixed(nn.Module):
@@ -111,8 +117,12 @@ def test_outputs_that_are_no_floats_are_compared_value_by_value() -> None:
     quantized = quantized_network(graph, Solution({("Indices::input_0", "input"): COARSE}))
     equal = float((rounded(x).argmax(1) == x.argmax(1)).double().mean())
     assert 0.1 < equal < 0.9
-    assert compare(Network(graph), quantized, batches(x, x)).metrics() == {"equal_outputs": equal}
-    assert compare(Network(graph), Network(graph), batches(x)).metrics() == {"equal_outputs": 1.0}
+    assert compare(Network(graph), quantized, batches(x, x)).metrics() == {
+        "equal_outputs": equal
+    }
+    assert compare(Network(graph), Network(graph), batches(x)).metrics() == {
+        "equal_outputs": 1.0
+    }
 
 
 def test_outputs_of_several_kinds_have_figures_of_both() -> None:
@@ -123,7 +133,9 @@ def test_outputs_of_several_kinds_have_figures_of_both() -> None:
     picked = (y.argmax(1) == x.argmax(1)).double().mean()
     above = ((y > 0.1) == (2 * x > 0.1)).double().mean()
     assert float(picked) < float(above)
-    assert found["equal_outputs"] == float(picked), "the larger output does not hide the smaller one"
+    assert found["equal_outputs"] == float(picked), (
+        "the larger output does not hide the smaller one"
+    )
     assert found["sqnr_db"] == pytest.approx(
         Noise(float(x.square().sum()), 0, float((x - y / 2).square().sum())).sqnr_db
     )
@@ -156,7 +168,10 @@ def test_outputs_of_which_quantization_changes_the_count_are_refused_with_both_s
     x = torch.tensor([0.01, 0.5, 0.7])
     graph = trace(Selected(), (x,))
     quantized = quantized_network(graph, Solution({("Selected::input_0", "input"): COARSE}))
-    with pytest.raises(ModelError, match=r"the output: the float network makes \[3\], the quantized one \[2\]: sizes"):
+    with pytest.raises(
+        ModelError,
+        match=r"the output: the float network makes \[3\], the quantized one \[2\]: sizes",
+    ):
         compare(Network(graph), quantized, batches(x))
     assert compare(Network(graph), quantized, batches(x + 1)).floats == 3
 

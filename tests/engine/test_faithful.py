@@ -33,7 +33,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.drop, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(), 0
+        self.a, self.b, self.drop, self.calls = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Dropout(),
+            0,
+        )
         self.seen: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,9 +123,13 @@ RANDOM = {
 
 
 @pytest.mark.parametrize("kind", RANDOM)
-def test_random_outputs_are_a_warning_that_names_the_layer(kind: type[Net], caplog: pytest.LogCaptureFixture) -> None:
+def test_random_outputs_are_a_warning_that_names_the_layer(
+    kind: type[Net], caplog: pytest.LogCaptureFixture
+) -> None:
     calibrated(kind())
-    [warning] = [each.getMessage() for each in caplog.records if "another output" in each.getMessage()]
+    [warning] = [
+        each.getMessage() for each in caplog.records if "another output" in each.getMessage()
+    ]
     assert "it draws random numbers in evaluation mode" in warning
     assert RANDOM[kind] in warning
 
@@ -155,11 +164,16 @@ def test_what_a_trace_has_frozen_in_a_small_output_is_an_error(kind: type[Net]) 
 
 def test_a_small_difference_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     calibrated(Nearly())
-    assert "the trace of Nearly computes something else than Nearly: outputs differ by 0.00" in caplog.text
+    assert (
+        "the trace of Nearly computes something else than Nearly: outputs differ by 0.00"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("kind", [Net, CountingAlone])
-def test_what_changes_no_output_is_not_told(kind: type[Net], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_changes_no_output_is_not_told(
+    kind: type[Net], caplog: pytest.LogCaptureFixture
+) -> None:
     calibrated(kind())
     assert not caplog.messages
 
@@ -202,7 +216,9 @@ def test_all_that_a_call_changes_comes_back() -> None:
     with left_alone(model) as kept:
         model(torch.ones(1))
         assert kept.changed() == ["table", "numbers", "inner.new", "more"]
-    assert {name: id(each) for name, each in model.named_buffers()} == {n: id(each) for n, each in buffers.items()}
+    assert {name: id(each) for name, each in model.named_buffers()} == {
+        n: id(each) for n, each in buffers.items()
+    }
     assert (float(model.sum), float(model.last)) == (0, 0)
     assert (model.table, model.numbers) == ({"a": 1}, [1])
     assert model.table is table and model.numbers is numbers
@@ -221,7 +237,9 @@ def test_programs_have_no_state_to_keep() -> None:
     assert traced(program, Batch.of(BATCH), compared=True).nodes
 
 
-def test_few_samples_are_run_and_the_loader_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_samples_are_run_and_the_loader_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked, sizes = [], []
 
     class Loader:
@@ -247,15 +265,30 @@ def test_few_samples_are_run_and_the_loader_is_not_asked_again(monkeypatch: pyte
 def test_a_model_whose_weights_stay_in_files_is_not_run() -> None:
     model = Counting()
     weight = model.a.weight.detach()
-    model.a._parameters["weight"] = nn.Parameter(DeferredTensor(weight.shape, weight.dtype, lambda: weight))
+    model.a._parameters["weight"] = nn.Parameter(
+        DeferredTensor(weight.shape, weight.dtype, lambda: weight)
+    )
     assert traced(model, Batch.of(BATCH), compared=True).is_deferred
 
 
-def test_the_shell_says_so_with_the_models_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shell_says_so_with_the_models_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = "import torch\nclass Net(torch.nn.Module):\n    n = 0\n    def forward(self, x):\n        self.n += 1\n"
     code += "        return x * self.n\ndef model(): return Net()\ndef calibration_data(): return [torch.ones(2, 3)]\n"
     (tmp_path / "net.py").write_text(code)
     (tmp_path / "config.json").write_text(json.dumps(document()))
-    given = ["--config_file", str(tmp_path / "config.json"), "--model", str(tmp_path / "net.py")]
-    assert run_command(["--quant_mode", "calib", *given, "--output_dir", str(tmp_path / "out")]) == 3
-    assert "error: Net gives another output when it is called again on the same batch" in capsys.readouterr().err
+    given = [
+        "--config_file",
+        str(tmp_path / "config.json"),
+        "--model",
+        str(tmp_path / "net.py"),
+    ]
+    assert (
+        run_command(["--quant_mode", "calib", *given, "--output_dir", str(tmp_path / "out")])
+        == 3
+    )
+    assert (
+        "error: Net gives another output when it is called again on the same batch"
+        in capsys.readouterr().err
+    )

@@ -11,7 +11,14 @@ from quantizer import memory
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
-from quantizer.engine.footprint import HOLES, IN_COLUMNS, Data, calibration_bytes, comparison_bytes, peak_with
+from quantizer.engine.footprint import (
+    HOLES,
+    IN_COLUMNS,
+    Data,
+    calibration_bytes,
+    comparison_bytes,
+    peak_with,
+)
 from quantizer.graph.trace import trace
 from quantizer.numerics.deferred import DeferredTensor
 from quantizer.plan.resolve import resolve
@@ -23,7 +30,9 @@ COPIES = 4 * 4 * WEIGHT
 
 def configured(**more: object) -> Config:
     weight = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
-    return check_document(Document.of({"global_quant_config": {"weight": weight}, **more}, "config.json")).require()
+    return check_document(
+        Document.of({"global_quant_config": {"weight": weight}, **more}, "config.json")
+    ).require()
 
 
 def test_a_layer_in_memory_and_out_of_it() -> None:
@@ -34,8 +43,13 @@ def test_a_layer_in_memory_and_out_of_it() -> None:
     codes = WEIGHT + BIAS
     assert calibration_bytes(plan, config, data) == COPIES + codes
     assert comparison_bytes(graph, specs, 8) == COPIES + 5 * codes
-    assert comparison_bytes(graph, specs, 1000) == HOLES * 1000 * 4 * (2 * 40 + 3 * 40) + 5 * codes
-    deferred = {path: DeferredTensor(t.shape, t.dtype, lambda t=t: t) for path, t in graph.tensors.items()}
+    assert (
+        comparison_bytes(graph, specs, 1000) == HOLES * 1000 * 4 * (2 * 40 + 3 * 40) + 5 * codes
+    )
+    deferred = {
+        path: DeferredTensor(t.shape, t.dtype, lambda t=t: t)
+        for path, t in graph.tensors.items()
+    }
     outside = graph.replaced(tensors=deferred)
     assert calibration_bytes(replace(plan, graph=outside), config, data) == COPIES
     assert comparison_bytes(outside, specs, 1000) == 1000 * 4 * (2 * 40 + 3 * 40)
@@ -52,7 +66,9 @@ def test_an_algorithm_adds_matrices_and_values_of_all_batches_within_the_budget(
 
 
 def test_layer_by_layer_what_a_layer_reads_and_makes_is_kept_of_all_batches() -> None:
-    graph = trace(nn.Sequential(nn.Linear(100, 40), nn.ReLU(), nn.Linear(40, 7)), (torch.zeros(2, 100),))
+    graph = trace(
+        nn.Sequential(nn.Linear(100, 40), nn.ReLU(), nn.Linear(40, 7)), (torch.zeros(2, 100),)
+    )
     config = configured()
     plan = resolve(config, graph, graph)
     reads_and_makes, before = 4 * 8 * 5000 * (100 + 40), 4 * 8 * 5000 * 100

@@ -38,7 +38,9 @@ INFO, SCALES = "quant_info.json", "qparams.safetensors"
 E4M3 = torch.float8_e4m3fn
 
 
-def planned(fields: Fields, name: str = "residual", graph: Graph | None = None, **more: Any) -> Plan:
+def planned(
+    fields: Fields, name: str = "residual", graph: Graph | None = None, **more: Any
+) -> Plan:
     config = hierarchy(fields, **more)
     graph = graph or run_passes(traced(name), config.settings)
     return resolve(config, graph, traced(name))
@@ -59,7 +61,14 @@ def write(folder: Path, fields: Fields, **more: Any) -> dict[str, Any]:
     calibration = calibrated(planned(fields, **more))
     config = hierarchy(fields, **more)
     digests = fingerprint.model(traced("residual"))
-    write_results(folder, traced("residual"), config, calibration, calibrate.solution(calibration), digests)
+    write_results(
+        folder,
+        traced("residual"),
+        config,
+        calibration,
+        calibrate.solution(calibration),
+        digests,
+    )
     content: dict[str, Any] = json.loads((folder / INFO).read_text())
     return content
 
@@ -97,11 +106,15 @@ def test_a_weight_in_several_layers_has_one_scale_and_each_call_a_range_of_its_o
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     original = trace(Twice().eval(), (x,))
     graph = run_passes(original, hierarchy({}).settings)
-    calibration = calibrate.start(resolve(hierarchy({"weights": {}, "input": {}}), graph, original))
+    calibration = calibrate.start(
+        resolve(hierarchy({"weights": {}, "input": {}}), graph, original)
+    )
     calibrate.run(calibration, Network(graph), [Batch((x,), {}, None, None)])
     found = calibrate.solution(calibration)
     layers = [node.name for node in graph.nodes if node.op == "linear"]
-    assert len({graph.by_name[layer].params["weight"] for layer in layers}) == 1 < len(layers) == 3
+    assert (
+        len({graph.by_name[layer].params["weight"] for layer in layers}) == 1 < len(layers) == 3
+    )
     assert len({float(found.tensors[layer, "weights"].scale) for layer in layers}) == 1
     assert len({float(found.tensors[layer, "input"].scale) for layer in layers}) == 3
 
@@ -123,17 +136,29 @@ def test_weights_that_are_not_finite_are_named(spec: dict[str, Any], value: floa
     path = graph.by_name[FC].params["weight"]
     broken = graph.tensors[path].clone()
     broken[0, 1] = value
-    plan = planned({"weights": spec}, graph=graph.replaced(tensors={**graph.tensors, path: broken}), exclude=("conv1",))
-    with pytest.raises(ModelError, match=r"weights of Residual::Residual/Linear\[fc\]/linear: [01] NaN"):
+    plan = planned(
+        {"weights": spec},
+        graph=graph.replaced(tensors={**graph.tensors, path: broken}),
+        exclude=("conv1",),
+    )
+    with pytest.raises(
+        ModelError, match=r"weights of Residual::Residual/Linear\[fc\]/linear: [01] NaN"
+    ):
         calibrate.start(plan)
 
 
-@pytest.mark.parametrize("spec", [{}, DYNAMIC, {"dtype": "float16"}, DYNAMIC | {"qscheme": "per_token"}], ids=str)
-def test_activations_that_are_not_finite_are_named_with_their_batch(spec: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "spec", [{}, DYNAMIC, {"dtype": "float16"}, DYNAMIC | {"qscheme": "per_token"}], ids=str
+)
+def test_activations_that_are_not_finite_are_named_with_their_batch(
+    spec: dict[str, Any],
+) -> None:
     plan = planned({"weights": {}, "input": spec})
     good, bad = batch(), batch()
     bad.args[0][0, 0, 0, 0] = math.nan
-    with pytest.raises(DataError, match=r"batch 1: input of Residual::Residual/Conv2d\[conv1\]/conv2d: 1 NaN"):
+    with pytest.raises(
+        DataError, match=r"batch 1: input of Residual::Residual/Conv2d\[conv1\]/conv2d: 1 NaN"
+    ):
         calibrate.run(calibrate.start(plan), Network(plan.graph), [good, bad])
 
 
@@ -146,7 +171,11 @@ def test_a_plan_without_ranges_that_stay_takes_no_batches() -> None:
 
 
 def test_scales_of_groups_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
-    content = write(tmp_path, {"weights": GROUPS | {"symmetric": False, "signed": False}}, exclude=("conv1",))
+    content = write(
+        tmp_path,
+        {"weights": GROUPS | {"symmetric": False, "signed": False}},
+        exclude=("conv1",),
+    )
     entry = content["tensors"][FC]["weights"]
     assert (entry["scales_in"], entry["scale_shape"]) == (SCALES, [5, 2])
     assert not {"scale", "zero_point"} & entry.keys()
@@ -165,7 +194,10 @@ def test_dynamic_tensors_have_no_scale_and_floats_no_zero_point(tmp_path: Path) 
     content = write(tmp_path, {"weights": {"dtype": "fp8_e4m3"}, "input": DYNAMIC})
     tensors = content["tensors"][FC]
     assert not {"scale", "zero_point", "observed_min", "quant_min"} & tensors["input"].keys()
-    assert "scale" in tensors["weights"] and not {"zero_point", "quant_min"} & tensors["weights"].keys()
+    assert (
+        "scale" in tensors["weights"]
+        and not {"zero_point", "quant_min"} & tensors["weights"].keys()
+    )
 
 
 def test_origins_are_told_in_the_plan_alone(tmp_path: Path) -> None:
@@ -184,18 +216,32 @@ def test_another_calibration_removes_the_scales_of_groups(tmp_path: Path) -> Non
 
 def test_finetuning_leaves_groups_and_floats_as_they_are_and_says_so() -> None:
     plan = planned(
-        {"weights": GROUPS, "input": DYNAMIC}, names={"fc": {"weights": {"qscheme": "per_channel"}}}, exclude=("conv1",)
+        {"weights": GROUPS, "input": DYNAMIC},
+        names={"fc": {"weights": {"qscheme": "per_channel"}}},
+        exclude=("conv1",),
     )
     found = calibrate.solution(calibrated(plan))
-    made = finetune(plan.graph, found, lambda: [batch()], "adaround", seed=0, done={}, after_layer=lambda _: None)
+    made = finetune(
+        plan.graph,
+        found,
+        lambda: [batch()],
+        "adaround",
+        seed=0,
+        done={},
+        after_layer=lambda _: None,
+    )
     assert set(made.layers) == {FC} and made.plain == 4
     if not made.undone:
         assert "4 with weights in groups or other formats keep round-to-nearest" in made.summary
 
 
-@pytest.mark.parametrize("weights", [GROUPS, {"dtype": "fp4"}, {"qscheme": "per_channel", "bit_width": 3}], ids=str)
+@pytest.mark.parametrize(
+    "weights", [GROUPS, {"dtype": "fp4"}, {"qscheme": "per_channel", "bit_width": 3}], ids=str
+)
 def test_biases_are_corrected_whatever_the_weights_are(weights: dict[str, Any]) -> None:
-    config = hierarchy({"weights": weights, "input": DYNAMIC | {"qscheme": "per_token"}}, exclude=("conv1",))
+    config = hierarchy(
+        {"weights": weights, "input": DYNAMIC | {"qscheme": "per_token"}}, exclude=("conv1",)
+    )
     settings = dataclasses.replace(config.settings, include_bias_corr=True)
     corrected = Config(settings, config.rules, form="hierarchical")
     plan = resolve(corrected, run_passes(traced("residual"), settings), traced("residual"))
@@ -206,7 +252,9 @@ def test_biases_are_corrected_whatever_the_weights_are(weights: dict[str, Any]) 
     assert corrections.keys() == set(plan.corrected) and FC in corrections
     with torch.no_grad():
         call = batch()
-        want, got = (net(*call.args, **call.kwargs).mean(0) for net in (Network(plan.graph), network))
+        want, got = (
+            net(*call.args, **call.kwargs).mean(0) for net in (Network(plan.graph), network)
+        )
     assert torch.allclose(want, got, atol=1e-5)
 
 
@@ -214,9 +262,17 @@ def test_biases_are_corrected_whatever_the_weights_are(weights: dict[str, Any]) 
     ("spec", "parts", "size"),
     [
         ({"dtype": "fp4", "group_size": 32, "scale_type": "e8m0"}, {"scale": torch.uint8}, 5),
-        ({"dtype": "fp4", "group_size": 2, "scale_type": "e4m3"}, {"scale": E4M3, "global_scale": torch.float32}, 14),
+        (
+            {"dtype": "fp4", "group_size": 2, "scale_type": "e4m3"},
+            {"scale": E4M3, "global_scale": torch.float32},
+            14,
+        ),
         (GROUPS | {"scale_type": "e4m3"}, {"scale": E4M3, "global_scale": torch.float32}, 14),
-        ({"dtype": "mx6", "group_size": 16, "scale_type": "microexponent"}, {"scale": torch.uint8}, 10),
+        (
+            {"dtype": "mx6", "group_size": 16, "scale_type": "microexponent"},
+            {"scale": torch.uint8},
+            10,
+        ),
     ],
     ids=["mxfp4", "nvfp4", "int4", "mx6"],
 )
@@ -225,8 +281,17 @@ def test_scales_of_few_bits_are_stored_in_these(
 ) -> None:
     content = write(tmp_path, {"weights": spec | {"qscheme": "per_group"}}, exclude=("conv1",))
     name = f"{content['tensors'][FC]['weights']['module']}.weights."
-    stored = {key[len(name) :]: t for key, t in load_file(tmp_path / SCALES).items() if key.startswith(name)}
+    stored = {
+        key[len(name) :]: t
+        for key, t in load_file(tmp_path / SCALES).items()
+        if key.startswith(name)
+    }
     assert {key: tensor.dtype for key, tensor in stored.items()} == parts
     assert sum(tensor.nbytes for tensor in stored.values()) == size
-    found = calibrate.solution(calibrated(planned({"weights": spec | {"qscheme": "per_group"}}, exclude=("conv1",))))
-    assert torch.equal(read_info(tmp_path).solution.tensors[FC, "weights"].scale, found.tensors[FC, "weights"].scale)
+    found = calibrate.solution(
+        calibrated(planned({"weights": spec | {"qscheme": "per_group"}}, exclude=("conv1",)))
+    )
+    assert torch.equal(
+        read_info(tmp_path).solution.tensors[FC, "weights"].scale,
+        found.tensors[FC, "weights"].scale,
+    )

@@ -24,13 +24,20 @@ from quantizer.plan.joins import decide
 from quantizer.plan.model import JoinPlan
 
 ROOT = Path(__file__).parents[2]
-CPU = json.loads((ROOT / "configs" / "cpu_int8.json").read_text()) | {"include_bias_corr": False}
+CPU = json.loads((ROOT / "configs" / "cpu_int8.json").read_text()) | {
+    "include_bias_corr": False
+}
 SYMMETRIC = document(overall={"per_channel": True})
 DPU = json.loads((ROOT / "configs" / "dpu.json").read_text())
 INT8 = {"dtype": "int8", "qscheme": "per_tensor", "symmetric": True, "is_dynamic": False}
 HIERARCHICAL = {
     "global_quant_config": {
-        "weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False},
+        "weight": {
+            "dtype": "int8",
+            "qscheme": "per_channel",
+            "ch_axis": 0,
+            "is_dynamic": False,
+        },
         "input_tensors": INT8,
         "output_tensors": INT8,
     }
@@ -59,7 +66,9 @@ class Detector(nn.Module):
 
     def forward(self, image: Tensor) -> Any:
         features = self.stem(image)
-        return self.body(self, self.boxes(features).sigmoid() * IMAGE, self.scores(features).sigmoid())
+        return self.body(
+            self, self.boxes(features).sigmoid() * IMAGE, self.scores(features).sigmoid()
+        )
 
 
 def joined(b: Tensor, s: Tensor) -> Tensor:
@@ -124,7 +133,9 @@ def chosen(net: Detector, b: Tensor, s: Tensor) -> Tensor:
 
 def corners(net: Detector, b: Tensor, s: Tensor) -> Tensor:
     box, score = rows(b, s).split((4, 3), -1)
-    return torch.cat([box[..., :2] - box[..., 2:] / 2, box[..., :2] + box[..., 2:] / 2, score], -1)
+    return torch.cat(
+        [box[..., :2] - box[..., 2:] / 2, box[..., :2] + box[..., 2:] / 2, score], -1
+    )
 
 
 RETURNED: dict[str, Body] = {
@@ -138,7 +149,9 @@ RETURNED: dict[str, Body] = {
     "in lists": lambda net, b, s: [joined(b, s), (joined(s, 2 * b),)],
     "cut off": lambda net, b, s: joined(b, s).clamp(0, IMAGE),
     "times a number": lambda net, b, s: joined(b, s) * 1.5,
-    "times factors": lambda net, b, s: joined(b / IMAGE, s) * torch.tensor([IMAGE] * 4 + [1.0] * 3).view(7, 1, 1),
+    "times factors": lambda net, b, s: (
+        joined(b / IMAGE, s) * torch.tensor([IMAGE] * 4 + [1.0] * 3).view(7, 1, 1)
+    ),
     "pooled": lambda net, b, s: F.max_pool2d(joined(b, s), 2),
     "upsampled": lambda net, b, s: F.interpolate(joined(b, s), scale_factor=2),
     "empty, filled": filled(torch.empty),
@@ -162,7 +175,9 @@ MULTIPLIED: dict[str, Body] = {
     "rectified before": lambda net, b, s: net.linear(rows(b, s).relu()),
     "written in place before": lambda net, b, s: net.linear(scaled_in_place(net, b, s)),
     "and returned": lambda net, b, s: (joined(b, s)[:, 4:], net.mix(joined(b, s))),
-    "twice": lambda net, b, s: (lambda y: net.mix(y) + net.mix(y.flip(2)).flip(2))(joined(b, s)),
+    "twice": lambda net, b, s: (lambda y: net.mix(y) + net.mix(y.flip(2)).flip(2))(
+        joined(b, s)
+    ),
     "normalized": lambda net, b, s: net.norm(joined(b, s)),
 }
 
@@ -179,7 +194,10 @@ def networks(body: Body, config: dict[str, Any] = CPU) -> tuple[nn.Module, nn.Mo
 
 
 def decibels(x: Tensor, y: Tensor) -> float:
-    return float(10 * (x.double().square().sum() / (x - y).double().square().sum().clamp_min(1e-30)).log10())
+    return float(
+        10
+        * (x.double().square().sum() / (x - y).double().square().sum().clamp_min(1e-30)).log10()
+    )
 
 
 def parts(x: Tensor) -> list[Tensor]:
@@ -196,7 +214,9 @@ def worst(body: Body, config: dict[str, Any] = CPU) -> float:
     """The SQNR of the worst part of any output, on images that calibration has not seen."""
     image, _ = images(2)
     with torch.no_grad():
-        exact, rounded = (pytree.tree_leaves(network(image)) for network in networks(body, config))
+        exact, rounded = (
+            pytree.tree_leaves(network(image)) for network in networks(body, config)
+        )
     figures: list[float] = []
     for x, y in zip(exact, rounded, strict=True):
         figures += [decibels(x[mask], y[mask]) for mask in parts(x)]
@@ -213,22 +233,31 @@ def test_small_parts_are_not_lost_in_products(body: Body) -> None:
     assert worst(body) > 38
 
 
-@pytest.mark.parametrize("name", ["cat", "scaled in place", "empty, filled", "convolved", "in a linear layer"])
+@pytest.mark.parametrize(
+    "name", ["cat", "scaled in place", "empty, filled", "convolved", "in a linear layer"]
+)
 @pytest.mark.parametrize("config", [SYMMETRIC, HIERARCHICAL], ids=["symmetric", "hierarchical"])
 def test_other_configs_keep_small_parts_as_well(name: str, config: dict[str, Any]) -> None:
     assert worst({**RETURNED, **MULTIPLIED}[name], config) > 33
 
 
-def decisions(body: Body, config: dict[str, Any] = CPU, folder: Path | None = None) -> dict[str, Any]:
+def decisions(
+    body: Body, config: dict[str, Any] = CPU, folder: Path | None = None
+) -> dict[str, Any]:
     """How quant_info.json says that the joins are quantized."""
     assert folder is not None
     quantizer.calibrate(Detector(body).eval(), config, images(1)).save(folder)
     header = json.loads((folder / "quant_info.json").read_text())["header"]
-    return {name.removeprefix("Detector::Detector/"): entry for name, entry in header["joins"].items()}
+    return {
+        name.removeprefix("Detector::Detector/"): entry
+        for name, entry in header["joins"].items()
+    }
 
 
 def test_parts_of_about_one_range_share_a_scale(tmp_path: Path) -> None:
-    found = decisions(lambda net, b, s: net.mix(joined(b / IMAGE, s)), folder=tmp_path / "alike")["cat"]
+    found = decisions(
+        lambda net, b, s: net.mix(joined(b / IMAGE, s)), folder=tmp_path / "alike"
+    )["cat"]
     assert found["scale"] == "one" and found["lost_db"] < 1
     assert {*found["left"]} == {"Detector::Detector/div", "Detector::Detector/sigmoid.1", MIX}
 
@@ -244,13 +273,18 @@ def test_parts_that_one_scale_would_lose_are_brought_to_one_range(tmp_path: Path
 
 def test_weights_that_an_algorithm_has_rounded_stay(tmp_path: Path) -> None:
     gptq = HIERARCHICAL | {"algo_config": [{"name": "gptq"}]}
-    gptq["global_quant_config"] = {"weight": HIERARCHICAL["global_quant_config"]["weight"], "input_tensors": INT8}
+    gptq["global_quant_config"] = {
+        "weight": HIERARCHICAL["global_quant_config"]["weight"],
+        "input_tensors": INT8,
+    }
     found = decisions(MULTIPLIED["in a linear layer"], gptq, tmp_path / "rounded")
     assert found["cat"]["scale"] == "own"
 
 
 @pytest.mark.parametrize(
-    "entry", [layer(CAT), layer(type="torch.cat"), layer("re:.*/cat")], ids=["name", "type", "pattern"]
+    "entry",
+    [layer(CAT), layer(type="torch.cat"), layer("re:.*/cat")],
+    ids=["name", "type", "pattern"],
 )
 def test_an_entry_that_names_the_join_gives_it_one_scale(
     entry: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -265,7 +299,10 @@ def test_an_entry_that_names_the_join_gives_it_one_scale(
 def test_the_dpu_tells_which_part_of_a_join_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "quantizer"):
         assert worst(RETURNED["cat"], DPU) < 5
-    assert "leaves 0.0 of 8 bits to Detector::Detector/sigmoid.1: return its parts one by one" in caplog.text
+    assert (
+        "leaves 0.0 of 8 bits to Detector::Detector/sigmoid.1: return its parts one by one"
+        in caplog.text
+    )
 
 
 def test_a_folder_with_scaled_parts_is_read_back(tmp_path: Path) -> None:
@@ -296,30 +333,45 @@ class Unwritten(nn.Module):
 
 
 def test_what_is_overwritten_has_no_part_in_scales(tmp_path: Path) -> None:
-    data = [torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    data = [
+        torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)
+    ]
     scales: list[Any] = []
     for garbage in (0.0, 1e30):
         quantizer.calibrate(Unwritten(garbage).eval(), CPU, data).save(tmp_path / str(garbage))
-        tensors = json.loads((tmp_path / str(garbage) / "quant_info.json").read_text())["tensors"]
-        scales.append([[role["scale"] for role in roles.values()] for roles in tensors.values()])
+        tensors = json.loads((tmp_path / str(garbage) / "quant_info.json").read_text())[
+            "tensors"
+        ]
+        scales.append(
+            [[role["scale"] for role in roles.values()] for roles in tensors.values()]
+        )
     assert scales[0] == scales[1]
 
 
 def close_or_far(net: Detector, b: Tensor, s: Tensor) -> Tensor:
     """A join of about one range, one of rows, and one that is returned, too."""
     alike = joined(b / IMAGE, s)
-    return net.mix(alike), net.mix(joined(b / IMAGE, 0.5 * s)), net.linear(rows(b / IMAGE, s)) + alike.mean()
+    return (
+        net.mix(alike),
+        net.mix(joined(b / IMAGE, 0.5 * s)),
+        net.linear(rows(b / IMAGE, s)) + alike.mean(),
+    )
 
 
 def test_retuned_joins_are_those_of_a_calibration_with_that_config(tmp_path: Path) -> None:
     model = Detector(close_or_far).eval()
     for name, statistic in (("before", "max"), ("wanted", "mean")):
-        activations = {role: {"calib_statistic_method": statistic} for role in ("input", "activation")}
+        activations = {
+            role: {"calib_statistic_method": statistic} for role in ("input", "activation")
+        }
         config = document(tensor=activations, overall={"per_channel": True})
         quantizer.calibrate(model, config, images(1)).save(tmp_path / name)
     words = ["--statistic", "mean", "--output_dir", str(tmp_path / "after")]
     assert run_command(["retune", str(tmp_path / "before"), *words]) == 0
-    after, wanted = (json.loads((tmp_path / name / "quant_info.json").read_text()) for name in ("after", "wanted"))
+    after, wanted = (
+        json.loads((tmp_path / name / "quant_info.json").read_text())
+        for name in ("after", "wanted")
+    )
     assert after["tensors"] == wanted["tensors"]
     assert after["header"]["joins"] == wanted["header"]["joins"]
     assert after["header"]["config"] == wanted["header"]["config"]
@@ -334,6 +386,8 @@ def test_decisions_follow_ranges_that_are_found_anew() -> None:
     after = decided_again({"cat": before}, ranges)["cat"]
     assert after.scale == "own" and after.left == keys[:1]
     with pytest.raises(ResultError, match="weights would have to change"):
-        decided_again({"cat": replace(before, join=replace(join, scalable=("linear",)))}, ranges)
+        decided_again(
+            {"cat": replace(before, join=replace(join, scalable=("linear",)))}, ranges
+        )
     scaled = replace(after, scale="scaled")
     assert decided_again({"cat": scaled}, dict.fromkeys(keys, 8.0))["cat"] == scaled

@@ -19,7 +19,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LAYERS = os.environ.get("LARGE_LLAMA_LAYERS", "28")
 LIMIT = 4_000_000_000
-INT4 = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 64, "symmetric": True}
+INT4 = {
+    "dtype": "int4",
+    "qscheme": "per_group",
+    "ch_axis": 1,
+    "group_size": 64,
+    "symmetric": True,
+}
 CONFIG = {"global_quant_config": {"weight": INT4}, "exclude": ["kind:embedding", "kind:head"]}
 DATA = """
 import torch
@@ -33,7 +39,12 @@ def data():
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Written by another process, as large_llama.py reads the package's files."""
     folder = tmp_path_factory.mktemp("large")
-    command = [sys.executable, str(ROOT / "benchmarks" / "large_llama.py"), str(folder / "llama"), LAYERS]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "large_llama.py"),
+        str(folder / "llama"),
+        LAYERS,
+    ]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     (folder / "data.py").write_text(DATA, encoding="utf-8")
     return folder / "llama"
@@ -50,7 +61,10 @@ def control_group() -> Iterator[Path | None]:
 
 def limited_group() -> Path | None:
     """Of either version of control groups."""
-    for name, limit in (("memory/quantizer-large", "memory.limit_in_bytes"), ("quantizer-large", "memory.max")):
+    for name, limit in (
+        ("memory/quantizer-large", "memory.limit_in_bytes"),
+        ("quantizer-large", "memory.max"),
+    ):
         group = Path("/sys/fs/cgroup", name)
         with contextlib.suppress(OSError):
             group.mkdir(exist_ok=True)
@@ -70,7 +84,15 @@ def test_a_model_larger_than_memory(
 
     config = CONFIG | ({"algo_config": {"name": algorithm}} if algorithm else {})
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    arguments = ["--quant_mode", "calib", "--config_file", "config.json", "--model", str(model), "--quiet"]
+    arguments = [
+        "--quant_mode",
+        "calib",
+        "--config_file",
+        "config.json",
+        "--model",
+        str(model),
+        "--quiet",
+    ]
     data = ["--data", f"{model.parent / 'data.py'}:data"] if algorithm else ["--seq_len", "512"]
     done = subprocess.run(
         [sys.executable, "-m", "quantizer", *arguments, *data],
@@ -83,5 +105,7 @@ def test_a_model_larger_than_memory(
     )
     assert done.returncode == 0, done.stderr
     run = json.loads((tmp_path / "quantize_result" / "run.json").read_text(encoding="utf-8"))
-    print(f"{LAYERS} layers, {algorithm}: {run['peak_memory_bytes'] / 1e9:.2f} GB, {run['seconds']:.0f} s")
+    print(
+        f"{LAYERS} layers, {algorithm}: {run['peak_memory_bytes'] / 1e9:.2f} GB, {run['seconds']:.0f} s"
+    )
     assert run["peak_memory_bytes"] < LIMIT

@@ -18,11 +18,15 @@ from quantizer.errors import ResultError
 from quantizer.graph.trace import trace
 
 ROOT = Path(__file__).parents[2]
-CPU = json.loads((ROOT / "configs" / "cpu_int8.json").read_text()) | {"include_bias_corr": False}
+CPU = json.loads((ROOT / "configs" / "cpu_int8.json").read_text()) | {
+    "include_bias_corr": False
+}
 DPU = json.loads((ROOT / "configs" / "dpu.json").read_text())
 INT8 = {"dtype": "int8", "qscheme": "per_tensor", "symmetric": True, "is_dynamic": False}
 WEIGHT = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False}
-HIERARCHICAL = {"global_quant_config": {"weight": WEIGHT, "input_tensors": INT8, "output_tensors": INT8}}
+HIERARCHICAL = {
+    "global_quant_config": {"weight": WEIGHT, "input_tensors": INT8, "output_tensors": INT8}
+}
 FIRST = "Sequential::Sequential/Conv2d[0]/conv2d"
 RANGES = torch.logspace(0, -3, 8)
 """How wide each channel is, from 1 to a thousandth."""
@@ -34,7 +38,9 @@ def depthwise(kernel: int = 3) -> nn.Conv2d:
 
 def skewed(*layers: nn.Module) -> nn.Module:
     """The layers, with values between them as wide as RANGES, for which the last layer makes up."""
-    convolutions = [layer for layer in layers if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)]
+    convolutions = [
+        layer for layer in layers if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)
+    ]
     for layer in convolutions:
         layer.weight.data /= layer.weight.data.flatten(1).norm(dim=1).view(8, 1, 1, 1)
     convolutions[0].weight.data *= RANGES.view(8, 1, 1, 1)
@@ -65,8 +71,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "rectified": lambda: skewed(depthwise(), nn.ReLU(), depthwise()),
     "pointwise before": lambda: skewed(nn.Conv2d(8, 8, 1), nn.ReLU(), depthwise()),
     "pooled": lambda: skewed(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.MaxPool2d(2), depthwise()),
-    "transposed": lambda: skewed(nn.ConvTranspose2d(8, 8, 2, 2, groups=8), nn.Conv2d(8, 8, 1, groups=8)),
-    "transposed behind": lambda: skewed(nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 8, 4, 2, 1, groups=8)),
+    "transposed": lambda: skewed(
+        nn.ConvTranspose2d(8, 8, 2, 2, groups=8), nn.Conv2d(8, 8, 1, groups=8)
+    ),
+    "transposed behind": lambda: skewed(
+        nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 8, 4, 2, 1, groups=8)
+    ),
     "some of the channels": lambda: Front(skewed(depthwise(), depthwise())),
     "three in a row": lambda: skewed(depthwise(), depthwise(1), depthwise()),
 }
@@ -114,15 +124,31 @@ def of_skewed_images(seed: int) -> list[Tensor]:
 
 
 LEFT: dict[str, Callable[[], tuple[nn.Module, dict[str, Any], list[Tensor]]]] = {
-    "channels are level, though weights are not": lambda: (normalizing(), CPU, of_skewed_images(1)),
+    "channels are level, though weights are not": lambda: (
+        normalizing(),
+        CPU,
+        of_skewed_images(1),
+    ),
     "cut off": lambda: (skewed(depthwise(), nn.ReLU6(), depthwise()), CPU, images(1)),
     "one scale for all weights": lambda: (
         skewed(depthwise(), depthwise()),
-        CPU | {"tensor_quantize_config": CPU["tensor_quantize_config"] | {"weights": {"per_channel": False}}},
+        CPU
+        | {
+            "tensor_quantize_config": CPU["tensor_quantize_config"]
+            | {"weights": {"per_channel": False}}
+        },
         images(1),
     ),
-    "the DPU": lambda: (skewed(depthwise(), depthwise()), DPU | {"include_cle": False}, images(1)),
-    "ordinary weights": lambda: (nn.Sequential(depthwise(), nn.ReLU(), depthwise()), CPU, images(1)),
+    "the DPU": lambda: (
+        skewed(depthwise(), depthwise()),
+        DPU | {"include_cle": False},
+        images(1),
+    ),
+    "ordinary weights": lambda: (
+        nn.Sequential(depthwise(), nn.ReLU(), depthwise()),
+        CPU,
+        images(1),
+    ),
 }
 
 
@@ -172,7 +198,16 @@ def model_file(tmp_path: Path) -> str:
 
 def calib(model_file: str, folder: Path, data: str = "calibration_data") -> int:
     config = str(Path(model_file).with_name("c.json"))
-    words = ["--quant_mode", "calib", "--config_file", config, "--model", model_file, "--data", f"{model_file}:{data}"]
+    words = [
+        "--quant_mode",
+        "calib",
+        "--config_file",
+        config,
+        "--model",
+        model_file,
+        "--data",
+        f"{model_file}:{data}",
+    ]
     return run_command([*words, "--output_dir", str(folder), "-q"])
 
 
@@ -183,12 +218,23 @@ def test_results_hold_the_levels(model_file: str, tmp_path: Path) -> None:
     [exponents] = levels(tmp_path / "a").values()
     assert exponents == [0, *exponents[1:]]
     assert 8 <= max(exponents) <= 12
-    test = ["--quant_mode", "test", "--model", model_file, "--output_dir", str(tmp_path / "a"), "--deploy", "onnx"]
+    test = [
+        "--quant_mode",
+        "test",
+        "--model",
+        model_file,
+        "--output_dir",
+        str(tmp_path / "a"),
+        "--deploy",
+        "onnx",
+    ]
     assert run_command([*test, "--gate", "sqnr_db>=28", "-q"]) == 0
 
 
 def merge(model_file: str, folders: list[Path], into: Path) -> int:
-    return run_command(["merge", "--model", model_file, "-q", "-o", str(into), *map(str, folders)])
+    return run_command(
+        ["merge", "--model", model_file, "-q", "-o", str(into), *map(str, folders)]
+    )
 
 
 def test_merged_calibrations_have_the_levels_of_both(model_file: str, tmp_path: Path) -> None:
@@ -212,7 +258,13 @@ def test_calibrations_with_other_levels_are_not_merged(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"Sequential::nothing": [0] * 8}, {FIRST: [0] * 7}, {FIRST: [0.5] * 8}, {FIRST: [0] * 7 + [900]}, {FIRST: None}],
+    [
+        {"Sequential::nothing": [0] * 8},
+        {FIRST: [0] * 7},
+        {FIRST: [0.5] * 8},
+        {FIRST: [0] * 7 + [900]},
+        {FIRST: None},
+    ],
     ids=["no such layer", "too few", "no integers", "too large", "no list"],
 )
 def test_levels_of_another_network_are_refused(wrong: dict[str, Any]) -> None:

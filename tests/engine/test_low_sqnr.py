@@ -32,18 +32,29 @@ class Outlier(nn.Module):
         return y
 
 
-def compared(size: float, caplog: pytest.LogCaptureFixture, config: dict[str, Any] = CONFIG) -> tuple[float, str]:
-    data = [torch.randn(64, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+def compared(
+    size: float, caplog: pytest.LogCaptureFixture, config: dict[str, Any] = CONFIG
+) -> tuple[float, str]:
+    data = [
+        torch.randn(64, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)
+    ]
     with caplog.at_level(logging.WARNING):
         found = quantizer.calibrate(Outlier(size).eval(), config, data).test().to_json()
     return found["metrics"]["sqnr_db"], caplog.text
 
 
-@pytest.mark.parametrize("config", [CONFIG, document()], ids=["seven tensors", "more than are tried"])
-def test_the_first_layer_and_the_best_change_are_named(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "config", [CONFIG, document()], ids=["seven tensors", "more than are tried"]
+)
+def test_the_first_layer_and_the_best_change_are_named(
+    config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     sqnr, said = compared(1e4, caplog, config)
     assert sqnr < 15
-    assert "It is below that from the activation of Outlier::Outlier/Linear[second]/linear on" in said
+    assert (
+        "It is below that from the activation of Outlier::Outlier/Linear[second]/linear on"
+        in said
+    )
     assert "the activation of Outlier::Outlier/Linear[second]/linear helps most" in said
 
 

@@ -104,7 +104,9 @@ def chosen_by_values(head: Head, boxes: Tensor, scores: Tensor) -> Tensor:
 
 
 def scattered(head: Head, boxes: Tensor, scores: Tensor) -> Tensor:
-    return boxes.scatter(1, torch.tensor([0, 2, 3]).view(1, 3, 1).expand(len(boxes), 3, 16), scores)
+    return boxes.scatter(
+        1, torch.tensor([0, 2, 3]).view(1, 3, 1).expand(len(boxes), 3, 16), scores
+    )
 
 
 def put_at_indices(head: Head, boxes: Tensor, scores: Tensor) -> Tensor:
@@ -139,7 +141,12 @@ CASES = [
     Case(cat, SCORES, "0.scores", ["0[0:4]", "0[4:7]"]),
     Case(transposed, SCORES, "0.scores", ["0[0:4]", "0[4:7]"]),
     Case(nested, ["0.boxes", "0.scores", "0.boxes.1", "0.scores.1"], "0.scores.1"),
-    Case(three_kinds, ["0.boxes", "0.anchors", "0.scores"], "0.scores", ["0[0:4]", "0[4:8]", "0[8:11]"]),
+    Case(
+        three_kinds,
+        ["0.boxes", "0.anchors", "0.scores"],
+        "0.scores",
+        ["0[0:4]", "0[4:8]", "0[8:11]"],
+    ),
     Case(stacked, SCORES, "0.scores", ["0[0:1]", "0[1:2]"]),
     Case(bent_later, SCORES, "0.scores", ["0[0:4]", "0[4:7]"]),
     Case(added_later, SCORES, "0.scores", ["0[0:4]", "0[4:7]"]),
@@ -158,7 +165,10 @@ CASES = [
 
 
 def data(count: int = 3) -> list[Tensor]:
-    return [torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
+    return [
+        torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(seed))
+        for seed in range(count)
+    ]
 
 
 def batches(*tensors: Tensor) -> list[Batch]:
@@ -172,7 +182,9 @@ def quantized_at(graph: Graph, name: str, step: float = STEP) -> Network:
 
 
 def networks_of(graph: Graph, quantized: Network) -> Networks:
-    return Networks(Network(graph), quantized, None, load_batches(data()), CPU, output_parts(graph))
+    return Networks(
+        Network(graph), quantized, None, load_batches(data()), CPU, output_parts(graph)
+    )
 
 
 def node_of(graph: Graph, end: str) -> str:
@@ -206,7 +218,9 @@ def test_values_of_a_part_are_its_own() -> None:
     graph = trace(Head(nested).eval(), (data()[0],))
     [output] = output_parts(graph)
     x, y = Network(graph)(data()[0]), quantized_at(graph, output.node)(data()[0])
-    found = compare(Network(graph), quantized_at(graph, output.node), batches(data()[0])).named_metrics()
+    found = compare(
+        Network(graph), quantized_at(graph, output.node), batches(data()[0])
+    ).named_metrics()
     for name, part in {"0.boxes": x[:, :4, :8], "0.scores.1": x[:, 4:, 8:]}.items():
         other = y[:, :4, :8] if name == "0.boxes" else y[:, 4:, 8:]
         noise = float((part - other).double().square().sum())
@@ -234,7 +248,9 @@ def test_outputs_are_compared_with_the_users_model_part_by_part() -> None:
     """And with the float network that was quantized, which a pass has made another one."""
     user = trace(Head(cat).eval(), (data()[0],))
     passed = user.mapped(lambda node: node)
-    passed = passed.replaced(tensors={**passed.tensors, "scores.bias": passed.tensors["scores.bias"] + 0.5})
+    passed = passed.replaced(
+        tensors={**passed.tensors, "scores.bias": passed.tensors["scores.bias"] + 0.5}
+    )
     quantized = quantized_at(passed, node_of(passed, "scores]/conv1d"), 0.02)
     compared = compare(Network(passed), quantized, batches(*data()), user=Network(user))
     figures = compared.named_metrics()
@@ -242,7 +258,9 @@ def test_outputs_are_compared_with_the_users_model_part_by_part() -> None:
     lost = {part.name: part.sqnr_db for part in losses.parts}
     assert compared.metrics()["sqnr_db"] == figures["sqnr_db[0.scores]"]
     assert figures["sqnr_db[0.scores]"] < 20 < 30 < (lost["0.scores"] or 0)
-    networks = Networks(Network(passed), quantized, Network(user), load_batches(data()), CPU, output_parts(user))
+    networks = Networks(
+        Network(passed), quantized, Network(user), load_batches(data()), CPU, output_parts(user)
+    )
     assert {warning.output for warning in output_warnings(compared, networks)} <= {"0.scores"}
 
 
@@ -254,7 +272,10 @@ class Returned(NamedTuple):
 @pytest.mark.parametrize(
     ("join", "names"),
     [
-        (lambda head, boxes, scores: {"out": boxes, "aux": [scores, boxes]}, ["out", "aux.0", "aux.1"]),
+        (
+            lambda head, boxes, scores: {"out": boxes, "aux": [scores, boxes]},
+            ["out", "aux.0", "aux.1"],
+        ),
         (lambda head, boxes, scores: Returned(boxes, scores), ["boxes", "scores"]),
         (lambda head, boxes, scores: (boxes, {"s": scores}, 3, None), ["0", "1.s"]),
         (lambda head, boxes, scores: [boxes, boxes], ["0", "1"]),
@@ -271,12 +292,28 @@ def test_outputs_have_the_names_of_the_model(join: Any, names: list[str]) -> Non
 def test_what_is_integer_constant_or_empty_has_no_sqnr_and_is_not_the_worst() -> None:
     def join(head: Head, boxes: Tensor, scores: Tensor) -> dict[str, Tensor]:
         zero = torch.relu(-boxes)
-        return {"classes": scores.argmax(1), "none": boxes[:, :0], "zero": zero, "anchors": head.anchors, "s": scores}
+        return {
+            "classes": scores.argmax(1),
+            "none": boxes[:, :0],
+            "zero": zero,
+            "anchors": head.anchors,
+            "s": scores,
+        }
 
     graph = trace(Head(join).eval(), (data()[0],))
-    compared = compare(Network(graph), quantized_at(graph, node_of(graph, "scores]/conv1d"), 0.25), batches(*data()))
+    compared = compare(
+        Network(graph),
+        quantized_at(graph, node_of(graph, "scores]/conv1d"), 0.25),
+        batches(*data()),
+    )
     kinds = {output.whole.name: output.whole.kind for output in compared.outputs}
-    assert kinds == {"classes": "integer", "none": "empty", "zero": "constant", "anchors": "constant", "s": "float"}
+    assert kinds == {
+        "classes": "integer",
+        "none": "empty",
+        "zero": "constant",
+        "anchors": "constant",
+        "s": "float",
+    }
     metrics = compared.metrics() | compared.named_metrics()
     assert metrics["sqnr_db"] == metrics["sqnr_db[s]"]
     assert metrics["equal_outputs"] == metrics["equal_outputs[classes]"] < 1
@@ -289,18 +326,28 @@ def test_what_is_integer_constant_or_empty_has_no_sqnr_and_is_not_the_worst() ->
 
 def test_constant_outputs_alone_have_a_share_of_equal_values() -> None:
     graph = trace(Head(lambda head, boxes, scores: torch.relu(-boxes)).eval(), (data()[0],))
-    assert compare(Network(graph), Network(graph), batches(*data())).metrics() == {"equal_outputs": 1.0}
+    assert compare(Network(graph), Network(graph), batches(*data())).metrics() == {
+        "equal_outputs": 1.0
+    }
 
 
 def test_an_output_of_one_number_has_an_sqnr() -> None:
     graph = trace(Head(lambda head, boxes, scores: scores.mean()).eval(), (data()[0],))
-    compared = compare(Network(graph), quantized_at(graph, node_of(graph, "sigmoid.1"), 0.1), batches(data()[0]))
+    compared = compare(
+        Network(graph),
+        quantized_at(graph, node_of(graph, "sigmoid.1"), 0.1),
+        batches(data()[0]),
+    )
     assert 10 < compared.metrics()["sqnr_db"] < 100
 
 
 def test_more_parts_than_have_names_are_pooled_and_say_so() -> None:
     def join(head: Head, boxes: Tensor, scores: Tensor) -> Tensor:
-        return torch.cat([boxes[..., at] * (at + 1) for at in range(16)] + [scores[..., at] for at in range(24)], 1)
+        return torch.cat(
+            [boxes[..., at] * (at + 1) for at in range(16)]
+            + [scores[..., at] for at in range(24)],
+            1,
+        )
 
     class Wide(Head):
         def forward(self, x: Tensor) -> Any:
@@ -325,8 +372,14 @@ def test_parts_of_many_layers_are_pooled_under_one_name() -> None:
     graph = trace(Many().eval(), (data()[0],))
     [output] = output_parts(graph)
     assert len(output.parts) == MOST
-    assert [(part.name, part.pooled) for part in output.parts[-2:]] == [(f"0.heads.{MOST - 2}", 1), ("0.others", 9)]
-    counts = [part.count for part in compare(Network(graph), Network(graph), batches(*data())).outputs[0].parts]
+    assert [(part.name, part.pooled) for part in output.parts[-2:]] == [
+        (f"0.heads.{MOST - 2}", 1),
+        ("0.others", 9),
+    ]
+    counts = [
+        part.count
+        for part in compare(Network(graph), Network(graph), batches(*data())).outputs[0].parts
+    ]
     assert counts == [12] * (MOST - 1) + [9 * 12]
 
 
@@ -343,7 +396,10 @@ def sorted_by_score(head: Head, boxes: Tensor, scores: Tensor) -> dict[str, Tens
     order = scores.amax(1).argsort(-1, descending=True)
     samples = torch.arange(len(boxes))[:, None]
     rows = boxes.transpose(1, 2)[samples, order]
-    return {"boxes": rows, "scores": torch.take_along_dim(scores.transpose(1, 2), order[..., None], 1)}
+    return {
+        "boxes": rows,
+        "scores": torch.take_along_dim(scores.transpose(1, 2), order[..., None], 1),
+    }
 
 
 def transformed(head: Head, boxes: Tensor, scores: Tensor) -> dict[str, Tensor]:
@@ -408,7 +464,9 @@ def test_a_channel_that_collapses_is_named_whatever_makes_it() -> None:
 
 
 def test_what_is_one_value_in_float_alone_is_told() -> None:
-    graph = trace(Head(lambda head, boxes, scores: (scores, boxes - boxes.clone())).eval(), (data()[0],))
+    graph = trace(
+        Head(lambda head, boxes, scores: (scores, boxes - boxes.clone())).eval(), (data()[0],)
+    )
     quantized = quantized_at(graph, node_of(graph, "clone"))
     networks = networks_of(graph, quantized)
     [warning] = output_warnings(compare(Network(graph), quantized, batches(*data())), networks)

@@ -49,7 +49,9 @@ def test_the_tokens_themselves_as_labels() -> None:
     found = next_tokens(batch(IDS))
     assert found is not None
     assert found.tolist() == [[1, 4, 1, -100], [0, 2, 3, -100]]
-    assert measure(Bigram(), [batch(IDS)])["perplexity"] == pytest.approx(by_definition(Bigram(), PAIRS))
+    assert measure(Bigram(), [batch(IDS)])["perplexity"] == pytest.approx(
+        by_definition(Bigram(), PAIRS)
+    )
 
 
 def test_targets_that_are_moved_already() -> None:
@@ -58,17 +60,23 @@ def test_targets_that_are_moved_already() -> None:
     assert found is not None
     assert found.tolist() == moved.tolist()
     more = [*PAIRS, (1, 0), (3, 4)]
-    assert measure(Bigram(), [batch(moved)])["perplexity"] == pytest.approx(by_definition(Bigram(), more))
+    assert measure(Bigram(), [batch(moved)])["perplexity"] == pytest.approx(
+        by_definition(Bigram(), more)
+    )
 
 
 def test_what_is_masked_does_not_count() -> None:
     masked = IDS.clone()
     masked[:, :2] = -100
     scored = [(1, 4), (4, 1), (0, 2), (2, 3)]
-    assert measure(Bigram(), [batch(masked)])["perplexity"] == pytest.approx(by_definition(Bigram(), scored))
+    assert measure(Bigram(), [batch(masked)])["perplexity"] == pytest.approx(
+        by_definition(Bigram(), scored)
+    )
 
 
-@pytest.mark.parametrize("target", [None, torch.ones(2), torch.ones(2, 4), torch.ones(2, 4).long(), IDS[:1]])
+@pytest.mark.parametrize(
+    "target", [None, torch.ones(2), torch.ones(2, 4), torch.ones(2, 4).long(), IDS[:1]]
+)
 def test_other_targets_are_no_text(target: Tensor | None) -> None:
     """A tag for each token has the same shape."""
     assert next_tokens(batch(target)) is None
@@ -79,7 +87,9 @@ def test_chunks_and_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = measure(Bigram(), [batch(IDS)])
     monkeypatch.setattr(perplexity, "CHUNK", 2 * VOCABULARY + 1)
     parts = [Batch((row[None],), {}, row[None], None) for row in IDS]
-    assert measure(Bigram(), parts)["perplexity"] == pytest.approx(whole["perplexity"], rel=1e-6)
+    assert measure(Bigram(), parts)["perplexity"] == pytest.approx(
+        whole["perplexity"], rel=1e-6
+    )
 
 
 def test_both_networks_in_one_pass() -> None:
@@ -103,7 +113,9 @@ def test_half_precision_is_summed_in_float32() -> None:
 
 
 def test_a_token_outside_the_vocabulary() -> None:
-    with pytest.raises(DataError, match="token 9 is a target, and the model's output has 5 classes"):
+    with pytest.raises(
+        DataError, match="token 9 is a target, and the model's output has 5 classes"
+    ):
         TokenLoss().add(torch.zeros(1, 2, 5), torch.tensor([[9, -100]]))
 
 

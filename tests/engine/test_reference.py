@@ -27,8 +27,18 @@ DPU = json.loads((ROOT / "configs" / "dpu.json").read_text())
 CLE = CPU | {"include_cle": True}
 HIERARCHICAL = {
     "global_quant_config": {
-        "weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False},
-        "input_tensors": {"dtype": "uint8", "qscheme": "per_tensor", "symmetric": False, "is_dynamic": False},
+        "weight": {
+            "dtype": "int8",
+            "qscheme": "per_channel",
+            "ch_axis": 0,
+            "is_dynamic": False,
+        },
+        "input_tensors": {
+            "dtype": "uint8",
+            "qscheme": "per_tensor",
+            "symmetric": False,
+            "is_dynamic": False,
+        },
     },
     "pre_quant_opt_config": [{"name": "cle"}],
 }
@@ -73,7 +83,10 @@ def network(activation: nn.Module) -> nn.Module:
 def ratio_db(exact: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     """The SQNR of all values of some outputs."""
     signal = math.fsum(float(x.double().square().sum()) for x in exact)
-    noise = math.fsum(float((x.double() - y.double()).square().sum()) for x, y in zip(exact, other, strict=True))
+    noise = math.fsum(
+        float((x.double() - y.double()).square().sum())
+        for x, y in zip(exact, other, strict=True)
+    )
     return 10 * math.log10(signal / noise)
 
 
@@ -81,7 +94,9 @@ def decisions(folder: Path) -> dict[str, bool]:
     """For each first layer, by the attribute of its module, whether the next one absorbs its high biases."""
     header = json.loads((folder / "quant_info.json").read_text())["header"]
     rows = header["absorption"]["layers"]
-    return {name.partition("[")[2].partition("]")[0]: row["absorbed"] for name, row in rows.items()}
+    return {
+        name.partition("[")[2].partition("]")[0]: row["absorbed"] for name, row in rows.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,7 +138,9 @@ def test_the_figure_is_against_the_users_model_and_passes_have_one_of_their_own(
     assert figures["names"] == names
     assert figures["together_db"] == pytest.approx(ratio_db(exact[:1], found[:1]), abs=1e-3)
     shares = [10 ** (-figures[name] / 10) for name in ("passes_db", "quantization_db")]
-    assert 10 ** (-figures["together_db"] / 10) < 2 * sum(shares), "two errors, of which neither hides the other"
+    assert 10 ** (-figures["together_db"] / 10) < 2 * sum(shares), (
+        "two errors, of which neither hides the other"
+    )
 
 
 def test_a_conversion_alone_is_as_far_from_the_model_as_passes_say(
@@ -134,7 +151,9 @@ def test_a_conversion_alone_is_as_far_from_the_model_as_passes_say(
     calibrated = quantizer.calibrate(model, CPU | {"convert_relu6_to_relu": True}, data)
     figures = calibrated.test().to_json()["passes"]
     allowed = []
-    monkeypatch.setattr("quantizer.api.result.export", lambda target, given, *_: allowed.append(given.sqnr_db))
+    monkeypatch.setattr(
+        "quantizer.api.result.export", lambda target, given, *_: allowed.append(given.sqnr_db)
+    )
     calibrated.export("safetensors", tmp_path / "net.safetensors")
     with torch.no_grad():
         exact = model(data[0])
@@ -142,23 +161,39 @@ def test_a_conversion_alone_is_as_far_from_the_model_as_passes_say(
         converted = [model(x) for x in data]
         found = [calibrated.network(x) for x in data]
     assert figures["passes_db"] == pytest.approx(ratio_db([exact], converted[:1]), abs=1e-3)
-    assert figures["quantization_db"] == pytest.approx(ratio_db(converted[:1], found[:1]), abs=1e-3)
+    assert figures["quantization_db"] == pytest.approx(
+        ratio_db(converted[:1], found[:1]), abs=1e-3
+    )
     assert allowed == [pytest.approx(ratio_db(converted, found), abs=1e-3)]
 
 
 def test_equalization_costs_nothing_where_data_are_not_as_norms_promise() -> None:
     model, data = network(nn.ReLU()), images(4, 3.0, seed=1)
-    plain, equalized = (quantizer.calibrate(model, config, data).test().metrics["sqnr_db"] for config in (CPU, CLE))
+    plain, equalized = (
+        quantizer.calibrate(model, config, data).test().metrics["sqnr_db"]
+        for config in (CPU, CLE)
+    )
     assert equalized > plain - 1
 
 
-def test_analyze_measures_against_the_users_model(tmp_path: Path, toy: str, capsys: Capture) -> None:
+def test_analyze_measures_against_the_users_model(
+    tmp_path: Path, toy: str, capsys: Capture
+) -> None:
     """What each tensor costs alone is not hidden by what the conversion costs."""
     config = CPU | {"convert_relu6_to_relu": True}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     Path(toy).write_text(Path(toy).read_text().replace("nn.ReLU()", "nn.ReLU6()"))
-    given = ["--tensors", "--json", "--config_file", str(path), "--model", toy, "--data", f"{toy}:promised"]
+    given = [
+        "--tensors",
+        "--json",
+        "--config_file",
+        str(path),
+        "--model",
+        toy,
+        "--data",
+        f"{toy}:promised",
+    ]
     assert run_command(["analyze", *given, "--subset_len", "8"]) == 0
     tensors = json.loads(capsys.readouterr().out)["tensors"]
     model, data = network(nn.ReLU6()), images(6, 1.0, seed=1)[:2]
@@ -213,7 +248,9 @@ def calibrated_on(tmp_path: Path, toy: str, data: str, config: dict[str, Any] = 
 
 
 @pytest.mark.parametrize("config", [CLE, HIERARCHICAL, DPU | {"include_cle": True}])
-@pytest.mark.parametrize(("data", "second"), [("promised", True), ("late", True), ("soon", False)])
+@pytest.mark.parametrize(
+    ("data", "second"), [("promised", True), ("late", True), ("soon", False)]
+)
 def test_the_first_four_batches_decide_and_test_mode_runs_the_same_graph(
     tmp_path: Path, toy: str, data: str, second: bool, config: dict[str, Any], capsys: Capture
 ) -> None:
@@ -227,7 +264,10 @@ def test_the_first_four_batches_decide_and_test_mode_runs_the_same_graph(
     assert json.loads((folder / "run.json").read_text())["passes"] == passes
     assert "absorb_high_biases" in passes["names"]
     assert f"passes: {passes['passes_db']:.1f} dB, quantization: " in printed
-    assert f"passes: {passes['passes_db']:.1f} dB, quantization: " in (folder / "report.html").read_text()
+    assert (
+        f"passes: {passes['passes_db']:.1f} dB, quantization: "
+        in (folder / "report.html").read_text()
+    )
 
 
 def test_python_loads_the_graph_that_was_calibrated(tmp_path: Path, toy: str) -> None:
@@ -239,37 +279,82 @@ def test_python_loads_the_graph_that_was_calibrated(tmp_path: Path, toy: str) ->
         assert torch.equal(saved.network(x[0]), again.network(x[0]))
 
 
-def test_retuning_and_merging_keep_the_decision(tmp_path: Path, toy: str, capsys: Capture) -> None:
+def test_retuning_and_merging_keep_the_decision(
+    tmp_path: Path, toy: str, capsys: Capture
+) -> None:
     config = CLE | {"include_bias_corr": False}
     refused = calibrated_on(tmp_path, toy, "contrasted", config)
-    assert run_command(["retune", str(refused), "--method", "maxmin", "--output_dir", str(tmp_path / "tuned")]) == 0
+    assert (
+        run_command(
+            [
+                "retune",
+                str(refused),
+                "--method",
+                "maxmin",
+                "--output_dir",
+                str(tmp_path / "tuned"),
+            ]
+        )
+        == 0
+    )
     assert check(tmp_path / "tuned", "--data", f"{toy}:contrasted", model=toy) == 0
     assert decisions(tmp_path / "tuned") == decisions(refused)
     soon = calibrated_on(tmp_path, toy, "soon", config)
     merged = tmp_path / "merged"
-    assert run_command(["merge", str(refused), str(soon), "--model", toy, "-o", str(merged), "-q"]) == 0
+    assert (
+        run_command(["merge", str(refused), str(soon), "--model", toy, "-o", str(merged), "-q"])
+        == 0
+    )
     assert decisions(merged) == decisions(refused)
     assert check(merged, "--data", f"{toy}:contrasted", model=toy) == 0
     promised = calibrated_on(tmp_path, toy, "promised", config)
     capsys.readouterr()
-    assert run_command(["merge", str(refused), str(promised), "--model", toy, "-o", str(merged), "-q"]) == 5
+    assert (
+        run_command(
+            ["merge", str(refused), str(promised), "--model", toy, "-o", str(merged), "-q"]
+        )
+        == 5
+    )
     assert "were absorbed, and not by those of the other" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_of_several_ranks_the_first_decides(tmp_path: Path, toy: str) -> None:
     alone = calibrated_on(tmp_path, toy, "soon")
-    given = ["--quant_mode", "calib", "--model", toy, "--data", f"{toy}:soon", "--subset_len", "64"]
-    given += ["--config_file", str(tmp_path / "config.json"), "--output_dir", str(tmp_path / "ranks")]
+    given = [
+        "--quant_mode",
+        "calib",
+        "--model",
+        toy,
+        "--data",
+        f"{toy}:soon",
+        "--subset_len",
+        "64",
+    ]
+    given += [
+        "--config_file",
+        str(tmp_path / "config.json"),
+        "--output_dir",
+        str(tmp_path / "ranks"),
+    ]
     found = run_ranks(2, given, tmp_path / "logs")
     assert [rank.code for rank in found] == [0, 0], found[0].err
-    assert (tmp_path / "ranks" / "quant_info.json").read_bytes() == (alone / "quant_info.json").read_bytes()
+    assert (tmp_path / "ranks" / "quant_info.json").read_bytes() == (
+        alone / "quant_info.json"
+    ).read_bytes()
 
 
 def test_known_traces_change_nothing(tmp_path: Path, toy: str, capsys: Capture) -> None:
     first = calibrated_on(tmp_path, toy, "contrasted")
     before = (first / "quant_info.json").read_bytes()
-    given = ["--model", toy, "--config_file", str(tmp_path / "config.json"), "--data", f"{toy}:contrasted"]
+    given = [
+        "--model",
+        toy,
+        "--config_file",
+        str(tmp_path / "config.json"),
+        "--data",
+        f"{toy}:contrasted",
+    ]
     for _ in range(2):
         assert run_command(["plan", *given]) == 0
         assert "layers whose high biases the next one absorbs: 2" in capsys.readouterr().err
@@ -284,7 +369,9 @@ def test_a_decision_about_a_layer_that_is_not_there_is_refused(tmp_path: Path) -
     rows = content["header"]["absorption"]["layers"]
     rows["Norms::nothing"] = next(iter(rows.values()))
     write_info(tmp_path / "out", content["header"], content["tensors"])
-    with pytest.raises(ResultError, match="header/absorption/layers/Norms::nothing: there is no layer"):
+    with pytest.raises(
+        ResultError, match="header/absorption/layers/Norms::nothing: there is no layer"
+    ):
         quantizer.load(tmp_path / "out", model, data)
 
 

@@ -49,22 +49,35 @@ def picked(values: Tensor, index: Tensor) -> Tensor:
 def best_of_best(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor) -> Rows:
     _, first = scores[..., 0].topk(24)
     _, second = picked(scores, first)[..., 1].topk(8)
-    return {"boxes": picked(picked(boxes, first), second), "numbers": numbers.gather(1, first).gather(1, second)}
+    return {
+        "boxes": picked(picked(boxes, first), second),
+        "numbers": numbers.gather(1, first).gather(1, second),
+    }
 
 
 def best_of_sorted(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor) -> Rows:
     ordered, first = scores[..., 0].sort(descending=True)
     _, second = (ordered * picked(scores, first)[..., 1]).topk(8)
-    return {"boxes": picked(picked(boxes, first), second), "numbers": numbers.gather(1, first).gather(1, second)}
+    return {
+        "boxes": picked(picked(boxes, first), second),
+        "numbers": numbers.gather(1, first).gather(1, second),
+    }
 
 
-def sorted_after_suppression(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor) -> Rows:
+def sorted_after_suppression(
+    detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor
+) -> Rows:
     """Rows that overlap a better one lose by it, as in matrix NMS."""
     ordered, first = scores[..., 0].topk(32)
     corners = picked(boxes, first)
-    overlaps: Tensor = (1 - (corners[:, :, None] - corners[:, None]).abs().sum(-1)).clamp(min=0).triu(1)
+    overlaps: Tensor = (
+        (1 - (corners[:, :, None] - corners[:, None]).abs().sum(-1)).clamp(min=0).triu(1)
+    )
     _, second = ((1 - overlaps).amin(1) * ordered).sort(descending=True)
-    return {"boxes": picked(corners, second), "numbers": numbers.gather(1, first).gather(1, second)}
+    return {
+        "boxes": picked(corners, second),
+        "numbers": numbers.gather(1, first).gather(1, second),
+    }
 
 
 def by_one_index(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor) -> Rows:
@@ -93,20 +106,30 @@ def of_all_samples(detector: Detector, boxes: Tensor, scores: Tensor, numbers: T
     }
 
 
-def classes_of_queries(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor) -> Rows:
+def classes_of_queries(
+    detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor
+) -> Rows:
     """As RT-DETR does: queries are chosen, and of all their classes the best."""
     _, first = scores.amax(-1).topk(16)
     queries = picked(boxes, first)
     _, second = detector.again(queries).add(picked(scores, first)).flatten(1).topk(10)
     index = second // 3
-    return {"boxes": picked(queries, index), "numbers": numbers.gather(1, first).gather(1, index)}
+    return {
+        "boxes": picked(queries, index),
+        "numbers": numbers.gather(1, first).gather(1, index),
+    }
 
 
-def best_class_of_best(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor) -> Rows:
+def best_class_of_best(
+    detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor
+) -> Rows:
     """The score of the second choice is the largest of several."""
     _, first = scores[..., 0].topk(24)
     _, second = picked(scores, first)[..., 1:].amax(-1).topk(8)
-    return {"boxes": picked(picked(boxes, first), second), "numbers": numbers.gather(1, first).gather(1, second)}
+    return {
+        "boxes": picked(picked(boxes, first), second),
+        "numbers": numbers.gather(1, first).gather(1, second),
+    }
 
 
 def three_times(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor) -> Rows:
@@ -117,7 +140,9 @@ def three_times(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tens
     return {"boxes": picked(boxes, index), "numbers": numbers.gather(1, index)}
 
 
-def beside_fixed_rows(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor) -> Rows:
+def beside_fixed_rows(
+    detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor
+) -> Rows:
     """What was selected is joined with rows that are always there."""
     _, first = scores[:, 8:, 0].topk(24)
     fixed = torch.arange(8).expand(len(boxes), -1)
@@ -130,7 +155,10 @@ def summed_up(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor
     """A score of the second choice depends on all better rows, so nothing says whose it is."""
     _, first = scores[..., 0].topk(24)
     _, second = picked(scores, first)[..., 1].cumsum(1).topk(8)
-    return {"boxes": picked(picked(boxes, first), second), "numbers": numbers.gather(1, first).gather(1, second)}
+    return {
+        "boxes": picked(picked(boxes, first), second),
+        "numbers": numbers.gather(1, first).gather(1, second),
+    }
 
 
 def every_second(detector: Detector, boxes: Tensor, scores: Tensor, numbers: Tensor) -> Rows:
@@ -163,7 +191,10 @@ SELECTIONS = [
 
 
 def data() -> list[Tensor]:
-    return [torch.randn(3, PLACES, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    return [
+        torch.randn(3, PLACES, 3, generator=torch.Generator().manual_seed(seed))
+        for seed in range(3)
+    ]
 
 
 def quantized_scores(graph: Graph) -> Network:
@@ -204,7 +235,9 @@ def test_rows_of_two_selections_are_matched_by_where_they_were_at_first(select: 
     share = figures["rows_kept[boxes]"]
     assert share == figures["rows_kept[numbers]"] < 1
     if select in (of_each_class, classes_of_queries, of_all_samples):
-        assert share <= kept / rows, "a row may be there with another class, or be that of another sample"
+        assert share <= kept / rows, (
+            "a row may be there with another class, or be that of another sample"
+        )
     else:
         assert share == pytest.approx(kept / rows)
 
@@ -213,15 +246,32 @@ def test_rows_of_two_selections_are_matched_by_where_they_were_at_first(select: 
 def test_rows_that_cannot_be_matched_are_said(select: Select) -> None:
     """And nothing claims how many are kept."""
     graph, quantized, found = compared(select)
-    assert not any(name.startswith("rows_kept") for name in found.metrics() | found.named_metrics())
-    networks = Networks(Network(graph), quantized, None, load_batches(data()), torch.device("cpu"), output_parts(graph))
+    assert not any(
+        name.startswith("rows_kept") for name in found.metrics() | found.named_metrics()
+    )
+    networks = Networks(
+        Network(graph),
+        quantized,
+        None,
+        load_batches(data()),
+        torch.device("cpu"),
+        output_parts(graph),
+    )
     warnings = {warning.output: warning for warning in output_warnings(found, networks)}
     assert {warning.kind for warning in warnings.values()} == {"unmatched"}
-    assert warnings["boxes"].text.startswith(f"boxes: {9 * 8} rows that are selected by values cannot be matched")
-    assert [output.order.to_json()["unmatched"] for output in found.outputs if output.order is not None] == [72, 72]
+    assert warnings["boxes"].text.startswith(
+        f"boxes: {9 * 8} rows that are selected by values cannot be matched"
+    )
+    assert [
+        output.order.to_json()["unmatched"]
+        for output in found.outputs
+        if output.order is not None
+    ] == [72, 72]
 
 
-def test_rows_of_which_one_value_is_left_are_matched_and_a_mean_of_all_rows_needs_it_not() -> None:
+def test_rows_of_which_one_value_is_left_are_matched_and_a_mean_of_all_rows_needs_it_not() -> (
+    None
+):
     _, _, found = compared(reduced)
     figures = found.named_metrics()
     assert figures["equal_outputs[largest]"] == figures["equal_outputs[numbers]"] == 1

@@ -10,7 +10,9 @@ import torch
 from quantizer.sources.data import load_batches
 from quantizer.sources.models import load_model
 
-pytest.importorskip("sklearn", reason="the digits come from scikit-learn; needs quantizer-torch[examples]")
+pytest.importorskip(
+    "sklearn", reason="the digits come from scikit-learn; needs quantizer-torch[examples]"
+)
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 

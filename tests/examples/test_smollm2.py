@@ -33,7 +33,10 @@ LEAST = {(GROUPS, "awq"): 0.5, ("int3 per channel", "gptq"): 0.65}
 """Share of the gap in perplexity between round-to-nearest and the float model that is to be closed at least; the
 example itself prints the rest."""
 WINDOWS = 3  # of the eight that the float model's figure takes
-CALIBRATION_WINDOWS = {"awq": 2, "gptq": 2}  # of the eight that the example takes, to the same bars
+CALIBRATION_WINDOWS = {
+    "awq": 2,
+    "gptq": 2,
+}  # of the eight that the example takes, to the same bars
 
 pytestmark = pytest.mark.slow
 
@@ -43,11 +46,15 @@ def example() -> Iterator[ModuleType]:
     """smollm2_algorithms.py as a module, which finds the one that it builds on beside it."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"needs the packages of the language model example (make test installs them): {', '.join(missing)}")
+        pytest.skip(
+            f"needs the packages of the language model example (make test installs them): {', '.join(missing)}"
+        )
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(ROOT / "examples")
         package = importlib.import_module("gguf")
-        patched.setattr(package, "GGUFReader", cache(package.GGUFReader))  # 50,000 words, two seconds for each command
+        patched.setattr(
+            package, "GGUFReader", cache(package.GGUFReader)
+        )  # 50,000 words, two seconds for each command
         yield importlib.import_module("smollm2_algorithms")
 
 
@@ -71,7 +78,9 @@ def loss(example: ModuleType, network: Any) -> Callable[[int], float]:
 
 
 @pytest.fixture(scope="module")
-def rise(example: ModuleType, network: Any, loss: Callable[[int], float]) -> Callable[[str, str], float]:
+def rise(
+    example: ModuleType, network: Any, loss: Callable[[int], float]
+) -> Callable[[str, str], float]:
     """The ratio of perplexities with weights of a width and an algorithm; measured once."""
 
     calibration = list(example.smollm2.calibration_data())
@@ -79,7 +88,11 @@ def rise(example: ModuleType, network: Any, loss: Callable[[int], float]) -> Cal
     @cache
     def measured(width: str, name: str) -> float:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(example.smollm2, "calibration_data", lambda: calibration[: CALIBRATION_WINDOWS.get(name)])
+            patched.setattr(
+                example.smollm2,
+                "calibration_data",
+                lambda: calibration[: CALIBRATION_WINDOWS.get(name)],
+            )
             found = example.smollm2.perplexity(example.quantized(network, width, name), WINDOWS)
         return float(found / math.exp(loss(WINDOWS)))
 
@@ -98,7 +111,9 @@ def test_perplexity_of_a_setting(
     loss: Callable[[int], float],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    quantizer = ModelQuantizer(Config(example.smollm2.SETTINGS[setting], exclude=example.smollm2.FLOAT))
+    quantizer = ModelQuantizer(
+        Config(example.smollm2.SETTINGS[setting], exclude=example.smollm2.FLOAT)
+    )
     quantized = quantizer.quantize_model(copy.deepcopy(network))
     ratio = example.smollm2.perplexity(quantized, WINDOWS) / math.exp(loss(WINDOWS))
     with capsys.disabled():
@@ -117,7 +132,9 @@ def test_the_gap_to_the_float_model_closes(
     rtn, found = rise(width, "rtn"), rise(width, name)
     closed = (rtn - found) / (rtn - 1)
     with capsys.disabled():
-        print(f"\nSmolLM2-135M, {width}, {name}: perplexity {found:.2f} times the float model's, {closed:.0%} closed")
+        print(
+            f"\nSmolLM2-135M, {width}, {name}: perplexity {found:.2f} times the float model's, {closed:.0%} closed"
+        )
     assert math.isfinite(found)
     assert closed >= LEAST[width, name]
 

@@ -12,7 +12,9 @@ TAGGER = str(ROOT / "examples" / "tagger.py")
 INT8 = str(ROOT / "configs" / "cpu_int8.json")
 
 
-def test_only_what_lies_between_the_stubs_is_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_lies_between_the_stubs_is_quantized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert calibrate(tmp_path, "--config_file", INT8, model=TAGGER, config=None) == 0
     info = json.loads((tmp_path / "quant_info.json").read_text("utf-8"))
     modules = {name.rpartition("/")[0].rpartition("/")[2] for name in info["tensors"]}

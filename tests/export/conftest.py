@@ -17,14 +17,19 @@ def _one_table_of_translations() -> Iterator[None]:
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        patched.setattr(
+            ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib))
+        )
         yield
 
 
 @pytest.fixture(autouse=True)
 def _no_other_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other engines take a second for each file; tests that are about them ask for `other_engines`."""
-    if "other_engines" in request.fixturenames or importlib.util.find_spec("onnxruntime") is None:
+    if (
+        "other_engines" in request.fixturenames
+        or importlib.util.find_spec("onnxruntime") is None
+    ):
         return
     from quantizer.export import onnx_openvino
 

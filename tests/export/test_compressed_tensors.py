@@ -26,19 +26,38 @@ for package in EXPORTERS[TARGET].needs:
 
 Spec = dict[str, Any]
 FLOAT = ["kind:embedding", "kind:head"]
-LAYERS = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", *(f"self_attn.{part}_proj" for part in "koqv")]
+LAYERS = [
+    "mlp.down_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    *(f"self_attn.{part}_proj" for part in "koqv"),
+]
 PATHS = [f"model.layers.0.{layer}" for layer in LAYERS]
 
 
 def integer(bits: int, *, symmetric: bool = True, **more: Any) -> Spec:
-    kind = {"scale_type": "float", "round_method": "half_even", "is_dynamic": False, "symmetric": symmetric}
+    kind = {
+        "scale_type": "float",
+        "round_method": "half_even",
+        "is_dynamic": False,
+        "symmetric": symmetric,
+    }
     return {"dtype": f"int{bits}", **kind, **more}
 
 
-CHANNEL: Spec = {"qscheme": "per_channel", "ch_axis": 0, "observer_cls": "PerChannelMinMaxObserver"}
+CHANNEL: Spec = {
+    "qscheme": "per_channel",
+    "ch_axis": 0,
+    "observer_cls": "PerChannelMinMaxObserver",
+}
 TENSOR: Spec = {"qscheme": "per_tensor", "observer_cls": "PerTensorMinMaxObserver"}
 TOKEN: Spec = {"qscheme": "per_token", "is_dynamic": True}
-GROUP: Spec = {"qscheme": "per_group", "ch_axis": 1, "group_size": 32, "observer_cls": "PerGroupMinMaxObserver"}
+GROUP: Spec = {
+    "qscheme": "per_group",
+    "ch_axis": 1,
+    "group_size": 32,
+    "observer_cls": "PerGroupMinMaxObserver",
+}
 FP8: Spec = {"dtype": "fp8_e4m3"}
 INT4, INT8 = integer(4, **GROUP), integer(8, **CHANNEL)
 MXFP4: Spec = {
@@ -48,7 +67,13 @@ MXFP4: Spec = {
     "observer_cls": "PerBlockMXObserver",
     "is_dynamic": False,
 }
-NVFP4: Spec = {"dtype": "fp4", "scale_format": "e4m3", **GROUP, "group_size": 16, "is_dynamic": False}
+NVFP4: Spec = {
+    "dtype": "fp4",
+    "scale_format": "e4m3",
+    **GROUP,
+    "group_size": 16,
+    "is_dynamic": False,
+}
 STATIC, DYNAMIC = integer(8, **TENSOR), integer(8, symmetric=False, **TOKEN)
 
 
@@ -72,12 +97,21 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
     "int4 per channel": (config(integer(4, **CHANNEL)), "pack-quantized"),
     "int8 per tensor": (config(integer(8, **TENSOR)), "pack-quantized"),
     "int8, static inputs": (config(INT8, STATIC), "int-quantized"),
-    "int8, static asymmetric inputs": (config(INT8, integer(8, symmetric=False, **TENSOR)), "int-quantized"),
-    "asymmetric int8, static inputs": (config(integer(8, symmetric=False, **CHANNEL), STATIC), "int-quantized"),
+    "int8, static asymmetric inputs": (
+        config(INT8, integer(8, symmetric=False, **TENSOR)),
+        "int-quantized",
+    ),
+    "asymmetric int8, static inputs": (
+        config(integer(8, symmetric=False, **CHANNEL), STATIC),
+        "int-quantized",
+    ),
     "int8, dynamic inputs": (config(INT8, DYNAMIC), "int-quantized"),
     "int4, dynamic inputs": (config(INT4, DYNAMIC), "pack-quantized"),
     "fp8 alone": (config(FP8 | CHANNEL), "float-quantized"),
-    "fp8, static inputs": (config(FP8 | TENSOR, FP8 | TENSOR | {"is_dynamic": False}), "float-quantized"),
+    "fp8, static inputs": (
+        config(FP8 | TENSOR, FP8 | TENSOR | {"is_dynamic": False}),
+        "float-quantized",
+    ),
     "fp8, dynamic inputs": (config(FP8 | CHANNEL, FP8 | TOKEN), "float-quantized"),
 }
 SEVERAL = config(
@@ -95,16 +129,22 @@ SEVERAL = config(
 def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) -> None:
     given, layout = FORMATS[name]
     found = calibrated(given).export(TARGET, tmp_path / "out")
-    bound = 1e-6 if "dynamic" in name else 0.0  # the reader finds ranges in float32, test mode in float64
+    bound = (
+        1e-6 if "dynamic" in name else 0.0
+    )  # the reader finds ranges in float32, test mode in float64
     assert found.max_difference <= bound
     assert found.remarks == ("no tokenizer is copied: the model does not come from a folder",)
     quantization = written(tmp_path / "out")["quantization_config"]
-    assert quantization["quantization_status"] == "compressed", "anything else is loaded with random weights"
+    assert quantization["quantization_status"] == "compressed", (
+        "anything else is loaded with random weights"
+    )
     assert [group["format"] for group in quantization["config_groups"].values()] == [layout]
     assert quantization["format"] == layout
     assert quantization["ignore"] == ["lm_head"]
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(value.dtype == torch.float32 for key, value in stored.items() if key.endswith("_scale"))
+    assert all(
+        value.dtype == torch.float32 for key, value in stored.items() if key.endswith("_scale")
+    )
 
 
 def test_several_widths_are_disjoint_groups_by_exact_name(tmp_path: Path) -> None:
@@ -116,7 +156,10 @@ def test_several_widths_are_disjoint_groups_by_exact_name(tmp_path: Path) -> Non
     assert quantization["ignore"] == ["lm_head", "model.layers.0.self_attn.o_proj"]
     assert sorted(target for group in groups for target in group["targets"]) == [
         "Linear",
-        *(f"model.layers.0.{layer}" for layer in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")),
+        *(
+            f"model.layers.0.{layer}"
+            for layer in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
+        ),
     ]
     assert sorted(group["format"] for group in groups) == [
         *("float-quantized", "int-quantized", "pack-quantized", "pack-quantized"),
@@ -140,23 +183,39 @@ def test_packed_asymmetric_weights_say_how_they_are_loaded(tmp_path: Path) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mxfp4_is_loaded_by_default_in_bfloat16(dtype: torch.dtype, tmp_path: Path) -> None:
     found = calibrated(config(MXFP4), llama().to(dtype)).export(TARGET, tmp_path / "out")
-    assert found.max_difference <= (0.0 if dtype == torch.float32 else 0.01)  # bfloat16 sums differ in order
-    assert any("dequantize=True" in remark for remark in found.remarks) == (dtype == torch.float32)
+    assert found.max_difference <= (
+        0.0 if dtype == torch.float32 else 0.01
+    )  # bfloat16 sums differ in order
+    assert any("dequantize=True" in remark for remark in found.remarks) == (
+        dtype == torch.float32
+    )
     assert written(tmp_path / "out")["dtype"] == str(dtype).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", [{}, {"algo_config": {"name": "gptq"}}], ids=["nearest", "gptq"])
-def test_nvfp4_has_a_scale_for_each_tensor_and_group(dtype: torch.dtype, algorithm: Spec, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"algo_config": {"name": "gptq"}}], ids=["nearest", "gptq"]
+)
+def test_nvfp4_has_a_scale_for_each_tensor_and_group(
+    dtype: torch.dtype, algorithm: Spec, tmp_path: Path
+) -> None:
     """Readers compute it in bfloat16, to which they round its values, whatever the model's dtype is."""
-    found = calibrated(config(NVFP4, **algorithm), llama().to(dtype)).export(TARGET, tmp_path / "out")
+    found = calibrated(config(NVFP4, **algorithm), llama().to(dtype)).export(
+        TARGET, tmp_path / "out"
+    )
     assert found.max_difference < 0.01
     assert found.sqnr_db is not None and found.sqnr_db > 50
-    assert any("nvfp4 in bfloat16" in remark for remark in found.remarks) == (dtype == torch.float32)
+    assert any("nvfp4 in bfloat16" in remark for remark in found.remarks) == (
+        dtype == torch.float32
+    )
     quantization = written(tmp_path / "out")["quantization_config"]
     assert quantization["format"] == "nvfp4-pack-quantized"
     words = quantization["config_groups"]["group_0"]["weights"]
-    assert (words["strategy"], words["group_size"], words["scale_dtype"]) == ("tensor_group", 16, "torch.float8_e4m3fn")
+    assert (words["strategy"], words["group_size"], words["scale_dtype"]) == (
+        "tensor_group",
+        16,
+        "torch.float8_e4m3fn",
+    )
     stored = load_file(tmp_path / "out" / "model.safetensors")
     names = [f"{PATHS[0]}.weight_{part}" for part in ("packed", "scale", "global_scale")]
     kinds = [(stored[name].dtype, list(stored[name].shape)) for name in names]
@@ -181,9 +240,15 @@ def test_scales_in_bfloat16_cost_less_than_quantization(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["frozen", "initialized"])
-def test_random_weights_would_be_noticed(status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_would_be_noticed(
+    status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = Checkpoint.quantization_config
-    monkeypatch.setattr(Checkpoint, "quantization_config", lambda self: plain(self) | {"quantization_status": status})
+    monkeypatch.setattr(
+        Checkpoint,
+        "quantization_config",
+        lambda self: plain(self) | {"quantization_status": status},
+    )
     with pytest.raises(VerificationError, match=r"out is not written: .* finds .* missing"):
         calibrated(config(INT4)).export(TARGET, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -195,7 +260,9 @@ def test_wrong_codes_would_be_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     result.export(TARGET, tmp_path / "out")
     plain = Checkpoint.stored
     name = f"{PATHS[0]}.weight_packed"
-    monkeypatch.setattr(Checkpoint, "stored", lambda self: (found := plain(self)) | {name: found[name].flip(0)})
+    monkeypatch.setattr(
+        Checkpoint, "stored", lambda self: (found := plain(self)) | {name: found[name].flip(0)}
+    )
     with pytest.raises(VerificationError, match="does not compute what test mode does"):
         result.export(TARGET, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -203,18 +270,30 @@ def test_wrong_codes_would_be_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_names_are_those_that_readers_know(tmp_path: Path) -> None:
     calibrated(config(INT4), llama(tie_word_embeddings=True)).export(TARGET, tmp_path / "out")
-    layers = {f"{path}.weight_{part}" for path in PATHS for part in ("packed", "scale", "shape")}
+    layers = {
+        f"{path}.weight_{part}" for path in PATHS for part in ("packed", "scale", "shape")
+    }
     norms = {f"model.layers.0.{norm}_layernorm.weight" for norm in ("input", "post_attention")}
     floats = {"model.embed_tokens.weight", "model.norm.weight", *norms}
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == layers | floats, "a tied head is left out"
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == layers | floats, (
+        "a tied head is left out"
+    )
 
 
-def test_the_folder_keeps_what_the_model_came_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_keeps_what_the_model_came_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers = pytest.importorskip("transformers")
     source = saved(tmp_path / "float", llama())
     stated = written(source) | {"torch_dtype": "float32", "our_field": [1, 2]}
     (source / "config.json").write_text(json.dumps(stated | {"quantization_config": None}))
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "modeling.py", "model.bin"):
+    for name in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "modeling.py",
+        "model.bin",
+    ):
         (source / name).write_text("{}" if name.endswith("json") else name)
     monkeypatch.setattr("quantizer.engine.tensor_shards.SHARD", 20_000)
     model = transformers.LlamaForCausalLM.from_pretrained(source)
@@ -228,7 +307,9 @@ def test_the_folder_keeps_what_the_model_came_with(tmp_path: Path, monkeypatch: 
     assert shards[0] == f"model-00001-of-0000{len(shards)}.safetensors"
     assert sorted(set(index["weight_map"].values())) == shards
     copied = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"]
-    others = sorted(path.name for path in (tmp_path / "out").iterdir() if "safetensors" not in path.name)
+    others = sorted(
+        path.name for path in (tmp_path / "out").iterdir() if "safetensors" not in path.name
+    )
     assert others == copied
     with pytest.raises(UsageError, match="is no earlier export"):
         calibrated(config(INT4), model).export(TARGET, source)
@@ -238,7 +319,10 @@ def test_the_folder_keeps_what_the_model_came_with(tmp_path: Path, monkeypatch: 
 def test_two_exports_are_equal_and_one_replaces_the_other(tmp_path: Path) -> None:
     for name in ("one", "other", "one"):
         calibrated(config(INT4)).export(TARGET, tmp_path / name)
-    one, other = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("one", "other"))
+    one, other = (
+        {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()}
+        for name in ("one", "other")
+    )
     assert one == other
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]
 
@@ -260,14 +344,17 @@ def test_weights_that_algorithms_changed(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(stored[key], before[key]) for key in floats) == (name == "gptq")
 
 
-def test_quantized_embeddings_are_values_and_so_is_a_head_that_shares_them(tmp_path: Path) -> None:
+def test_quantized_embeddings_are_values_and_so_is_a_head_that_shares_them(
+    tmp_path: Path,
+) -> None:
     model = llama(tie_word_embeddings=True)
     found = calibrated(config(INT8) | {"exclude": []}, model).export(TARGET, tmp_path / "out")
     assert found.max_difference == 0.0
     assert "embed_tokens" in found.remarks[0]
     assert "lm_head" in found.remarks[0]
     assert not torch.equal(
-        load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"], model.lm_head.weight
+        load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"],
+        model.lm_head.weight,
     )
 
 
@@ -279,14 +366,54 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         INPUT + "is dynamic with the scale absmax / 127, where readers have absmax / 127.5",
         "set its symmetric to false and its scale_type to float, or its is_dynamic to false",
     ),
-    "half_up": (config(INT8, STATIC | {"round_method": "round"}), {}, INPUT + "is rounded", "half_even"),
-    "few bits": (config(INT8, integer(4, **TENSOR)), {}, INPUT + "has 4 bits, and engines compute in 8", "8 bits"),
-    "of two kinds": (config(INT8, FP8 | TENSOR), {}, INPUT + "and weight are fp8_e4m3/int", "int8 or fp8_e4m3"),
-    "16 bits": (config(integer(16, **CHANNEL)), {}, "weights of .* has 16 bits", "8 bits or less"),
-    "fp8 in groups": (config(FP8 | GROUP), {}, "weights of .* is fp8_e4m3 in groups", "per_channel"),
-    "fp6": (config({"dtype": "fp6_e2m3", **TENSOR}), {}, "weights of .* is fp6_e2m3", "fp8_e4m3, mxfp4 or nvfp4"),
-    "mx9": (config({"dtype": "mx9", "ch_axis": 1}), {}, "weights of .* is mx9, which the format lacks", "int2 to int8"),
-    "nvfp4 of 32": (config(NVFP4 | {"group_size": 32}), {}, "of 16 with e4m3 scales", "set its group_size to 16"),
+    "half_up": (
+        config(INT8, STATIC | {"round_method": "round"}),
+        {},
+        INPUT + "is rounded",
+        "half_even",
+    ),
+    "few bits": (
+        config(INT8, integer(4, **TENSOR)),
+        {},
+        INPUT + "has 4 bits, and engines compute in 8",
+        "8 bits",
+    ),
+    "of two kinds": (
+        config(INT8, FP8 | TENSOR),
+        {},
+        INPUT + "and weight are fp8_e4m3/int",
+        "int8 or fp8_e4m3",
+    ),
+    "16 bits": (
+        config(integer(16, **CHANNEL)),
+        {},
+        "weights of .* has 16 bits",
+        "8 bits or less",
+    ),
+    "fp8 in groups": (
+        config(FP8 | GROUP),
+        {},
+        "weights of .* is fp8_e4m3 in groups",
+        "per_channel",
+    ),
+    "fp6": (
+        config({"dtype": "fp6_e2m3", **TENSOR}),
+        {},
+        "weights of .* is fp6_e2m3",
+        "fp8_e4m3, mxfp4 or nvfp4",
+    ),
+    "mx9": (
+        config({"dtype": "mx9", "ch_axis": 1}),
+        {},
+        "weights of .* is mx9, which the format lacks",
+        "int2 to int8",
+    ),
+    "nvfp4 of 32": (
+        config(NVFP4 | {"group_size": 32}),
+        {},
+        "of 16 with e4m3 scales",
+        "set its group_size to 16",
+    ),
     "nvfp4 inputs": (
         config(NVFP4, NVFP4 | {"ch_axis": -1, "is_dynamic": True}),
         {},
@@ -294,7 +421,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "leave the input float",
     ),
     "outputs": (
-        config(INT8) | {"global_quant_config": {"weight": INT8, "output_tensors": STATIC, "target_device": "CPU"}},
+        config(INT8)
+        | {
+            "global_quant_config": {
+                "weight": INT8,
+                "output_tensors": STATIC,
+                "target_device": "CPU",
+            }
+        },
         {},
         r"activation of .*q_proj\]/linear.* is quantized between operators",
         "quantize inputs of linear layers alone",
@@ -311,12 +445,19 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "is an operator that an algorithm has put there",
         "no online rotations",
     ),
-    "no layer": (config(INT8) | {"exclude": ["*"]}, {}, "finds no linear layer", "quantize weights"),
+    "no layer": (
+        config(INT8) | {"exclude": ["*"]},
+        {},
+        "finds no linear layer",
+        "quantize weights",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_checkpoint_cannot_say_is_refused_by_layer_and_key(name: str, tmp_path: Path) -> None:
+def test_what_a_checkpoint_cannot_say_is_refused_by_layer_and_key(
+    name: str, tmp_path: Path
+) -> None:
     given, settings, why, remedy = REFUSED[name]
     with pytest.raises(UsageError, match=why) as refused:
         calibrated(given, llama(**settings)).export(TARGET, tmp_path / "out")
@@ -339,6 +480,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_about_it(tmp_path: Path) ->
 
 
 def test_remarks_are_part_of_verify_json() -> None:
-    assert Verification("outputs", 0.0, 0.0, 1.0, remarks=("load it so",)).to_json()["remarks"] == ("load it so",)
+    assert Verification("outputs", 0.0, 0.0, 1.0, remarks=("load it so",)).to_json()[
+        "remarks"
+    ] == ("load it so",)
     assert "remarks" not in Verification("outputs", 0.0, 0.0, 1.0).to_json()
     assert issubclass(VerificationError, QuantizerError)

@@ -26,8 +26,14 @@ class Joined(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.first = kind, nn.Conv2d(3, 8, 3, padding=1)
-        self.a, self.b, self.c = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(8, 4, 1)
-        self.last = nn.Conv2d(12 if kind in ("twice", "bent between", "read twice") else 8, 4, 1)
+        self.a, self.b, self.c = (
+            nn.Conv2d(8, 4, 1),
+            nn.Conv2d(8, 4, 3, padding=1),
+            nn.Conv2d(8, 4, 1),
+        )
+        self.last = nn.Conv2d(
+            12 if kind in ("twice", "bent between", "read twice") else 8, 4, 1
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.first(x))
@@ -54,7 +60,9 @@ def result(kind: str, **activation: str) -> quantizer.Result:
     return quantizer.calibrate(model, config | {"$schema": "layered.schema.json"}, data)
 
 
-@pytest.mark.parametrize("kind", ["plain", "pooled", "twice", "bent between", "read twice", "cut after"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "pooled", "twice", "bent between", "read twice", "cut after"]
+)
 def test_all_is_multiplied_in_integers_and_no_code_changes(kind: str, tmp_path: Path) -> None:
     verification = result(kind).export("onnx", tmp_path / "net.onnx")
     found = verification.default_session
@@ -65,7 +73,9 @@ def test_all_is_multiplied_in_integers_and_no_code_changes(kind: str, tmp_path: 
     assert verification.equal >= 0.99
 
 
-def test_nothing_is_rounded_before_an_activation_function_that_changes_codes(tmp_path: Path) -> None:
+def test_nothing_is_rounded_before_an_activation_function_that_changes_codes(
+    tmp_path: Path,
+) -> None:
     verification = result("bent after").export("onnx", tmp_path / "net.onnx")
     assert verification.default_session is not None
     assert verification.default_session.first_differing is None
@@ -74,6 +84,12 @@ def test_nothing_is_rounded_before_an_activation_function_that_changes_codes(tmp
 
 def test_where_rounding_takes_operators_in_float_nothing_is_added(tmp_path: Path) -> None:
     result("plain", round_mode="half_up").export("onnx", tmp_path / "net.onnx")
-    (joined,) = (node for node in onnx.load(tmp_path / "net.onnx").graph.node if node.op_type == "Concat")
-    makers = {name: node.op_type for node in onnx.load(tmp_path / "net.onnx").graph.node for name in node.output}
+    (joined,) = (
+        node for node in onnx.load(tmp_path / "net.onnx").graph.node if node.op_type == "Concat"
+    )
+    makers = {
+        name: node.op_type
+        for node in onnx.load(tmp_path / "net.onnx").graph.node
+        for name in node.output
+    }
     assert [makers[name] for name in joined.input] == ["Conv", "Relu"]

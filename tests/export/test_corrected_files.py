@@ -25,7 +25,9 @@ WEIGHTS, BIAS = QuantizationSpec(bit_width=4), QuantizationSpec(scale_type="powe
 
 def needing(target: str) -> None:
     for package in EXPORTERS[target].needs:
-        pytest.importorskip(package, reason=f"--deploy {target} needs it (extra: {EXPORTERS[target].extra})")
+        pytest.importorskip(
+            package, reason=f"--deploy {target} needs it (extra: {EXPORTERS[target].extra})"
+        )
 
 
 class Layers(nn.Module):
@@ -35,7 +37,9 @@ class Layers(nn.Module):
         super().__init__()
         convs = (nn.Conv2d(4, 6, 3), nn.Conv2d(4, 8, 3, groups=4, bias=False))
         ups = (nn.ConvTranspose2d(4, 6, 2), nn.ConvTranspose2d(4, 6, 2, groups=2, bias=False))
-        self.layers = nn.ModuleList((*convs, *ups, nn.Linear(6, 3), nn.Linear(6, 3, bias=False)))
+        self.layers = nn.ModuleList(
+            (*convs, *ups, nn.Linear(6, 3), nn.Linear(6, 3, bias=False))
+        )
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [layer(x) for layer in self.layers]
@@ -50,7 +54,9 @@ def side_by_side() -> Deployment:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", FILES)
-@pytest.mark.parametrize("given", [lambda: deployment("residual"), side_by_side], ids=["residual", "side by side"])
+@pytest.mark.parametrize(
+    "given", [lambda: deployment("residual"), side_by_side], ids=["residual", "side by side"]
+)
 def test_a_corrected_network_read_back_equals_test_mode(
     target: str, given: Callable[[], Deployment], tmp_path: Path
 ) -> None:
@@ -65,7 +71,9 @@ def test_a_corrected_network_read_back_equals_test_mode(
             channels = layer.out_features if node.op == "linear" else layer.out_channels
             shifts[node.name] = torch.randn(int(channels), generator=draw)  # type: ignore[arg-type]
     corrected = replace(plain, solution=replace(plain.solution, corrections=shifts))
-    assert not any(torch.equal(a, b) for a, b in zip(corrected.expected, plain.expected, strict=True))
+    assert not any(
+        torch.equal(a, b) for a, b in zip(corrected.expected, plain.expected, strict=True)
+    )
     found = export(target, corrected, tmp_path / "net")
     assert (found.max_difference, found.equal) == (0.0, 1.0)
 
@@ -78,10 +86,14 @@ def linear(correction: torch.Tensor) -> Deployment:
         (LAYER, "weights"): fitted(module.weight.detach(), WEIGHTS),
         (LAYER, "bias"): fitted(module.bias.detach(), BIAS),
     }
-    return Deployment(trace(module, (x,)), Solution(tensors, corrections={LAYER: correction}), (x,), {})
+    return Deployment(
+        trace(module, (x,)), Solution(tensors, corrections={LAYER: correction}), (x,), {}
+    )
 
 
-@pytest.mark.parametrize("correction", [0.0, 0.3], ids=["a multiple of the scale", "between its steps"])
+@pytest.mark.parametrize(
+    "correction", [0.0, 0.3], ids=["a multiple of the scale", "between its steps"]
+)
 def test_onnx_holds_the_values_of_a_bias(correction: float, tmp_path: Path) -> None:
     """Not its codes: ONNX Runtime reads those of a convolution as if their scale were that of its sums."""
     onnx = pytest.importorskip("onnx")
@@ -90,7 +102,11 @@ def test_onnx_holds_the_values_of_a_bias(correction: float, tmp_path: Path) -> N
     export("onnx", given, tmp_path / "net.onnx")
     expected = given.network().layers[LAYER].get_parameter("bias")
     tensors = onnx.load(tmp_path / "net.onnx").graph.initializer
-    (found,) = [-torch.frombuffer(bytearray(t.raw_data), dtype=torch.float32) for t in tensors if "bias" in t.name]
+    (found,) = [
+        -torch.frombuffer(bytearray(t.raw_data), dtype=torch.float32)
+        for t in tensors
+        if "bias" in t.name
+    ]
     assert torch.equal(found, expected)
 
 
@@ -103,4 +119,6 @@ def test_safetensors_holds_codes_and_the_correction_beside_them(tmp_path: Path) 
     assert torch.equal(stored[f"{LAYER}.bias_correction"], correction)
     parameters = load(tmp_path / "net")
     assert set(parameters) == {f"{LAYER}.weight", f"{LAYER}.bias"}
-    assert torch.equal(parameters[f"{LAYER}.bias"], given.network().layers[LAYER].get_parameter("bias"))
+    assert torch.equal(
+        parameters[f"{LAYER}.bias"], given.network().layers[LAYER].get_parameter("bias")
+    )

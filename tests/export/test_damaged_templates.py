@@ -64,22 +64,52 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "nothing in it": (lambda content: b"", "it is empty"),
     "another format": (lambda content: b"PK" + content[2:], "does not begin with GGUF"),
     "cut off": (lambda content: content[:5000], "truncated|beyond the end"),
-    "tensors beyond counting": (lambda content: put(content, 8, "Q", HUGE), "truncated|cannot be read"),
-    "keys beyond counting": (lambda content: put(content, 16, "Q", HUGE), "truncated|cannot be read"),
-    "a name that never ends": (lambda content: put(content, 24, "Q", HUGE), "a length in it is wrong"),
-    "no architecture": (renamed(b"general.architecture", b"general.architectura"), "names no architecture"),
+    "tensors beyond counting": (
+        lambda content: put(content, 8, "Q", HUGE),
+        "truncated|cannot be read",
+    ),
+    "keys beyond counting": (
+        lambda content: put(content, 16, "Q", HUGE),
+        "truncated|cannot be read",
+    ),
+    "a name that never ends": (
+        lambda content: put(content, 24, "Q", HUGE),
+        "a length in it is wrong",
+    ),
+    "no architecture": (
+        renamed(b"general.architecture", b"general.architectura"),
+        "names no architecture",
+    ),
     "an architecture that is a number": (
         lambda content: renamed(b"general.architecture", b"general.architectura")(
             renamed(b"llama.context_length", b"general.architecture")(content)
         ),
         "names no architecture",
     ),
-    "another architecture": (renamed(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0llame"), "llame"),
-    "no blocks": (renamed(b"llama.block_count", b"llama.block_cound"), "block_count is nothing"),
-    "blocks beyond counting": (in_key(b"llama.block_count", "I", 4_000_000_000), "block_count is 4000000000"),
-    "blocks that are no number": (in_key(b"llama.block_count", "I", 6, further=0), "block_count is"),
-    "a list beyond counting": (in_key(b"custom.list", "Q", 1 << 40, further=8), "elements, more than"),
-    "a list as long as the limit": (in_key(b"custom.list", "Q", 3_000_000, further=8), "truncated"),
+    "another architecture": (
+        renamed(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0llame"),
+        "llame",
+    ),
+    "no blocks": (
+        renamed(b"llama.block_count", b"llama.block_cound"),
+        "block_count is nothing",
+    ),
+    "blocks beyond counting": (
+        in_key(b"llama.block_count", "I", 4_000_000_000),
+        "block_count is 4000000000",
+    ),
+    "blocks that are no number": (
+        in_key(b"llama.block_count", "I", 6, further=0),
+        "block_count is",
+    ),
+    "a list beyond counting": (
+        in_key(b"custom.list", "Q", 1 << 40, further=8),
+        "elements, more than",
+    ),
+    "a list as long as the limit": (
+        in_key(b"custom.list", "Q", 3_000_000, further=8),
+        "truncated",
+    ),
     "a list of lists": (in_key(b"custom.list", "I", 9), "a list of lists"),
     "an unknown type": (in_key(b"custom.list", "I", 77, further=0), "77"),
     "a text that is none": (renamed(b"tiny", b"\xff\xfe\xff\xfe"), "cannot be read as GGUF"),
@@ -95,12 +125,17 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda content: put(content, content.index(b"token_embd.weight") + 41, "Q", HUGE),
         "goes beyond the end",
     ),
-    "no heads": (in_key(b"llama.attention.head_count\x04", "I", 0, further=3), "is not the model's"),
+    "no heads": (
+        in_key(b"llama.attention.head_count\x04", "I", 0, further=3),
+        "is not the model's",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_template_is_refused(name: str, model: Any, content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_template_is_refused(
+    name: str, model: Any, content: bytes, tmp_path: Path
+) -> None:
     damage, why = DAMAGES[name]
     changed = damage(content)
     assert changed != content
@@ -121,7 +156,9 @@ def test_what_is_no_file_is_refused(kind: str, model: Any, tmp_path: Path) -> No
         outline(path, model)
 
 
-def test_no_changed_byte_is_more_than_a_sentence(model: Any, content: bytes, tmp_path: Path) -> None:
+def test_no_changed_byte_is_more_than_a_sentence(
+    model: Any, content: bytes, tmp_path: Path
+) -> None:
     """In the header, which has all counts and lengths."""
     draw = random.Random(0)
     end = content.index(b"rope_freqs.weight") + 64

@@ -18,12 +18,17 @@ from quantizer.sources.models import load_model
 
 ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
-pytest.importorskip("sklearn", reason="the digits examples read scikit-learn's data (extra: examples)")
+pytest.importorskip(
+    "sklearn", reason="the digits examples read scikit-learn's data (extra: examples)"
+)
 
 slow = pytest.mark.slow
 CASES = [
     ("digits_mobile", "cpu_int8"),
-    *(pytest.param(("digits", config), marks=slow) for config in ("example", "cpu_int8", "gpu", "dpu", "default")),
+    *(
+        pytest.param(("digits", config), marks=slow)
+        for config in ("example", "cpu_int8", "gpu", "dpu", "default")
+    ),
 ]
 
 
@@ -46,12 +51,27 @@ class Deployed:
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def deployed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
+def deployed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Deployed:
     example, config = request.param
-    model, folder = str(ROOT / "examples" / f"{example}.py"), tmp_path_factory.mktemp(f"{example}_{config}")
+    model, folder = (
+        str(ROOT / "examples" / f"{example}.py"),
+        tmp_path_factory.mktemp(f"{example}_{config}"),
+    )
     given = ["--overwrite", "--config_file", str(ROOT / "configs" / f"{config}.json")]
     assert calibrate(folder, *given, model=model, config=None) == 0
-    run = ["--quant_mode", "test", "--model", model, "--output_dir", str(folder), "-q", "--deploy", "onnx"]
+    run = [
+        "--quant_mode",
+        "test",
+        "--model",
+        model,
+        "--output_dir",
+        str(folder),
+        "-q",
+        "--deploy",
+        "onnx",
+    ]
     assert run_command(run) == 0
     (path,) = (folder / "export").glob("*.onnx")
     session, network = ort.InferenceSession(str(path)), imported(folder / f"{path.stem}.py")
@@ -60,16 +80,26 @@ def deployed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     data = evaluation_data()
     with torch.no_grad():
         expected = torch.cat([network(images) for images, _ in data])
-    found = [torch.from_numpy(session.run(None, {"input_0": images.numpy()})[0]) for images, _ in data]
-    return Deployed(folder, expected, torch.cat(found), torch.cat([labels for _, labels in data]), config)
+    found = [
+        torch.from_numpy(session.run(None, {"input_0": images.numpy()})[0])
+        for images, _ in data
+    ]
+    return Deployed(
+        folder, expected, torch.cat(found), torch.cat([labels for _, labels in data]), config
+    )
 
 
 def test_a_default_session_has_test_modes_accuracy(deployed: Deployed) -> None:
-    ours, theirs = ((each.argmax(1) == deployed.labels).float().mean() for each in (deployed.expected, deployed.found))
+    ours, theirs = (
+        (each.argmax(1) == deployed.labels).float().mean()
+        for each in (deployed.expected, deployed.found)
+    )
     assert ours > 0.98
     assert theirs >= ours - 0.002  # one image of 500
     differing = deployed.expected.argmax(1) != deployed.found.argmax(1)
-    assert int(differing.sum()) <= 2  # of 500, and only where test mode's best two are two steps apart at most
+    assert (
+        int(differing.sum()) <= 2
+    )  # of 500, and only where test mode's best two are two steps apart at most
     first, second = deployed.expected[differing].topk(2).values.T
     (step,) = {
         tensors["activation"]["scale"]
@@ -81,7 +111,9 @@ def test_a_default_session_has_test_modes_accuracy(deployed: Deployed) -> None:
 
 def test_outputs_differ_by_less_than_quantization_costs(deployed: Deployed) -> None:
     difference = deployed.expected - deployed.found
-    sqnr = 10 * float((deployed.expected.square().sum() / difference.square().sum().clamp_min(1e-12)).log10())
+    sqnr = 10 * float(
+        (deployed.expected.square().sum() / difference.square().sum().clamp_min(1e-12)).log10()
+    )
     assert sqnr >= deployed.read("report.json")["metrics"]["sqnr_db"]
 
 
@@ -98,12 +130,16 @@ def test_nearly_all_codes_are_test_modes(deployed: Deployed) -> None:
     (verified,) = deployed.read("export/verify.json").values()
     found = verified["default_session"]
     assert verified["equal"] >= 0.995
-    assert found["equal"] >= 0.99  # one code in a million differs in early layers, and each changes some outputs
+    assert (
+        found["equal"] >= 0.99
+    )  # one code in a million differs in early layers, and each changes some outputs
     assert found["within_step"] >= 0.999
     assert found["top1_agreement"] >= 0.998
     assert len(found["layers"]) > 10
     assert found["first_differing"] is None
     for row in found["layers"]:
         assert row["codes"] % len(deployed.labels) == 0
-        assert row["differing"] <= 2e-4 * row["codes"]  # a pair of codes that is frequent may add up to a tie
+        assert (
+            row["differing"] <= 2e-4 * row["codes"]
+        )  # a pair of codes that is frequent may add up to a tie
         assert row["most_steps"] <= 1

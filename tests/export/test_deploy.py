@@ -17,7 +17,9 @@ from quantizer.export import EXPORTERS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+    pytest.importorskip(
+        "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
+    )
     folder = tmp_path_factory.mktemp("deploy") / "out"
     assert calibrate(folder) == 0
     return folder
@@ -37,7 +39,9 @@ def test_every_target_on_the_digits(folder: Path, capsys: pytest.CaptureFixture[
         pytest.importorskip(package, reason="the ONNX target needs it (extra: onnx)")
     capsys.readouterr()
     assert check(folder, *(word for target in FILES for word in ("--deploy", target))) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("deployed: ")]
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("deployed: ")
+    ]
     assert [line.split(",")[0].rpartition("/")[2] for line in lines] == [
         f"ResNet{EXPORTERS[target].suffix}" for target in FILES
     ]
@@ -45,8 +49,12 @@ def test_every_target_on_the_digits(folder: Path, capsys: pytest.CaptureFixture[
     assert set(found) == {f"ResNet{EXPORTERS[target].suffix}" for target in FILES}
     assert found["ResNet.safetensors"]["max_difference"] == 0.0
     for name in ("ResNet.float.pt2", "ResNet.onnx"):
-        assert found[name]["equal"] >= 0.995, name  # codes that two correct convolutions may round apart
-    assert sorted(path.name for path in (folder / "export").iterdir()) == sorted([*found, "verify.json"])
+        assert found[name]["equal"] >= 0.995, (
+            name
+        )  # codes that two correct convolutions may round apart
+    assert sorted(path.name for path in (folder / "export").iterdir()) == sorted(
+        [*found, "verify.json"]
+    )
 
 
 def test_json_lists_the_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +63,9 @@ def test_json_lists_the_files(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert set(json.loads(capsys.readouterr().out)["deployed"]) == {"ResNet.safetensors"}
 
 
-def test_deploying_goes_with_test_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deploying_goes_with_test_mode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert calibrate(tmp_path / "out", "--deploy", "pt2") == 2
     assert "--deploy goes with test mode" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -69,12 +79,16 @@ def test_a_missing_extra_is_told_before_any_work(
     assert "pip install 'quantizer-torch[onnx]'" in capsys.readouterr().err
 
 
-def test_an_unknown_target_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_target_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert check(tmp_path / "none", "--deploy", "tflite") == 2
     assert "'onnx', 'pt2', 'pt2_float', 'safetensors'" in capsys.readouterr().err
 
 
-def test_a_linked_folder_is_refused(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_linked_folder_is_refused(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     (copy / "export").symlink_to(tmp_path / "elsewhere")
     assert check(copy, "--deploy", "safetensors") == 5
@@ -101,14 +115,18 @@ def test_a_refused_target_does_not_keep_the_others_away(
     assert "--deploy pt2 cannot express this" in said.err
     assert "sqnr_db" in said.out, "what was measured before is shown"
     assert "deployed: " in said.out
-    assert set(json.loads((copy / "export" / "verify.json").read_text())) == {"ResNet.safetensors"}
+    assert set(json.loads((copy / "export" / "verify.json").read_text())) == {
+        "ResNet.safetensors"
+    }
     assert (copy / "export" / "ResNet.safetensors").exists()
 
 
 def test_what_was_measured_is_shown_whatever_happens_then(
     copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.export.torch_pt2.export", raising(RuntimeError("no such thing")))
+    monkeypatch.setattr(
+        "quantizer.export.torch_pt2.export", raising(RuntimeError("no such thing"))
+    )
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 70
     said = capsys.readouterr()
     assert "internal error: RuntimeError: no such thing" in said.err

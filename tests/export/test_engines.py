@@ -54,7 +54,10 @@ class Applied(nn.Module):
 def transposed(dims: int) -> nn.Module:
     kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
     return Branches(
-        dims, kind(8, 4, 4, 2, 1), nn.Sequential(kind(8, 8, 2, 2), nn.ReLU(), kind(8, 3, 3)), rectified=True
+        dims,
+        kind(8, 4, 4, 2, 1),
+        nn.Sequential(kind(8, 8, 2, 2), nn.ReLU(), kind(8, 3, 3)),
+        rectified=True,
     )
 
 
@@ -95,7 +98,9 @@ class Warped(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         values = self.stem(x)
-        grid = F.affine_grid(self.turn.expand(x.shape[0], 2, 3), list(x.shape), align_corners=False)
+        grid = F.affine_grid(
+            self.turn.expand(x.shape[0], 2, 3), list(x.shape), align_corners=False
+        )
         joined = torch.cat([values, self.rows.expand(x.shape[0], 8, 1, 7)], 2)
         return [self.head(F.grid_sample(values, grid, align_corners=False)), self.head(joined)]
 
@@ -111,7 +116,12 @@ class Tokens(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         patches = self.patch(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), patches], 1)
-        query, key, value = self.qkv(self.norm(tokens)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = (
+            self.qkv(self.norm(tokens))
+            .unflatten(-1, (3, 2, 8))
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         return [tokens, self.head(tokens + attended)]
 
@@ -122,7 +132,10 @@ class Sentence(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(20, 6), nn.Embedding(5, 6)
-        self.lstm, self.gru = nn.LSTM(6, 8, batch_first=True), nn.GRU(6, 8, batch_first=True, bidirectional=True)
+        self.lstm, self.gru = (
+            nn.LSTM(6, 8, batch_first=True),
+            nn.GRU(6, 8, batch_first=True, bidirectional=True),
+        )
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         rows = self.words(ids) + self.places(torch.arange(5))
@@ -135,13 +148,18 @@ class Bags(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bags = nn.ModuleList(nn.EmbeddingBag(20, 6, mode=mode) for mode in ("sum", "mean", "max"))
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(20, 6, mode=mode) for mode in ("sum", "mean", "max")
+        )
         self.weighted, self.weights = nn.EmbeddingBag(20, 6, mode="sum"), nn.Embedding(20, 1)
         self.head = nn.Linear(6, 4)
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         weights = self.weights(ids).squeeze(-1)
-        rows = [*(bag(ids) for bag in self.bags), self.weighted(ids, per_sample_weights=weights)]
+        rows = [
+            *(bag(ids) for bag in self.bags),
+            self.weighted(ids, per_sample_weights=weights),
+        ]
         return [self.head(row) for row in rows]
 
 
@@ -168,7 +186,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] 
 }
 
 
-def exported(build: Callable[[], nn.Module], batches: list[Tensor], path: Path) -> tuple[list[Tensor], Tensor]:
+def exported(
+    build: Callable[[], nn.Module], batches: list[Tensor], path: Path
+) -> tuple[list[Tensor], Tensor]:
     """Test mode's outputs for the last batch, of which the file is written."""
     torch.manual_seed(0)
     result = quantizer.calibrate(build().eval(), DEFAULT, batches)
@@ -181,7 +201,9 @@ def sqnr_db(expected: Sequence[Tensor], outputs: Sequence[object]) -> list[float
     figures = []
     for want, got in zip(expected, outputs, strict=True):
         error = float((want - torch.as_tensor(np.asarray(got))).square().sum())
-        figures.append(10 * math.log10(float(want.square().sum()) / error) if error else math.inf)
+        figures.append(
+            10 * math.log10(float(want.square().sum()) / error) if error else math.inf
+        )
     return figures
 
 
@@ -200,9 +222,13 @@ def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> N
     figures = {
         "ONNX Runtime": sqnr_db(expected, session.run(None, feed)),
         "OpenVINO": sqnr_db(expected, [found[value] for value in compiled.outputs]),
-        "reference": sqnr_db(expected, onnx.reference.ReferenceEvaluator(model).run(None, feed)),
+        "reference": sqnr_db(
+            expected, onnx.reference.ReferenceEvaluator(model).run(None, feed)
+        ),
     }
-    assert {engine: min(values) for engine, values in figures.items() if min(values) < LEAST_DB} == {}
+    assert {
+        engine: min(values) for engine, values in figures.items() if min(values) < LEAST_DB
+    } == {}
 
 
 def test_pads_of_codes_keep_convolutions_and_pools_in_integers(tmp_path: Path) -> None:
@@ -226,7 +252,9 @@ class Resized(nn.Module):
         self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.interpolate(self.stem(x), size=(5, 4), mode="bilinear", antialias=True))
+        return self.head(
+            F.interpolate(self.stem(x), size=(5, 4), mode="bilinear", antialias=True)
+        )
 
 
 @pytest.mark.usefixtures("other_engines")
@@ -239,9 +267,15 @@ def test_a_file_that_openvino_reads_otherwise_is_written_with_a_warning(
     assert (tmp_path / "net.onnx").exists()
     assert not check.agrees
     assert not check.reads
-    assert check.figures is not None and check.figures.sqnr_db is not None and check.figures.sqnr_db < 20
+    assert (
+        check.figures is not None
+        and check.figures.sqnr_db is not None
+        and check.figures.sqnr_db < 20
+    )
     assert check.layer.startswith("Resized::")
-    assert [record.getMessage() for record in caplog.records if check.line in record.getMessage()]
+    assert [
+        record.getMessage() for record in caplog.records if check.line in record.getMessage()
+    ]
     assert check.to_json()["agrees"] is False
 
 
@@ -258,7 +292,11 @@ for path, settings in json.load(open("runs.json")).items():
 @pytest.mark.usefixtures("other_engines")
 @pytest.mark.parametrize(("factor", "agrees"), [(1.01, True), (-1.0, False)])
 def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(
-    factor: float, agrees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    factor: float,
+    agrees: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "engine.py").write_text(TWO_WAYS.replace("FACTOR", str(factor)))
     monkeypatch.setattr(onnx_openvino, "_PROCESS", tmp_path / "engine.py")
@@ -269,10 +307,12 @@ def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(
     assert check.defaults is not None and check.figures is not None
     assert check.defaults.max_difference > check.figures.max_difference
     assert check.to_json()["defaults"]["sqnr_db"] == check.defaults.sqnr_db
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [text for text in warnings if "computes something else by its default settings" in text] == [
-        f"net.onnx: {check.line}"
-    ] * (not agrees)
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+    ]
+    assert [
+        text for text in warnings if "computes something else by its default settings" in text
+    ] == [f"net.onnx: {check.line}"] * (not agrees)
     assert ("INFERENCE_PRECISION_HINT" in check.line) == (not agrees)
 
 

@@ -17,12 +17,18 @@ class Selecting(nn.Module):
 
     def __init__(self, largest: bool) -> None:
         super().__init__()
-        self.features, self.scores, self.head = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 4)
+        self.features, self.scores, self.head = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 1),
+            nn.Linear(8, 4),
+        )
         self.largest = largest
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         features = self.features(x)
-        best, places = torch.topk(self.scores(features).squeeze(2), 50, dim=1, largest=self.largest)
+        best, places = torch.topk(
+            self.scores(features).squeeze(2), 50, dim=1, largest=self.largest
+        )
         return self.head(features.gather(1, places[..., None].expand(-1, -1, 8))), best, places
 
 

@@ -36,24 +36,40 @@ NAMES = {
 
 
 def config(weight: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"global_quant_config": {"weight": weight, **more.pop("inputs", {})}, "exclude": FLOAT, **more}
+    return {
+        "global_quant_config": {"weight": weight, **more.pop("inputs", {})},
+        "exclude": FLOAT,
+        **more,
+    }
 
 
 def result(family: str, settings: dict[str, Any]) -> Any:
-    model = mixture("Qwen3Moe", moe_intermediate_size=64) if family == "Wide" else mixture(family)
+    model = (
+        mixture("Qwen3Moe", moe_intermediate_size=64) if family == "Wide" else mixture(family)
+    )
     return quantizer.calibrate(model, settings, calls(1))
 
 
-@pytest.mark.parametrize(("family", "kind"), [*(("Mixtral", kind) for kind in WEIGHTS), ("Qwen3Moe", "groups")])
-def test_transformers_reads_each_expert_bit_for_bit(family: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"), [*(("Mixtral", kind) for kind in WEIGHTS), ("Qwen3Moe", "groups")]
+)
+def test_transformers_reads_each_expert_bit_for_bit(
+    family: str, kind: str, tmp_path: Path
+) -> None:
     found = result(family, config(WEIGHTS[kind]))
     verified = found.export(TARGET, tmp_path / "made")
     assert verified.sqnr_db == float("inf") or verified.max_difference == 0
     stored = load_file(tmp_path / "made" / "model.safetensors")
     block, layers = NAMES[family]
     part = "weight" if kind == "tensors" else "weight_packed"
-    named = {name for name in stored if name.startswith(f"{block}.experts.") and name.endswith(f".{part}")}
-    assert named == {f"{block}.experts.{e}.{layer}.{part}" for e in range(EXPERTS) for layer in layers}
+    named = {
+        name
+        for name in stored
+        if name.startswith(f"{block}.experts.") and name.endswith(f".{part}")
+    }
+    assert named == {
+        f"{block}.experts.{e}.{layer}.{part}" for e in range(EXPERTS) for layer in layers
+    }
     assert not any("gate_up_proj" in name for name in stored)
     written = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
     assert [group["targets"] for group in written["config_groups"].values()] == [["Linear"]]
@@ -63,10 +79,14 @@ def test_transformers_reads_each_expert_bit_for_bit(family: str, kind: str, tmp_
 def test_experts_may_be_in_other_bits_than_the_rest(tmp_path: Path) -> None:
     settings = config(INT8, layer_quant_config={"*experts.*_proj": {"weight": INT4}})
     assert result("Qwen3Moe", settings).export(TARGET, tmp_path / "made").max_difference == 0
-    groups = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ]
     bits = {group["weights"]["num_bits"]: group["targets"] for group in groups.values()}
     assert bits[4] == ["Linear"]
-    assert bits[8] == sorted(f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkvo")
+    assert bits[8] == sorted(
+        f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkvo"
+    )
 
 
 @pytest.mark.parametrize("left", ["*experts*", "model.layers.1.mlp.experts"])
@@ -83,7 +103,9 @@ def test_a_model_in_place_writes_the_same_file(tmp_path: Path) -> None:
     model = ModelQuantizer(config(INT4)).quantize_model(mixture("Qwen3Moe"))
     assert ModelQuantizer.export(model, tmp_path / "in_place", [IDS]).max_difference == 0
     result("Qwen3Moe", config(INT4)).export(TARGET, tmp_path / "traced")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("in_place", "traced"))
+    one, other = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("in_place", "traced")
+    )
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -91,8 +113,16 @@ def test_a_model_in_place_writes_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "why"),
     [
-        ("GptOss", config(INT4), r"each is \[experts, in, out\], which engines store in a layout of their own"),
-        ("Qwen3Moe", config(INT4 | {"dtype": "uint4", "symmetric": False}), "is asymmetric, and readers take no zero"),
+        (
+            "GptOss",
+            config(INT4),
+            r"each is \[experts, in, out\], which engines store in a layout of their own",
+        ),
+        (
+            "Qwen3Moe",
+            config(INT4 | {"dtype": "uint4", "symmetric": False}),
+            "is asymmetric, and readers take no zero",
+        ),
         ("Qwen3Moe", config(MXFP4), "is fp4, of which readers take no experts"),
         (
             "Qwen3Moe",
@@ -101,13 +131,28 @@ def test_a_model_in_place_writes_the_same_file(tmp_path: Path) -> None:
         ),
         (
             "Qwen3Moe",
-            config(INT8, inputs={"input_tensors": {"dtype": "int8", "qscheme": "per_token", "is_dynamic": True}}),
+            config(
+                INT8,
+                inputs={
+                    "input_tensors": {
+                        "dtype": "int8",
+                        "qscheme": "per_token",
+                        "is_dynamic": True,
+                    }
+                },
+            ),
             "is of experts, whose inputs readers leave in float",
         ),
-        ("Wide", config(INT4 | {"group_size": 32}), "have groups in some layers and whole rows in others"),
+        (
+            "Wide",
+            config(INT4 | {"group_size": 32}),
+            "have groups in some layers and whole rows in others",
+        ),
     ],
 )
-def test_what_checkpoints_cannot_hold_is_told(family: str, settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_what_checkpoints_cannot_hold_is_told(
+    family: str, settings: dict[str, Any], why: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=why):
         result(family, settings).export(TARGET, tmp_path / "made")
     assert not (tmp_path / "made").exists()
@@ -128,14 +173,18 @@ class Picking(nn.Module):
         self.weight, self.head = nn.Parameter(torch.randn(EXPERTS, 16, 32)), nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.bmm(self.weight[x[:, :EXPERTS].argmax(-1)], x.unsqueeze(-1)).squeeze(-1))
+        out: Tensor = self.head(
+            torch.bmm(self.weight[x[:, :EXPERTS].argmax(-1)], x.unsqueeze(-1)).squeeze(-1)
+        )
         return out
 
 
 @pytest.mark.parametrize("kind", ["groups", "tensors"])
 def test_programs_compute_what_test_mode_does(kind: str, tmp_path: Path) -> None:
     weight = {"groups": INT4, "tensors": {"dtype": "int8", "qscheme": "per_tensor"}}[kind]
-    found = quantizer.calibrate(Picking().eval(), {"global_quant_config": {"weight": weight}}, [torch.randn(8, 32)])
+    found = quantizer.calibrate(
+        Picking().eval(), {"global_quant_config": {"weight": weight}}, [torch.randn(8, 32)]
+    )
     assert found.export("pt2", tmp_path / "made.pt2").max_difference < 1e-5
     pytest.importorskip("onnxruntime", reason="needs quantizer-torch[onnx]")
     assert found.export("onnx", tmp_path / "made.onnx").max_difference < 1e-5

@@ -31,8 +31,17 @@ from quantizer.export.gguf_file import Arrangement
 pytestmark = pytest.mark.slow
 
 Spec = dict[str, Any]
-GROUP: Spec = {"qscheme": "per_group", "ch_axis": 1, "group_size": 32, "observer_cls": "PerGroupMinMaxObserver"}
-CHANNEL: Spec = {"qscheme": "per_channel", "ch_axis": 0, "observer_cls": "PerChannelMinMaxObserver"}
+GROUP: Spec = {
+    "qscheme": "per_group",
+    "ch_axis": 1,
+    "group_size": 32,
+    "observer_cls": "PerGroupMinMaxObserver",
+}
+CHANNEL: Spec = {
+    "qscheme": "per_channel",
+    "ch_axis": 0,
+    "observer_cls": "PerChannelMinMaxObserver",
+}
 TENSOR: Spec = {"qscheme": "per_tensor", "observer_cls": "PerTensorMinMaxObserver"}
 NET = """
 from llamas import llama, tokens as calibration_data
@@ -44,7 +53,12 @@ PRESETS = [name for name in STRATEGIES if name.startswith("gguf_")]
 
 
 def integer(dtype: str, *, symmetric: bool = True, **more: Any) -> Spec:
-    kind = {"scale_type": "float", "round_method": "half_even", "is_dynamic": False, "symmetric": symmetric}
+    kind = {
+        "scale_type": "float",
+        "round_method": "half_even",
+        "is_dynamic": False,
+        "symmetric": symmetric,
+    }
     return {"dtype": dtype, **kind, **(more or GROUP)}
 
 
@@ -71,7 +85,10 @@ def without_remarks(found: Verification) -> tuple[float, float]:
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     **{name: (preset(name), name.removeprefix("gguf_").upper()) for name in PRESETS},
-    "int3 in groups of 64": (config(integer("int3", **GROUP | {"group_size": 64}), exclude=["*.down_proj"]), "Q4_0"),
+    "int3 in groups of 64": (
+        config(integer("int3", **GROUP | {"group_size": 64}), exclude=["*.down_proj"]),
+        "Q4_0",
+    ),
     "int8 per channel": (config(integer("int8", **CHANNEL)), "Q8_0"),
     "asymmetric int4 per tensor": (config(integer("int4", symmetric=False, **TENSOR)), "Q4_1"),
     "powers of two": (config(integer("int8") | {"scale_type": "pof2"}), "Q8_0"),
@@ -96,17 +113,24 @@ def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) ->
 def test_widths_may_differ_by_layer_and_float_layers_stay(tmp_path: Path) -> None:
     given = config(
         integer("int4"),
-        layer_quant_config={"*.down_proj": {"weight": integer("int8")}, "*.v_proj": {"weight": integer("int5")}},
+        layer_quant_config={
+            "*.down_proj": {"weight": integer("int8")},
+            "*.v_proj": {"weight": integer("int5")},
+        },
         exclude=["kind:embedding", "kind:head", "*.o_proj"],
     )
-    found = calibrated(given, llama(tie_word_embeddings=True)).export("gguf", tmp_path / "net.gguf")
+    found = calibrated(given, llama(tie_word_embeddings=True)).export(
+        "gguf", tmp_path / "net.gguf"
+    )
     assert without_remarks(found) == (0.0, 1.0)
     written = kinds(tmp_path / "net.gguf")
     assert "output.weight" not in written, "a tied head is left out"
     layers = {"attn_q": "Q4_0", "ffn_down": "Q8_0", "attn_v": "Q5_0", "attn_output": "F32"}
     assert {name: written[f"blk.0.{name}.weight"] for name in layers} == layers
     assert written["token_embd.weight"] == "F32"
-    assert gguf.GGUFReader(tmp_path / "net.gguf").fields["general.file_type"].contents() == 2  # mostly Q4_0
+    assert (
+        gguf.GGUFReader(tmp_path / "net.gguf").fields["general.file_type"].contents() == 2
+    )  # mostly Q4_0
 
 
 ALGORITHMS = {
@@ -127,19 +151,25 @@ def test_weights_that_algorithms_changed(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_template_keeps_all_but_the_models_tensors(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_a_template_keeps_all_but_the_models_tensors(
+    kind: str, tied: bool, tmp_path: Path
+) -> None:
     model = llama(tie_word_embeddings=tied)
     base = template(tmp_path / "base.gguf", model, kind)
-    found = calibrated(preset("gguf_q4_0"), model).export("gguf", tmp_path / "net.gguf", gguf_template=base)
+    found = calibrated(preset("gguf_q4_0"), model).export(
+        "gguf", tmp_path / "net.gguf", gguf_template=base
+    )
     assert without_remarks(found) == (0.0, 1.0)
     assert not any("tokenizer" in remark for remark in found.remarks)
     before, after = gguf.GGUFReader(base), gguf.GGUFReader(tmp_path / "net.gguf")
     counted = {"GGUF.kv_count", "general.file_type"}
-    assert {key: field.contents() for key, field in before.fields.items() if key not in counted} == {
-        key: field.contents() for key, field in after.fields.items() if key not in counted
-    }
+    assert {
+        key: field.contents() for key, field in before.fields.items() if key not in counted
+    } == {key: field.contents() for key, field in after.fields.items() if key not in counted}
     assert after.fields["custom.list"].contents() == [1, 2, 3]
-    assert [tensor.name for tensor in after.tensors] == [tensor.name for tensor in before.tensors]
+    assert [tensor.name for tensor in after.tensors] == [
+        tensor.name for tensor in before.tensors
+    ]
     assert kinds(tmp_path / "net.gguf")["rope_freqs.weight"] == "F32"
 
 
@@ -160,16 +190,25 @@ def test_rows_that_are_not_permuted_would_be_noticed(
     result = calibrated(preset("gguf_q8_0"), model)
     result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
     monkeypatch.setattr(Arrangement, "rows", lambda self, x: x)
-    with pytest.raises((VerificationError, UsageError), match=r"does not compute what test mode does|is not the model"):
+    with pytest.raises(
+        (VerificationError, UsageError),
+        match=r"does not compute what test mode does|is not the model",
+    ):
         result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
     assert not (tmp_path / "net.gguf").exists()
 
 
 ARCHITECTURES = {
-    "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig(**SIZES, sliding_window=None)),
+    "mistral": (
+        transformers.MistralForCausalLM,
+        transformers.MistralConfig(**SIZES, sliding_window=None),
+    ),
     "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**SIZES)),
     "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**SIZES, head_dim=128)),
-    "phi3": (transformers.Phi3ForCausalLM, transformers.Phi3Config(**SIZES, pad_token_id=0, eos_token_id=2)),
+    "phi3": (
+        transformers.Phi3ForCausalLM,
+        transformers.Phi3Config(**SIZES, pad_token_id=0, eos_token_id=2),
+    ),
 }
 
 
@@ -180,7 +219,9 @@ def test_known_architectures_need_no_template(name: str, tmp_path: Path) -> None
     model = kind(settings).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)  # biases and norms say something, too
+            parameter.add_(
+                torch.randn_like(parameter) * 0.02
+            )  # biases and norms say something, too
     found = calibrated(preset("gguf_q4_0"), model).export("gguf", tmp_path / "net.gguf")
     assert without_remarks(found) == (0.0, 1.0)
 
@@ -189,7 +230,9 @@ def test_a_template_tells_what_is_added_to_norms(tmp_path: Path) -> None:
     """Gemma's norms multiply by 1 + weight, and llama.cpp's files have the sum."""
     sizes = {**SIZES, "head_dim": 256, "pad_token_id": 0, "sliding_window": 8}
     torch.manual_seed(0)
-    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, attn_implementation="eager")).eval()
+    model = transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**sizes, attn_implementation="eager")
+    ).eval()
     writer = gguf.GGUFWriter(tmp_path / "base.gguf", "gemma2")
     writer.add_context_length(32)
     writer.add_embedding_length(64)
@@ -211,7 +254,9 @@ def test_a_template_tells_what_is_added_to_norms(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     base = tmp_path / "base.gguf"
-    found = calibrated(preset("gguf_q8_0"), model).export("gguf", tmp_path / "net.gguf", gguf_template=base)
+    found = calibrated(preset("gguf_q8_0"), model).export(
+        "gguf", tmp_path / "net.gguf", gguf_template=base
+    )
     assert found.max_difference < 1e-5, "1 + weight is rounded"
 
 
@@ -234,7 +279,9 @@ def test_test_mode_counts_what_halfs_round(tmp_path: Path) -> None:
         changed += int((tensor.scale != before.scale).sum())
     assert changed
     result.export("gguf", tmp_path / "net.gguf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="net.gguf", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="net.gguf", dtype=torch.float32
+    )
     call = tokens(1)[0]
     with torch.no_grad():
         expected = quantized_network(graph, run)(**call)
@@ -272,21 +319,36 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         r"input of LlamaForCausalLM::.* is quantized at run time, where a \.gguf holds weights alone",
         "llama.cpp rounds inputs to int8 by itself",
     ),
-    "fp8": (config({"dtype": "fp8_e4m3", **CHANNEL}), {}, "weights of .* is fp8_e4m3", "gguf_q8_0"),
+    "fp8": (
+        config({"dtype": "fp8_e4m3", **CHANNEL}),
+        {},
+        "weights of .* is fp8_e4m3",
+        "gguf_q8_0",
+    ),
     "8 bits and a zero point": (
         config(integer("uint8", symmetric=False)),
         {},
         "has 8 bits and a zero point, and blocks with a minimum 4 or 5",
         "quantizer init --strategy gguf_q4_1",
     ),
-    "16 bits": (config(integer("int16", **CHANNEL)), {}, "has 16 bits, and blocks 4, 5 or 8", "8 bits or less"),
+    "16 bits": (
+        config(integer("int16", **CHANNEL)),
+        {},
+        "has 16 bits, and blocks 4, 5 or 8",
+        "8 bits or less",
+    ),
     "groups of 16": (
         config(integer("int4", **GROUP | {"group_size": 16})),
         {},
         "has groups of 16, and blocks 32 inputs",
         "set its group_size to 32",
     ),
-    "a scale for each input": (config(integer("int8", **CHANNEL | {"ch_axis": 1})), {}, "for each input", "ch_axis"),
+    "a scale for each input": (
+        config(integer("int8", **CHANNEL | {"ch_axis": 1})),
+        {},
+        "for each input",
+        "ch_axis",
+    ),
     "rows that blocks do not divide": (
         config(integer("int8", **CHANNEL)),
         {"intermediate_size": 80},
@@ -299,7 +361,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         r"weights of .*lm_head.* is the weight of .*embed_tokens.*, too",
         "kind:head and kind:embedding",
     ),
-    "nothing": (config(integer("int8"), exclude=["*"]), {}, "finds no quantized weight", "gguf_q4_0"),
+    "nothing": (
+        config(integer("int8"), exclude=["*"]),
+        {},
+        "finds no quantized weight",
+        "gguf_q4_0",
+    ),
     "scaled rotations": (
         preset("gguf_q8_0"),
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
@@ -310,7 +377,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_blocks_cannot_hold_is_refused_with_what_they_can(name: str, tmp_path: Path) -> None:
+def test_what_blocks_cannot_hold_is_refused_with_what_they_can(
+    name: str, tmp_path: Path
+) -> None:
     given, settings, why, remedy = REFUSED[name]
     with pytest.raises(UsageError, match=why) as refused:
         calibrated(given, llama(**settings)).export("gguf", tmp_path / "net.gguf")
@@ -335,7 +404,9 @@ def test_a_template_of_another_model_is_refused(tmp_path: Path) -> None:
         "wide": r"has the shape \[96, 64\], in the model \[64, 64\]",
     }.items():
         with pytest.raises(UsageError, match=why) as refused:
-            result.export("gguf", tmp_path / "net.gguf", gguf_template=tmp_path / f"{name}.gguf")
+            result.export(
+                "gguf", tmp_path / "net.gguf", gguf_template=tmp_path / f"{name}.gguf"
+            )
         assert "of this very model" in str(refused.value.help)
     assert not (tmp_path / "net.gguf").exists()
 
@@ -345,9 +416,20 @@ def test_models_that_are_not_known_are_refused(tmp_path: Path) -> None:
     result = quantizer.calibrate(plain, config(integer("int8")), [torch.ones(2, 32)])
     with pytest.raises(UsageError, match="a Sequential without a config of transformers"):
         result.export("gguf", tmp_path / "net.gguf")
-    sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 32, "eos_token_id": 0}
-    other = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0)).eval()
-    with pytest.raises(UsageError, match=r"one of llama, mistral, qwen2, qwen3, phi3, .* this one is gpt2") as refused:
+    sizes = {
+        "vocab_size": 64,
+        "n_embd": 64,
+        "n_layer": 1,
+        "n_head": 4,
+        "n_positions": 32,
+        "eos_token_id": 0,
+    }
+    other = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, bos_token_id=0)
+    ).eval()
+    with pytest.raises(
+        UsageError, match=r"one of llama, mistral, qwen2, qwen3, phi3, .* this one is gpt2"
+    ) as refused:
         calibrated(config(integer("int8")), other).export("gguf", tmp_path / "net.gguf")
     assert "--gguf_template FILE" in str(refused.value.help)
     assert not list(tmp_path.iterdir())
@@ -360,12 +442,17 @@ def test_where_transformers_knows_no_architecture_the_tensors_are_compared(
         raise ValueError("GGUF model with architecture llama is not supported yet.")
 
     model = llama()
-    base, result = template(tmp_path / "base.gguf", model), calibrated(preset("gguf_q4_1"), model)
+    base, result = (
+        template(tmp_path / "base.gguf", model),
+        calibrated(preset("gguf_q4_1"), model),
+    )
     monkeypatch.setattr("quantizer.export.gguf_verify.read_checkpoint", refuse)
     found = result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
     assert (found.compared, found.max_difference) == ("tensors", 0.0)
     assert "is not supported yet.; its tensors were compared instead" in found.remarks[-1]
-    with pytest.raises(VerificationError, match="cannot run it: ValueError: GGUF model with architecture llama"):
+    with pytest.raises(
+        VerificationError, match="cannot run it: ValueError: GGUF model with architecture llama"
+    ):
         result.export("gguf", tmp_path / "other.gguf")
 
 
@@ -384,13 +471,20 @@ def test_from_init_to_a_file_on_the_shell(
     template(tmp_path / "base.gguf", llama())
     run = ["--model", "net.py", "-q"]
     assert run_command(["init", "--strategy", "gguf_q5_1", "-o", "q5.json"]) == 0
-    assert run_command(["plan", "--config_file", "q5.json", "--model", "net.py", "--for", "gguf"]) == 0
+    assert (
+        run_command(["plan", "--config_file", "q5.json", "--model", "net.py", "--for", "gguf"])
+        == 0
+    )
     assert "--deploy gguf can hold all of them" in capsys.readouterr().out
     assert run_command(["--quant_mode", "calib", "--config_file", "q5.json", *run]) == 0
     figures = []
     for more in ([], ["--deploy", "gguf", "--gguf_template", "base.gguf"]):
         assert run_command(["--quant_mode", "test", *run, *more]) == 0
-        figures.append(json.loads((tmp_path / "quantize_result" / "report.json").read_text())["metrics"]["sqnr_db"])
+        figures.append(
+            json.loads((tmp_path / "quantize_result" / "report.json").read_text())["metrics"][
+                "sqnr_db"
+            ]
+        )
     assert figures[0] != figures[1]
     assert figures[0] == pytest.approx(figures[1], abs=0.3)
     said = capsys.readouterr().out

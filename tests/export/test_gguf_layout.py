@@ -18,12 +18,20 @@ ROWS, COLUMNS = 3, 128
 def quantized(spec: QuantizationSpec, seed: int = 0) -> QuantizedTensor:
     """Every code, also the ends of the range, with scales and zero points of a matrix of the spec's groups."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(spec.quant_min, spec.quant_max + 1, (ROWS, COLUMNS), generator=generator)
+    codes = torch.randint(
+        spec.quant_min, spec.quant_max + 1, (ROWS, COLUMNS), generator=generator
+    )
     codes[:, 0], codes[:, -1] = spec.quant_min, spec.quant_max
-    shape = {"per_tensor": (), "per_channel": (ROWS,)}.get(spec.qscheme, (ROWS, COLUMNS // (spec.group_size or 1)))
-    zero_point = torch.zeros(shape) if spec.symmetric else torch.randint(0, spec.quant_max + 1, shape)
+    shape = {"per_tensor": (), "per_channel": (ROWS,)}.get(
+        spec.qscheme, (ROWS, COLUMNS // (spec.group_size or 1))
+    )
+    zero_point = (
+        torch.zeros(shape) if spec.symmetric else torch.randint(0, spec.quant_max + 1, shape)
+    )
     scale = torch.rand(shape, generator=generator) + 0.01
-    return QuantizedTensor(spec, scale, zero_point.int(), codes.to(code_dtype(spec.quant_min, spec.quant_max)))
+    return QuantizedTensor(
+        spec, scale, zero_point.int(), codes.to(code_dtype(spec.quant_min, spec.quant_max))
+    )
 
 
 CUTS = {
@@ -47,14 +55,25 @@ def test_the_package_gguf_reads_what_the_codes_stand_for(kind: object, cut: str)
 
 
 def test_a_block_is_scale_minimum_fifth_bits_and_nibbles() -> None:
-    spec = QuantizationSpec(bit_width=5, symmetric=False, qscheme="per_group", ch_axis=1, group_size=BLOCK)
+    spec = QuantizationSpec(
+        bit_width=5, symmetric=False, qscheme="per_group", ch_axis=1, group_size=BLOCK
+    )
     codes = torch.arange(BLOCK, dtype=torch.uint8)[None]
-    tensor = QuantizedTensor(spec, torch.tensor([[0.5]]), torch.tensor([[3]], dtype=torch.int32), codes)
-    nibbles = bytes(low | low << 4 for low in range(16))  # codes j and j + 16 have the same low bits
-    assert bytes(packed(tensor)[0].tolist()) == struct.pack("<eeI", 0.5, -1.5, 0xFFFF0000) + nibbles
+    tensor = QuantizedTensor(
+        spec, torch.tensor([[0.5]]), torch.tensor([[3]], dtype=torch.int32), codes
+    )
+    nibbles = bytes(
+        low | low << 4 for low in range(16)
+    )  # codes j and j + 16 have the same low bits
+    assert (
+        bytes(packed(tensor)[0].tolist())
+        == struct.pack("<eeI", 0.5, -1.5, 0xFFFF0000) + nibbles
+    )
     symmetric = QuantizationSpec(bit_width=4, qscheme="per_group", ch_axis=1, group_size=BLOCK)
     codes = torch.tensor([[-8] * 16 + [7] * 16], dtype=torch.int8)
-    tensor = QuantizedTensor(symmetric, torch.tensor([[2.0]]), torch.zeros((1, 1), dtype=torch.int32), codes)
+    tensor = QuantizedTensor(
+        symmetric, torch.tensor([[2.0]]), torch.zeros((1, 1), dtype=torch.int32), codes
+    )
     assert bytes(packed(tensor)[0].tolist()) == struct.pack("<e", 2.0) + b"\xf0" * 16
 
 

@@ -16,7 +16,9 @@ from quantizer.export import EXPORTERS
 
 for package in EXPORTERS["gguf"].needs:
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")
-xllamacpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp, the CPU binding of llama.cpp")
+xllamacpp = pytest.importorskip(
+    "xllamacpp", reason="needs xllamacpp, the CPU binding of llama.cpp"
+)
 import transformers
 from gguf_templates import template
 
@@ -27,7 +29,12 @@ def served(path: Path) -> Any:
     """The file in llama.cpp, with attention in float32."""
     settings = xllamacpp.CommonParams()
     settings.model.path = str(path)
-    settings.n_ctx, settings.n_parallel, settings.n_gpu_layers, settings.warmup = 32, 1, 0, False
+    settings.n_ctx, settings.n_parallel, settings.n_gpu_layers, settings.warmup = (
+        32,
+        1,
+        0,
+        False,
+    )
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
@@ -59,7 +66,9 @@ def test_llama_cpp_computes_test_mode_but_for_inputs_in_int8(name: str, tmp_path
     base = template(tmp_path / "base.gguf", model)
     result = quantizer.calibrate(model, ROOT / "configs" / f"gguf_{name}.json", tokens())
     result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="net.gguf", dtype=torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="net.gguf", dtype=torch.float32
+    )
     for module in loaded.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(rounded)

@@ -43,7 +43,10 @@ WEIGHTS: dict[str, Mapping[str, Any]] = {
     "nvfp4": MX | {"dtype": "fp4", "group_size": 2, "scale_type": "e4m3"},
     "int4 with e4m3 scales": GROUPS | {"scale_type": "e4m3"},
     **{name: MX9 | {"dtype": name} for name in ("mx6", "mx9")},
-    **{name: MX | {"dtype": name} for name in ("fp8_e5m2", "fp6_e3m2", "fp4", "mx_int8", "bfp16")},
+    **{
+        name: MX | {"dtype": name}
+        for name in ("fp8_e5m2", "fp6_e3m2", "fp4", "mx_int8", "bfp16")
+    },
 }
 INPUTS: dict[str, Mapping[str, Any]] = {
     "dynamic": {"is_dynamic": True},
@@ -55,7 +58,9 @@ INPUTS: dict[str, Mapping[str, Any]] = {
 }
 
 
-def calibrated(original: Graph, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Deployment:
+def calibrated(
+    original: Graph, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Deployment:
     """A network with the scales of one batch."""
     plan = resolve(config, run_passes(original, config.settings), original)
     assert not any(found.severity == "error" for found in plan.diagnostics)
@@ -90,8 +95,14 @@ def side_by_side(*kinds: Fields) -> Deployment:
     """A convolution and a linear layer of each kind, calibrated."""
     torch.manual_seed(0)
     x = torch.randn(3, 4, 6, 6)
-    names = {f"{kind}.{index}": each for index, each in enumerate(kinds) for kind in ("convs", "linears")}
-    given = calibrated(trace(Side(len(kinds)).eval(), (x,)), hierarchy({}, names=names), (x,), {})
+    names = {
+        f"{kind}.{index}": each
+        for index, each in enumerate(kinds)
+        for kind in ("convs", "linears")
+    }
+    given = calibrated(
+        trace(Side(len(kinds)).eval(), (x,)), hierarchy({}, names=names), (x,), {}
+    )
     assert len({tensor.spec for tensor in given.solution.tensors.values()}) >= len(kinds)
     return given
 
@@ -104,14 +115,21 @@ def test_weights_of_every_kind_are_equal_in_every_file(target: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("target", ["pt2", "pt2_float", "safetensors"])
-def test_programs_and_tensor_files_hold_every_kind_of_input(target: str, tmp_path: Path) -> None:
+def test_programs_and_tensor_files_hold_every_kind_of_input(
+    target: str, tmp_path: Path
+) -> None:
     given = side_by_side(*({"weights": {}, "input": kind} for kind in INPUTS.values()))
     assert exported(target, given, tmp_path) < 2e-6  # as above
 
 
 @pytest.mark.parametrize("target", ["pt2", "pt2_float", "safetensors"])
 def test_dynamic_inputs_inside_a_network(target: str, tmp_path: Path) -> None:
-    assert exported(target, deployed("attention", {"weights": {}, "input": INPUTS["tokens"]}), tmp_path) == 0.0
+    assert (
+        exported(
+            target, deployed("attention", {"weights": {}, "input": INPUTS["tokens"]}), tmp_path
+        )
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize("kind", ["tokens", "mx"])
@@ -127,7 +145,12 @@ def test_a_program_takes_any_number_of_rows(kind: str, tmp_path: Path) -> None:
 
 def test_onnx_has_eight_bit_floats(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
-    given = side_by_side(*({"weights": {"dtype": kind}, "input": {"dtype": kind}} for kind in ("fp8_e4m3", "fp8_e5m2")))
+    given = side_by_side(
+        *(
+            {"weights": {"dtype": kind}, "input": {"dtype": kind}}
+            for kind in ("fp8_e4m3", "fp8_e5m2")
+        )
+    )
     assert exported("onnx", given, tmp_path) < 2e-6
 
 
@@ -138,8 +161,13 @@ def test_groups_are_stored_as_codes(tmp_path: Path) -> None:
     model = onnx.load(tmp_path / "net.onnx")
     nodes = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
     assert len(nodes) == 5
-    assert {attribute.name: attribute.i for attribute in nodes[0].attribute} == {"axis": 1, "block_size": 2}
-    assert {t.data_type for t in model.graph.initializer if t.name.endswith("weights.codes")} == {onnx.TensorProto.INT4}
+    assert {attribute.name: attribute.i for attribute in nodes[0].attribute} == {
+        "axis": 1,
+        "block_size": 2,
+    }
+    assert {
+        t.data_type for t in model.graph.initializer if t.name.endswith("weights.codes")
+    } == {onnx.TensorProto.INT4}
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "tokens"])
@@ -159,10 +187,16 @@ def test_onnx_refuses_what_it_cannot_say_with_the_first_layers(kind: str) -> Non
     with pytest.raises(UsageError) as refused:
         check("onnx", given.graph, given.solution.specs, -1)
     inputs = [f"{role} of {layer}" for layer, role in given.solution.tensors if role == "input"]
-    assert refused.value.message.startswith(f"--deploy onnx: {', '.join(inputs[:5])} and {len(inputs) - 5} more: each ")
+    assert refused.value.message.startswith(
+        f"--deploy onnx: {', '.join(inputs[:5])} and {len(inputs) - 5} more: each "
+    )
 
 
 def test_ranges_that_are_dynamic_leave_no_scale_in_files(tmp_path: Path) -> None:
-    exported("safetensors", deployed("residual", {"weights": {}, "input": INPUTS["dynamic"]}), tmp_path)
+    exported(
+        "safetensors",
+        deployed("residual", {"weights": {}, "input": INPUTS["dynamic"]}),
+        tmp_path,
+    )
     with safe_open(tmp_path / "net.safetensors", "pt") as file:
         assert not [name for name in file.keys() if ".input" in name]  # noqa: SIM118 - not a dict

@@ -43,7 +43,9 @@ def broadcast(y: Tensor) -> Tensor:
 
 def by_a_grid(y: Tensor) -> Tensor:
     """Both coordinates of each cell."""
-    return y + torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="xy"), 0).sum(0)
+    return y + torch.stack(
+        torch.meshgrid(torch.arange(6), torch.arange(6), indexing="xy"), 0
+    ).sum(0)
 
 
 def put(y: Tensor) -> Tensor:
@@ -57,7 +59,9 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "gathered": gathered,
     "broadcast": broadcast,
     "by a grid": by_a_grid,
-    "grid of values": lambda y: torch.stack(torch.meshgrid(y[0, 0, 0], y[0, 1, 0], indexing="ij"))[None],
+    "grid of values": lambda y: torch.stack(
+        torch.meshgrid(y[0, 0, 0], y[0, 1, 0], indexing="ij")
+    )[None],
     "broadcast tensors": lambda y: torch.broadcast_tensors(y[:, :1], y)[0],
     "put": put,
     "slice_scatter": lambda y: y.slice_scatter(y[:, 2:], 1, 0, 2),
@@ -90,7 +94,10 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         y = self.before(x)
         moved = [move(y) for move in MOVES.values()]
-        return [self.behind(each) if each.dim() == 4 and each.shape[1] == 4 else each for each in moved]
+        return [
+            self.behind(each) if each.dim() == 4 and each.shape[1] == 4 else each
+            for each in moved
+        ]
 
 
 BATCH = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -106,10 +113,14 @@ def test_none_is_without_a_row(result: quantizer.Result) -> None:
     assert NO_RULES not in {*result.plan.plan.floats.values()}
 
 
-def test_the_network_and_its_file_compute_what_the_model_does(result: quantizer.Result, tmp_path: Path) -> None:
+def test_the_network_and_its_file_compute_what_the_model_does(
+    result: quantizer.Result, tmp_path: Path
+) -> None:
     result.save(tmp_path)
     with torch.no_grad():
-        for ours, theirs in zip(imported(tmp_path / "Net.py")(BATCH), result.network(BATCH), strict=True):
+        for ours, theirs in zip(
+            imported(tmp_path / "Net.py")(BATCH), result.network(BATCH), strict=True
+        ):
             assert torch.equal(ours, theirs)
 
 

@@ -84,7 +84,9 @@ def integer_specs(widths: tuple[int, ...]) -> Iterator[QuantizationSpec]:
         yield QuantizationSpec(bit_width=bit_width, **kind)
 
 
-def on_nodes(module: nn.Module, example: Tensor, role: str, specs: list[QuantizationSpec]) -> Deployment:
+def on_nodes(
+    module: nn.Module, example: Tensor, role: str, specs: list[QuantizationSpec]
+) -> Deployment:
     """The module's compute nodes with one spec each, their range half of what comes, so that values are cut off."""
     graph = trace(module.eval(), (example,))
     nodes = [node for node in graph.nodes if node.op in ("mul", "embedding")]
@@ -104,7 +106,9 @@ def test_every_spec_and_rounding_of_activations(tmp_path: Path) -> None:
     ]
     specs += [QuantizationSpec(dtype=dtype) for dtype in ("float16", "bfloat16", "float32")]
     example = torch.cat([torch.randn(2, 500), torch.arange(-250, 250).expand(2, 500) / 64], 1)
-    found = export(on_nodes(Shifts(len(specs)), example, "activation", specs), tmp_path / "net.onnx")
+    found = export(
+        on_nodes(Shifts(len(specs)), example, "activation", specs), tmp_path / "net.onnx"
+    )
     assert found.max_difference == 0.0
 
 
@@ -112,10 +116,18 @@ def test_ties_at_scales_that_are_no_power_of_two(tmp_path: Path) -> None:
     scale = torch.tensor(0.0236)
     specs = [QuantizationSpec(round_mode=mode) for mode in ROUND_MODES]
     given = on_nodes(
-        Shifts(len(specs)), ((torch.arange(-130, 130) + 0.5) * scale).expand(2, -1) / 2, "activation", specs
+        Shifts(len(specs)),
+        ((torch.arange(-130, 130) + 0.5) * scale).expand(2, -1) / 2,
+        "activation",
+        specs,
     )
-    tensors = {key: replace(tensor, scale=scale) for key, tensor in given.solution.tensors.items()}
-    assert export(replace(given, solution=Solution(tensors)), tmp_path / "net.onnx").max_difference == 0.0
+    tensors = {
+        key: replace(tensor, scale=scale) for key, tensor in given.solution.tensors.items()
+    }
+    assert (
+        export(replace(given, solution=Solution(tensors)), tmp_path / "net.onnx").max_difference
+        == 0.0
+    )
 
 
 @pytest.mark.slow
@@ -159,11 +171,18 @@ def operator_sets(model: Any) -> list[int]:
 
 def test_weights_are_stored_as_codes(exported: Callable[[str, str], Written]) -> None:
     graph = onnx.load(exported("onnx", "residual").path).graph
-    codes = {t.name: t.data_type for t in graph.initializer if t.name.endswith(".weights.codes")}
+    codes = {
+        t.name: t.data_type for t in graph.initializer if t.name.endswith(".weights.codes")
+    }
     assert len(codes) == 6
-    assert set(codes.values()) == {onnx.TensorProto.UINT8, onnx.TensorProto.INT8}  # the first layer reads floats
+    assert set(codes.values()) == {
+        onnx.TensorProto.UINT8,
+        onnx.TensorProto.INT8,
+    }  # the first layer reads floats
     floats = [
-        t for t in graph.initializer if t.data_type == onnx.TensorProto.FLOAT and len([d for d in t.dims if d > 1]) > 1
+        t
+        for t in graph.initializer
+        if t.data_type == onnx.TensorProto.FLOAT and len([d for d in t.dims if d > 1]) > 1
     ]
     assert not floats
 
@@ -177,7 +196,9 @@ def test_the_batch_is_open(batch: int, exported: Callable[[str, str], Written]) 
     expected = replace(given, args=args, kwargs=kwargs).expected[0]
     step = float(given.solution.tensors[given.graph.output.name, "activation"].scale)
     difference = (torch.from_numpy(output) - expected).abs()
-    assert float(difference.max()) <= step * 1.0001  # the runtime's own optimizations may move a code by one
+    assert (
+        float(difference.max()) <= step * 1.0001
+    )  # the runtime's own optimizations may move a code by one
     assert float((difference == 0).float().mean()) >= 0.9
 
 
@@ -191,10 +212,30 @@ def refusal(given: Deployment, tmp_path: Path) -> QuantizerError:
 @pytest.mark.parametrize(
     ("spec", "opset", "why", "help_"),
     [
-        (QuantizationSpec(bit_width=20), -1, "has 20 bits, and QuantizeLinear has 16 at most", "bit_width"),
-        (QuantizationSpec(bit_width=16), 20, "has 16 bits, which operator set 20 lacks", "onnx_opset_version"),
-        (QuantizationSpec(qscheme="per_channel", ch_axis=1), -1, "is quantized per channel", "per_channel"),
-        (QuantizationSpec(dtype="fp6_e2m3"), -1, "is fp6_e2m3, which has no exact form", "another format"),
+        (
+            QuantizationSpec(bit_width=20),
+            -1,
+            "has 20 bits, and QuantizeLinear has 16 at most",
+            "bit_width",
+        ),
+        (
+            QuantizationSpec(bit_width=16),
+            20,
+            "has 16 bits, which operator set 20 lacks",
+            "onnx_opset_version",
+        ),
+        (
+            QuantizationSpec(qscheme="per_channel", ch_axis=1),
+            -1,
+            "is quantized per channel",
+            "per_channel",
+        ),
+        (
+            QuantizationSpec(dtype="fp6_e2m3"),
+            -1,
+            "is fp6_e2m3, which has no exact form",
+            "another format",
+        ),
     ],
 )
 def test_what_onnx_cannot_say_is_refused(
@@ -208,7 +249,9 @@ def test_what_onnx_cannot_say_is_refused(
 
 
 def test_all_that_onnx_cannot_say_is_one_sentence(tmp_path: Path) -> None:
-    given = on_nodes(Shifts(7), torch.rand(2, 3), "activation", [QuantizationSpec(bit_width=20)] * 7)
+    given = on_nodes(
+        Shifts(7), torch.rand(2, 3), "activation", [QuantizationSpec(bit_width=20)] * 7
+    )
     message = refusal(given, tmp_path).message
     assert message.startswith("--deploy onnx: activation of Shifts::Shifts/mul, activation of ")
     assert message.endswith(" and 2 more: each has 20 bits, and QuantizeLinear has 16 at most")
@@ -239,16 +282,26 @@ def test_tensors_that_do_not_fit_one_message_lie_beside_the_file(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_computed_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    module, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).to(dtype), torch.randn(64, 16).to(dtype)
+    module, x = (
+        nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).to(dtype),
+        torch.randn(64, 16).to(dtype),
+    )
     graph = trace(module, (x,))
     names = [node.name for node in graph.nodes if node.op == "linear"]
     weights = QuantizationSpec(qscheme="per_channel", ch_axis=0)
-    tensors = {(name, "weights"): fitted(graph.weight(graph.by_name[name]).float(), weights) for name in names}
+    tensors = {
+        (name, "weights"): fitted(graph.weight(graph.by_name[name]).float(), weights)
+        for name in names
+    }
     given = Deployment(graph, Solution(tensors), (x,), {}, sqnr_db=30.0)
     found = export(given, tmp_path / "net.onnx")
     assert found.sqnr_db is not None
     assert found.sqnr_db > (40 if dtype == torch.bfloat16 else 55)
-    types = {t.data_type for t in onnx.load(tmp_path / "net.onnx").graph.initializer if len(t.dims) == 2}
+    types = {
+        t.data_type
+        for t in onnx.load(tmp_path / "net.onnx").graph.initializer
+        if len(t.dims) == 2
+    }
     assert types == {onnx.TensorProto.INT8}
 
 
@@ -257,7 +310,12 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype, tmp_path: Pat
 @pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 5, 8)], ids=str)
 def test_attention_of_any_rank(shape: tuple[int, ...], masked: bool, tmp_path: Path) -> None:
     module, x = Attended(masked), torch.randn(shape)
-    assert export(Deployment(trace(module, (x,)), Solution({}), (x,), {}), tmp_path / "net.onnx").max_difference < 1e-6
+    assert (
+        export(
+            Deployment(trace(module, (x,)), Solution({}), (x,), {}), tmp_path / "net.onnx"
+        ).max_difference
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("opset", [18, 20, 21, 23])
@@ -280,7 +338,10 @@ class Constants(nn.Module):
 
 def test_outputs_that_are_constants(tmp_path: Path) -> None:
     x = torch.rand(2, 3)
-    found = export(Deployment(trace(Constants().eval(), (x,)), Solution({}), (x,), {}), tmp_path / "net.onnx")
+    found = export(
+        Deployment(trace(Constants().eval(), (x,)), Solution({}), (x,), {}),
+        tmp_path / "net.onnx",
+    )
     assert found.equal == 1.0
     session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
     made = session.run(None, {"input_0": x.numpy()})
@@ -288,7 +349,9 @@ def test_outputs_that_are_constants(tmp_path: Path) -> None:
 
 
 def test_what_onnx_does_not_accept_is_a_sentence(tmp_path: Path) -> None:
-    model = onnx.helper.make_model(onnx.helper.make_graph([], "Net", [], [onnx.ValueInfoProto(name="output_0")]))
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph([], "Net", [], [onnx.ValueInfoProto(name="output_0")])
+    )
     said = "net.onnx is not written: it would be no valid ONNX: "
     with pytest.raises(VerificationError, match=said), stored(model, tmp_path / "net.onnx"):
         pass
@@ -301,5 +364,12 @@ def test_float64_and_untranslatable_operators_are_refused(tmp_path: Path) -> Non
     assert isinstance(error, ModelError)
     assert "torch.onnx cannot translate Bessel: No ONNX function found" in error.message
     constants = deployment("constants")
-    double = {("Constants::Constants/softmax", "activation"): QuantizedTensor(QuantizationSpec(), torch.tensor(0.1))}
-    assert "is torch.float64" in refusal(replace(constants, solution=Solution(double)), tmp_path).message
+    double = {
+        ("Constants::Constants/softmax", "activation"): QuantizedTensor(
+            QuantizationSpec(), torch.tensor(0.1)
+        )
+    }
+    assert (
+        "is torch.float64"
+        in refusal(replace(constants, solution=Solution(double)), tmp_path).message
+    )

@@ -112,8 +112,12 @@ def kinds(opset: int) -> Iterator[Kind]:
     """Every operator with every kind of activation, and layers with every kind of weight, biases in turn."""
     activations = [name for name in ACTIVATIONS if name != "int16" or opset >= 21]
     biases = cycle(BIASES)
-    yield from (Kind(what, name, bias=next(biases)) for what, name in product(LAYERS, activations))
-    yield from (Kind(what, "uint8", name, next(biases)) for what, name in product(LAYERS, WEIGHTS))
+    yield from (
+        Kind(what, name, bias=next(biases)) for what, name in product(LAYERS, activations)
+    )
+    yield from (
+        Kind(what, "uint8", name, next(biases)) for what, name in product(LAYERS, WEIGHTS)
+    )
     yield from (Kind(what, name) for what, name in product(FUNCTIONS, activations))
 
 
@@ -123,7 +127,13 @@ def quantized(graph: Graph, found: list[Kind], x: Tensor) -> Solution:
     network = Network(graph)
     with torch.no_grad():
         network.observe(
-            (x,), {}, {node.name: _keep(values, node.name) for node in graph.nodes if _is_made(graph, node)}
+            (x,),
+            {},
+            {
+                node.name: _keep(values, node.name)
+                for node in graph.nodes
+                if _is_made(graph, node)
+            },
         )
     tensors: dict[Any, Any] = {}
     for node in graph.nodes:
@@ -170,10 +180,15 @@ def test_every_kind_is_test_modes_in_a_default_session(opset: int, tmp_path: Pat
     expected = Deployment(graph, as_run(graph, solution), (x,), {}).expected
     steps = Deployment(graph, solution, (x,), {}).steps
     wrong = {}
-    for kind, want, got, step in zip(found, expected, map(torch.from_numpy, outputs), steps, strict=True):
+    for kind, want, got, step in zip(
+        found, expected, map(torch.from_numpy, outputs), steps, strict=True
+    ):
         difference = (want - got).abs()
         one_step = 1.001 * step if step is not None else 1e-5
-        if float(difference.max()) > one_step or float((difference > 1e-6).float().mean()) > 0.01:
+        if (
+            float(difference.max()) > one_step
+            or float((difference > 1e-6).float().mean()) > 0.01
+        ):
             wrong[kind] = (
                 f"{float(difference.max() / one_step):.3g} steps, {float((difference > 1e-6).float().mean()):.2%}"
             )

@@ -37,7 +37,9 @@ class FusedHeads(nn.Module):
         self.fused = nn.Linear(16, 48)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in self.fused(x).chunk(3, 2))
+        query, key, value = (
+            part.unflatten(2, (2, 8)).transpose(1, 2) for part in self.fused(x).chunk(3, 2)
+        )
         return torch.softmax(query @ key.transpose(-2, -1), -1) @ value
 
 
@@ -46,7 +48,11 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.table, self.cells, self.head = nn.Embedding(20, 8), kind(8, 8, batch_first=True), nn.Linear(8, 3)
+        self.table, self.cells, self.head = (
+            nn.Embedding(20, 8),
+            kind(8, 8, batch_first=True),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.cells(self.table(x))[0][:, -1])
@@ -57,7 +63,9 @@ class Cosine(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, 8))
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, 8)
+        )
         self.other = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +87,12 @@ CASES: dict[str, tuple[Any, Any, Tensor, float]] = {
     "gru": (lambda: Recurrent(nn.GRU), W8A8, IDS, 1.0),
     "maxima": (Cosine, DEFAULT, IMAGES, 1.0),
     "zero bias": (zero_bias, DEFAULT, IMAGES, 1.0),
-    "convolutions between floats": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), W8A8, IMAGES, 0.5),
+    "convolutions between floats": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)),
+        W8A8,
+        IMAGES,
+        0.5,
+    ),
 }
 
 
@@ -92,19 +105,28 @@ def test_weights_that_stay_in_float_are_not_quantized_by_the_optimizer(tmp_path:
     assert session.sqnr_db is not None and session.sqnr_db > 100
 
 
-def exported(build: Any, config: Any, batch: Tensor, path: Path) -> tuple[Verification, onnx.GraphProto]:
+def exported(
+    build: Any, config: Any, batch: Tensor, path: Path
+) -> tuple[Verification, onnx.GraphProto]:
     """The verification in a default session, and the graph that its optimizer makes of the file."""
     torch.manual_seed(0)
-    found = quantizer.calibrate(build().eval(), config, [batch]).export("onnx", path / "net.onnx")
+    found = quantizer.calibrate(build().eval(), config, [batch]).export(
+        "onnx", path / "net.onnx"
+    )
     options = ort.SessionOptions()
-    options.optimized_model_filepath, options.log_severity_level = str(path / "optimized.onnx"), 4
+    options.optimized_model_filepath, options.log_severity_level = (
+        str(path / "optimized.onnx"),
+        4,
+    )
     ort.InferenceSession(path / "net.onnx", options, providers=["CPUExecutionProvider"])
     assert found.default_session is not None
     return found.default_session, onnx.load(path / "optimized.onnx").graph
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layers_have_test_modes_codes_and_no_weight_is_dequantized_in_every_call(name: str, tmp_path: Path) -> None:
+def test_layers_have_test_modes_codes_and_no_weight_is_dequantized_in_every_call(
+    name: str, tmp_path: Path
+) -> None:
     build, config, batch, share = CASES[name]
     session, graph = exported(build, config, batch, tmp_path)
     assert session.kernels is not None
@@ -112,14 +134,20 @@ def test_layers_have_test_modes_codes_and_no_weight_is_dequantized_in_every_call
     assert session.first_differing is None
     assert session.sqnr_db is not None and session.sqnr_db > 40
     weights = {tensor.name for tensor in graph.initializer if ".weights" in tensor.name}
-    decoded = [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in weights]
+    decoded = [
+        node
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] in weights
+    ]
     assert not decoded
 
 
 def test_products_of_one_layer_are_told_apart(tmp_path: Path) -> None:
     session, _ = exported(lambda: Recurrent(nn.RNN), W8A8, IDS, tmp_path)
     assert session.kernels is not None
-    assert {f"Recurrent::Recurrent/RNN[cells]/rnn_tanh{part}" for part in ("", "#2")} <= {*session.kernels.integer}
+    assert {f"Recurrent::Recurrent/RNN[cells]/rnn_tanh{part}" for part in ("", "#2")} <= {
+        *session.kernels.integer
+    }
 
 
 TABLES = {

@@ -22,24 +22,38 @@ pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 UNSIGNED: dict[str, Any] = {"symmetry": False, "signed": False}
 GROUPS: dict[str, Any] = {
     "global_quant_config": {
-        "weight": {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 32, "symmetric": True}
+        "weight": {
+            "dtype": "int4",
+            "qscheme": "per_group",
+            "ch_axis": 1,
+            "group_size": 32,
+            "symmetric": True,
+        }
     }
 }
 
 
 def layered(round_mode: str) -> dict[str, Any]:
-    return document(tensor={"input": UNSIGNED, "activation": UNSIGNED | {"round_mode": round_mode}})
+    return document(
+        tensor={"input": UNSIGNED, "activation": UNSIGNED | {"round_mode": round_mode}}
+    )
 
 
-def written(model: nn.Module, config: dict[str, Any], profile: str, x: Tensor, path: Path) -> tuple[Any, Counter[str]]:
+def written(
+    model: nn.Module, config: dict[str, Any], profile: str, x: Tensor, path: Path
+) -> tuple[Any, Counter[str]]:
     """The verification without optimizations, which has that of a default session, and the operators of the file."""
-    verified = quantizer.calibrate(model, config, [x]).export("onnx", path, [x], onnx_profile=profile)
+    verified = quantizer.calibrate(model, config, [x]).export(
+        "onnx", path, [x], onnx_profile=profile
+    )
     return verified, Counter(node.op_type for node in onnx.load(path).graph.node)
 
 
 def convolutions(act: nn.Module) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), act, nn.Conv2d(8, 8, 3)).eval(), torch.randn(4, 3, 12, 12)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), act, nn.Conv2d(8, 8, 3)).eval(), torch.randn(
+        4, 3, 12, 12
+    )
 
 
 def test_fast_rounds_as_kernels_do(tmp_path: Path) -> None:
@@ -55,7 +69,10 @@ def test_fast_rounds_as_kernels_do(tmp_path: Path) -> None:
 
 def test_fast_packs_weights_in_groups(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(), torch.randn(16, 64)
+    model, x = (
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(),
+        torch.randn(16, 64),
+    )
     exact, plain = written(model, GROUPS, "exact", x, tmp_path / "exact.onnx")
     fast, packed = written(model, GROUPS, "fast", x, tmp_path / "fast.onnx")
     assert (plain["MatMulNBits"], plain["DequantizeLinear"]) == (0, 2)

@@ -34,7 +34,10 @@ from quantizer.nn.network import Network
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.sources.batches import Batch
 
-CONVOLUTIONS = ("Flattened::Flattened/Conv2d[first]/conv2d", "Flattened::Flattened/Conv2d[second]/conv2d")
+CONVOLUTIONS = (
+    "Flattened::Flattened/Conv2d[first]/conv2d",
+    "Flattened::Flattened/Conv2d[second]/conv2d",
+)
 HEAD = "Flattened::Flattened/Linear[head]/linear"
 UNSIGNED: dict[str, Any] = {"symmetric": False, "signed": False}
 CHANNELS: dict[str, Any] = {"qscheme": "per_channel", "ch_axis": 0}
@@ -59,22 +62,32 @@ def flattened() -> tuple[Graph, Tensor]:
     return trace(Flattened().eval(), (x,)), x
 
 
-def quantized(activation: dict[str, Any], weights: dict[str, Any], *, exclude: str = "", opset: int = -1) -> Deployment:
+def quantized(
+    activation: dict[str, Any], weights: dict[str, Any], *, exclude: str = "", opset: int = -1
+) -> Deployment:
     """The flattened network with these specs for inputs, outputs of layers and weights; one layer's weights float."""
     graph, x = flattened()
-    spec, wanted, network = QuantizationSpec(**activation), QuantizationSpec(**weights), Network(graph)
+    spec, wanted, network = (
+        QuantizationSpec(**activation),
+        QuantizationSpec(**weights),
+        Network(graph),
+    )
     found: dict[Any, Any] = {}
     roles = {node.name: "input" if node.op == "input" else "activation" for node in graph.nodes}
 
     def watcher(name: str) -> Callable[[Tensor], None]:
         return lambda value: found.update({(name, roles[name]): fitted(value, spec)})
 
-    quantized_here = [name for name in roles if name not in CONVOLUTIONS and "flatten" not in name]
+    quantized_here = [
+        name for name in roles if name not in CONVOLUTIONS and "flatten" not in name
+    ]
     with torch.no_grad():
         output = network.observe((x,), {}, {name: watcher(name) for name in quantized_here})
     for name in (*CONVOLUTIONS, HEAD):
         if name != exclude:
-            found[name, "weights"] = fitted(network.layers[name].get_parameter("weight"), wanted)
+            found[name, "weights"] = fitted(
+                network.layers[name].get_parameter("weight"), wanted
+            )
     given = Deployment(graph, Solution(found), (x,), {}, opset)
     return replace(given, sqnr_db=sqnr_db(output, given.expected[0]))
 
@@ -107,7 +120,9 @@ def test_every_multiplication_of_a_network_with_relu6_is_in_integers(tmp_path: P
     ],
     ids=str,
 )
-def test_codes_are_clipped_where_integers_stay_integers(activation: dict[str, Any], tmp_path: Path) -> None:
+def test_codes_are_clipped_where_integers_stay_integers(
+    activation: dict[str, Any], tmp_path: Path
+) -> None:
     """ReLU and ReLU6 become bounds of codes, which is exact, as rounding is monotone."""
     plain = export(quantized(activation, CHANNELS), tmp_path / "net.onnx")
     found = plain.default_session
@@ -124,14 +139,26 @@ def test_codes_are_clipped_where_integers_stay_integers(activation: dict[str, An
     ("activation", "exclude", "layer", "why"),
     [
         ({}, CONVOLUTIONS[1], CONVOLUTIONS[1], "its weights are not quantized"),
-        ({"bit_width": 16}, "", CONVOLUTIONS[0], "its input is in 16 bits; 8 bits or fewer of integers have kernels"),
-        ({"round_mode": "half_up"}, "", CONVOLUTIONS[0], "its output is rounded by operators in float: set round_mode"),
+        (
+            {"bit_width": 16},
+            "",
+            CONVOLUTIONS[0],
+            "its input is in 16 bits; 8 bits or fewer of integers have kernels",
+        ),
+        (
+            {"round_mode": "half_up"},
+            "",
+            CONVOLUTIONS[0],
+            "its output is rounded by operators in float: set round_mode",
+        ),
     ],
 )
 def test_why_a_layer_multiplies_in_float_is_told(
     activation: dict[str, Any], exclude: str, layer: str, why: str, tmp_path: Path
 ) -> None:
-    found = export(quantized(activation, CHANNELS, exclude=exclude), tmp_path / "net.onnx").default_session
+    found = export(
+        quantized(activation, CHANNELS, exclude=exclude), tmp_path / "net.onnx"
+    ).default_session
     assert found is not None
     assert found.kernels is not None
     assert found.kernels.floating[layer].startswith(why)
@@ -154,15 +181,25 @@ def test_why_a_layer_multiplies_in_float_is_told(
     ],
 )
 def test_a_default_session_agrees_at_every_width(
-    activation: dict[str, Any], weights: dict[str, Any], opset: int, written: int, tmp_path: Path
+    activation: dict[str, Any],
+    weights: dict[str, Any],
+    opset: int,
+    written: int,
+    tmp_path: Path,
 ) -> None:
     """Reshapes, ReLUs and Clips before each type of codes."""
-    found = export(quantized(activation, weights, opset=opset), tmp_path / "net.onnx").default_session
+    found = export(
+        quantized(activation, weights, opset=opset), tmp_path / "net.onnx"
+    ).default_session
     assert found is not None
     assert found.within_step is None or found.within_step >= 0.99
     assert found.sqnr_db is not None
     assert found.sqnr_db > 30 or activation.get("bit_width") == 4
-    assert [entry.version for entry in onnx.load(tmp_path / "net.onnx").opset_import if not entry.domain] == [written]
+    assert [
+        entry.version
+        for entry in onnx.load(tmp_path / "net.onnx").opset_import
+        if not entry.domain
+    ] == [written]
 
 
 def test_weights_that_stay_float_are_float_in_a_default_session(tmp_path: Path) -> None:
@@ -177,10 +214,20 @@ def test_weights_that_stay_float_are_float_in_a_default_session(tmp_path: Path) 
 def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> None:
     given = quantized(UNSIGNED, CHANNELS)
     export(given, tmp_path / "net.onnx")
-    other = replace(given, solution=Solution({**given.solution.tensors}, corrections={HEAD: torch.full([10], 0.5)}))
+    other = replace(
+        given,
+        solution=Solution(
+            {**given.solution.tensors}, corrections={HEAD: torch.full([10], 0.5)}
+        ),
+    )
     with pytest.raises(VerificationError) as refused:
         verify_sessions(
-            OnnxFile("net.onnx", (tmp_path / "net.onnx").read_bytes(), onnx.load(tmp_path / "net.onnx")), other
+            OnnxFile(
+                "net.onnx",
+                (tmp_path / "net.onnx").read_bytes(),
+                onnx.load(tmp_path / "net.onnx"),
+            ),
+            other,
         )
     assert refused.value.exit_code == 1
     expected = r"^net.onnx is not written: ONNX Runtime .* does not compute what test mode does: outputs differ by"
@@ -193,32 +240,52 @@ def test_what_is_as_near_to_the_float_network_as_test_mode_is_accepted(
 ) -> None:
     """As in a deep network, where one code that falls otherwise changes nearly all that follow."""
     monkeypatch.setattr(acceptance, "MARGIN_DB", 0.5)
-    given = replace(quantized(UNSIGNED | {"bit_width": 6}, CHANNELS), float_graph=flattened()[0])
+    given = replace(
+        quantized(UNSIGNED | {"bit_width": 6}, CHANNELS), float_graph=flattened()[0]
+    )
     verification = export(given, tmp_path / "net.onnx")
     assert verification.float_sqnr_db is None  # its codes are those of test mode
-    file = OnnxFile("net.onnx", (tmp_path / "net.onnx").read_bytes(), onnx.load(tmp_path / "net.onnx"))
-    tensors = {key: replace(each, scale=each.scale * 1.02) for key, each in given.solution.tensors.items()}
+    file = OnnxFile(
+        "net.onnx", (tmp_path / "net.onnx").read_bytes(), onnx.load(tmp_path / "net.onnx")
+    )
+    tensors = {
+        key: replace(each, scale=each.scale * 1.02)
+        for key, each in given.solution.tensors.items()
+    }
     other = replace(given, solution=Solution(tensors))
     assert verify_sessions(file, other).float_sqnr_db == pytest.approx(given.sqnr_db, abs=1.0)
     with pytest.raises(VerificationError, match="are within one step, SQNR"):
         verify_sessions(file, replace(other, float_graph=None))
-    with pytest.raises(VerificationError, match=r"dB from the float network; test mode itself is 50\.0 dB from the"):
+    with pytest.raises(
+        VerificationError,
+        match=r"dB from the float network; test mode itself is 50\.0 dB from the",
+    ):
         verify_sessions(file, replace(other, sqnr_db=50.0))
 
 
 @pytest.mark.parametrize("layer", [*CONVOLUTIONS, HEAD])
-def test_a_file_with_one_wrong_scale_is_too_far_from_the_float_network_as_well(layer: str, tmp_path: Path) -> None:
+def test_a_file_with_one_wrong_scale_is_too_far_from_the_float_network_as_well(
+    layer: str, tmp_path: Path
+) -> None:
     given = replace(quantized(UNSIGNED, CHANNELS), float_graph=flattened()[0])
     export(given, tmp_path / "net.onnx")
     model = onnx.load(tmp_path / "net.onnx")
-    (scale,) = (each for each in model.graph.initializer if each.name == f"{layer}.weights.scale")
-    scale.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scale) * 1.1, scale.name))
-    with pytest.raises(VerificationError, match="dB from the float network; test mode itself is"):
+    (scale,) = (
+        each for each in model.graph.initializer if each.name == f"{layer}.weights.scale"
+    )
+    scale.CopyFrom(
+        onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scale) * 1.1, scale.name)
+    )
+    with pytest.raises(
+        VerificationError, match="dB from the float network; test mode itself is"
+    ):
         verify_sessions(OnnxFile("net.onnx", model.SerializeToString(), model), given)
 
 
 def test_a_file_that_cannot_be_loaded_is_refused() -> None:
-    with pytest.raises(VerificationError, match=r"^net.onnx is not written: ONNX Runtime .* cannot run it: "):
+    with pytest.raises(
+        VerificationError, match=r"^net.onnx is not written: ONNX Runtime .* cannot run it: "
+    ):
         verify_sessions(OnnxFile("net.onnx", b"no model", onnx.ModelProto()), quantized({}, {}))
 
 
@@ -229,14 +296,21 @@ def test_a_softmax_above_the_largest_code_does_not_wrap_around(tmp_path: Path) -
     graph = trace(nn.Sequential(nn.Softmax(1)).eval(), (x,))
     made, cut = x.softmax(1), QuantizationSpec(**UNSIGNED)
     (input_, softmax) = (node.name for node in graph.nodes)
-    tensors = {(input_, "input"): fitted(x, QuantizationSpec()), (softmax, "activation"): fitted(made * 0.3, cut)}
-    found = export(Deployment(graph, Solution(tensors), (x,), {}), tmp_path / "net.onnx").default_session
+    tensors = {
+        (input_, "input"): fitted(x, QuantizationSpec()),
+        (softmax, "activation"): fitted(made * 0.3, cut),
+    }
+    found = export(
+        Deployment(graph, Solution(tensors), (x,), {}), tmp_path / "net.onnx"
+    ).default_session
     assert found is not None
     assert (found.equal, found.max_difference) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("weights", [CHANNELS, {}], ids=["channels", "tensor"])
-def test_a_bias_that_int32_cannot_hold_beside_tiny_weights(weights: dict[str, Any], tmp_path: Path) -> None:
+def test_a_bias_that_int32_cannot_hold_beside_tiny_weights(
+    weights: dict[str, Any], tmp_path: Path
+) -> None:
     """ONNX Runtime would add what is left of it; networks with depthwise convolutions have such channels."""
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(4, 3, 8, 8)
@@ -249,10 +323,14 @@ def test_a_bias_that_int32_cannot_hold_beside_tiny_weights(weights: dict[str, An
     made = module(x).detach()
     tensors = {
         (input_, "input"): fitted(x, QuantizationSpec(**UNSIGNED)),
-        (conv, "weights"): fitted(graph.weight(graph.by_name[conv]), QuantizationSpec(**weights)),
+        (conv, "weights"): fitted(
+            graph.weight(graph.by_name[conv]), QuantizationSpec(**weights)
+        ),
         (relu, "activation"): fitted(made, QuantizationSpec(**UNSIGNED)),
     }
-    found = export(Deployment(graph, Solution(tensors), (x,), {}), tmp_path / "net.onnx").default_session
+    found = export(
+        Deployment(graph, Solution(tensors), (x,), {}), tmp_path / "net.onnx"
+    ).default_session
     assert found is not None
     assert found.kernels is not None
     assert (found.equal >= 0.999, found.kernels.share) == (True, 1.0 if weights else 0.0)
@@ -275,8 +353,12 @@ def test_all_batches_are_verified(tmp_path: Path) -> None:
 
 def test_an_activation_without_a_kernel_of_integers_is_the_reason(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LeakyReLU(0.1), nn.Conv2d(4, 4, 1), nn.Flatten())
-    result = quantizer.calibrate(model, str(ROOT / "configs" / "cpu_int8.json"), [torch.randn(4, 3, 6, 6)])
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.LeakyReLU(0.1), nn.Conv2d(4, 4, 1), nn.Flatten()
+    )
+    result = quantizer.calibrate(
+        model, str(ROOT / "configs" / "cpu_int8.json"), [torch.randn(4, 3, 6, 6)]
+    )
     found = result.export("onnx", tmp_path / "net.onnx").default_session
     assert found is not None
     assert found.kernels is not None

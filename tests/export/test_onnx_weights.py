@@ -34,16 +34,29 @@ class Extremes(nn.Module):
 
 
 def weights_of(path: Path) -> set[int]:
-    return {t.data_type for t in onnx.load(path).graph.initializer if t.name.endswith(".weights.codes")}
+    return {
+        t.data_type
+        for t in onnx.load(path).graph.initializer
+        if t.name.endswith(".weights.codes")
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "expected"), [(8, {UINT8}), (7, {INT8}), (4, {INT8})])
-def test_products_that_could_overflow_have_unsigned_weights(bits: int, expected: set[int], tmp_path: Path) -> None:
+def test_products_that_could_overflow_have_unsigned_weights(
+    bits: int, expected: set[int], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     data = torch.rand(4, 4, 6, 6) * 0.1 + 0.9
-    config = document(tensor={"weights": {"bit_width": bits}, "activation": {"symmetry": False, "signed": False}})
-    found = quantizer.calibrate(Extremes().eval(), config, [data]).export("onnx", tmp_path / "net.onnx", [data])
+    config = document(
+        tensor={
+            "weights": {"bit_width": bits},
+            "activation": {"symmetry": False, "signed": False},
+        }
+    )
+    found = quantizer.calibrate(Extremes().eval(), config, [data]).export(
+        "onnx", tmp_path / "net.onnx", [data]
+    )
     assert weights_of(tmp_path / "net.onnx") == expected
     assert found.default_session is not None
     assert found.default_session.first_differing is None
@@ -52,7 +65,10 @@ def test_products_that_could_overflow_have_unsigned_weights(bits: int, expected:
 
 def test_int8_is_written_where_this_processor_is_right_with_it(tmp_path: Path) -> None:
     data = torch.rand(4, 4, 6, 6) * 0.1 + 0.9
-    path, result = tmp_path / "net.onnx", quantizer.calibrate(Extremes().eval(), document(), [data])
+    path, result = (
+        tmp_path / "net.onnx",
+        quantizer.calibrate(Extremes().eval(), document(), [data]),
+    )
     try:
         found = result.export("onnx", path, [data], onnx_weights="int8")
     except VerificationError as refused:

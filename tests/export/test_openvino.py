@@ -12,7 +12,9 @@ from runs import ROOT, calibrate, check
 
 ov = pytest.importorskip("openvino", reason="the consumer (extra: openvino)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
-pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+pytest.importorskip(
+    "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
+)
 
 from generated import imported
 
@@ -23,16 +25,25 @@ INTEGERS = {"u8", "i8"}
 
 @pytest.mark.slow
 def test_openvino_runs_it_in_integers(tmp_path: Path) -> None:
-    folder, config = tmp_path / "out", json.loads((ROOT / "configs" / "cpu_int8.json").read_text())
+    folder, config = (
+        tmp_path / "out",
+        json.loads((ROOT / "configs" / "cpu_int8.json").read_text()),
+    )
     if not torch.cpu._is_vnni_supported():
-        config["tensor_quantize_config"]["weights"]["bit_width"] = 7  # of 8, ONNX Runtime adds up products wrong
+        config["tensor_quantize_config"]["weights"]["bit_width"] = (
+            7  # of 8, ONNX Runtime adds up products wrong
+        )
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert calibrate(folder, "--config_file", str(tmp_path / "config.json"), config=None) == 0
     assert check(folder, "--deploy", "onnx", "--onnx_weights", "int8") == 0
     compiled = ov.Core().compile_model(str(folder / "export" / "ResNet.onnx"), "CPU")
     layers = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
-    kinds = [(info["layerType"].astype(str), info["runtimePrecision"].astype(str)) for info in layers]
-    multiplying = [precision for layer, precision in kinds if layer in ("Convolution", "FullyConnected")]
+    kinds = [
+        (info["layerType"].astype(str), info["runtimePrecision"].astype(str)) for info in layers
+    ]
+    multiplying = [
+        precision for layer, precision in kinds if layer in ("Convolution", "FullyConnected")
+    ]
     assert len(multiplying) == 10
     assert set(multiplying) <= INTEGERS
     network = imported(folder / "ResNet.py")

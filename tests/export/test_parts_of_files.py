@@ -40,7 +40,9 @@ def verified(change: Callable[[Tensor], object], given: Deployment) -> Verificat
     found = expected.clone()
     change(found)
     agreement.add([expected], [found], recorder)
-    return accepted(agreement.result(), given, lambda args, kwargs: [found], "the file", "do this")
+    return accepted(
+        agreement.result(), given, lambda args, kwargs: [found], "the file", "do this"
+    )
 
 
 def lose_scores(found: Tensor) -> None:
@@ -58,7 +60,9 @@ def blur_boxes(found: Tensor) -> None:
 def test_the_worst_part_decides_and_is_named() -> None:
     with pytest.raises(VerificationError, match=r"0\[4:7\] is 0\.5 everywhere"):
         verified(lose_scores, deployment())
-    with pytest.raises(VerificationError, match=r"0\[4:7\] has \d+\.\d dB, .*; test mode itself is 60"):
+    with pytest.raises(
+        VerificationError, match=r"0\[4:7\] has \d+\.\d dB, .*; test mode itself is 60"
+    ):
         verified(blur_scores, deployment())
     found = verified(blur_boxes, deployment())
     assert found.sqnr_db is not None
@@ -70,7 +74,9 @@ def test_the_worst_part_decides_and_is_named() -> None:
 def test_each_part_may_lose_what_it_loses_in_test_mode() -> None:
     """A file rounds otherwise: that costs no more than quantization has cost."""
     poor = {"sqnr_db[0[4:7]]": 5.0, "sqnr_db[0[0:4]]": 60.0}
-    assert verified(blur_scores, deployment(**poor)).parts[1].sqnr_db == pytest.approx(5.6, abs=1.0)
+    assert verified(blur_scores, deployment(**poor)).parts[1].sqnr_db == pytest.approx(
+        5.6, abs=1.0
+    )
     with pytest.raises(VerificationError, match=r"is 0\.5 everywhere"):
         verified(lose_scores, deployment(**poor))
     with pytest.raises(VerificationError, match=r"; 0\[4:7\] has"):

@@ -23,8 +23,14 @@ def told(ours: list[float], floats: list[float]) -> str:
 @pytest.mark.parametrize(
     ("floats", "said"),
     [
-        ([1.8, 1.75, 1.85, 1.8, 1.79, 1.81, 1.9, 1.7, 1.8], "1.8x the speed of float (1.8 to 1.8 in 9 rounds)"),
-        ([1.5, 1.6, 1.7, 1.8, 1.7, 1.6, 1.5, 1.7, 1.6], "1.6x the speed of float (1.6 to 1.7 in 9 rounds)"),
+        (
+            [1.8, 1.75, 1.85, 1.8, 1.79, 1.81, 1.9, 1.7, 1.8],
+            "1.8x the speed of float (1.8 to 1.8 in 9 rounds)",
+        ),
+        (
+            [1.5, 1.6, 1.7, 1.8, 1.7, 1.6, 1.5, 1.7, 1.6],
+            "1.6x the speed of float (1.6 to 1.7 in 9 rounds)",
+        ),
         ([0.65] * 9, "0.65x the speed of float (0.65 to 0.65 in 9 rounds)"),
         ([0.98, 1.02, 1.0], "1.0x the speed of float (1.0 to 1.0 in 3 rounds)"),
         # One round in which something else ran does not count.
@@ -47,7 +53,9 @@ def test_times_of_rounds_as_a_sentence(floats: list[float], said: str) -> None:
     ours = SECOND[: len(floats)]
     assert told(ours, floats) == said
     slower = [10 * seconds for seconds in floats]
-    assert told([10 * seconds for seconds in ours], slower) == said, "a machine ten times slower says the same"
+    assert told([10 * seconds for seconds in ours], slower) == said, (
+        "a machine ten times slower says the same"
+    )
 
 
 def test_no_factor_is_printed_that_says_nothing() -> None:
@@ -60,4 +68,7 @@ def test_no_factor_is_printed_that_says_nothing() -> None:
 def test_a_round_compares_times_of_that_round() -> None:
     """A machine that slows down by half on the way is no reason to doubt."""
     ours = [1.0, 1.2, 1.5, 1.8, 2.0]
-    assert told(ours, [2 * seconds for seconds in ours]) == "2.0x the speed of float (2.0 to 2.0 in 5 rounds)"
+    assert (
+        told(ours, [2 * seconds for seconds in ours])
+        == "2.0x the speed of float (2.0 to 2.0 in 5 rounds)"
+    )

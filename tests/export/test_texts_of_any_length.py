@@ -22,7 +22,11 @@ from quantizer.errors import DataError, ModelError, ResultError
 
 pytestmark = pytest.mark.slow
 
-CALIBRATED, TESTED, OTHERS = ((8, 8), (8, 5), (8, 12)), ((8, 8), (8, 14)), ((1, 1), (1, 7), (3, 20))
+CALIBRATED, TESTED, OTHERS = (
+    ((8, 8), (8, 5), (8, 12)),
+    ((8, 8), (8, 14)),
+    ((1, 1), (1, 7), (3, 20)),
+)
 FULL = (8, POSITIONS)
 
 
@@ -55,7 +59,9 @@ class Case:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """The encoder's first batch has as many tokens as there are positions, the others fewer."""
     is_llama, folder = request.param == "llama", tmp_path_factory.mktemp(request.param)
-    model, batch = (llama(use_cache=False), texts) if is_llama else (Encoder().eval(), sentences)
+    model, batch = (
+        (llama(use_cache=False), texts) if is_llama else (Encoder().eval(), sentences)
+    )
     data = [batch(*size) for size in (CALIBRATED if is_llama else (FULL, *CALIBRATED))]
     result = quantizer.calibrate(model, str(ROOT / "configs" / "cpu_int8.json"), data)
     result.save(folder)
@@ -68,7 +74,9 @@ def test_test_mode_takes_other_lengths(case: Case) -> None:
     assert compared.metrics["sqnr_db"] > 15
     assert quantizer.load(case.folder, case.model, data).test().metrics == compared.metrics
     backwards = quantizer.load(case.folder, case.model, data[::-1]).test().metrics
-    assert backwards["sqnr_db"] == pytest.approx(compared.metrics["sqnr_db"]), "traced on another length"
+    assert backwards["sqnr_db"] == pytest.approx(compared.metrics["sqnr_db"]), (
+        "traced on another length"
+    )
 
 
 def test_generated_code_equals_test_mode_at_any_length(case: Case) -> None:
@@ -85,7 +93,10 @@ def test_an_onnx_file_takes_any_length_in_a_default_session(case: Case, tmp_path
     session = ort.InferenceSession(str(tmp_path / "model.onnx"))
     assert {tuple(given.shape) for given in session.get_inputs()} == {("batch", "sequence")}
     for size in OTHERS:
-        feed = {f"input_{at}": tensor.numpy() for at, tensor in enumerate(case.batch(*size).values())}
+        feed = {
+            f"input_{at}": tensor.numpy()
+            for at, tensor in enumerate(case.batch(*size).values())
+        }
         found, expected = torch.from_numpy(session.run(None, feed)[0]), case.expected(*size)
         assert float((found == expected).float().mean()) >= 0.999
 
@@ -102,7 +113,10 @@ def test_a_program_takes_any_length(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["encoder"], indirect=True)
 def test_an_encoder_says_how_many_positions_it_has(case: Case) -> None:
-    with pytest.raises(DataError, match=f"the model takes sequences of 1 to {POSITIONS}, got one of {POSITIONS + 1}"):
+    with pytest.raises(
+        DataError,
+        match=f"the model takes sequences of 1 to {POSITIONS}, got one of {POSITIONS + 1}",
+    ):
         case.expected(2, POSITIONS + 1)
 
 
@@ -113,13 +127,23 @@ ALGORITHMS = ["gptq", "awq", "smooth"]
 def test_algorithms_learn_from_texts_of_several_lengths(name: str) -> None:
     weight = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 16}
     read = {"dtype": "int8", "qscheme": "per_token", "is_dynamic": True}
-    config = {"global_quant_config": {"weight": weight, "input_tensors": read}, "algo_config": {"name": name}}
-    result = quantizer.calibrate(llama(use_cache=False), config, [texts(*size) for size in CALIBRATED])
+    config = {
+        "global_quant_config": {"weight": weight, "input_tensors": read},
+        "algo_config": {"name": name},
+    }
+    result = quantizer.calibrate(
+        llama(use_cache=False), config, [texts(*size) for size in CALIBRATED]
+    )
     assert result.test([texts(*size) for size in TESTED]).metrics["sqnr_db"] > 15
 
 
 def positions() -> dict[str, Any]:
-    spec = {"dtype": "int8", "observer_cls": "PerChannelMinMaxObserver", "qscheme": "per_channel", "ch_axis": 1}
+    spec = {
+        "dtype": "int8",
+        "observer_cls": "PerChannelMinMaxObserver",
+        "qscheme": "per_channel",
+        "ch_axis": 1,
+    }
     layers = {"lm_head": {"input_tensors": {**spec, "is_dynamic": False}}}
     return {"global_quant_config": {}, "layer_quant_config": layers}
 
@@ -128,11 +152,15 @@ def test_a_scale_for_each_position_fixes_the_length(tmp_path: Path) -> None:
     model = llama(use_cache=False)
     result = quantizer.calibrate(model, positions(), [texts(2, 8), texts(3, 8)])
     result.save(tmp_path)
-    with pytest.raises(DataError, match=r"batch 1: .*input_0: expected \[b, 8\] torch.int64, got \[2, 14\]"):
+    with pytest.raises(
+        DataError, match=r"batch 1: .*input_0: expected \[b, 8\] torch.int64, got \[2, 14\]"
+    ):
         result.test([texts(2, 8), texts(2, 14)])
     with pytest.raises(ResultError, match="has 14 channels"):
         quantizer.load(tmp_path, model, [texts(2, 14)])
-    with pytest.raises(DataError, match=r"batch 1: input of .*this batch has 5 of them where others have 8"):
+    with pytest.raises(
+        DataError, match=r"batch 1: input of .*this batch has 5 of them where others have 8"
+    ):
         quantizer.calibrate(model, positions(), [texts(2, 8), texts(3, 5)])
 
 
@@ -145,8 +173,18 @@ class Sizes(nn.Module):
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
         x, size = self.linear(self.embedding(tokens)), tokens.shape[1]
-        ends = math.ceil(size / 3), math.floor(size * 0.4), math.trunc(size * 0.6), round(size * 0.7), int(size**0.5)
-        return *(x[:, :end].sum(1) for end in ends), x[:, : max(size // 2, 3)].sum(1), x[:, : min(size, 20)].sum(1)
+        ends = (
+            math.ceil(size / 3),
+            math.floor(size * 0.4),
+            math.trunc(size * 0.6),
+            round(size * 0.7),
+            int(size**0.5),
+        )
+        return (
+            *(x[:, :end].sum(1) for end in ends),
+            x[:, : max(size // 2, 3)].sum(1),
+            x[:, : min(size, 20)].sum(1),
+        )
 
 
 class Chunks(nn.Module):
@@ -162,12 +200,17 @@ class Chunks(nn.Module):
         return x[:, : size - 1]  # type: ignore[no-any-return]
 
 
-def test_arithmetic_with_sizes_runs_and_a_file_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
+def test_arithmetic_with_sizes_runs_and_a_file_that_cannot_hold_it_is_refused(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
     model, data = Sizes().eval(), [(texts(8, length)["input_ids"],) for length in (12, 9, 17)]
     result = quantizer.calibrate(model, str(ROOT / "configs" / "cpu_int8.json"), data)
     assert result.test([(texts(8, 14)["input_ids"],)]).metrics["sqnr_db"] > 30
-    with pytest.raises(ModelError, match="this network cannot be saved by torch: SerializeError: Failed serializing"):
+    with pytest.raises(
+        ModelError,
+        match="this network cannot be saved by torch: SerializeError: Failed serializing",
+    ):
         result.export("pt2", tmp_path / "net.pt2")
     assert not (tmp_path / "net.pt2").exists()
 
@@ -175,7 +218,9 @@ def test_arithmetic_with_sizes_runs_and_a_file_that_cannot_hold_it_is_refused(tm
 def test_a_program_runs_lengths_that_torch_cannot_prove(tmp_path: Path) -> None:
     torch.manual_seed(0)
     data = [(texts(8, length)["input_ids"],) for length in (12, 9, 17)]
-    result = quantizer.calibrate(Chunks().eval(), str(ROOT / "configs" / "weight_int8.json"), data)
+    result = quantizer.calibrate(
+        Chunks().eval(), str(ROOT / "configs" / "weight_int8.json"), data
+    )
     assert result.export("pt2", tmp_path / "net.pt2").equal == 1
     program = torch.export.load(tmp_path / "net.pt2").module()
     (tokens,) = texts(3, 20).values()

@@ -31,7 +31,9 @@ from quantizer.graph.trace import trace
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.rounding import ROUND_MODES
 
-INT8_WEIGHTS = QuantizationSpec(**{**WEIGHTS.to_json(), "bit_width": 8 if torch.cpu._is_vnni_supported() else 7})
+INT8_WEIGHTS = QuantizationSpec(
+    **{**WEIGHTS.to_json(), "bit_width": 8 if torch.cpu._is_vnni_supported() else 7}
+)
 """The widest that torch's compiled kernels add up right: without VNNI two products share 16 bits, which saturate."""
 BITS = {"4 bits": {"bit_width": 4}, "narrow": {"narrow_range": True}, "8 bits": {}}
 SIGNS: dict[str, dict[str, Any]] = {
@@ -47,7 +49,10 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)
-        self.up, self.fc = nn.ConvTranspose2d(8, 6, 2, stride=2), nn.Linear(6 * 8 * 8, 10, bias=False)
+        self.up, self.fc = (
+            nn.ConvTranspose2d(8, 6, 2, stride=2),
+            nn.Linear(6 * 8 * 8, 10, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.max_pool2d(self.first(x).relu(), 2)
@@ -67,14 +72,24 @@ def deployment(
     module, x = Layers().eval().to(dtype), torch.randn(5, 3, 8, 8, dtype=dtype)
     graph = trace(module, (x,))
     found = calibrated(graph, (x,), {}, activation, weights).tensors
-    tensors = {key: tensor for key, tensor in found.items() if graph.by_name[key[0]].row.kind != "passthrough"}
-    tensors[graph.nodes[0].name, "input"] = tensors.pop((graph.nodes[0].name, "activation"), fitted(x, activation))
-    return Deployment(graph, Solution(tensors), (x,), {}, choices={"pt2_activations": activations})
+    tensors = {
+        key: tensor
+        for key, tensor in found.items()
+        if graph.by_name[key[0]].row.kind != "passthrough"
+    }
+    tensors[graph.nodes[0].name, "input"] = tensors.pop(
+        (graph.nodes[0].name, "activation"), fitted(x, activation)
+    )
+    return Deployment(
+        graph, Solution(tensors), (x,), {}, choices={"pt2_activations": activations}
+    )
 
 
 def calls(program: ExportedProgram) -> Counter[str]:
     """How often each operator is called."""
-    return Counter(str(node.target) for node in program.graph.nodes if node.op == "call_function")
+    return Counter(
+        str(node.target) for node in program.graph.nodes if node.op == "call_function"
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -83,36 +98,54 @@ def test_a_program_takes_any_batch_and_loads_without_quantizer(
 ) -> None:
     given, path = exported("pt2", "mobile").given, exported("pt2", "mobile").path
     program = torch.export.load(path)
-    assert {name.partition(".")[0] for name in calls(program)} == {"aten", "quantized_decomposed"}
+    assert {name.partition(".")[0] for name in calls(program)} == {
+        "aten",
+        "quantized_decomposed",
+    }
     args, kwargs = built("mobile").call(batch)
     expected = tensor_leaves(given.network()(*args, **kwargs))
-    assert verify("outputs", expected, tensor_leaves(program.module()(*args, **kwargs))).equal == 1.0
+    assert (
+        verify("outputs", expected, tensor_leaves(program.module()(*args, **kwargs))).equal
+        == 1.0
+    )
 
 
 def test_weights_take_a_byte_each(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    graph = trace(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), (torch.randn(2, 512),))
-    given = Deployment(graph, calibrated(graph, (torch.randn(2, 512),), {}), (torch.randn(2, 512),), {})
+    graph = trace(
+        nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)),
+        (torch.randn(2, 512),),
+    )
+    given = Deployment(
+        graph, calibrated(graph, (torch.randn(2, 512),), {}), (torch.randn(2, 512),), {}
+    )
     sizes = {}
     for target in ("pt2", "pt2_float"):
         assert export(target, given, tmp_path / target).equal == 1.0
         sizes[target] = (tmp_path / target).stat().st_size
     assert sizes["pt2"] < 0.28 * sizes["pt2_float"]
     stored = torch.export.load(tmp_path / "pt2").state_dict
-    assert {t.dtype for name, t in stored.items() if name.endswith("weights.codes")} == {torch.int8}
+    assert {t.dtype for name, t in stored.items() if name.endswith("weights.codes")} == {
+        torch.int8
+    }
     assert not [name for name in stored if name.endswith(".weight")]
 
 
 @pytest.mark.parametrize("activations", CHOICES["pt2_activations"].values)
 @pytest.mark.parametrize("round_mode", ROUND_MODES)
 @pytest.mark.parametrize(("bits", "signs"), [*product(BITS, SIGNS)])
-def test_codes_of_an_activation_are_test_modes(bits: str, signs: str, round_mode: Any, activations: str) -> None:
+def test_codes_of_an_activation_are_test_modes(
+    bits: str, signs: str, round_mode: Any, activations: str
+) -> None:
     """But for half_even, where the operator multiplies by 1 / scale and a value beside a tie may fall a step away."""
     spec = QuantizationSpec(round_mode=round_mode, **BITS[bits], **SIGNS[signs])
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(100_000, generator=generator)
     tensor = fitted(x[:50_000].abs() if signs == "unsigned" else x[:50_000] * 0.5, spec)
-    expected, found = TensorQuantizer.of(tensor)(x), Activation(tensor, CARRIERS[activations])(x)
+    expected, found = (
+        TensorQuantizer.of(tensor)(x),
+        Activation(tensor, CARRIERS[activations])(x),
+    )
     if round_mode != "half_even":
         assert torch.equal(expected, found)
     assert (expected == found).float().mean() >= 0.9999
@@ -139,7 +172,11 @@ def test_the_integers_of_activations_change_no_value(tmp_path: Path) -> None:
         outputs.append(programs[-1].module()(*given.args))
     assert torch.equal(*outputs)
     for program, dtype in zip(programs, (torch.uint8, torch.int8), strict=True):
-        made = [node.args[-1] for node in program.graph.nodes if "quantize_per_tensor" in str(node.target)]
+        made = [
+            node.args[-1]
+            for node in program.graph.nodes
+            if "quantize_per_tensor" in str(node.target)
+        ]
         assert set(made) == {dtype}
 
 
@@ -165,16 +202,25 @@ UNKERNELED = {
 
 
 @pytest.mark.parametrize("kind", UNKERNELED)
-def test_weights_that_kernels_would_misread_are_made_by_plain_operators(kind: str, tmp_path: Path) -> None:
+def test_weights_that_kernels_would_misread_are_made_by_plain_operators(
+    kind: str, tmp_path: Path
+) -> None:
     fields = {"qscheme": "per_channel", "ch_axis": 0, **UNKERNELED[kind]}
     given = deployment(weights=QuantizationSpec(**fields))  # type: ignore[arg-type]
     assert export("pt2", given, tmp_path / "net.pt2").equal == 1.0
-    assert "quantized_decomposed.dequantize_per_channel.default" not in calls(torch.export.load(tmp_path / "net.pt2"))
+    assert "quantized_decomposed.dequantize_per_channel.default" not in calls(
+        torch.export.load(tmp_path / "net.pt2")
+    )
 
 
 def test_activations_of_16_bits_are_made_by_plain_operators(tmp_path: Path) -> None:
-    assert export("pt2", deployment(QuantizationSpec(bit_width=16)), tmp_path / "net.pt2").equal == 1.0
-    assert "quantized_decomposed.quantize_per_tensor.default" not in calls(torch.export.load(tmp_path / "net.pt2"))
+    assert (
+        export("pt2", deployment(QuantizationSpec(bit_width=16)), tmp_path / "net.pt2").equal
+        == 1.0
+    )
+    assert "quantized_decomposed.quantize_per_tensor.default" not in calls(
+        torch.export.load(tmp_path / "net.pt2")
+    )
 
 
 def test_a_recurrent_layer_has_codes(tmp_path: Path) -> None:
@@ -183,7 +229,9 @@ def test_a_recurrent_layer_has_codes(tmp_path: Path) -> None:
     graph = trace(nn.LSTM(6, 5, batch_first=True).eval(), (x,))
     (lstm,) = (node for node in graph.nodes if node.op == "lstm")
     tensors = {
-        (lstm.name, f"weights_{part}_l0"): fitted(graph.tensors[lstm.params[f"weight_{part}_l0"]], WEIGHTS)
+        (lstm.name, f"weights_{part}_l0"): fitted(
+            graph.tensors[lstm.params[f"weight_{part}_l0"]], WEIGHTS
+        )
         for part in ("ih", "hh")
     }
     given = Deployment(graph, Solution(tensors), (x,), {})
@@ -201,31 +249,42 @@ def test_a_program_that_computes_something_else_is_not_written(
             return torch.zeros(len(x), 10)
 
     monkeypatch.setattr("quantizer.export.torch_verify.loaded", lambda content: Zeros())
-    with pytest.raises(VerificationError, match=r"net\.pt2 is not written: it does not compute what test mode does"):
+    with pytest.raises(
+        VerificationError,
+        match=r"net\.pt2 is not written: it does not compute what test mode does",
+    ):
         export(target, deployment(), tmp_path / "net.pt2")
     assert not (tmp_path / "net.pt2").exists()
 
 
-def test_a_program_whose_guards_fail_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_whose_guards_fail_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Guarded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise AssertionError("Guard failed: x.size()[0] <= 4\nand more")
 
     monkeypatch.setattr("quantizer.export.torch_verify.loaded", lambda content: Guarded())
-    with pytest.raises(VerificationError, match=r"torch cannot run it: Guard failed: x.* <= 4\n") as refused:
+    with pytest.raises(
+        VerificationError, match=r"torch cannot run it: Guard failed: x.* <= 4\n"
+    ) as refused:
         export("pt2", deployment(), tmp_path / "net.pt2")
     assert refused.value.help
     assert not (tmp_path / "net.pt2").exists()
 
 
-def test_the_integers_go_with_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_integers_go_with_the_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert check(tmp_path / "none", "--deploy", "onnx", "--pt2_activations", "int8") == 2
     assert "--pt2_activations goes with --deploy pt2" in capsys.readouterr().err
 
 
 def test_integers_that_no_consumer_takes_are_refused(tmp_path: Path) -> None:
     x = torch.randn(2, 4)
-    result = quantizer.calibrate(nn.Linear(4, 3).eval(), {"global_quant_config": {"weight": {"dtype": "int8"}}}, [x])
+    result = quantizer.calibrate(
+        nn.Linear(4, 3).eval(), {"global_quant_config": {"weight": {"dtype": "int8"}}}, [x]
+    )
     with pytest.raises(UsageError, match="pt2_activations is 'int16'") as refused:
         result.export("pt2", tmp_path / "net.pt2", pt2_activations="int16")
     assert refused.value.help == "known are uint8, int8"
@@ -244,7 +303,10 @@ def test_torch_compiles_it_to_kernels_of_integers(bits: str, tmp_path: Path) -> 
     program = torch.export.load(tmp_path / "net.pt2").module()
     torch._dynamo.reset()
     counters.clear()
-    with torch._inductor.config.patch(freezing=True, force_disable_caches=True), torch.no_grad():
+    with (
+        torch._inductor.config.patch(freezing=True, force_disable_caches=True),
+        torch.no_grad(),
+    ):
         found = torch.compile(program)(*given.args)
     assert counters["inductor"]["qconv_weight_prepack_matcher_count"] == 2
     assert counters["inductor"]["qlinear_weight_prepack_matcher_count"] == 1
@@ -257,7 +319,9 @@ def test_torch_compiles_it_to_kernels_of_integers(bits: str, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*")
 def test_executorch_delegates_it(tmp_path: Path) -> None:
-    exir = pytest.importorskip("executorch.exir", reason="a runtime for small devices: pip install executorch torchao")
+    exir = pytest.importorskip(
+        "executorch.exir", reason="a runtime for small devices: pip install executorch torchao"
+    )
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.runtime import Runtime
 
@@ -265,22 +329,39 @@ def test_executorch_delegates_it(tmp_path: Path) -> None:
     export("pt2", given, tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2")
     lowered = exir.to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
-    nodes = (node for node in lowered.exported_program().graph.nodes if node.op == "call_function")
-    left = [node for node in nodes if any(word in str(node.target) for word in ("convolution", "linear", "mm."))]
-    assert [node.args[6] for node in left] == [True], "a transposed convolution is not delegated"
+    nodes = (
+        node for node in lowered.exported_program().graph.nodes if node.op == "call_function"
+    )
+    left = [
+        node
+        for node in nodes
+        if any(word in str(node.target) for word in ("convolution", "linear", "mm."))
+    ]
+    assert [node.args[6] for node in left] == [True], (
+        "a transposed convolution is not delegated"
+    )
     lowered.to_executorch().save(str(tmp_path / "net.pte"))
     method = Runtime.get().load_program(tmp_path / "net.pte").load_method("forward")
     assert method is not None
-    found, (expected,), (step,) = method.execute([given.args[0][:2]])[0], given.expected, given.steps
+    found, (expected,), (step,) = (
+        method.execute([given.args[0][:2]])[0],
+        given.expected,
+        given.steps,
+    )
     assert step is not None
     assert float((expected[:2] - found).abs().max()) <= 1.001 * step
 
 
 @pytest.mark.parametrize(("activations", "kernels"), [("int8", 1), ("uint8", 2)])
-def test_xnnpack_gets_no_bias_that_int32_does_not_hold(activations: str, kernels: int, tmp_path: Path) -> None:
+def test_xnnpack_gets_no_bias_that_int32_does_not_hold(
+    activations: str, kernels: int, tmp_path: Path
+) -> None:
     """It rounds biases to multiples of input scale times weight scale; values near 1e-8 leave no room for one of 1."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4)).eval(), torch.randn(4, 8)
+    model, x = (
+        nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4)).eval(),
+        torch.randn(4, 8),
+    )
     model[0].weight.data.mul_(1e-8)
     model[1].bias.data.fill_(1.0)
     result = quantizer.calibrate(model, str(ROOT / "configs" / "cpu_int8.json"), [x])

@@ -55,10 +55,16 @@ def model() -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize(("kind", "target"), [*((kind, "onnx") for kind in WEIGHTS), ("uint8", "pt2")])
-def test_a_file_has_the_values_of_test_mode(kind: str, target: str, model: nn.Module, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "target"), [*((kind, "onnx") for kind in WEIGHTS), ("uint8", "pt2")]
+)
+def test_a_file_has_the_values_of_test_mode(
+    kind: str, target: str, model: nn.Module, tmp_path: Path
+) -> None:
     weights = {"per_channel": True} | WEIGHTS[kind]
-    config = document(tensor={"weights": weights, "bias": {"bit_width": 32}}, onnx_opset_version=21)
+    config = document(
+        tensor={"weights": weights, "bias": {"bit_width": 32}}, onnx_opset_version=21
+    )
     generator = torch.Generator().manual_seed(1)
     data = [torch.randn(4, 2, 6, 6, generator=generator) for _ in range(2)]
     result = quantizer.calibrate(model, config, data)
@@ -67,5 +73,9 @@ def test_a_file_has_the_values_of_test_mode(kind: str, target: str, model: nn.Mo
     if target == "onnx":
         graph = onnx.load(path).graph
         names = [tensor.name for tensor in graph.initializer]
-        stored = [name for name in names if name.endswith(".weights.codes") and "/ConvTranspose2d" in name]
+        stored = [
+            name
+            for name in names
+            if name.endswith(".weights.codes") and "/ConvTranspose2d" in name
+        ]
         assert len(stored) == 2 * len(SIZES), "each weight is stored as codes"

@@ -12,7 +12,9 @@ from torch import nn
 import quantizer
 from quantizer.cli.main import run_command
 
-onnxruntime = pytest.importorskip("onnxruntime", reason="it runs files of this target (extra: onnx)")
+onnxruntime = pytest.importorskip(
+    "onnxruntime", reason="it runs files of this target (extra: onnx)"
+)
 LAYERS = {
     "conv2d": lambda: (nn.Conv2d(4, 4, 1), (8, 4, 3, 3)),
     "conv_transpose2d": lambda: (nn.ConvTranspose2d(4, 4, 1), (8, 4, 3, 3)),
@@ -23,26 +25,40 @@ LAYERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_bias_far_above_16_bit_products_is_added_in_full(kind: str, granularity: str, tmp_path: Path) -> None:
+def test_a_bias_far_above_16_bit_products_is_added_in_full(
+    kind: str, granularity: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     layer, shape = LAYERS[kind]()
     nn.init.constant_(layer.bias, 3.0)
-    axis = {"ch_axis": 1 if kind == "conv_transpose2d" else 0} if granularity == "per_channel" else {}
+    axis = (
+        {"ch_axis": 1 if kind == "conv_transpose2d" else 0}
+        if granularity == "per_channel"
+        else {}
+    )
     tensors = {
         "weight": {"dtype": "int16", "qscheme": granularity, **axis},
         "input_tensors": {"dtype": "int16"},
         "output_tensors": {"dtype": "uint8", "symmetric": False},
     }
     batch = torch.randn(shape) * 0.01
-    result = quantizer.calibrate(nn.Sequential(layer), {"global_quant_config": tensors}, [batch])
+    result = quantizer.calibrate(
+        nn.Sequential(layer), {"global_quant_config": tensors}, [batch]
+    )
     result.export("onnx", tmp_path / "net.onnx")
-    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"]
+    )
     (found,) = session.run(None, {session.get_inputs()[0].name: batch.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), result.network(batch).detach(), rtol=0, atol=0.02)
+    torch.testing.assert_close(
+        torch.from_numpy(found), result.network(batch).detach(), rtol=0, atol=0.02
+    )
 
 
 @pytest.mark.slow
-def test_next_to_nothing_has_no_unit_of_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_next_to_nothing_has_no_unit_of_sums(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The product of both scales is zero in float32, as it is in deep networks that nobody trained."""
     (tmp_path / "small.py").write_text(
         "import torch\nfrom torch import nn\n\n\n"
@@ -55,5 +71,7 @@ def test_next_to_nothing_has_no_unit_of_sums(tmp_path: Path, capsys: pytest.Capt
     folder = ["--model", str(tmp_path / "small.py"), "--output_dir", str(tmp_path / "out")]
     config = ["--config_file", str(ROOT / "configs" / "cpu_int8.json")]
     assert run_command(["--quant_mode", "calib", *config, *folder]) == 0
-    assert run_command(["--quant_mode", "test", "--deploy", "onnx", *folder]) == 0, capsys.readouterr().err
+    assert run_command(["--quant_mode", "test", "--deploy", "onnx", *folder]) == 0, (
+        capsys.readouterr().err
+    )
     assert "100.00% are equal" in capsys.readouterr().out

@@ -50,11 +50,16 @@ def pairs(name: str) -> dict[str, Pair]:
         ),
         "inputs of a type": (
             layered(layer(type="Linear", roles=["weights", "input"]), roles=["weights"]),
-            hierarchical({"weight": TENSOR}, layer_type_quant_config={"Linear": {"input_tensors": TENSOR}}),
+            hierarchical(
+                {"weight": TENSOR},
+                layer_type_quant_config={"Linear": {"input_tensors": TENSOR}},
+            ),
         ),
         "other widths by type and by name": (
             layered(
-                layer(type="Conv2d", roles=["weights"], bit_width=4, symmetric_scale="half_range"),
+                layer(
+                    type="Conv2d", roles=["weights"], bit_width=4, symmetric_scale="half_range"
+                ),
                 layer(
                     name,
                     roles=["weights", "bias"],
@@ -75,24 +80,44 @@ def pairs(name: str) -> dict[str, Pair]:
         "asymmetric weights, powers of two": (
             layered(
                 roles=["weights", "bias"],
-                tensor={"weights": {"symmetry": False, "signed": False}, "bias": {"scale_type": "poweroftwo"}},
+                tensor={
+                    "weights": {"symmetry": False, "signed": False},
+                    "bias": {"scale_type": "poweroftwo"},
+                },
             ),
-            hierarchical({"weight": TENSOR | {"symmetric": False}, "bias": TENSOR | {"scale_type": "pof2"}}),
+            hierarchical(
+                {
+                    "weight": TENSOR | {"symmetric": False},
+                    "bias": TENSOR | {"scale_type": "pof2"},
+                }
+            ),
         ),
         "equalized": (
             layered(roles=["weights"], include_cle=True),
-            hierarchical({"weight": TENSOR}, pre_quant_opt_config=[{"name": "cle", "cle_steps": -1}]),
+            hierarchical(
+                {"weight": TENSOR}, pre_quant_opt_config=[{"name": "cle", "cle_steps": -1}]
+            ),
         ),
         "unsigned activations, which a ReLU makes": (
             layered(layer(type="relu", roles=["activation"], signed=False), roles=["weights"]),
             hierarchical(
                 {"weight": TENSOR},
-                layer_type_quant_config={"relu": {"output_tensors": TENSOR | {"dtype": "uint8"}}},
+                layer_type_quant_config={
+                    "relu": {"output_tensors": TENSOR | {"dtype": "uint8"}}
+                },
             ),
         ),
         "another rounding and method": (
-            layered(roles=["weights"], tensor={"weights": {"round_mode": "std_round", "method": "mse"}}),
-            hierarchical({"weight": TENSOR | {"round_method": "round", "observer_cls": "PerTensorMSEObserver"}}),
+            layered(
+                roles=["weights"],
+                tensor={"weights": {"round_mode": "std_round", "method": "mse"}},
+            ),
+            hierarchical(
+                {
+                    "weight": TENSOR
+                    | {"round_method": "round", "observer_cls": "PerTensorMSEObserver"}
+                }
+            ),
         ),
     }
 
@@ -115,30 +140,46 @@ def test_both_forms_make_one_plan(toy: str, name: str, kind: str, tmp_path: Path
     for content in pairs(name)[kind]:
         read = config(tmp_path, content)
         plans.append(resolve(read, run_passes(graph, read.settings), graph))
-    one, other = ({key: tensor.decided() for key, tensor in plan.tensors.items()} for plan in plans)
+    one, other = (
+        {key: tensor.decided() for key, tensor in plan.tensors.items()} for plan in plans
+    )
     assert one and one == other
     assert plans[0].needs_data == plans[1].needs_data
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_forms_leave_equal_results(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+    pytest.importorskip(
+        "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
+    )
     files = {}
     for path in write(tmp_path, pairs("layer2.0.conv1")[kind]):
         out = tmp_path / path.stem
         assert calibrate(out, model=DIGITS, config=str(path)) == 0
-        files[path.stem] = {file.name: file.read_bytes() for file in out.iterdir() if file.name not in ABOUT_THE_RUN}
+        files[path.stem] = {
+            file.name: file.read_bytes()
+            for file in out.iterdir()
+            if file.name not in ABOUT_THE_RUN
+        }
     assert files["layered"].keys() == files["hierarchical"].keys()
     for name, content in files["layered"].items():
         assert (content == files["hierarchical"][name]) or name in ABOUT_THE_FILE, name
 
 
-ABOUT_THE_FILE = ("plan.json", "config.resolved.json", "checksums.json", "report.html", "report.json")
+ABOUT_THE_FILE = (
+    "plan.json",
+    "config.resolved.json",
+    "checksums.json",
+    "report.html",
+    "report.json",
+)
 ABOUT_THE_RUN = ("run.json", "run.log")
 
 
 def test_results_of_one_form_are_tested_with_the_file_of_the_other(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+    pytest.importorskip(
+        "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
+    )
     one, other = write(tmp_path, pairs("layer2.0.conv1")["weights"])
     assert calibrate(tmp_path / "out", model=DIGITS, config=str(one)) == 0
     assert check(tmp_path / "out", "--config_file", str(other)) == 0
@@ -150,7 +191,10 @@ def test_both_forms_run_the_same_algorithms(tmp_path: Path) -> None:
     """`algorithms` of one form is both lists of the other, one after the other."""
     model = tmp_path / "net.py"
     model.write_text(BLOCKS)
-    first, others = {"name": "smoothquant", "alpha": 0.5}, [{"name": "awq"}, {"name": "gptq", "damp_percent": 0.05}]
+    first, others = (
+        {"name": "smoothquant", "alpha": 0.5},
+        [{"name": "awq"}, {"name": "gptq", "damp_percent": 0.05}],
+    )
     files = (
         layered(roles=["weights"], tensor=PER_CHANNEL, algorithms=[first, *others]),
         hierarchical({"weight": CHANNEL}, pre_quant_opt_config=first, algo_config=others),
@@ -159,7 +203,13 @@ def test_both_forms_run_the_same_algorithms(tmp_path: Path) -> None:
     for path in write(tmp_path, files):
         assert calibrate(tmp_path / path.stem, model=str(model), config=str(path)) == 0
         written = {file.name: file.read_bytes() for file in (tmp_path / path.stem).iterdir()}
-        found.append({name: content for name, content in written.items() if name not in ABOUT_THE_RUN + ABOUT_THE_FILE})
+        found.append(
+            {
+                name: content
+                for name, content in written.items()
+                if name not in ABOUT_THE_RUN + ABOUT_THE_FILE
+            }
+        )
     assert {"quant_info.json", "algorithms.json", "weights.safetensors"} <= found[0].keys()
     assert found[0] == found[1]
 

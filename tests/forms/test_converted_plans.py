@@ -25,8 +25,12 @@ from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 
-drawn = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-SEEDS = st.integers(0, 2**32)  # uniform draws: hypothesis' own prefer what is rare, which one form lacks
+drawn = settings(
+    max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+SEEDS = st.integers(
+    0, 2**32
+)  # uniform draws: hypothesis' own prefer what is rare, which one form lacks
 
 
 def planned(config: Config) -> Plan:
@@ -72,12 +76,19 @@ def _compare(value: dict[str, Any], form: Any) -> None:
 def decided(plan: Plan, other: Converted) -> dict[Any, QuantizationSpec]:
     """The specs that have to be the same: without what a warning is about, and without inputs, which depend on that."""
     warnings = " ".join(found.message for found in other.findings)
-    specs = {key: replace(effective(tensor.spec), statistic="max") for key, tensor in plan.tensors.items()}
+    specs = {
+        key: replace(effective(tensor.spec), statistic="max")
+        for key, tensor in plan.tensors.items()
+    }
     kept = {"weights", "bias", "activation", "input"}
     if "may inherit" in warnings:
         kept -= {"activation", "input"}
     weighted = {node.name for node in plan.graph.nodes if node.params}
     if "is about layers with weights" in warnings:
         kept -= {"input"}
-        specs = {key: spec for key, spec in specs.items() if weighted.intersection(plan.tensors[key].members)}
+        specs = {
+            key: spec
+            for key, spec in specs.items()
+            if weighted.intersection(plan.tensors[key].members)
+        }
     return {key: spec for key, spec in specs.items() if base_role(key[1]) in kept}

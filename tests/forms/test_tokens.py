@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quantizer import Config, Dtype, ModelQuantizer, QSchemeType, QuantizationConfig, QuantizationSpec
+from quantizer import (
+    Config,
+    Dtype,
+    ModelQuantizer,
+    QSchemeType,
+    QuantizationConfig,
+    QuantizationSpec,
+)
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.engine import calibrate
@@ -42,7 +49,9 @@ def in_place(model: nn.Module, _: Tensor) -> Any:
 
 def on_a_trace(model: nn.Module, x: Tensor) -> Any:
     graph = trace(model, (x,))
-    plan = resolve(check_document(Document.of(CONFIG.to_dict(), "Config")).require(), graph, graph)
+    plan = resolve(
+        check_document(Document.of(CONFIG.to_dict(), "Config")).require(), graph, graph
+    )
     return quantized_network(graph, calibrate.solution(calibrate.start(plan)))
 
 

@@ -27,7 +27,11 @@ from quantizer.engine import checkpoint
 
 WEIGHT = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}
 GPTQ = json.dumps({"global_quant_config": {"weight": WEIGHT}, "algo_config": {"name": "gptq"}})
-RUNS = {"static": (CONFIGS["cpu"], []), "gptq": (GPTQ, []), "finetuned": (CONFIGS["cpu"], ["--fast_finetune"])}
+RUNS = {
+    "static": (CONFIGS["cpu"], []),
+    "gptq": (GPTQ, []),
+    "finetuned": (CONFIGS["cpu"], ["--fast_finetune"]),
+}
 
 
 def prepared(place: Path, step: int = 7) -> dict[str, tuple[list[str], Path, bytes]]:
@@ -42,15 +46,23 @@ def prepared(place: Path, step: int = 7) -> dict[str, tuple[list[str], Path, byt
         code, said = quietly([*command, str(place / f"{name}.whole")])
         assert code == 0, said
         stopped, kept = place / name, place / f"{name}.kept"
-        for _ in killed_at_each([*command, str(stopped)], partial(shutil.rmtree, stopped, True), step):
+        for _ in killed_at_each(
+            [*command, str(stopped)], partial(shutil.rmtree, stopped, True), step
+        ):
             if len([*stopped.glob("checkpoint.*.json")]):
                 shutil.rmtree(kept, ignore_errors=True)
                 shutil.copytree(stopped, kept)
-        found[name] = (command, kept, (place / f"{name}.whole" / "quant_info.json").read_bytes())
+        found[name] = (
+            command,
+            kept,
+            (place / f"{name}.whole" / "quant_info.json").read_bytes(),
+        )
     return found
 
 
-def one(seed: int, runs: dict[str, tuple[list[str], Path, bytes]], place: Path) -> tuple[str, int, str, bool]:
+def one(
+    seed: int, runs: dict[str, tuple[list[str], Path, bytes]], place: Path
+) -> tuple[str, int, str, bool]:
     """One edit: what was done, the exit code of the run, what was printed, and whether it found what it should."""
     draw = random.Random(seed)
     name = draw.choice(sorted(runs))
@@ -74,11 +86,18 @@ def one(seed: int, runs: dict[str, tuple[list[str], Path, bytes]], place: Path) 
     with contextlib.suppress(TypeError, KeyError):
         if seals:
             rest = {key: value[key] for key in ("key", "state", "tensors")}
-            value["checksum"] = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+            value["checksum"] = hashlib.sha256(
+                json.dumps(rest, sort_keys=True).encode()
+            ).hexdigest()
     file.write_text(json.dumps(value))
     code, said = quietly([*command, str(copy), "--resume"])
     info = copy / "quant_info.json"
-    return f"{name}, {file.name}, {done}", code, said, seals or code != 0 or info.read_bytes() == expected
+    return (
+        f"{name}, {file.name}, {done}",
+        code,
+        said,
+        seals or code != 0 or info.read_bytes() == expected,
+    )
 
 
 def main() -> None:

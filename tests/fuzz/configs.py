@@ -31,9 +31,35 @@ def calibration_data():
 """
 ALLOWED = (0, 1, 2)
 NESTED = (
-    *({"name": True}, {"name": "gptq", "desc_act": None}, {"weights": {}}, {"weight": []}, [["weights"]]),
-    *({"dtype": "mx"}, {"dtype": ["int8"]}, [True, "weights"], [{"layer_name": 1}], {"layers": True}),
-    *("re:(", "re:(a+)+$", "**", "[", "Residual::", "//", "kind:", "int4", "per_group", "awq", 128, -1, 0.99),
+    *(
+        {"name": True},
+        {"name": "gptq", "desc_act": None},
+        {"weights": {}},
+        {"weight": []},
+        [["weights"]],
+    ),
+    *(
+        {"dtype": "mx"},
+        {"dtype": ["int8"]},
+        [True, "weights"],
+        [{"layer_name": 1}],
+        {"layers": True},
+    ),
+    *(
+        "re:(",
+        "re:(a+)+$",
+        "**",
+        "[",
+        "Residual::",
+        "//",
+        "kind:",
+        "int4",
+        "per_group",
+        "awq",
+        128,
+        -1,
+        0.99,
+    ),
 )
 """More values that someone may write into a config."""
 
@@ -49,10 +75,16 @@ def drawn(seed: int) -> tuple[str, str]:
     """A config as its file has it, and what was done to it."""
     draw = random.Random(seed)
     form = draw.choice(["layered", "hierarchical"])
-    value = drawn_configs.layered(draw) if form == "layered" else drawn_configs.hierarchical(draw)
+    value = (
+        drawn_configs.layered(draw) if form == "layered" else drawn_configs.hierarchical(draw)
+    )
     if draw.random() < 0.3:
         entries = drawn_configs.algorithms(draw)
-        key = "algorithms" if form == "layered" else draw.choice(["algo_config", "pre_quant_opt_config"])
+        key = (
+            "algorithms"
+            if form == "layered"
+            else draw.choice(["algo_config", "pre_quant_opt_config"])
+        )
         value[key] = entries if form == "layered" or draw.random() < 0.7 else entries[0]
     done: list[str] = []
     edits = draw.choice([0, 1, 1, 1, 2, 3])
@@ -88,8 +120,12 @@ def main() -> None:
         def ended(seed: int) -> tuple[str, list[str]]:
             began = time.monotonic()
             done, code, said, command = one(seed, model)
-            is_right = code in ALLOWED and time.monotonic() - began <= 10 and "Traceback" not in said
-            return f"exit {code}", [] if is_right else [f"{command}, exit {code}: {done}\n    {said.strip()[-400:]}"]
+            is_right = (
+                code in ALLOWED and time.monotonic() - began <= 10 and "Traceback" not in said
+            )
+            return f"exit {code}", [] if is_right else [
+                f"{command}, exit {code}: {done}\n    {said.strip()[-400:]}"
+            ]
 
         search(ended)
 

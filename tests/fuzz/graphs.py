@@ -35,7 +35,16 @@ def calibration_data():
     draw = torch.Generator().manual_seed({seed})
     return [{scale} * torch.randn({shape}, generator=draw) for _ in range({batches})]
 """
-ACTIVATIONS = ("F.relu", "F.relu6", "F.gelu", "F.silu", "F.hardswish", "torch.sigmoid", "torch.tanh", "F.leaky_relu")
+ACTIVATIONS = (
+    "F.relu",
+    "F.relu6",
+    "F.gelu",
+    "F.silu",
+    "F.hardswish",
+    "torch.sigmoid",
+    "torch.tanh",
+    "F.leaky_relu",
+)
 Step = tuple[list[str], list[str], int]
 """Lines that make layers, lines of the forward, and the channels after them."""
 
@@ -90,15 +99,23 @@ RETURNED = {
 """What is returned of two values, of which one is far larger."""
 
 
-def _two_ranges(draw: random.Random, channels: int, *, images: bool) -> tuple[list[str], list[str]]:
+def _two_ranges(
+    draw: random.Random, channels: int, *, images: bool
+) -> tuple[list[str], list[str]]:
     """Layers and lines that end a network with values of two ranges, put together in some way."""
-    axis, factor = (1, draw.choice([64.0, 640.0])) if images else (2, draw.choice([64.0, 640.0]))
+    axis, factor = (
+        (1, draw.choice([64.0, 640.0])) if images else (2, draw.choice([64.0, 640.0]))
+    )
     layer = "nn.Conv2d({}, {}, 1)" if images else "nn.Linear({}, {})"
     layers = [f"self.{name} = {layer.format(channels, 3)}" for name in ("far", "near")]
     layers.append(f"self.last = {layer.format(6, 4)}")
     layers.append(f"self.last.weight.data[:, :3] /= {factor}")
     squash = draw.choice(["torch.sigmoid", "torch.tanh", "F.relu"])
-    places = {"far": "..., :3", "near": "..., 3:"} if axis == 2 else {"far": ":, :3", "near": ":, 3:"}
+    places = (
+        {"far": "..., :3", "near": "..., 3:"}
+        if axis == 2
+        else {"far": ":, :3", "near": ":, 3:"}
+    )
     words = {"axis": axis, "factor": factor, **places}
     lines = [
         f"far, near = {squash}(self.far(x)) * {factor}, {squash}(self.near(x))",
@@ -110,28 +127,53 @@ def _two_ranges(draw: random.Random, channels: int, *, images: bool) -> tuple[li
 
 def _image(draw: random.Random, name: str, channels: int) -> Step:
     """A block for [n, channels, h, w] that keeps h and w."""
-    kind = draw.choice(["conv", "conv", "conv_bn", "bn", "residual", "depthwise", "excite", "concat", "pool", "act"])
-    act, wide = draw.choice(ACTIVATIONS), draw.choice([4, 8])
-    conv = (
-        f"self.{name} = nn.Conv2d({channels}, {{}}, {draw.choice([1, 3])}, padding='same', bias={draw.random() < 0.7})"
+    kind = draw.choice(
+        [
+            "conv",
+            "conv",
+            "conv_bn",
+            "bn",
+            "residual",
+            "depthwise",
+            "excite",
+            "concat",
+            "pool",
+            "act",
+        ]
     )
+    act, wide = draw.choice(ACTIVATIONS), draw.choice([4, 8])
+    conv = f"self.{name} = nn.Conv2d({channels}, {{}}, {draw.choice([1, 3])}, padding='same', bias={draw.random() < 0.7})"
     if kind == "conv":
         return [conv.format(wide)], [f"x = {act}(self.{name}(x))"], wide
     if kind == "conv_bn":
         norm = f"self.{name}n = nn.BatchNorm2d({wide})"
         return [conv.format(wide), norm], [f"x = {act}(self.{name}n(self.{name}(x)))"], wide
     if kind == "bn":
-        return [f"self.{name} = nn.BatchNorm2d({channels})"], [f"x = {act}(self.{name}(x))"], channels
+        return (
+            [f"self.{name} = nn.BatchNorm2d({channels})"],
+            [f"x = {act}(self.{name}(x))"],
+            channels,
+        )
     if kind == "residual":
         return [conv.format(channels)], [f"x = F.relu(x + {act}(self.{name}(x)))"], channels
     if kind == "depthwise":
-        layer = f"self.{name} = nn.Conv2d({channels}, {channels}, 3, padding=1, groups={channels})"
+        layer = (
+            f"self.{name} = nn.Conv2d({channels}, {channels}, 3, padding=1, groups={channels})"
+        )
         return [layer], [f"x = {act}(self.{name}(x))"], channels
     if kind == "excite":
         layer = f"self.{name} = nn.Conv2d({channels}, {channels}, 1)"
-        return [layer], [f"x = x * torch.sigmoid(self.{name}(F.adaptive_avg_pool2d(x, 1)))"], channels
+        return (
+            [layer],
+            [f"x = x * torch.sigmoid(self.{name}(F.adaptive_avg_pool2d(x, 1)))"],
+            channels,
+        )
     if kind == "concat":
-        return [conv.format(wide)], [f"x = torch.cat([x, {act}(self.{name}(x))], 1)"], channels + wide
+        return (
+            [conv.format(wide)],
+            [f"x = torch.cat([x, {act}(self.{name}(x))], 1)"],
+            channels + wide,
+        )
     if kind == "pool":
         pool = draw.choice(["F.max_pool2d(x, 3, 1, 1)", "F.avg_pool2d(x, 3, 1, 1)"])
         return [], [f"x = {pool}"], channels
@@ -143,13 +185,25 @@ def _token(draw: random.Random, name: str, channels: int) -> Step:
     kind = draw.choice(["linear", "linear", "linear_bn", "mlp", "norm", "attention", "act"])
     act, wide = draw.choice(ACTIVATIONS), draw.choice([4, 8])
     if kind == "linear":
-        return [f"self.{name} = nn.Linear({channels}, {wide})"], [f"x = {act}(self.{name}(x))"], wide
+        return (
+            [f"self.{name} = nn.Linear({channels}, {wide})"],
+            [f"x = {act}(self.{name}(x))"],
+            wide,
+        )
     if kind == "linear_bn":
-        layers = [f"self.{name} = nn.Linear({channels}, {wide})", f"self.{name}n = nn.BatchNorm1d({wide})"]
-        moved = draw.choice(["self.{0}n(y.mT).mT", "self.{0}n(y.flatten(0, 1)).reshape_as(y)"]).format(name)
+        layers = [
+            f"self.{name} = nn.Linear({channels}, {wide})",
+            f"self.{name}n = nn.BatchNorm1d({wide})",
+        ]
+        moved = draw.choice(
+            ["self.{0}n(y.mT).mT", "self.{0}n(y.flatten(0, 1)).reshape_as(y)"]
+        ).format(name)
         return layers, [f"y = self.{name}(x)", f"x = {act}({moved})"], wide
     if kind == "mlp":
-        layers = [f"self.{name}a = nn.Linear({channels}, 16)", f"self.{name}b = nn.Linear(16, {channels}, bias=False)"]
+        layers = [
+            f"self.{name}a = nn.Linear({channels}, 16)",
+            f"self.{name}b = nn.Linear(16, {channels}, bias=False)",
+        ]
         return layers, [f"x = x + self.{name}b({act}(self.{name}a(x)))"], channels
     if kind == "norm":
         return [f"self.{name} = nn.LayerNorm({channels})"], [f"x = self.{name}(x)"], channels

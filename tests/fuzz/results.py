@@ -35,13 +35,25 @@ def calibration_data():
     return [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(n)) for n in range(2)]
 """
 ROOT = Path(__file__).parents[2]
-GROUPS = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 16, "symmetric": False}
+GROUPS = {
+    "dtype": "int4",
+    "qscheme": "per_group",
+    "ch_axis": 1,
+    "group_size": 16,
+    "symmetric": False,
+}
 CONFIGS = {
-    "cpu": (ROOT / "configs" / "cpu_int8.json").read_text().replace("../schemas", str(ROOT / "schemas")),
-    "dpu": (ROOT / "configs" / "dpu.json").read_text().replace("../schemas", str(ROOT / "schemas")),
+    "cpu": (ROOT / "configs" / "cpu_int8.json")
+    .read_text()
+    .replace("../schemas", str(ROOT / "schemas")),
+    "dpu": (ROOT / "configs" / "dpu.json")
+    .read_text()
+    .replace("../schemas", str(ROOT / "schemas")),
     "groups": json.dumps(
         {
-            "global_quant_config": {"input_tensors": {"dtype": "int8", "qscheme": "per_tensor"}},
+            "global_quant_config": {
+                "input_tensors": {"dtype": "int8", "qscheme": "per_tensor"}
+            },
             "layer_type_quant_config": {"nn.Linear": {"weight": GROUPS}},
             "pre_quant_opt_config": {"name": "smoothquant"},
         }
@@ -57,8 +69,16 @@ def prepared(place: Path) -> dict[str, Path]:
     for name, text in CONFIGS.items():
         (place / f"{name}.json").write_text(text)
         found[name] = place / name
-        given = ["--model", str(place / "net.py"), "--config_file", str(place / f"{name}.json"), "-q"]
-        code, said = quietly(["--quant_mode", "calib", *given, "--output_dir", str(found[name])])
+        given = [
+            "--model",
+            str(place / "net.py"),
+            "--config_file",
+            str(place / f"{name}.json"),
+            "-q",
+        ]
+        code, said = quietly(
+            ["--quant_mode", "calib", *given, "--output_dir", str(found[name])]
+        )
         assert code == 0, said
         code, said = quietly(commands(place, found[name])["test"])
         assert code == 0, said
@@ -71,7 +91,15 @@ def commands(place: Path, folder: Path) -> dict[str, list[str]]:
     return {
         "test": ["--quant_mode", "test", *model, "--output_dir", str(folder), "-q"],
         "report": ["report", str(folder)],
-        "retune": ["retune", str(folder), "--method", "maxmin", "--output_dir", str(place / "retuned"), "--overwrite"],
+        "retune": [
+            "retune",
+            str(folder),
+            "--method",
+            "maxmin",
+            "--output_dir",
+            str(place / "retuned"),
+            "--overwrite",
+        ],
         "merge": [
             "merge",
             str(folder),
@@ -102,7 +130,9 @@ def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, int, str
     for each in (copy, place / "retuned", place / "merged"):
         shutil.rmtree(each, ignore_errors=True)
     shutil.copytree(folders[name], copy)
-    file = draw.choice(sorted(path for path in copy.iterdir() if path.suffix in (".json", ".safetensors")))
+    file = draw.choice(
+        sorted(path for path in copy.iterdir() if path.suffix in (".json", ".safetensors"))
+    )
     if draw.random() < 0.5:
         file = copy / "quant_info.json"
     if file.suffix == ".json":
@@ -126,8 +156,12 @@ def main() -> None:
         def ended(seed: int) -> tuple[str, list[str]]:
             began = time.monotonic()
             done, code, said, command = one(seed, folders, place)
-            is_right = code in ALLOWED and time.monotonic() - began <= 30 and "Traceback" not in said
-            return f"exit {code}", [] if is_right else [f"{command}, exit {code}: {done}\n    {said.strip()[-400:]}"]
+            is_right = (
+                code in ALLOWED and time.monotonic() - began <= 30 and "Traceback" not in said
+            )
+            return f"exit {code}", [] if is_right else [
+                f"{command}, exit {code}: {done}\n    {said.strip()[-400:]}"
+            ]
 
         search(ended)
 

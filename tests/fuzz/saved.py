@@ -25,9 +25,18 @@ from torch import nn
 from quantizer import Config, ModelQuantizer
 from quantizer.errors import QuantizerError
 
-GROUPS = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 4, "symmetric": False}
+GROUPS = {
+    "dtype": "int4",
+    "qscheme": "per_group",
+    "ch_axis": 1,
+    "group_size": 4,
+    "symmetric": False,
+}
 CONFIGS = {
-    "static": {"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}, "input_tensors": {"dtype": "int8"}},
+    "static": {
+        "weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0},
+        "input_tensors": {"dtype": "int8"},
+    },
     "groups": {"weight": GROUPS},
     "blocks": {"weight": {"dtype": "fp4", "scale_format": "e8m0", "ch_axis": -1}},
 }
@@ -42,9 +51,9 @@ def built() -> nn.Module:
 def prepared(place: Path) -> dict[str, Path]:
     """A saved model for each config."""
     for name, config in CONFIGS.items():
-        found = ModelQuantizer(Config.from_dict({"global_quant_config": config})).quantize_model(
-            built(), [torch.ones(2, 8)]
-        )
+        found = ModelQuantizer(
+            Config.from_dict({"global_quant_config": config})
+        ).quantize_model(built(), [torch.ones(2, 8)])
         ModelQuantizer.save(found, place / name)
     return {name: place / name for name in CONFIGS}
 
@@ -63,9 +72,13 @@ def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, str, str
     else:
         done = edit_tensors(tensors, draw)
     with contextlib.suppress(TypeError):
-        value["tensors"] = hashlib.sha256(tensors.read_bytes()).hexdigest() if "tensors" in value else None
+        value["tensors"] = (
+            hashlib.sha256(tensors.read_bytes()).hexdigest() if "tensors" in value else None
+        )
         rest = {key: each for key, each in value.items() if key != "checksum"}
-        value["checksum"] = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+        value["checksum"] = hashlib.sha256(
+            json.dumps(rest, sort_keys=True).encode()
+        ).hexdigest()
     description.write_text(json.dumps(value))
     model = built()
     try:
@@ -78,7 +91,11 @@ def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, str, str
         output = model(torch.ones(2, 8))
     except Exception as error:  # noqa: BLE001
         return f"{name}, {done}", "broken", f"later: {type(error).__name__}: {error}"
-    return f"{name}, {done}", "ok" if bool(output.isfinite().all()) else "broken", "the output is not finite"
+    return (
+        f"{name}, {done}",
+        "ok" if bool(output.isfinite().all()) else "broken",
+        "the output is not finite",
+    )
 
 
 def main() -> None:

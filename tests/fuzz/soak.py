@@ -51,9 +51,16 @@ def drawn_config(draw: random.Random) -> dict[str, Any]:
     kind = draw.choice(["preset", "layered", "hierarchical", "algorithm"])
     if kind == "preset":
         found: dict[str, Any] = json.loads(draw.choice(PRESETS).read_text("utf-8"))
-        return {key: value for key, value in found.items() if key not in ("$schema", "//", "layer_quantize_config")}
+        return {
+            key: value
+            for key, value in found.items()
+            if key not in ("$schema", "//", "layer_quantize_config")
+        }
     if kind == "layered":
-        found = layered(draw) | {"layer_quantize_config": [], "include_bias_corr": draw.random() < 0.5}
+        found = layered(draw) | {
+            "layer_quantize_config": [],
+            "include_bias_corr": draw.random() < 0.5,
+        }
         activation = found["tensor_quantize_config"].get("activation")
         if activation and draw.random() < 0.5:
             activation["method"] = "auto"
@@ -63,7 +70,9 @@ def drawn_config(draw: random.Random) -> dict[str, Any]:
         weight = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}
         name = draw.choice(["gptq", "awq", "smoothquant", "qronos", "gptaq"])
         found = {"global_quant_config": {"weight": weight, "input_tensors": {"dtype": "int8"}}}
-        found |= {"pre_quant_opt_config" if name == "smoothquant" else "algo_config": {"name": name}}
+        found |= {
+            "pre_quant_opt_config" if name == "smoothquant" else "algo_config": {"name": name}
+        }
     return found
 
 
@@ -76,7 +85,13 @@ def one(seed: int, place: Path) -> tuple[str, list[str]]:
     (place / "net.py").write_text(text)
     config = drawn_config(draw)
     (place / "config.json").write_text(json.dumps(config))
-    given = ["--model", str(place / "net.py"), "--config_file", str(place / "config.json"), "-q"]
+    given = [
+        "--model",
+        str(place / "net.py"),
+        "--config_file",
+        str(place / "config.json"),
+        "-q",
+    ]
     folder = place / "out"
     code, said = quietly(["--quant_mode", "calib", *given, "--output_dir", str(folder)])
     if code in REFUSED:
@@ -104,14 +119,26 @@ def resumed(draw: random.Random, given: list[str], folder: Path, place: Path) ->
     if code:
         return [f"resume: exit {code}: {said.strip()[-400:]}"]
     names = sorted(
-        path.name for path in folder.iterdir() if path.is_file() and path.name not in ("run.json", "run.log")
+        path.name
+        for path in folder.iterdir()
+        if path.is_file() and path.name not in ("run.json", "run.log")
     )
-    return [f"resume: {name} differs" for name in names if (folder / name).read_bytes() != (other / name).read_bytes()]
+    return [
+        f"resume: {name} differs"
+        for name in names
+        if (folder / name).read_bytes() != (other / name).read_bytes()
+    ]
 
 
 @torch.no_grad()
 def compared(
-    folder: Path, model: nn.Module, batches: list[Tensor], config: dict[str, Any], given: list[str], *, plain: bool
+    folder: Path,
+    model: nn.Module,
+    batches: list[Tensor],
+    config: dict[str, Any],
+    given: list[str],
+    *,
+    plain: bool,
 ) -> list[str]:
     """What else the calibrated network is, beside test mode's."""
     found = []
@@ -122,7 +149,11 @@ def compared(
     for batch, expected in zip(batches, quantized, strict=True):
         if not all(map(torch.equal, tree_leaves(code(batch)), expected)):
             found.append("the generated file gives something else")
-    is_same = plain and "global_quant_config" in config and not {"exclude", "pre_quant_opt_config"} & {*config}
+    is_same = (
+        plain
+        and "global_quant_config" in config
+        and not {"exclude", "pre_quant_opt_config"} & {*config}
+    )
     if is_same and not has_scaled_parts(folder):
         found += in_place(model, batches, config, quantized)
     if find_spec("onnxruntime"):
@@ -157,15 +188,22 @@ def _blocks(leaf: Tensor) -> Tensor:
     if leaf.dim() < 3 or leaf.shape[axis] not in (2 * WIDTH, 3 * WIDTH):
         return torch.zeros_like(leaf)
     numbers = torch.arange(leaf.shape[axis]) // WIDTH
-    return numbers.view([-1 if other == axis else 1 for other in range(leaf.dim())]).expand(leaf.shape)
+    return numbers.view([-1 if other == axis else 1 for other in range(leaf.dim())]).expand(
+        leaf.shape
+    )
 
 
 def in_place(
-    model: nn.Module, batches: list[Tensor], config: dict[str, Any], expected: list[list[Tensor]]
+    model: nn.Module,
+    batches: list[Tensor],
+    config: dict[str, Any],
+    expected: list[list[Tensor]],
 ) -> list[str]:
     """The same config on the modules: the same network up to the order of sums, where it is taken at all."""
     try:
-        made: nn.Module = quantizer.ModelQuantizer(quantizer.Config.from_dict(config)).quantize_model(model, batches)
+        made: nn.Module = quantizer.ModelQuantizer(
+            quantizer.Config.from_dict(config)
+        ).quantize_model(model, batches)
     except QuantizerError:
         return []
     got = [tree_leaves(made(batch)) for batch in batches]
@@ -176,11 +214,16 @@ def in_place(
     ]
 
 
-def figures(expected: list[list[Tensor]], got: list[list[Tensor]]) -> Iterator[tuple[str, float, float]]:
+def figures(
+    expected: list[list[Tensor]], got: list[list[Tensor]]
+) -> Iterator[tuple[str, float, float]]:
     """The name, the SQNR and the share of equal values of each part."""
     for name, mask in parts(expected):
         number = int(name.partition(",")[0])
-        ours, theirs = (torch.cat([leaves[number].flatten() for leaves in side])[mask] for side in (expected, got))
+        ours, theirs = (
+            torch.cat([leaves[number].flatten() for leaves in side])[mask]
+            for side in (expected, got)
+        )
         yield name, sqnr_db(ours, theirs), float((ours == theirs).float().mean())
 
 
@@ -203,17 +246,28 @@ def onnx(
     found: list[str] = []
     for kind, margin_db in (("default session", -MARGIN_DB), ("float inputs", MARGIN_DB)):
         options = onnxruntime.SessionOptions()
-        if kind == "float inputs":  # else 8 bits for what products with float inputs read, as docs/deploy.md says
+        if (
+            kind == "float inputs"
+        ):  # else 8 bits for what products with float inputs read, as docs/deploy.md says
             options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
         name = session.get_inputs()[0].name
         got: list[list[Tensor]] = []
         for batch in batches:
-            got.append([torch.from_numpy(output) for output in session.run(None, {name: batch.numpy()})])
+            got.append(
+                [
+                    torch.from_numpy(output)
+                    for output in session.run(None, {name: batch.numpy()})
+                ]
+            )
         for part, near, equal in figures(quantized, got):
             # In a network of a few channels one code of 4 bits that falls on the other side of a tie is half of this.
             if near <= min(CLOSE_DB, losses[part] + margin_db) and equal <= 0.9:
-                distances = f"{near:.1f} dB from test mode, which is {losses[part]:.1f} from float"
+                distances = (
+                    f"{near:.1f} dB from test mode, which is {losses[part]:.1f} from float"
+                )
                 found.append(f"onnx, {kind}: part {part}: {distances}")
     return found
 

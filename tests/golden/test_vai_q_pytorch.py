@@ -15,7 +15,9 @@ from quantizer.observers import Observer
 
 FLOAT = QuantizationSpec()
 NARROW = QuantizationSpec(narrow_range=True)
-POWER_OF_TWO = QuantizationSpec(finest_position=12, scale_type="poweroftwo", round_mode="std_round", statistic="modal")
+POWER_OF_TWO = QuantizationSpec(
+    finest_position=12, scale_type="poweroftwo", round_mode="std_round", statistic="modal"
+)
 
 
 def tensors():
@@ -47,22 +49,32 @@ def scale(spec, x):
     ],
 )
 def test_float_scales(method, randn, relu, ramp):
-    found = [scale(replace(FLOAT, method=method), TENSORS[name]) for name in ("randn", "relu", "ramp")]
+    found = [
+        scale(replace(FLOAT, method=method), TENSORS[name])
+        for name in ("randn", "relu", "ramp")
+    ]
     assert found == pytest.approx([randn, relu, ramp], rel=1e-6)
 
 
 def test_mse_scales_among_those_that_vai_q_pytorch_searches():
     """It scores magnitudes on 0..127: those are our codes when their range is narrow or the data are positive."""
-    assert scale(replace(NARROW, method="mse"), TENSORS["randn"]) == pytest.approx(0.03058919381, rel=1e-6)
-    assert scale(replace(FLOAT, method="mse"), TENSORS["relu"]) == pytest.approx(0.0297158046, rel=1e-6)
+    assert scale(replace(NARROW, method="mse"), TENSORS["randn"]) == pytest.approx(
+        0.03058919381, rel=1e-6
+    )
+    assert scale(replace(FLOAT, method="mse"), TENSORS["relu"]) == pytest.approx(
+        0.0297158046, rel=1e-6
+    )
 
 
-@pytest.mark.parametrize(("name", "theirs"), [("randn", 0.03058919381), ("ramp", 0.007814422367)])
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("randn", 0.03058919381), ("ramp", 0.007814422367)]
+)
 def test_mse_scales_are_better_where_its_search_stopped_short(name, theirs):
     """With the code -128, and with the maximum itself among the candidates, there are better scales than its own."""
     x, ours = TENSORS[name], scale(replace(FLOAT, method="mse"), TENSORS[name])
     sqnr = [
-        sqnr_db(x, fake_quantize(x, torch.tensor(s), torch.tensor(0), -128, 127, "half_even")) for s in (ours, theirs)
+        sqnr_db(x, fake_quantize(x, torch.tensor(s), torch.tensor(0), -128, 127, "half_even"))
+        for s in (ours, theirs)
     ]
     assert sqnr[0] > sqnr[1]
 
@@ -93,7 +105,9 @@ def test_an_asymmetric_range_is_extended_to_zero():
     assert qparams(replace(FLOAT, symmetric=False), TENSORS["relu"] + 1).zero_point.item() == 0
 
 
-OUTLIER = torch.cat([0.05 * torch.randn(999, generator=torch.Generator().manual_seed(0)), torch.tensor([8.0])])
+OUTLIER = torch.cat(
+    [0.05 * torch.randn(999, generator=torch.Generator().manual_seed(0)), torch.tensor([8.0])]
+)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +136,9 @@ def test_fix_positions_at_four_bits():
 
 
 def test_per_channel():
-    weights = torch.stack([torch.linspace(-1, 0.5, 6), torch.linspace(-0.25, 2, 6), torch.full((6,), 0.01)]).view(
-        3, 2, 3
-    )
+    weights = torch.stack(
+        [torch.linspace(-1, 0.5, 6), torch.linspace(-0.25, 2, 6), torch.full((6,), 0.01)]
+    ).view(3, 2, 3)
     channels = {"qscheme": "per_channel", "ch_axis": 0}
     found = qparams(replace(FLOAT, **channels), weights).scale
     assert found.tolist() == pytest.approx([0.007874016, 0.015748031, 0.00007874], rel=1e-5)

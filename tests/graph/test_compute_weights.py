@@ -51,10 +51,13 @@ KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    "layer", [lambda: nn.Linear(5, 5), lambda: nn.Conv1d(4, 4, 3), lambda: nn.ConvTranspose1d(4, 4, 3)]
+    "layer",
+    [lambda: nn.Linear(5, 5), lambda: nn.Conv1d(4, 4, 3), lambda: nn.ConvTranspose1d(4, 4, 3)],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_parametrized_layer_owns_its_weight(kind: str, layer: Callable[[], nn.Module]) -> None:
+def test_a_parametrized_layer_owns_its_weight(
+    kind: str, layer: Callable[[], nn.Module]
+) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(KINDS[kind](layer()), nn.ReLU()).eval(), torch.randn(3, 4, 5)
     graph = compute_weights(trace(model, (x,)))
@@ -69,7 +72,9 @@ def test_a_parametrized_layer_owns_its_weight(kind: str, layer: Callable[[], nn.
 
 def test_a_batch_norm_folds_into_a_computed_weight() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)).eval()
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)
+    ).eval()
     graph = run_passes(trace(model, (torch.randn(2, 3, 6, 6),)), Settings())
     assert [node.op for node in graph.nodes] == ["input", "conv2d"]
 
@@ -90,7 +95,10 @@ def test_what_others_read_stays() -> None:
     torch.manual_seed(0)
     model, x = Twice().eval(), torch.randn(3, 4)
     graph = compute_weights(trace(model, (x,)))
-    assert [set(node.params) for node in graph.nodes if node.op == "linear"] == [{"weight"}, {"weight"}]
+    assert [set(node.params) for node in graph.nodes if node.op == "linear"] == [
+        {"weight"},
+        {"weight"},
+    ]
     assert "tanh" in [node.op for node in graph.nodes]
     with torch.no_grad():
         for found, expected in zip(Network(graph)(x), model(x), strict=True):
@@ -112,10 +120,19 @@ def test_projections_of_several_widths_own_their_parts_of_one_bias() -> None:
     torch.manual_seed(0)
     model = CrossAttention().eval()
     nn.init.normal_(model.attention.in_proj_bias)
-    batches = [(torch.randn(2, 5, 8), torch.randn(2, 7, 4), torch.randn(2, 7, 6)) for _ in range(2)]
+    batches = [
+        (torch.randn(2, 5, 8), torch.randn(2, 7, 4), torch.randn(2, 7, 6)) for _ in range(2)
+    ]
     graph = run_passes(trace(model, batches[0]), Settings())
-    assert [set(node.params) for node in graph.nodes if node.op == "linear"] == [{"weight", "bias"}] * 4
-    config = {"global_quant_config": {"weight": {"dtype": "int8"}, "output_tensors": {"dtype": "int8"}}}
+    assert [set(node.params) for node in graph.nodes if node.op == "linear"] == [
+        {"weight", "bias"}
+    ] * 4
+    config = {
+        "global_quant_config": {
+            "weight": {"dtype": "int8"},
+            "output_tensors": {"dtype": "int8"},
+        }
+    }
     assert quantizer.calibrate(model, config, batches).test(batches).metrics["sqnr_db"] > 25
 
 
@@ -124,7 +141,11 @@ class Conditioned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolution, self.linear, self.shifts = nn.Conv2d(3, 4, 3), nn.Linear(4, 6), nn.Linear(5, 10)
+        self.convolution, self.linear, self.shifts = (
+            nn.Conv2d(3, 4, 3),
+            nn.Linear(4, 6),
+            nn.Linear(5, 10),
+        )
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         first, second = self.shifts(condition).split([4, 6])
@@ -135,9 +156,16 @@ class Conditioned(nn.Module):
 def test_biases_that_the_input_decides_are_added_apart(tmp_path: Path) -> None:
     """So that bias correction finds a bias of its own in the layer, and files and test mode add the same."""
     torch.manual_seed(0)
-    model, batches = Conditioned().eval(), [(torch.randn(4, 3, 6, 6), torch.randn(5)) for _ in range(2)]
+    model, batches = (
+        Conditioned().eval(),
+        [(torch.randn(4, 3, 6, 6), torch.randn(5)) for _ in range(2)],
+    )
     graph = run_passes(trace(model, batches[0]), Settings())
-    kept = [node.name.rpartition("/")[2] for node in graph.nodes if node.op in ("conv2d", "linear", "add", "reshape")]
+    kept = [
+        node.name.rpartition("/")[2]
+        for node in graph.nodes
+        if node.op in ("conv2d", "linear", "add", "reshape")
+    ]
     assert kept == ["linear", "conv2d", "conv2d_bias", "conv2d_add", "linear", "linear_add"]
     result = quantizer.calibrate(model, ROOT / "configs" / "cpu_int8.json", batches)
     assert result.test(batches).metrics["sqnr_db"] > 25

@@ -49,7 +49,9 @@ def mobile() -> dict[str, Any]:
 def with_weights_only(original: Graph, graph: Graph, **fields: object) -> Network:
     """The network with its weights quantized per tensor, which needs no data."""
     values = {name: Sourced(value) for name, value in fields.items()}
-    rule = ConfigRule(Selector("all"), "overall", frozenset(("weights",)), fields={"weights": values})
+    rule = ConfigRule(
+        Selector("all"), "overall", frozenset(("weights",)), fields={"weights": values}
+    )
     plan = resolve(Config(PLAIN, (rule,)), graph, original)
     return quantized_network(graph, calibrate.solution(calibrate.start(plan)))
 
@@ -61,7 +63,9 @@ def accuracy(mobile: dict[str, Any], network: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("reach", [4.0, 6.0, 8.0])
-def test_equalization_restores_a_network_with_skewed_channels(mobile: dict[str, Any], reach: float) -> None:
+def test_equalization_restores_a_network_with_skewed_channels(
+    mobile: dict[str, Any], reach: float
+) -> None:
     """Nagel et al. 2019, table 1: MobileNetV2 at 8 bits per tensor goes from 0.12 % to 69.91 of 71.72 %."""
     skewed, images = mobile["skewed"](reach).eval(), mobile["evaluation_data"]()[0][0]
     graph = trace(skewed, (images,))
@@ -80,7 +84,14 @@ def test_powers_of_two_cost_little_at_8_bits_and_much_at_4(mobile: dict[str, Any
     graph = trace(network, (mobile["evaluation_data"]()[0][0],))
     found = {
         (bits, scale): accuracy(
-            mobile, with_weights_only(graph, run_passes(graph, PLAIN), bit_width=bits, scale_type=scale, symmetric=True)
+            mobile,
+            with_weights_only(
+                graph,
+                run_passes(graph, PLAIN),
+                bit_width=bits,
+                scale_type=scale,
+                symmetric=True,
+            ),
         )
         for bits in (8, 4)
         for scale in ("float", "poweroftwo")
@@ -148,35 +159,86 @@ IMAGE, LINE, CUBE = (2, 3, 6, 6), (2, 3, 8), (2, 3, 4, 4, 4)
 FOUND: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], int]] = {
     "relu": (lambda: [conv(3, 4), nn.ReLU(), conv(4, 2, 3)], IMAGE, 1),
     "nothing between": (lambda: [conv(3, 4), conv(4, 2)], IMAGE, 1),
-    "leaky relu and dropout": (lambda: [conv(3, 4), nn.LeakyReLU(0.1), nn.Dropout(), conv(4, 2)], IMAGE, 1),
+    "leaky relu and dropout": (
+        lambda: [conv(3, 4), nn.LeakyReLU(0.1), nn.Dropout(), conv(4, 2)],
+        IMAGE,
+        1,
+    ),
     "one slope": (lambda: [conv(3, 4), nn.PReLU(), conv(4, 2)], IMAGE, 1),
     "a slope per channel": (lambda: [conv(3, 4), nn.PReLU(4), conv(4, 2)], IMAGE, 1),
     "relu6": (lambda: [conv(3, 4), nn.ReLU6(), conv(4, 2)], IMAGE, 0),
     "hardtanh": (lambda: [conv(3, 4), nn.Hardtanh(), conv(4, 2)], IMAGE, 0),
     "silu": (lambda: [conv(3, 4), nn.SiLU(), conv(4, 2)], IMAGE, 0),
-    "pools": (lambda: [conv(3, 4), nn.MaxPool2d(3, 1, 1), nn.AvgPool2d(3, 1, 1), conv(4, 2)], IMAGE, 1),
-    "padding": (lambda: [conv(3, 4), nn.ZeroPad2d(1), nn.ReflectionPad2d(1), conv(4, 2, 3)], IMAGE, 1),
-    "padding with a constant": (lambda: [conv(3, 4), nn.ConstantPad2d(1, 0.5), conv(4, 2)], IMAGE, 0),
-    "padded channels": (lambda: [conv(3, 4), nn.ZeroPad3d((0, 0, 0, 0, 1, 0)), conv(5, 2)], IMAGE, 0),
-    "upsampling": (lambda: [conv(3, 4), nn.Upsample(scale_factor=2), nn.ReLU(), conv(4, 2)], IMAGE, 1),
+    "pools": (
+        lambda: [conv(3, 4), nn.MaxPool2d(3, 1, 1), nn.AvgPool2d(3, 1, 1), conv(4, 2)],
+        IMAGE,
+        1,
+    ),
+    "padding": (
+        lambda: [conv(3, 4), nn.ZeroPad2d(1), nn.ReflectionPad2d(1), conv(4, 2, 3)],
+        IMAGE,
+        1,
+    ),
+    "padding with a constant": (
+        lambda: [conv(3, 4), nn.ConstantPad2d(1, 0.5), conv(4, 2)],
+        IMAGE,
+        0,
+    ),
+    "padded channels": (
+        lambda: [conv(3, 4), nn.ZeroPad3d((0, 0, 0, 0, 1, 0)), conv(5, 2)],
+        IMAGE,
+        0,
+    ),
+    "upsampling": (
+        lambda: [conv(3, 4), nn.Upsample(scale_factor=2), nn.ReLU(), conv(4, 2)],
+        IMAGE,
+        1,
+    ),
     "pool and linear": (
         lambda: [conv(3, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)],
         IMAGE,
         1,
     ),
-    "a run of columns per channel": (lambda: [conv(3, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)], IMAGE, 1),
-    "flattened without the channels": (lambda: [conv(3, 4), nn.Flatten(2), nn.Linear(36, 2)], IMAGE, 0),
-    "flattened with the batch": (lambda: [conv(3, 4), nn.Flatten(0, 1), nn.Flatten(1), nn.Linear(36, 2)], IMAGE, 0),
+    "a run of columns per channel": (
+        lambda: [conv(3, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)],
+        IMAGE,
+        1,
+    ),
+    "flattened without the channels": (
+        lambda: [conv(3, 4), nn.Flatten(2), nn.Linear(36, 2)],
+        IMAGE,
+        0,
+    ),
+    "flattened with the batch": (
+        lambda: [conv(3, 4), nn.Flatten(0, 1), nn.Flatten(1), nn.Linear(36, 2)],
+        IMAGE,
+        0,
+    ),
     "linear over positions": (lambda: [conv(3, 4), nn.Linear(6, 2)], IMAGE, 0),
-    "linear layers": (lambda: [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.Linear(4, 2)], IMAGE, 2),
+    "linear layers": (
+        lambda: [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.Linear(4, 2)],
+        IMAGE,
+        2,
+    ),
     "depthwise in the middle": (
-        lambda: [conv(3, 4), nn.ReLU(), conv(4, 8, 3, groups=4), nn.ReLU(), conv(8, 2, bias=False)],
+        lambda: [
+            conv(3, 4),
+            nn.ReLU(),
+            conv(4, 8, 3, groups=4),
+            nn.ReLU(),
+            conv(8, 2, bias=False),
+        ],
         IMAGE,
         2,
     ),
     "groups": (lambda: [conv(3, 6, groups=3), nn.ReLU(), conv(6, 4, 3, groups=2)], IMAGE, 1),
     "pixels as channels of groups": (
-        lambda: [conv(3, 4), nn.Flatten(), nn.Unflatten(1, (144, 1, 1)), conv(144, 4, groups=2)],
+        lambda: [
+            conv(3, 4),
+            nn.Flatten(),
+            nn.Unflatten(1, (144, 1, 1)),
+            conv(144, 4, groups=2),
+        ],
         IMAGE,
         1,
     ),
@@ -191,21 +253,57 @@ FOUND: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], int]] = {
         IMAGE,
         2,
     ),
-    "1-D": (lambda: [nn.Conv1d(3, 4, 3), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(4, 2, 1)], LINE, 1),
-    "3-D": (lambda: [nn.Conv3d(3, 4, 2), nn.ReLU(), nn.AvgPool3d(2), nn.Conv3d(4, 2, 1)], CUBE, 1),
-    "batch norms": (lambda: [conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 2), nn.BatchNorm2d(2)], IMAGE, 1),
-    "a batch norm that stays": (lambda: [conv(3, 4), nn.ReLU(), nn.BatchNorm2d(4), conv(4, 2)], IMAGE, 0),
-    "identity": (lambda: [conv(3, 4), nn.Identity(), nn.ReLU(), nn.Identity(), conv(4, 2)], IMAGE, 1),
+    "1-D": (
+        lambda: [nn.Conv1d(3, 4, 3), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(4, 2, 1)],
+        LINE,
+        1,
+    ),
+    "3-D": (
+        lambda: [nn.Conv3d(3, 4, 2), nn.ReLU(), nn.AvgPool3d(2), nn.Conv3d(4, 2, 1)],
+        CUBE,
+        1,
+    ),
+    "batch norms": (
+        lambda: [conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 2), nn.BatchNorm2d(2)],
+        IMAGE,
+        1,
+    ),
+    "a batch norm that stays": (
+        lambda: [conv(3, 4), nn.ReLU(), nn.BatchNorm2d(4), conv(4, 2)],
+        IMAGE,
+        0,
+    ),
+    "identity": (
+        lambda: [conv(3, 4), nn.Identity(), nn.ReLU(), nn.Identity(), conv(4, 2)],
+        IMAGE,
+        1,
+    ),
     "two readers": (lambda: [Readers()], IMAGE, 0),
     "returned as well": (lambda: [Returned()], IMAGE, 0),
     "called twice": (lambda: [Twice()], IMAGE, 0),
     "mean of channels last": (lambda: [Means(keepdim=False)], IMAGE, 1),
-    "maxima and linear": (lambda: [conv(3, 4), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(16, 2)], IMAGE, 1),
-    "shuffled channels": (lambda: [conv(3, 4), nn.ReLU(), nn.ChannelShuffle(2), conv(4, 2)], IMAGE, 1),
+    "maxima and linear": (
+        lambda: [conv(3, 4), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(16, 2)],
+        IMAGE,
+        1,
+    ),
+    "shuffled channels": (
+        lambda: [conv(3, 4), nn.ReLU(), nn.ChannelShuffle(2), conv(4, 2)],
+        IMAGE,
+        1,
+    ),
     "some channels": (lambda: [Through(lambda y, x: y[..., 1:4], reads=3)], IMAGE, 1),
-    "channels several times": (lambda: [Through(lambda y, x: y.repeat_interleave(2, -1), reads=12)], IMAGE, 1),
+    "channels several times": (
+        lambda: [Through(lambda y, x: y.repeat_interleave(2, -1), reads=12)],
+        IMAGE,
+        1,
+    ),
     "a gate": (lambda: [Through(lambda y, x: y * torch.sigmoid(x))], IMAGE, 1),
-    "attention": (lambda: [Through(lambda y, x: F.scaled_dot_product_attention(x, x, y))], IMAGE, 1),
+    "attention": (
+        lambda: [Through(lambda y, x: F.scaled_dot_product_attention(x, x, y))],
+        IMAGE,
+        1,
+    ),
     "a sum with its rectified self": (lambda: [Through(lambda y, x: F.relu(y) + y)], IMAGE, 1),
     "a sum with the input": (lambda: [Through(lambda y, x: y + x)], IMAGE, 0),
     "mean that keeps dimensions": (lambda: [Means(keepdim=True)], IMAGE, 1),
@@ -217,7 +315,9 @@ def skew(module: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     for parameter in shake(module).double().parameters():
         if parameter.dim() > 1:
-            parameter.data *= 2 ** (torch.rand(len(parameter), *[1] * (parameter.dim() - 1)) * 12 - 6)
+            parameter.data *= 2 ** (
+                torch.rand(len(parameter), *[1] * (parameter.dim() - 1)) * 12 - 6
+            )
     return module
 
 
@@ -238,7 +338,9 @@ def test_pairs_are_found_and_equalized_without_changing_the_function(name: str) 
     pairs = find_pairs(graph)
     assert len(pairs) == count
     after = cross_layer_equalization(graph)
-    assert {change.layers for change in after.changes} == {(pair.first.name, pair.second.name) for pair in pairs}
+    assert {change.layers for change in after.changes} == {
+        (pair.first.name, pair.second.name) for pair in pairs
+    }
     assert [node.name for node in after.nodes] == [node.name for node in graph.nodes]
     assert deviation(module, Network(after), x) < 1e-12
 
@@ -247,10 +349,14 @@ def ranges(graph: Graph) -> list[Tensor]:
     """log2 of the ratio of the ranges of each pair's channels."""
     found = []
     for pair in find_pairs(graph):
-        first, second = (by_channel(n, graph.tensors[n.params["weight"]]) for n in (pair.first, pair.second))
+        first, second = (
+            by_channel(n, graph.tensors[n.params["weight"]]) for n in (pair.first, pair.second)
+        )
         r1 = first.abs().amax((2, 3)).flatten()
         columns = second.abs().amax((1, 3)).flatten()
-        r2 = torch.zeros_like(r1).scatter_reduce(0, torch.tensor(pair.channels), columns, "amax")
+        r2 = torch.zeros_like(r1).scatter_reduce(
+            0, torch.tensor(pair.channels), columns, "amax"
+        )
         found.append((r1 / r2).log2())
     return found
 
@@ -258,16 +364,29 @@ def ranges(graph: Graph) -> list[Tensor]:
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "pointwise": lambda inputs, outputs: nn.Conv2d(inputs, outputs, 1, bias=False),
     "spatial": lambda inputs, outputs: nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-    "depthwise": lambda inputs, _: nn.Conv2d(inputs, 2 * inputs, 3, padding=1, groups=inputs, bias=False),
-    "transposed": lambda inputs, outputs: nn.ConvTranspose2d(inputs, outputs, 2, groups=2, bias=False),
+    "depthwise": lambda inputs, _: nn.Conv2d(
+        inputs, 2 * inputs, 3, padding=1, groups=inputs, bias=False
+    ),
+    "transposed": lambda inputs, outputs: nn.ConvTranspose2d(
+        inputs, outputs, 2, groups=2, bias=False
+    ),
 }
-BETWEEN: list[Callable[[], nn.Module]] = [nn.ReLU, nn.Identity, lambda: nn.LeakyReLU(0.2), lambda: nn.MaxPool2d(2, 1)]
+BETWEEN: list[Callable[[], nn.Module]] = [
+    nn.ReLU,
+    nn.Identity,
+    lambda: nn.LeakyReLU(0.2),
+    lambda: nn.MaxPool2d(2, 1),
+]
 
 
 @pytest.mark.slow
 @given(
     st.lists(
-        st.tuples(st.sampled_from(sorted(LAYERS)), st.sampled_from((2, 4, 6)), st.sampled_from(BETWEEN)),
+        st.tuples(
+            st.sampled_from(sorted(LAYERS)),
+            st.sampled_from((2, 4, 6)),
+            st.sampled_from(BETWEEN),
+        ),
         min_size=2,
         max_size=6,
     )
@@ -303,7 +422,10 @@ def test_the_factor_is_that_of_the_paper() -> None:
 
 def test_a_channel_with_hardly_any_weight_does_not_take_the_bias_scale() -> None:
     module = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1))
-    module[0].weight.data, module[0].bias.data = torch.tensor([[1.0], [1e-30]]), torch.tensor([0.5, 1.0])
+    module[0].weight.data, module[0].bias.data = (
+        torch.tensor([[1.0], [1e-30]]),
+        torch.tensor([0.5, 1.0]),
+    )
     after = cross_layer_equalization(trace(module, (torch.randn(2, 1),)))
     assert after.tensors["0.bias"].abs().max() < 2
 
@@ -311,7 +433,10 @@ def test_a_channel_with_hardly_any_weight_does_not_take_the_bias_scale() -> None
 def absorbable(*between: nn.Module, second: nn.Module, mean: float = 10.0) -> nn.Module:
     """A convolution whose output is known to be normal(mean, 1) in its first channel and normal(0, 1) in the others."""
     first = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4))
-    for parameter, values in ((first[1].bias, (mean, 0, 0, 0)), (first[1].weight, (1, 1, 1, 1))):
+    for parameter, values in (
+        (first[1].bias, (mean, 0, 0, 0)),
+        (first[1].weight, (1, 1, 1, 1)),
+    ):
         parameter.data = torch.tensor(values, dtype=torch.float32)
     return nn.Sequential(*first, *between, second).double().eval()
 
@@ -320,7 +445,11 @@ def absorbable(*between: nn.Module, second: nn.Module, mean: float = 10.0) -> nn
     ("between", "second", "moves"),
     [
         ([nn.ReLU()], nn.Conv2d(4, 2, 3), True),
-        ([nn.ReLU(), nn.AvgPool2d(2), nn.MaxPool2d(2, padding=1)], nn.Conv2d(4, 2, 1, groups=2, bias=False), True),
+        (
+            [nn.ReLU(), nn.AvgPool2d(2), nn.MaxPool2d(2, padding=1)],
+            nn.Conv2d(4, 2, 1, groups=2, bias=False),
+            True,
+        ),
         ([nn.ReLU(), nn.AvgPool2d(3, 1), nn.Flatten()], nn.Linear(64, 2), True),
         ([nn.ReLU()], nn.Conv2d(4, 2, 3, padding=1), False),
         ([nn.ReLU()], nn.Conv2d(4, 2, 3, padding="same"), False),

@@ -147,7 +147,9 @@ def holding(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ["a\nb", "<script>alert(1)</script>", "é", "a b", '"', "a'b", "x#y"])
+@pytest.mark.parametrize(
+    "name", ["a\nb", "<script>alert(1)</script>", "é", "a b", '"', "a'b", "x#y"]
+)
 def test_hostile_module_names_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match="unsupported module or parameter name"):
         trace(holding(name), (torch.randn(2, 3),))
@@ -172,7 +174,9 @@ def test_hostile_tensor_names_are_refused(kind: str) -> None:
         trace(model, (torch.randn(2, 3),))
 
 
-@pytest.mark.parametrize("name", ["A(B)", "A\nimport os", "<b>", "class", "1A", "torch", "quantizer"])
+@pytest.mark.parametrize(
+    "name", ["A(B)", "A\nimport os", "<b>", "class", "1A", "torch", "quantizer"]
+)
 def test_class_names_that_generated_code_cannot_hold_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match="unsupported class name"):
         trace(type(name, (Holder,), {})(), (torch.randn(2, 3),))

@@ -68,7 +68,9 @@ class Columns(Words):
 
 
 def ids(length: int, count: int = 2) -> Tensor:
-    return torch.randint(0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(length))
+    return torch.randint(
+        0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(length)
+    )
 
 
 OPEN = [  # a model, the length of the example, then least and most, and lengths to try
@@ -90,9 +92,15 @@ def test_a_length_is_open(
     model = kind().eval()
     graph = trace(model, (ids(example),))
     (length,) = graph.lengths
-    assert (length.name, length.axes, (length.least, length.most)) == ("sequence", ((0, 1),), ends)
+    assert (length.name, length.axes, (length.least, length.most)) == (
+        "sequence",
+        ((0, 1),),
+        ends,
+    )
     made = graph.by_name[f"{kind.__name__}::{kind.__name__}/Linear[linear]/linear"]
-    assert made.shape == (None, example + (kind is Prefixed), 8), "plans have figures of the example"
+    assert made.shape == (None, example + (kind is Prefixed), 8), (
+        "plans have figures of the example"
+    )
     assert made.open_axes == (1,)
     for size in (example, *lengths):
         assert torch.equal(Network(graph)(ids(size)), model(ids(size)))
@@ -101,7 +109,10 @@ def test_a_length_is_open(
 @pytest.mark.parametrize(("kind", "size"), [(Placed, 13), (Branching, 11)])
 def test_a_length_beyond_the_models_own_is_one_sentence(kind: type[Words], size: int) -> None:
     network = Network(trace(kind().eval(), (ids(8),)))
-    with pytest.raises(DataError, match=rf"input_0: the model takes sequences of 1 to {size - 1}, got one of {size}"):
+    with pytest.raises(
+        DataError,
+        match=rf"input_0: the model takes sequences of 1 to {size - 1}, got one of {size}",
+    ):
         network(ids(size))
 
 
@@ -121,7 +132,10 @@ class Biased(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.convolution = nn.Embedding(VOCABULARY, 8), nn.Conv2d(1, 8, 3, padding=1)
+        self.table, self.convolution = (
+            nn.Embedding(VOCABULARY, 8),
+            nn.Conv2d(1, 8, 3, padding=1),
+        )
 
     def forward(self, ids: Tensor, bias: Tensor, image: Tensor) -> Tensor:
         x = self.table(ids)
@@ -180,10 +194,14 @@ def test_what_cannot_be_traced_with_an_open_length_has_a_fixed_one() -> None:
 
 def float_layers(graph: Graph) -> dict[str, Any]:
     """What configs and results hold on to."""
-    return {node.name: (node.op, node.shape, node.params) for node in graph.nodes if node.is_float}
+    return {
+        node.name: (node.op, node.shape, node.params) for node in graph.nodes if node.is_float
+    }
 
 
-def test_layers_have_the_names_that_a_fixed_length_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_have_the_names_that_a_fixed_length_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = llama(use_cache=False)
     call: dict[str, Any] = {"input_ids": ids(8)}
     graph = trace(model, (), call)

@@ -29,11 +29,16 @@ def test_products_become_linear_layers_and_scaled_ones_stay(tmp_path: Path) -> N
         "addmm.1": "addmm",
         "addmm.2": "linear",
     }
-    assert graph.absorbed == {P + "second": P + "matmul"}  # the scaled product still reads the others
+    assert graph.absorbed == {
+        P + "second": P + "matmul"
+    }  # the scaled product still reads the others
     settings = config(tmp_path, document(tensor={"weights": {"per_channel": True}}))
     plan = resolve(settings, graph, traced("products"))
     assert set(plan.of_layer(P + "addmm")) == {"weights", "bias"}
-    assert (plan.tensors[P + "addmm", "weights"].spec.ch_axis, plan.tensors[P + "addmm", "weights"].scales) == (0, 6)
+    assert (
+        plan.tensors[P + "addmm", "weights"].spec.ch_axis,
+        plan.tensors[P + "addmm", "weights"].scales,
+    ) == (0, 6)
     assert plan.tensors[P + "first", "weights"].spec.qscheme == "per_tensor"
 
 
@@ -62,7 +67,9 @@ class Flipped(nn.Linear):
 
 
 @pytest.mark.parametrize("name", [*FLIPS, *STAYS])
-def test_a_product_with_a_transpose_becomes_a_linear_layer_with_the_weight_itself(name: str) -> None:
+def test_a_product_with_a_transpose_becomes_a_linear_layer_with_the_weight_itself(
+    name: str,
+) -> None:
     model, x = nn.Sequential(Flipped({**FLIPS, **STAYS}[name])), torch.randn(3, 5)
     graph = run_passes(trace(model, (x,), {}), Settings())
     layers = [node.params["weight"] for node in graph.nodes if node.op == "linear"]

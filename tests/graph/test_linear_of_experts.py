@@ -27,7 +27,9 @@ IN_FIRST = f"{LAYERS}[0]/MixtralSparseMoeBlock[mlp]/MixtralExperts[experts]/"
 
 
 @cache
-def traced(family: str, implementation: str = "grouped_mm", dtype: torch.dtype = torch.float32) -> tuple[Graph, Graph]:
+def traced(
+    family: str, implementation: str = "grouped_mm", dtype: torch.dtype = torch.float32
+) -> tuple[Graph, Graph]:
     """As traced, and after the passes."""
     graph = trace(mixture(family, implementation).to(dtype), (IDS,))
     return graph, run_passes(graph, Settings())
@@ -42,16 +44,24 @@ def traced(family: str, implementation: str = "grouped_mm", dtype: torch.dtype =
         ("GptOss", "batched_mm", torch.float32),
     ],
 )
-def test_each_tensor_is_a_layer_of_its_name(family: str, implementation: str, dtype: torch.dtype) -> None:
+def test_each_tensor_is_a_layer_of_its_name(
+    family: str, implementation: str, dtype: torch.dtype
+) -> None:
     model = mixture(family, implementation).to(dtype)
     original, graph = traced(family, implementation, dtype)
     layers = [node for node in graph.nodes if node.row.experts]
     first = 1 if family == "DeepseekV3" else 0  # its first layer has no experts
-    names = [(layer, name) for layer in range(first, 2) for name in ("gate_up_proj", "down_proj")]
-    assert [node.scope for node in layers] == [f"model.layers.{layer}.mlp.experts" for layer, _ in names]
+    names = [
+        (layer, name) for layer in range(first, 2) for name in ("gate_up_proj", "down_proj")
+    ]
+    assert [node.scope for node in layers] == [
+        f"model.layers.{layer}.mlp.experts" for layer, _ in names
+    ]
     assert [node.name.rpartition("/")[2] for node in layers] == [name for _, name in names]
     for node, (layer, name) in zip(layers, names, strict=True):
-        assert torch.equal(graph.weight(node), matrices(experts(model, layer), name).flatten(0, 1))
+        assert torch.equal(
+            graph.weight(node), matrices(experts(model, layer), name).flatten(0, 1)
+        )
         assert original.by_name[node.name].op == "parameter"
     ids = IDS.flip(0)[:1, :9]
     with torch.no_grad():
@@ -60,7 +70,10 @@ def test_each_tensor_is_a_layer_of_its_name(family: str, implementation: str, dt
 
 def test_the_generated_code_needs_no_transformers() -> None:
     source = emit(traced("GptOss")[1])
-    assert source.count("quantizer.nn.ExpertLinear(in_features=32, out_features=96, experts=4) #") == 2
+    assert (
+        source.count("quantizer.nn.ExpertLinear(in_features=32, out_features=96, experts=4) #")
+        == 2
+    )
     assert "transformers." not in source.partition("class ")[2]
 
 
@@ -81,7 +94,9 @@ def test_selectors_find_them(kind: str, text: str, layers: list[int], names: lis
     found = match(Selector(kind, text), graph, original)  # type: ignore[arg-type]
     own = [name for name in found.layers if graph.by_name[name].row.experts]
     assert own == [
-        f"{LAYERS}[{at}]/MixtralSparseMoeBlock[mlp]/MixtralExperts[experts]/{n}" for at in layers for n in names
+        f"{LAYERS}[{at}]/MixtralSparseMoeBlock[mlp]/MixtralExperts[experts]/{n}"
+        for at in layers
+        for n in names
     ]
 
 
@@ -101,10 +116,16 @@ class Once(nn.Module):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_tensor_may_be_multiplied_twice_or_read_as_a_whole(*, whole: bool) -> None:
-    model, x, picks = Once(whole=whole).eval(), torch.randn(6, 3), torch.tensor([3, 1, 1, 0, 3, 0])
+    model, x, picks = (
+        Once(whole=whole).eval(),
+        torch.randn(6, 3),
+        torch.tensor([3, 1, 1, 0, 3, 0]),
+    )
     graph = run_passes(trace(model, (x, picks)), Settings())
     names = ["squeeze", "squeeze.1"] if whole else ["weight", "weight.1"]
-    assert [node.name for node in graph.nodes if node.row.experts] == [f"Once::Once/{name}" for name in names]
+    assert [node.name for node in graph.nodes if node.row.experts] == [
+        f"Once::Once/{name}" for name in names
+    ]
     torch.testing.assert_close(Network(graph)(x, picks), model(x, picks))
 
 

@@ -16,27 +16,47 @@ def graph_of(*layers: tuple[str, str]) -> Graph:
     """Layers, each of the last part of its name, in the module at a path; those called linear have weights."""
     nodes = []
     for path, last in layers:
-        op, name = last.partition(".")[0], "/".join(["Net::Net", *filter(None, path.split(".")), last])
-        params = {"linear": {"weight": f"{path}.weight"}, "bilinear": {"weight": f"{path}.other"}}.get(op, {})
+        op, name = (
+            last.partition(".")[0],
+            "/".join(["Net::Net", *filter(None, path.split(".")), last]),
+        )
+        params = {
+            "linear": {"weight": f"{path}.weight"},
+            "bilinear": {"weight": f"{path}.other"},
+        }.get(op, {})
         nodes.append(Node(name, op, "", params=params, scope=path))
     return Graph("Net", tuple(nodes), (), {})
 
 
 CASES = [
     ([("layer1.0.conv1", "conv2d")], ["layer1.0.conv1"]),
-    ([("layer1.0.relu", "relu"), ("layer1.0.relu", "relu.1")], ["layer1.0.relu", "layer1.0.relu.1"]),
-    ([("block", "add"), ("block", "add.1"), ("block.fc", "linear")], ["block.add", "block.add.1", "block.fc"]),
+    (
+        [("layer1.0.relu", "relu"), ("layer1.0.relu", "relu.1")],
+        ["layer1.0.relu", "layer1.0.relu.1"],
+    ),
+    (
+        [("block", "add"), ("block", "add.1"), ("block.fc", "linear")],
+        ["block.add", "block.add.1", "block.fc"],
+    ),
     ([("norm", "pow"), ("norm", "mul")], ["norm.pow", "norm.mul"]),
     ([("fc", "view"), ("fc", "linear"), ("fc", "view.1")], ["fc.view", "fc", "fc.view.1"]),
     ([("fc", "linear"), ("fc", "linear.1"), ("fc", "mul")], ["fc", "fc.1", "fc.mul"]),
     ([("conv", "linear"), ("conv.padding", "pad")], ["conv", "conv.padding"]),
-    ([("two", "linear"), ("two", "bilinear"), ("two", "mul")], ["two.linear", "two.bilinear", "two.mul"]),
+    (
+        [("two", "linear"), ("two", "bilinear"), ("two", "mul")],
+        ["two.linear", "two.bilinear", "two.mul"],
+    ),
     ([("", "flatten"), ("fc", "linear")], ["flatten", "fc"]),
-    ([("a", "add"), ("a.add", "linear")], ["Net::Net/a/add", "Net::Net/a/add/linear"]),  # both would be a.add
+    (
+        [("a", "add"), ("a.add", "linear")],
+        ["Net::Net/a/add", "Net::Net/a/add/linear"],
+    ),  # both would be a.add
 ]
 
 
-@pytest.mark.parametrize(("layers", "names"), CASES, ids=[" ".join(names) for _, names in CASES])
+@pytest.mark.parametrize(
+    ("layers", "names"), CASES, ids=[" ".join(names) for _, names in CASES]
+)
 def test_a_layer_is_called_by_its_module_and_where_need_be_by_its_operator(
     layers: list[tuple[str, str]], names: list[str]
 ) -> None:

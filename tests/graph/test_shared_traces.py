@@ -19,7 +19,9 @@ X = torch.arange(6.0).reshape(2, 3)
 class Scaled(torch.nn.Module):
     """A parameter, a buffer that no file holds, a plain tensor, a number, a function."""
 
-    def __init__(self, by: float = 2.0, table: float = 1.0, function: Callable[..., Any] = torch.relu) -> None:
+    def __init__(
+        self, by: float = 2.0, table: float = 1.0, function: Callable[..., Any] = torch.relu
+    ) -> None:
         super().__init__()
         self.layer, self.by, self.function = torch.nn.Linear(3, 3), by, function
         self.register_buffer("shift", torch.randn(3), persistent=False)
@@ -47,7 +49,9 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_models_of_other_values_share_a_trace_and_keep_their_values(exported: list[str]) -> None:
+def test_models_of_other_values_share_a_trace_and_keep_their_values(
+    exported: list[str],
+) -> None:
     for _ in range(3):
         model = Scaled()
         assert torch.equal(Network(tracing.trace(model, (X,)))(X), model(X))
@@ -66,7 +70,9 @@ def test_models_of_other_values_share_a_trace_and_keep_their_values(exported: li
     ],
     ids=["number", "plain tensor", "function", "closure", "mode", "class"],
 )
-def test_other_models_are_traced_anew(other: Callable[[], torch.nn.Module], exported: list[str]) -> None:
+def test_other_models_are_traced_anew(
+    other: Callable[[], torch.nn.Module], exported: list[str]
+) -> None:
     for model in (Scaled(), Scaled(function=enclosing(2.0)), other()):
         assert torch.equal(Network(tracing.trace(model, (X,)))(X), model(X))
     assert len(exported) == 3

@@ -21,7 +21,9 @@ X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
 class Net(nn.Module):
     """`first` makes what `last` reads, by way of `between`."""
 
-    def __init__(self, between: Callable[..., Tensor], first: nn.Module | None = None, reads: int = 8) -> None:
+    def __init__(
+        self, between: Callable[..., Tensor], first: nn.Module | None = None, reads: int = 8
+    ) -> None:
         super().__init__()
         self.between = between
         self.first, self.last = first or nn.Linear(8, 8), nn.Linear(reads, 4)
@@ -51,7 +53,9 @@ PASSES: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "mean_over_tokens": lambda net, y, x: y.mean(1),
     "one_token": lambda net, y, x: y[:, 0],
     "chosen_tokens": lambda net, y, x: y[:, torch.tensor([3, 1])],
-    "heads_and_back": lambda net, y, x: y.view(3, 5, 2, 4).transpose(1, 2).transpose(1, 2).reshape(3, 5, 8),
+    "heads_and_back": lambda net, y, x: (
+        y.view(3, 5, 2, 4).transpose(1, 2).transpose(1, 2).reshape(3, 5, 8)
+    ),
     "weights_by_token": lambda net, y, x: torch.softmax(x @ x.mT, -1) @ y,
     "einsum": lambda net, y, x: torch.einsum("bqk,bkd->bqd", torch.softmax(x @ x.mT, -1), y),
     "transposed_product": lambda net, y, x: (y.mT @ torch.softmax(x @ x.mT, -1)).mT,
@@ -69,24 +73,38 @@ def test_a_factor_passes_through(name: str) -> None:
     graph = prepared(Net(PASSES[name]), X)
     fold = last_of(graph).fold
     assert fold is not None and fold.kind == "layer" and "first" in fold.node
-    assert [(pair.first.scope, pair.second.scope) for pair in find_pairs(graph)] == [("first", "last")]
+    assert [(pair.first.scope, pair.second.scope) for pair in find_pairs(graph)] == [
+        ("first", "last")
+    ]
 
 
 STOPS: dict[str, tuple[Callable[[Net, Tensor, Tensor], Tensor], str]] = {
     "gelu": (lambda net, y, x: nn.functional.gelu(y), "no factor passes through Net::Net/gelu"),
     "sum": (lambda net, y, x: y + x, "no factor passes through Net::Net/add"),
-    "its_own_gate": (lambda net, y, x: y * torch.sigmoid(y), "is also read by Net::Net/sigmoid"),
-    "a_sum_of_others": (lambda net, y, x: y + y.roll(1, -1), "no factor passes through Net::Net/add"),
+    "its_own_gate": (
+        lambda net, y, x: y * torch.sigmoid(y),
+        "is also read by Net::Net/sigmoid",
+    ),
+    "a_sum_of_others": (
+        lambda net, y, x: y + y.roll(1, -1),
+        "no factor passes through Net::Net/add",
+    ),
     "its_keys": (
         lambda net, y, x: nn.functional.scaled_dot_product_attention(x, y, y),
         "no factor passes through Net::Net/scaled_dot_product_attention",
     ),
     "its_square": (lambda net, y, x: y * y, "no factor passes through Net::Net/mul"),
     "softmax_of_it": (lambda net, y, x: torch.softmax(y, -1) @ y.mT @ y, "is also read by"),
-    "tokens_as_channels": (lambda net, y, x: y[:, :4].mT.reshape(3, 4, 8), "not each of its channels is one of"),
+    "tokens_as_channels": (
+        lambda net, y, x: y[:, :4].mT.reshape(3, 4, 8),
+        "not each of its channels is one of",
+    ),
     "clamped": (lambda net, y, x: y.clamp(-1, 1), "no factor passes through"),
     "ceiling": (lambda net, y, x: y.relu().clamp_max(1), "no factor passes through"),
-    "rounded_division": (lambda net, y, x: torch.div(y, 2, rounding_mode="floor"), "no factor passes through"),
+    "rounded_division": (
+        lambda net, y, x: torch.div(y, 2, rounding_mode="floor"),
+        "no factor passes through",
+    ),
     "padded_with_ones": (
         lambda net, y, x: nn.functional.pad(y[..., 1:], (0, 1), value=1.0),
         "no factor passes through",
@@ -118,15 +136,25 @@ def test_a_value_that_the_network_returns_is_left_alone() -> None:
 
 
 def test_the_input_of_the_network_has_no_layer_before() -> None:
-    assert find_structure(prepared(nn.Linear(8, 4), X)).groups[0].why_not == "it is an input of the network"
+    assert (
+        find_structure(prepared(nn.Linear(8, 4), X)).groups[0].why_not
+        == "it is an input of the network"
+    )
 
 
 @pytest.mark.parametrize(
     ("norm", "shape"),
-    [(nn.LayerNorm(8), (3, 8)), (nn.RMSNorm(8), (3, 8)), (nn.GroupNorm(2, 8), (3, 8, 4)), (nn.BatchNorm1d(8), (3, 8))],
+    [
+        (nn.LayerNorm(8), (3, 8)),
+        (nn.RMSNorm(8), (3, 8)),
+        (nn.GroupNorm(2, 8), (3, 8, 4)),
+        (nn.BatchNorm1d(8), (3, 8)),
+    ],
     ids=["layer_norm", "rms_norm", "group_norm", "batch_norm"],
 )
-def test_a_norm_takes_factors_unless_it_has_no_weight(norm: nn.Module, shape: tuple[int, ...]) -> None:
+def test_a_norm_takes_factors_unless_it_has_no_weight(
+    norm: nn.Module, shape: tuple[int, ...]
+) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     last = nn.Conv1d(8, 4, 1) if len(shape) == 3 else nn.Linear(8, 4)
     group = last_group(nn.Sequential(nn.Sigmoid(), norm, last), x)
@@ -137,9 +165,17 @@ def test_a_norm_takes_factors_unless_it_has_no_weight(norm: nn.Module, shape: tu
 
 def test_a_product_with_a_trained_tensor_is_a_place_for_factors() -> None:
     scaled = last_group(Net(lambda net, y, x: torch.tanh(y) * net.gain), X)
-    assert scaled.fold is not None and scaled.fold.node.endswith("/gain") and scaled.fold.offset == 0
+    assert (
+        scaled.fold is not None
+        and scaled.fold.node.endswith("/gain")
+        and scaled.fold.offset == 0
+    )
     shifted = last_group(Net(lambda net, y, x: torch.tanh(y) * (1.0 + net.gain)), X)
-    assert shifted.fold is not None and shifted.fold.node.endswith("/gain") and shifted.fold.offset == 1
+    assert (
+        shifted.fold is not None
+        and shifted.fold.node.endswith("/gain")
+        and shifted.fold.offset == 1
+    )
     twice = last_group(Net(lambda net, y, x: torch.tanh(y * net.gain) * net.gain), X)
     assert twice.fold is None and "is also read by" in twice.why_not
 
@@ -165,7 +201,10 @@ def test_readers_elsewhere_are_changed_as_well() -> None:
 
     graph = prepared(Views(), X)
     structure = find_structure(graph)
-    assert [g.fold and modules_of(graph, g.fold.extra) for g in structure.groups] == [["other"], ["one"]]
+    assert [g.fold and modules_of(graph, g.fold.extra) for g in structure.groups] == [
+        ["other"],
+        ["one"],
+    ]
     assert changed_by_folding(graph, (X,), structure) < 1e-5
 
 

@@ -22,7 +22,12 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.gate, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.gate, self.up, self.down = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+        )
         self.act, self.out = nn.GELU(), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,14 +67,22 @@ def problems(**names: Any) -> list[tuple[str, str, str | None]]:
 
 
 def groups(structure: Structure, block: int) -> list[list[str]]:
-    return [modules_of(graph(), group.layers) for group in structure.groups if group.block == block]
+    return [
+        modules_of(graph(), group.layers) for group in structure.groups if group.block == block
+    ]
 
 
 def test_names_that_say_what_the_graph_shows_change_nothing_but_what_is_left_out() -> None:
     shown = find_structure(graph())
     assert found(blocks="blocks", embeddings=("embed",)) == shown
-    entries = (ScalingLayer(("gate", "up"), "norm", "gate"), ScalingLayer(("down",), "up"), ScalingLayer(("out",)))
-    assert found(scaling=entries).groups == tuple(group for group in shown.groups if group.block is not None)
+    entries = (
+        ScalingLayer(("gate", "up"), "norm", "gate"),
+        ScalingLayer(("down",), "up"),
+        ScalingLayer(("out",)),
+    )
+    assert found(scaling=entries).groups == tuple(
+        group for group in shown.groups if group.block is not None
+    )
 
 
 def test_inside_takes_the_layers_in_its_order_and_leaves_out_the_others() -> None:
@@ -131,14 +144,20 @@ def test_names_that_do_not_fit_are_told_all_at_once(
 
 def test_a_finding_has_the_place_in_the_file() -> None:
     place, other = Place("c.json", 3, 5), Place("c.json", 9, 1)
-    names = Names(scaling=(ScalingLayer(("gates",), place=place),), embeddings=("emb",), places={"embeddings": other})
+    names = Names(
+        scaling=(ScalingLayer(("gates",), place=place),),
+        embeddings=("emb",),
+        places={"embeddings": other},
+    )
     with pytest.raises(ConfigError) as caught:
         find_structure(graph(), names)
     assert [each.place for each in caught.value.diagnostics] == [other, place]
 
 
 def test_names_relative_to_blocks_need_blocks() -> None:
-    plain = prepared(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(2, 8))
+    plain = prepared(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(2, 8)
+    )
     with pytest.raises(ConfigError, match="shows no blocks that repeat"):
         find_structure(plain, Names(inside=("0",)))
 
@@ -147,8 +166,20 @@ def test_names_of_experts_are_paired_by_their_prefix() -> None:
     torch.manual_seed(0)
     mixture = prepared(Mixture(), torch.randn(2, 5, 16))
     entries = (ScalingLayer(("w1", "w3"), "norm", "w1"), ScalingLayer(("w2",), "w3", "w2"))
-    first = [g for g in find_structure(mixture, Names(blocks="layers", scaling=entries)).groups if g.block == 0]
-    assert [modules_of(mixture, group.layers) for group in first] == [["w1", "w3"] * 3, ["w2"], ["w2"], ["w2"]]
+    first = [
+        g
+        for g in find_structure(mixture, Names(blocks="layers", scaling=entries)).groups
+        if g.block == 0
+    ]
+    assert [modules_of(mixture, group.layers) for group in first] == [
+        ["w1", "w3"] * 3,
+        ["w2"],
+        ["w2"],
+        ["w2"],
+    ]
     assert first[0].fold is not None and modules_of(mixture, first[0].fold.extra) == ["router"]
-    with pytest.raises(ConfigError, match=r"experts\.0\.w1 does not make what layers\.0\.moe\.experts\.0\.w2 reads"):
+    with pytest.raises(
+        ConfigError,
+        match=r"experts\.0\.w1 does not make what layers\.0\.moe\.experts\.0\.w2 reads",
+    ):
         find_structure(mixture, Names(scaling=(ScalingLayer(("w2",), "w1"),)))

@@ -59,7 +59,11 @@ FOLDS: dict[str, dict[tuple[str, ...], str]] = {
     },
     "GPT2": {("c_attn",): "ln_1", ("c_proj",): "c_attn", ("c_fc",): "ln_2"},
     "Bert": {
-        ("query", "key", "value"): "is also read by",  # norms come after, around them flows their input
+        (
+            "query",
+            "key",
+            "value",
+        ): "is also read by",  # norms come after, around them flows their input
         ("dense",): "value",
     },
     "ViT": {
@@ -90,7 +94,9 @@ def place(graph: Graph, group: InputGroup) -> str:
     if group.fold is None:
         return group.why_not
     node = graph.by_name[group.fold.node]
-    path = node.params["weight"].rpartition(".")[0] if node.op == "parameter" else layer_path(node)
+    path = (
+        node.params["weight"].rpartition(".")[0] if node.op == "parameter" else layer_path(node)
+    )
     return path.rpartition(".")[2]
 
 
@@ -136,25 +142,36 @@ def test_blocks_are_runs_of_nodes_that_do_not_overlap(family: str, paths: list[s
         assert run[0].scope.startswith(block.path) and run[-1].scope.startswith(block.path)
         outside = (*graph.nodes[: block.start], *graph.nodes[block.stop :])
         assert not any(f"{node.scope}.".startswith(f"{block.path}.") for node in outside)
-    assert all(a.stop <= b.start for a, b in zip(structure.blocks, structure.blocks[1:], strict=False))
+    assert all(
+        a.stop <= b.start for a, b in zip(structure.blocks, structure.blocks[1:], strict=False)
+    )
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_layer_is_in_one_group_and_groups_follow_their_values(family: str) -> None:
     graph, _, structure = found(family)
     layers = [layer for group in structure.groups for layer in group.layers]
-    assert sorted(layers) == sorted(n.name for n in graph.nodes if n.op in ("linear", "expert_linear", "conv2d"))
+    assert sorted(layers) == sorted(
+        n.name for n in graph.nodes if n.op in ("linear", "expert_linear", "conv2d")
+    )
     index = {node.name: at for at, node in enumerate(graph.nodes)}
     sources = [index[group.source] for group in structure.groups]
     assert sources == sorted(sources)
     for group in structure.groups:
-        assert {graph.by_name[layer].inputs["input"].name for layer in group.layers} == {group.source}
+        assert {graph.by_name[layer].inputs["input"].name for layer in group.layers} == {
+            group.source
+        }
 
 
 def test_heads_of_queries_share_the_channels_of_a_value() -> None:
     _, _, structure = found("Llama")
     fold = next(g.fold for g in structure.groups if "o_proj" in g.layers[0])
-    assert fold is not None and fold.channels == (*range(8), *range(8), *range(8, 16), *range(8, 16))
+    assert fold is not None and fold.channels == (
+        *range(8),
+        *range(8),
+        *range(8, 16),
+        *range(8, 16),
+    )
 
 
 def test_the_values_of_a_fused_projection_are_its_last_rows() -> None:
@@ -165,25 +182,33 @@ def test_the_values_of_a_fused_projection_are_its_last_rows() -> None:
 
 def test_a_norm_of_one_plus_its_weight_says_so() -> None:
     _, _, structure = found("Gemma")
-    assert {g.fold.offset for g in structure.groups if g.fold and g.fold.kind == "norm"} == {1.0}
+    assert {g.fold.offset for g in structure.groups if g.fold and g.fold.kind == "norm"} == {
+        1.0
+    }
 
 
 def test_cross_attention_reads_one_value_in_all_blocks() -> None:
     graph, _, structure = found("T5")
-    group = next(g for g in structure.groups if "EncDecAttention" in g.layers[0] and len(g.layers) > 1)
+    group = next(
+        g for g in structure.groups if "EncDecAttention" in g.layers[0] and len(g.layers) > 1
+    )
     assert modules_of(graph, group.layers) == ["k", "v", "k", "v"]
     assert group.block is None
 
 
 def test_a_head_that_has_the_weights_of_the_embedding_is_left_alone() -> None:
     graph, _, structure = found("Mistral")
-    assert structure.groups[-1].tied == tuple(node.name for node in graph.nodes if node.op == "embedding")
+    assert structure.groups[-1].tied == tuple(
+        node.name for node in graph.nodes if node.op == "embedding"
+    )
     assert structure.groups[-1].fold is None
     assert "its weight is also that of" in structure.groups[-1].why_not
 
 
 def test_layers_behind_two_views_of_one_value_are_changed_together() -> None:
-    graph, _, structure = found("Qwen2Moe")  # a shared expert, a router and experts read the norm by ways of their own
+    graph, _, structure = found(
+        "Qwen2Moe"
+    )  # a shared expert, a router and experts read the norm by ways of their own
     fold = next(g.fold for g in structure.groups if "shared_expert]" in g.layers[0])
     assert fold is not None and fold.kind == "norm"
     assert sorted(modules_of(graph, fold.extra)) == ["gate", "gate_up_proj"]

@@ -72,7 +72,9 @@ def test_the_example_may_have_any_batch_size(batch: int) -> None:
 def test_a_batch_size_in_the_code_stays_fixed() -> None:
     network = Network(traced("static_batch"))
     assert network(torch.ones(2, 4)).shape == (2, 4)
-    with pytest.raises(DataError, match=r"StaticBatch::input_0: expected \[2, 4\] torch.float32, got \[3, 4\]"):
+    with pytest.raises(
+        DataError, match=r"StaticBatch::input_0: expected \[2, 4\] torch.float32, got \[3, 4\]"
+    ):
         network(torch.ones(3, 4))
 
 
@@ -81,11 +83,15 @@ class Undeclared(nn.Module):
         return x + more["shift"]
 
 
-def test_undeclared_keywords_fix_the_batch_size_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_undeclared_keywords_fix_the_batch_size_and_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     graph = trace(Undeclared(), (), {"x": torch.ones(3, 2), "shift": torch.ones(3, 2)})
     assert "fixes its batch size at 3" in caplog.text
     assert "name the arguments in forward() instead of taking **more" in caplog.text
-    assert torch.equal(Network(graph)(x=torch.ones(3, 2), shift=torch.ones(3, 2)), torch.full((3, 2), 2.0))
+    assert torch.equal(
+        Network(graph)(x=torch.ones(3, 2), shift=torch.ones(3, 2)), torch.full((3, 2), 2.0)
+    )
 
 
 class Declared(nn.Module):
@@ -93,7 +99,9 @@ class Declared(nn.Module):
         return torch.cat([row[None] for row in x])
 
 
-def test_a_batch_size_is_not_blamed_on_keywords_that_nobody_gave(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_size_is_not_blamed_on_keywords_that_nobody_gave(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trace(Declared(), (torch.ones(3, 2),))
     assert caplog.messages == ["Declared fixes its batch size at 3: only such batches can run"]
 
@@ -114,10 +122,15 @@ class Detector(nn.Module):
             x = torch.relu(down(x))
             maps.append(head(x))
         if self.shape != maps[0].shape:
-            grids = [torch.meshgrid(*(torch.arange(size) + 0.5 for size in each.shape[2:])) for each in maps]
+            grids = [
+                torch.meshgrid(*(torch.arange(size) + 0.5 for size in each.shape[2:]))
+                for each in maps
+            ]
             self.cells = torch.cat([torch.stack(each).flatten(1) for each in grids], 1)
             sizes = [each.shape[2] * each.shape[3] for each in maps]
-            self.strides = torch.cat([self.stride[at].expand(size) for at, size in enumerate(sizes)])
+            self.strides = torch.cat(
+                [self.stride[at].expand(size) for at, size in enumerate(sizes)]
+            )
             self.shape = maps[0].shape
         found = torch.cat([each.reshape(maps[0].shape[0], 7, -1) for each in maps], 2)
         y = found.clone()
@@ -148,7 +161,9 @@ class Pairs(nn.Module):
 
 
 @pytest.mark.parametrize("batch", [2, 3, 4])
-def test_a_model_that_asks_more_of_its_batch_keeps_its_size(batch: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_asks_more_of_its_batch_keeps_its_size(
+    batch: int, caplog: pytest.LogCaptureFixture
+) -> None:
     graph = trace(Pairs(), (torch.ones(batch, 2),))
     assert f"Pairs fixes its batch size at {batch}" in caplog.text
     assert torch.equal(Network(graph)(torch.ones(batch, 2)), Pairs()(torch.ones(batch, 2)))
@@ -236,7 +251,10 @@ class Conditional(nn.Module):
 
 
 UNTRACEABLE = [
-    (Branching, r"control flow depends on the values of a tensor at line \d+ of test_tracing.py: if x.sum\(\) > 0"),
+    (
+        Branching,
+        r"control flow depends on the values of a tensor at line \d+ of test_tracing.py: if x.sum\(\) > 0",
+    ),
     (Looping, r"control flow depends on the values .* of test_tracing.py: for _ in range"),
     (Raising, r"ValueError: no good at line \d+ of test_tracing.py: raise ValueError"),
     (Mismatched, r"at line \d+ of test_tracing.py: return self.fc"),
@@ -259,13 +277,41 @@ def test_a_model_that_cannot_be_traced_gives_one_sentence(
 X = torch.ones(3, 3)
 WRONG_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (([X, X],), {"opts": {"k": [X, X]}, "flag": False}, r"no kwargs\['scale'\] in this call"),
-    (([X],), {"opts": {"k": [X, X]}, "scale": X, "flag": False}, r"no args\[0\]\[1\] in this call"),
-    (([X, X],), {"opts": {"k": [X, X]}, "scale": X, "flag": True}, "traced with False here, got True"),
-    (([X, X],), {"opts": {"k": [X, X]}, "scale": X[:2], "flag": False}, "batches of different sizes"),
-    (([X, X],), {"opts": {"k": [X, [X]]}, "scale": X, "flag": False}, "expected a tensor, got list"),
-    (([X, X],), {"opts": {"k": [X, X]}, "scale": X.double(), "flag": False}, "got .* torch.float64"),
-    (([X, X],), {"opts": {"k": [X, X[:, :2]]}, "scale": X, "flag": False}, r"expected \[b, 3\] .* got \[3, 2\]"),
-    (([X, X, X],), {"opts": {"k": [X, X]}, "scale": X, "flag": False}, "6 inputs, but this call has 7"),
+    (
+        ([X],),
+        {"opts": {"k": [X, X]}, "scale": X, "flag": False},
+        r"no args\[0\]\[1\] in this call",
+    ),
+    (
+        ([X, X],),
+        {"opts": {"k": [X, X]}, "scale": X, "flag": True},
+        "traced with False here, got True",
+    ),
+    (
+        ([X, X],),
+        {"opts": {"k": [X, X]}, "scale": X[:2], "flag": False},
+        "batches of different sizes",
+    ),
+    (
+        ([X, X],),
+        {"opts": {"k": [X, [X]]}, "scale": X, "flag": False},
+        "expected a tensor, got list",
+    ),
+    (
+        ([X, X],),
+        {"opts": {"k": [X, X]}, "scale": X.double(), "flag": False},
+        "got .* torch.float64",
+    ),
+    (
+        ([X, X],),
+        {"opts": {"k": [X, X[:, :2]]}, "scale": X, "flag": False},
+        r"expected \[b, 3\] .* got \[3, 2\]",
+    ),
+    (
+        ([X, X, X],),
+        {"opts": {"k": [X, X]}, "scale": X, "flag": False},
+        "6 inputs, but this call has 7",
+    ),
 ]
 
 

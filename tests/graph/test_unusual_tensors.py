@@ -50,7 +50,12 @@ class Losses(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = torch.relu(self.first(x))
         y = self.second(hidden)
-        return {"y": y, "loss": (hidden * hidden).mean(), "positive": (y > 0).sum(), "most": y.max()}
+        return {
+            "y": y,
+            "loss": (hidden * hidden).mean(),
+            "positive": (y > 0).sum(),
+            "most": y.max(),
+        }
 
 
 class Rotary(nn.Module):
@@ -91,7 +96,9 @@ def spectral() -> nn.Module:
 
         def forward(self, x: Tensor) -> Tensor:
             modes = torch.fft.rfft(self.lift(x))
-            return self.head(torch.fft.irfft(torch.einsum("bix,iox->box", modes, self.weight), n=8))
+            return self.head(
+                torch.fft.irfft(torch.einsum("bix,iox->box", modes, self.weight), n=8)
+            )
 
     return Spectral()
 
@@ -101,7 +108,10 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 8, 3, 2, 1, groups=2)
+        self.first, self.second = (
+            nn.Conv2d(3, 8, 3, bias=False),
+            nn.Conv2d(8, 8, 3, 2, 1, groups=2),
+        )
         self.up = nn.ConvTranspose2d(8, 4, 3, 2, 1, output_padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +119,9 @@ class Convolutions(nn.Module):
 
 
 def traced() -> nn.Module:
-    return nn.Sequential(torch.jit.trace(Convolutions().eval(), torch.randn(2, 3, 8, 8)), nn.ReLU())
+    return nn.Sequential(
+        torch.jit.trace(Convolutions().eval(), torch.randn(2, 3, 8, 8)), nn.ReLU()
+    )
 
 
 def batches(*shape: int) -> list[Tensor]:
@@ -133,7 +145,9 @@ REFUSED = {"complex128": "complex128", "complex layer": "computes exp of complex
 
 @pytest.fixture(autouse=True)
 def _no_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    onnx_openvino = pytest.importorskip("quantizer.export.onnx_openvino", reason="writes .onnx (extra: onnx)")
+    onnx_openvino = pytest.importorskip(
+        "quantizer.export.onnx_openvino", reason="writes .onnx (extra: onnx)"
+    )
     monkeypatch.setattr(onnx_openvino, "installed", lambda: None)
 
 
@@ -196,9 +210,13 @@ def test_compiled_models_are_refused_in_a_sentence(name: str) -> None:
         quantizer.calibrate(build(), DEFAULT, batches(2, 3, 8, 8))
 
 
-def test_the_shell_refuses_a_compiled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shell_refuses_a_compiled_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "import torch\ndef model():\n    return torch.jit.trace(torch.nn.ReLU(), torch.ones(2, 2))\n"
-    (tmp_path / "net.py").write_text(text + "def calibration_data():\n    return [torch.ones(2, 2)]\n")
+    (tmp_path / "net.py").write_text(
+        text + "def calibration_data():\n    return [torch.ones(2, 2)]\n"
+    )
     assert calibrate(tmp_path / "out", model=str(tmp_path / "net.py")) == 3
     assert "compiled by torch.jit" in capsys.readouterr().err
 

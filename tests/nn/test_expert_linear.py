@@ -28,14 +28,21 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "channels": INT8,
     "tensors": {"dtype": "int8", "qscheme": "per_tensor"},
     "tensors, asymmetric": {"dtype": "uint4", "qscheme": "per_tensor", "symmetric": False},
-    "tensors, least squares": {"dtype": "int4", "qscheme": "per_tensor", "observer_cls": "PerTensorMSEObserver"},
+    "tensors, least squares": {
+        "dtype": "int4",
+        "qscheme": "per_tensor",
+        "observer_cls": "PerTensorMSEObserver",
+    },
     "fp8": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
     "blocks": {"dtype": "mx", "mx_element_dtype": "fp4", "qscheme": "per_group", "ch_axis": 1},
 }
 
 
 def config(weight: dict[str, Any], **others: Any) -> dict[str, Any]:
-    return {"global_quant_config": {"weight": weight, **others}, "exclude": ["kind:head", "kind:embedding"]}
+    return {
+        "global_quant_config": {"weight": weight, **others},
+        "exclude": ["kind:head", "kind:embedding"],
+    }
 
 
 def calibrated(family: str, settings: dict[str, Any]) -> Any:
@@ -45,7 +52,9 @@ def calibrated(family: str, settings: dict[str, Any]) -> Any:
 def expert_layers(network: Any) -> dict[str, ExpertLinear]:
     """By the path of their tensor."""
     layers = {
-        f"{node.scope}.{node.name.rpartition('/')[2]}": node.name for node in network.graph.nodes if node.row.experts
+        f"{node.scope}.{node.name.rpartition('/')[2]}": node.name
+        for node in network.graph.nodes
+        if node.row.experts
     }
     return {path: network.layers[name] for path, name in layers.items()}
 
@@ -83,43 +92,65 @@ def test_codes_are_those_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
-def test_test_mode_counts_them_and_the_generated_code_equals_it(family: str, tmp_path: Path) -> None:
+def test_test_mode_counts_them_and_the_generated_code_equals_it(
+    family: str, tmp_path: Path
+) -> None:
     result = calibrated(family, config(INT4))
     metrics = result.test().metrics
     assert 10 < metrics["sqnr_db"] < 30
     result.save(tmp_path)
     ids = calls(1)[0]
     with torch.no_grad():
-        assert torch.equal(imported(tmp_path / f"{family}ForCausalLM.py")(ids)["logits"], result.network(ids).logits)
+        assert torch.equal(
+            imported(tmp_path / f"{family}ForCausalLM.py")(ids)["logits"],
+            result.network(ids).logits,
+        )
     again = quantizer.load(tmp_path, mixture(family))
     assert torch.equal(again.network(ids).logits, result.network(ids).logits)
 
 
-@pytest.mark.parametrize("inputs", [{"qscheme": "per_tensor"}, {"qscheme": "per_token", "is_dynamic": True}])
+@pytest.mark.parametrize(
+    "inputs", [{"qscheme": "per_tensor"}, {"qscheme": "per_token", "is_dynamic": True}]
+)
 def test_what_experts_read_is_quantized(inputs: dict[str, Any]) -> None:
     result = calibrated("Mixtral", config(INT8, input_tensors={"dtype": "int8", **inputs}))
-    assert [[*layer.quantizers] for layer in expert_layers(result.network).values()] == [["weights", "input"]] * 4
+    assert [[*layer.quantizers] for layer in expert_layers(result.network).values()] == [
+        ["weights", "input"]
+    ] * 4
     assert result.test().metrics["sqnr_db"] > 30
 
 
 @pytest.mark.parametrize(("scheme", "axis"), [("per_channel", 1), ("per_group", 0)])
 def test_experts_share_no_scale(scheme: str, axis: int) -> None:
     weight = {"dtype": "int8", "qscheme": scheme, "ch_axis": axis, "group_size": 16}
-    with pytest.raises(ConfigError, match=f"{scheme} with ch_axis {axis} would have experts share scales") as caught:
-        calibrated("Mixtral", config(weight if scheme == "per_group" else {**weight, "group_size": None}))
+    with pytest.raises(
+        ConfigError, match=f"{scheme} with ch_axis {axis} would have experts share scales"
+    ) as caught:
+        calibrated(
+            "Mixtral",
+            config(weight if scheme == "per_group" else {**weight, "group_size": None}),
+        )
     assert f"write {1 - axis}, or exclude these layers" in str(caught.value)
 
 
 def test_a_layer_entry_reaches_one_tensor() -> None:
     entry = {"*experts.down_proj": {"weight": INT8}}
     network = calibrated("Mixtral", config(INT4) | {"layer_quant_config": entry}).network
-    widths = {path: layer.quantizers["weights"].spec.bit_width for path, layer in expert_layers(network).items()}
-    assert {path.rpartition(".")[2]: width for path, width in widths.items()} == {"gate_up_proj": 4, "down_proj": 8}
+    widths = {
+        path: layer.quantizers["weights"].spec.bit_width
+        for path, layer in expert_layers(network).items()
+    }
+    assert {path.rpartition(".")[2]: width for path, width in widths.items()} == {
+        "gate_up_proj": 4,
+        "down_proj": 8,
+    }
 
 
 def rows(*counts: int) -> tuple[Tensor, Tensor]:
     """Where the rows of each expert end, and the expert of each row."""
-    return torch.tensor(counts).cumsum(0), torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return torch.tensor(counts).cumsum(0), torch.arange(len(counts)).repeat_interleave(
+        torch.tensor(counts)
+    )
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 2, 1), (0, 0, 0, 6), (0, 0, 0, 0)])
@@ -130,7 +161,12 @@ def test_rows_go_to_their_experts(counts: tuple[int, ...]) -> None:
     ends, picks = rows(*counts)
     x = torch.randn(len(picks), 3)
     wanted = (
-        torch.stack([matrix @ row for matrix, row in zip(layer.weight.view(EXPERTS, 5, 3)[picks], x, strict=True)])
+        torch.stack(
+            [
+                matrix @ row
+                for matrix, row in zip(layer.weight.view(EXPERTS, 5, 3)[picks], x, strict=True)
+            ]
+        )
         if len(picks)
         else torch.zeros(0, 5)
     )
@@ -147,10 +183,15 @@ def test_a_program_asks_not_how_many_rows_are_whose(by: str) -> None:
     layer = ExpertLinear(3, 5, EXPERTS)
     torch.manual_seed(0)
     nn.init.normal_(layer.weight)
-    given = [dict(zip(("ends", "picks"), rows(*counts), strict=True))[by] for counts in ((2, 0, 1, 3), (0, 4, 0, 5))]
+    given = [
+        dict(zip(("ends", "picks"), rows(*counts), strict=True))[by]
+        for counts in ((2, 0, 1, 3), (0, 4, 0, 5))
+    ]
     open_rows = {0: torch.export.Dim("rows")}
     shapes = {"input": open_rows, by: open_rows if by == "picks" else None}
-    program = torch.export.export(layer, (torch.randn(6, 3),), {by: given[0]}, dynamic_shapes=shapes).module()
+    program = torch.export.export(
+        layer, (torch.randn(6, 3),), {by: given[0]}, dynamic_shapes=shapes
+    ).module()
     x = torch.randn(9, 3)
     torch.testing.assert_close(program(x, **{by: given[1]}), layer(x, **{by: given[1]}))
 

@@ -34,20 +34,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 INT4: dict[str, Any] = {"bit_width": 4, "qscheme": "per_group", "group_size": -1}
 DYNAMIC: dict[str, Any] = {"is_dynamic": True}
-MX: dict[str, Any] = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_type": "e8m0"}
+MX: dict[str, Any] = {
+    "dtype": "fp4",
+    "qscheme": "per_group",
+    "group_size": 32,
+    "scale_type": "e8m0",
+}
 NV: dict[str, Any] = {"group_size": -1, "scale_type": "e4m3"}
 MX9: dict[str, Any] = {"dtype": "mx9", "group_size": 16, "scale_type": "microexponent"}
 HIERARCHIES: dict[str, Fields] = {
     "groups": {"weights": INT4, "bias": {"bit_width": 16}, "input": DYNAMIC},
     "asymmetric groups": {"weights": INT4 | {"symmetric": False, "signed": False}},
-    "tokens": {"weights": {"qscheme": "per_channel"}, "input": DYNAMIC | {"qscheme": "per_token"}},
+    "tokens": {
+        "weights": {"qscheme": "per_channel"},
+        "input": DYNAMIC | {"qscheme": "per_token"},
+    },
     "fp8": {role: {"dtype": "fp8_e4m3"} for role in ("weights", "bias", "input", "activation")},
     "mx": {"weights": MX, "input": MX | DYNAMIC},
     "nvfp4": {"weights": MX | NV, "input": MX | NV | DYNAMIC},
     "mx9": {"weights": MX | MX9, "input": MX | MX9 | DYNAMIC},
-    "bfp16": {"weights": MX | {"dtype": "bfp16", "group_size": 8}, "activation": {"dtype": "float16"}},
+    "bfp16": {
+        "weights": MX | {"dtype": "bfp16", "group_size": 8},
+        "activation": {"dtype": "float16"},
+    },
 }
-WITHOUT_WEIGHTS = ("view_read_later", "nested_inputs", "constants", "two_batches", "static_batch", "variadic")
+WITHOUT_WEIGHTS = (
+    "view_read_later",
+    "nested_inputs",
+    "constants",
+    "two_batches",
+    "static_batch",
+    "variadic",
+)
 
 
 def calibrated(folder: Path, name: str, content: dict[str, Any]) -> Graph:
@@ -63,7 +81,12 @@ def written(folder: Path, name: str, settings: Config) -> Graph:
     batches = [Batch(*built(name).call(2), None, None) for _ in range(2)]
     calibrate.run(calibration, network, batches)
     write_results(
-        folder, traced(name), settings, calibration, calibrate.solution(calibration), fingerprint.model(traced(name))
+        folder,
+        traced(name),
+        settings,
+        calibration,
+        calibrate.solution(calibration),
+        fingerprint.model(traced(name)),
     )
     return graph
 
@@ -80,7 +103,9 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("settings", CONFIGS)
 @pytest.mark.parametrize("name", TOYS)
-def test_generated_code_equals_test_mode_bit_for_bit(name: str, settings: str, tmp_path: Path) -> None:
+def test_generated_code_equals_test_mode_bit_for_bit(
+    name: str, settings: str, tmp_path: Path
+) -> None:
     graph = calibrated(tmp_path, name, CONFIGS[settings])
     network = quantized_network(graph, read_info(tmp_path).solution)
     generated = imported(tmp_path / f"{graph.model}.py")
@@ -93,7 +118,9 @@ def test_generated_code_equals_test_mode_bit_for_bit(name: str, settings: str, t
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HIERARCHIES)
 @pytest.mark.parametrize("name", [name for name in TOYS if name not in WITHOUT_WEIGHTS])
-def test_generated_code_equals_test_mode_in_every_format(name: str, kind: str, tmp_path: Path) -> None:
+def test_generated_code_equals_test_mode_in_every_format(
+    name: str, kind: str, tmp_path: Path
+) -> None:
     graph = written(tmp_path, name, hierarchy(HIERARCHIES[kind]))
     network = quantized_network(graph, read_info(tmp_path).solution)
     generated = imported(tmp_path / f"{graph.model}.py")
@@ -101,7 +128,9 @@ def test_generated_code_equals_test_mode_in_every_format(name: str, kind: str, t
     with torch.no_grad():
         expected = plain(network(*args, **kwargs))
         assert leaves_equal(generated(*args, **kwargs), expected)
-        assert not network.layers or not leaves_equal(plain(Network(graph)(*args, **kwargs)), expected)
+        assert not network.layers or not leaves_equal(
+            plain(Network(graph)(*args, **kwargs)), expected
+        )
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -128,14 +157,38 @@ def test_infinities_and_dtypes_are_written_as_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TOYS)
 def test_one_line_per_layer_ends_in_its_name(name: str) -> None:
     graph = traced(name)
-    lines = [line for line in emit(graph).splitlines() if line.startswith("        self.module_")]
+    lines = [
+        line for line in emit(graph).splitlines() if line.startswith("        self.module_")
+    ]
     assert [line.rpartition(" #")[2] for line in lines] == [node.name for node in graph.nodes]
-    assert all(f"self.module_{index} = quantizer.nn." in line for index, line in enumerate(lines))
+    assert all(
+        f"self.module_{index} = quantizer.nn." in line for index, line in enumerate(lines)
+    )
 
 
 ALLOWED = (
-    *(ast.Module, ast.Expr, ast.Import, ast.alias, ast.ClassDef, ast.FunctionDef, ast.arguments, ast.arg, ast.Assign),
-    *(ast.Return, ast.Call, ast.keyword, ast.Attribute, ast.Name, ast.Constant, ast.List, ast.Tuple, ast.Dict),
+    *(
+        ast.Module,
+        ast.Expr,
+        ast.Import,
+        ast.alias,
+        ast.ClassDef,
+        ast.FunctionDef,
+        ast.arguments,
+        ast.arg,
+        ast.Assign,
+    ),
+    *(
+        ast.Return,
+        ast.Call,
+        ast.keyword,
+        ast.Attribute,
+        ast.Name,
+        ast.Constant,
+        ast.List,
+        ast.Tuple,
+        ast.Dict,
+    ),
     *(ast.Subscript, ast.UnaryOp, ast.USub, ast.Starred, ast.Load, ast.Store),
 )
 
@@ -144,7 +197,12 @@ ALLOWED = (
 def test_generated_code_holds_only_literals_and_calls_of_layers(name: str) -> None:
     tree = ast.parse(emit(traced(name)))
     assert {type(node) for node in ast.walk(tree)} <= set(ALLOWED)
-    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imports = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
     assert imports == ["quantizer", "torch"]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -162,7 +220,8 @@ def test_the_documented_shape() -> None:
     assert "class Residual(torch.nn.Module):\n    def __init__(self):\n" in source
     assert (
         "        self.module_1 = quantizer.nn.Conv2d(in_channels=3, out_channels=4, kernel_size=[3, 3], stride=[1, 1], "
-        "padding=[0, 0], dilation=[1, 1], groups=1, bias=False) #Residual::Residual/Conv2d[conv1]/conv2d\n" in source
+        "padding=[0, 0], dilation=[1, 1], groups=1, bias=False) #Residual::Residual/Conv2d[conv1]/conv2d\n"
+        in source
     )
     assert "        output_module_0 = self.module_0(input=args[0])\n" in source
     assert "        output_module_1 = self.module_1(output_module_0)\n" in source
@@ -189,7 +248,9 @@ def test_every_scale_of_the_file_is_attached(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TOYS)
 def test_overwriting_memory_changes_no_value(name: str, tmp_path: Path) -> None:
-    graph = calibrated(tmp_path, name, document(layer(type="einsum", bit_width=3, required=False)))
+    graph = calibrated(
+        tmp_path, name, document(layer(type="einsum", bit_width=3, required=False))
+    )
     info = read_info(tmp_path).solution
     network, careful = quantized_network(graph, info), quantized_network(graph, info)
     for _, _, quantizer in careful.quantizers():

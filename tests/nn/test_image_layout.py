@@ -16,7 +16,9 @@ from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "view": lambda x: x.view(x.shape[0], -1),
-    "view of a part": lambda x: x[:, 2:6].view(x.shape[0], 2, 2, 6, 6) if x.is_contiguous() else x[:, 2:6],
+    "view of a part": lambda x: (
+        x[:, 2:6].view(x.shape[0], 2, 2, 6, 6) if x.is_contiguous() else x[:, 2:6]
+    ),
     "flatten, then view": lambda x: x.flatten(2).view(x.shape[0], 2, 4, 36),
     "unflatten": lambda x: x.unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2),
     "permute, then view": lambda x: x.permute(0, 2, 3, 1).view(x.shape[0], 36, 8),
@@ -58,7 +60,9 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_what_follows_a_convolution_gives_what_the_model_gives(read: Callable[[Tensor], Tensor]) -> None:
+def test_what_follows_a_convolution_gives_what_the_model_gives(
+    read: Callable[[Tensor], Tensor],
+) -> None:
     torch.manual_seed(0)
     model, x = Net(read).eval(), torch.randn(2, 3, 6, 6)
     network = Network(run_passes(trace(model, (x,)), Settings()))
@@ -69,27 +73,47 @@ def test_what_follows_a_convolution_gives_what_the_model_gives(read: Callable[[T
 
 
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS)
-def test_convolutions_and_what_computes_alike_have_their_channels_last(keep: Callable[[Tensor], Tensor]) -> None:
+def test_convolutions_and_what_computes_alike_have_their_channels_last(
+    keep: Callable[[Tensor], Tensor],
+) -> None:
     model, x, seen = Net(keep).eval(), torch.randn(2, 3, 6, 6), dict[str, Tensor]()
     network = Network(run_passes(trace(model, (x,)), Settings()))
-    images = [node.name for node in network.graph.nodes if node.op != "input" and len(node.shape or ()) == 4]
+    images = [
+        node.name
+        for node in network.graph.nodes
+        if node.op != "input" and len(node.shape or ()) == 4
+    ]
     with torch.no_grad():
-        network.observe((x,), {}, {name: lambda value, name=name: seen.update({name: value}) for name in images})
+        network.observe(
+            (x,),
+            {},
+            {name: lambda value, name=name: seen.update({name: value}) for name in images},
+        )
         torch.testing.assert_close(network(x), model(x), rtol=1e-5, atol=1e-6)
     assert len(seen) == len(images) > 2
-    assert all(value.is_contiguous(memory_format=torch.channels_last) for value in seen.values())
+    assert all(
+        value.is_contiguous(memory_format=torch.channels_last) for value in seen.values()
+    )
 
 
 def test_weights_may_have_their_channels_last_too() -> None:
     """The same bits come out; a kernel of one pixel has both orders, and weights in files stay there."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8)
+    ).eval()
     x = torch.randn(2, 3, 9, 9)
     graph = run_passes(trace(model, (x,)), Settings())
     plain, network = Network(graph), Network(graph)
     assert weights_last(network) is network
-    weights = [layer.get_parameter("weight") for layer in network.layers.values() if hasattr(layer, "weight")]
-    assert [weight.is_contiguous(memory_format=torch.channels_last) for weight in weights] == [True] * 3
+    weights = [
+        layer.get_parameter("weight")
+        for layer in network.layers.values()
+        if hasattr(layer, "weight")
+    ]
+    assert [weight.is_contiguous(memory_format=torch.channels_last) for weight in weights] == [
+        True
+    ] * 3
     assert weights[1].data_ptr() == model[1].weight.data_ptr()
     with torch.no_grad():
         assert torch.equal(network(x), plain(x))

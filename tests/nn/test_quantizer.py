@@ -52,7 +52,9 @@ def values(*shape, seed=0):
 
 def spec_of(name, cut):
     qscheme, axis, group = cut
-    return replace({**FORMATS, **TWO_LEVELS}[name], qscheme=qscheme, ch_axis=axis, group_size=group)
+    return replace(
+        {**FORMATS, **TWO_LEVELS}[name], qscheme=qscheme, ch_axis=axis, group_size=group
+    )
 
 
 def static(spec, x, **kwargs):
@@ -78,7 +80,8 @@ def test_dynamic_is_static_calibrated_on_the_tensor_at_hand(name, cut, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "cut"), [row for row in ALL if row.values[1][1] is not None and row.values[0] in FORMATS]
+    ("name", "cut"),
+    [row for row in ALL if row.values[1][1] is not None and row.values[0] in FORMATS],
 )
 def test_every_index_of_the_scale_is_quantized_by_itself(name, cut):
     """One row of `to_rows` alone, per tensor, gives the same values."""
@@ -86,8 +89,12 @@ def test_every_index_of_the_scale_is_quantized_by_itself(name, cut):
     y = dynamic(spec)(x)
     qscheme, axis, group = cut
     alone = dynamic(FORMATS[name])
-    for one, other in ((x, y), (x.transpose(0, 1), y.transpose(0, 1))) if axis == -1 else ((x, y),):
-        pairs = zip(pieces(one, qscheme, axis, group), pieces(other, qscheme, axis, group), strict=True)
+    for one, other in (
+        ((x, y), (x.transpose(0, 1), y.transpose(0, 1))) if axis == -1 else ((x, y),)
+    ):
+        pairs = zip(
+            pieces(one, qscheme, axis, group), pieces(other, qscheme, axis, group), strict=True
+        )
         assert all(torch.equal(alone(piece), found) for piece, found in pairs)
 
 
@@ -96,7 +103,11 @@ def pieces(x, qscheme, axis, group):
     if qscheme == "per_channel":
         return list(x.unbind(axis))
     lines = x.movedim(axis, -1).reshape(-1, x.shape[axis])
-    return [part for line in lines for part in line.split(line.numel() if group in (None, -1) else group)]
+    return [
+        part
+        for line in lines
+        for part in line.split(line.numel() if group in (None, -1) else group)
+    ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -109,7 +120,10 @@ def test_a_group_of_the_whole_axis_is_a_channel_of_the_other(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_token_does_not_depend_on_its_batch_mates(name):
-    quantizer, x = dynamic(replace(FORMATS[name], qscheme="per_token", ch_axis=-1)), values(3, 700, 64)
+    quantizer, x = (
+        dynamic(replace(FORMATS[name], qscheme="per_token", ch_axis=-1)),
+        values(3, 700, 64),
+    )
     loud = x.clone()
     loud[1:] *= 50
     loud[0, 1:] *= 50
@@ -124,7 +138,9 @@ def test_zeros_stay_zeros(name):
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "strided", "transposed"])
-@pytest.mark.parametrize("cut", [("per_token", 1, None), ("per_token", -1, None), ("per_tensor", None, None)])
+@pytest.mark.parametrize(
+    "cut", [("per_token", 1, None), ("per_token", -1, None), ("per_tensor", None, None)]
+)
 def test_every_layout_gives_the_same(layout, cut):
     x = values(2, 8, 6, 10)
     other = {
@@ -133,10 +149,15 @@ def test_every_layout_gives_the_same(layout, cut):
         "transposed": x.transpose(1, 3).contiguous().transpose(1, 3),
     }[layout]
     assert torch.equal(dynamic(spec_of("int8", cut))(other), dynamic(spec_of("int8", cut))(x))
-    assert torch.equal(dynamic(spec_of("int8", cut), inplace=True)(other.clone()), dynamic(spec_of("int8", cut))(x))
+    assert torch.equal(
+        dynamic(spec_of("int8", cut), inplace=True)(other.clone()),
+        dynamic(spec_of("int8", cut))(x),
+    )
 
 
-@pytest.mark.parametrize("cut", [("per_tensor", None, None), ("per_token", -1, None), ("per_group", -1, 8)])
+@pytest.mark.parametrize(
+    "cut", [("per_tensor", None, None), ("per_token", -1, None), ("per_group", -1, 8)]
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_an_error_at_run_time(cut, value):
     x = values(3, 16)
@@ -176,7 +197,9 @@ def test_rows_without_a_range_are_counted_over_all_rounds():
     with pytest.raises(NegativeValuesError, match="smallest value is -1"):
         dynamic(spec)(x)
     x[1, 7], x[-1, 9] = float("nan"), float("inf")
-    with pytest.raises(ObservationError, match=f"2 of {ROWS} rows of this tensor hold NaN or infinity"):
+    with pytest.raises(
+        ObservationError, match=f"2 of {ROWS} rows of this tensor hold NaN or infinity"
+    ):
         dynamic(spec)(x)
 
 
@@ -193,20 +216,28 @@ def test_a_static_quantizer_needs_scales_and_an_axis():
         TensorQuantizer(QuantizationSpec())
     with pytest.raises(ValueError, match="per_token needs ch_axis"):
         TensorQuantizer(QuantizationSpec(qscheme="per_token", is_dynamic=True))
-    assert TensorQuantizer(QuantizationSpec(dtype="bfloat16"))(torch.tensor([1.001])).item() == 1
+    assert (
+        TensorQuantizer(QuantizationSpec(dtype="bfloat16"))(torch.tensor([1.001])).item() == 1
+    )
 
 
 @pytest.mark.parametrize("name", ["int8", "uint4", "fp8_e4m3", "mxfp4", "bfp16"])
-@pytest.mark.parametrize("cut", [("per_tensor", None, None), ("per_token", -1, None), ("per_group", -1, 6)])
+@pytest.mark.parametrize(
+    "cut", [("per_tensor", None, None), ("per_token", -1, None), ("per_group", -1, 6)]
+)
 def test_a_traced_program_gives_the_same_for_any_batch(name, cut):
     quantizer = dynamic(spec_of(name, cut))
-    program = export(quantizer, (values(4, 3, 16),), dynamic_shapes=({0: Dim.DYNAMIC},)).module()
+    program = export(
+        quantizer, (values(4, 3, 16),), dynamic_shapes=({0: Dim.DYNAMIC},)
+    ).module()
     x = values(7, 3, 16, seed=1)
     assert torch.equal(program(x), quantizer(x))
 
 
 @pytest.mark.parametrize("name", ["int8", "uint4", "fp8_e4m3", "mxfp4"])
-@pytest.mark.parametrize("cut", [("per_channel", 0, None), ("per_group", -1, 8), ("per_group", 0, 3)])
+@pytest.mark.parametrize(
+    "cut", [("per_channel", 0, None), ("per_group", -1, 8), ("per_group", 0, 3)]
+)
 def test_a_traced_program_has_the_static_values(name, cut):
     x = values(4, 3, 16)
     quantizer = static(spec_of(name, cut), x)

@@ -32,7 +32,9 @@ def planned(folder: Path, toy: str, *layers: dict[str, object]) -> Plan:
 def test_every_parameter_has_a_role_and_weights_have_channels(tmp_path: Path) -> None:
     plan = planned(tmp_path, "gated")
     suffixes = ("l0", "l0_reverse", "l1", "l1_reverse")
-    assert set(plan.of_layer(GRU + "gru")) == {f"{gate}_{suffix}" for gate in GATES for suffix in suffixes}
+    assert set(plan.of_layer(GRU + "gru")) == {
+        f"{gate}_{suffix}" for gate in GATES for suffix in suffixes
+    }
     weight = plan.tensors[GRU + "gru", "weights_hh_l1_reverse"]
     assert (weight.spec.qscheme, weight.spec.ch_axis, weight.scales) == ("per_channel", 0, 12)
     assert plan.tensors[GRU + "gru", "bias_ih_l0"].spec.qscheme == "per_tensor"
@@ -40,15 +42,23 @@ def test_every_parameter_has_a_role_and_weights_have_channels(tmp_path: Path) ->
 
 def test_what_is_taken_out_of_the_results_is_quantized(tmp_path: Path) -> None:
     plan = planned(tmp_path, "gated")
-    assert {role for name, role in plan.tensors if name.startswith(GRU + "getitem")} == {"activation"}
-    assert plan.floats[LSTM.replace("Recurrent", "Gated") + "zeros"] == "computed from constants and integers alone"
+    assert {role for name, role in plan.tensors if name.startswith(GRU + "getitem")} == {
+        "activation"
+    }
+    assert (
+        plan.floats[LSTM.replace("Recurrent", "Gated") + "zeros"]
+        == "computed from constants and integers alone"
+    )
 
 
 @pytest.mark.parametrize(
-    "entry", [{"type": "torch.nn.LSTM"}, {"type": "LSTM"}, {"name": "lstm"}, {"name": LSTM + "lstm"}]
+    "entry",
+    [{"type": "torch.nn.LSTM"}, {"type": "LSTM"}, {"name": "lstm"}, {"name": LSTM + "lstm"}],
 )
 def test_an_entry_reaches_weights_and_outputs(entry: dict[str, str], tmp_path: Path) -> None:
-    plan = planned(tmp_path, "recurrent", layer(entry.get("name"), type=entry.get("type"), bit_width=5))
+    plan = planned(
+        tmp_path, "recurrent", layer(entry.get("name"), type=entry.get("type"), bit_width=5)
+    )
     changed = {role for (_, role), tensor in plan.tensors.items() if tensor.spec.bit_width == 5}
     assert changed == {f"{gate}_l0" for gate in GATES} | {"activation"}
     assert plan.tensors[LSTM + "getitem", "activation"].spec.bit_width == 5
@@ -60,7 +70,10 @@ def test_the_code_reads_as_torch_spells_it() -> None:
         "quantizer.nn.GRU(input_size=3, hidden_size=4, num_layers=2, bias=True, batch_first=True, bidirectional=True) #"
         in source
     )
-    assert "num_layers=1, bias=True, batch_first=True, bidirectional=False, nonlinearity='relu')" in source
+    assert (
+        "num_layers=1, bias=True, batch_first=True, bidirectional=False, nonlinearity='relu')"
+        in source
+    )
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")

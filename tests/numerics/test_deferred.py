@@ -46,7 +46,14 @@ def deferred(load: Counted) -> DeferredTensor:
 
 def test_facts_read_nothing(load: Counted) -> None:
     x = deferred(load)
-    assert (x.shape, x.dtype, x.dim(), len(x), x.numel(), x.nbytes) == ((2, 3), torch.float32, 2, 2, 6, 24)
+    assert (x.shape, x.dtype, x.dim(), len(x), x.numel(), x.nbytes) == (
+        (2, 3),
+        torch.float32,
+        2,
+        2,
+        6,
+        24,
+    )
     assert x.device.type == "cpu"
     assert isinstance(x.detach(), DeferredTensor)
     assert isinstance(nn.Parameter(x, requires_grad=False), nn.Parameter)
@@ -78,7 +85,9 @@ def test_a_layer_computes_with_it(load: Counted) -> None:
     assert load.count == 2
 
 
-@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x.zero_(), lambda x: x.__setitem__(0, 1.0)])
+@pytest.mark.parametrize(
+    "change", [lambda x: x.add_(1), lambda x: x.zero_(), lambda x: x.__setitem__(0, 1.0)]
+)
 def test_it_is_not_changed_in_place(change: object, load: Counted) -> None:
     assert callable(change)
     with pytest.raises(RuntimeError, match="cannot be changed"):
@@ -106,17 +115,25 @@ def test_a_full_disk_is_one_sentence(load: Counted, monkeypatch: pytest.MonkeyPa
 
 @given(
     st.dictionaries(
-        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5).filter(lambda s: s != "__metadata__"),
-        st.tuples(st.sampled_from(list(STORED.values())), st.lists(st.integers(0, 3), max_size=3)),
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5).filter(
+            lambda s: s != "__metadata__"
+        ),
+        st.tuples(
+            st.sampled_from(list(STORED.values())), st.lists(st.integers(0, 3), max_size=3)
+        ),
         max_size=4,
     )
 )
-def test_files_are_those_of_safetensors(tensors: dict[str, tuple[torch.dtype, list[int]]]) -> None:
+def test_files_are_those_of_safetensors(
+    tensors: dict[str, tuple[torch.dtype, list[int]]],
+) -> None:
     """Of every dtype and shape, with any names: written part by part, read by the package and tensor by tensor."""
     from tempfile import TemporaryDirectory
 
     written = {
-        name: torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).view(shape)
+        name: torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
+        .view(dtype)
+        .view(shape)
         for name, (dtype, shape) in tensors.items()
     }
     with TemporaryDirectory() as folder:
@@ -127,7 +144,9 @@ def test_files_are_those_of_safetensors(tensors: dict[str, tuple[torch.dtype, li
         for name, tensor in written.items():
             for found in (read[name], loaded(mapped[name])):
                 assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-                assert torch.equal(found.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+                assert torch.equal(
+                    found.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)
+                )
 
 
 ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -175,8 +194,12 @@ def test_what_cannot_be_fetched_ahead_is_told_where_it_is_needed(tmp_path: Path)
         tensor.sum()
 
 
-@pytest.mark.skipif(memory.resident() is None, reason="the system does not say what is resident")
-def test_freed_memory_is_given_back_once_the_process_has_grown_by_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    memory.resident() is None, reason="the system does not say what is resident"
+)
+def test_freed_memory_is_given_back_once_the_process_has_grown_by_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     resident, trims, found = 1000, list[int](), list[int]()
 
     class Library:

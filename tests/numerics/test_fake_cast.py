@@ -15,7 +15,13 @@ from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 from quantizer.numerics.qparams import FloatRange, qparams_from_range
 
 SCALED = [name for name, row in FLOAT_FORMATS.items() if row.mantissa is not None]
-KINDS = [("float", "floor"), ("poweroftwo", "floor"), ("e8m0", "floor"), ("e8m0", "even"), ("e8m0", "ceil")]
+KINDS = [
+    ("float", "floor"),
+    ("poweroftwo", "floor"),
+    ("e8m0", "floor"),
+    ("e8m0", "even"),
+    ("e8m0", "ceil"),
+]
 
 
 def randn(*shape, seed=0):
@@ -23,7 +29,9 @@ def randn(*shape, seed=0):
 
 
 def scale_of(amax, *code_range):
-    return qparams_from_range(torch.tensor(-amax), torch.tensor(0.0), FloatRange(*code_range)).scale.item()
+    return qparams_from_range(
+        torch.tensor(-amax), torch.tensor(0.0), FloatRange(*code_range)
+    ).scale.item()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,13 @@ def test_what_is_no_scale_is_refused(kind):
 @pytest.mark.parametrize("ch_axis", [None, 0, 1, -1])
 def test_values_equal_the_definition(name, ch_axis):
     x = randn(5, 6, 7) * 3
-    scale = torch.rand(() if ch_axis is None else x.shape[ch_axis], generator=torch.Generator().manual_seed(1)) + 0.05
+    scale = (
+        torch.rand(
+            () if ch_axis is None else x.shape[ch_axis],
+            generator=torch.Generator().manual_seed(1),
+        )
+        + 0.05
+    )
     shape = [1] * 3
     if ch_axis is not None:
         shape[ch_axis] = -1
@@ -117,13 +131,20 @@ def test_twice_is_once_and_powers_of_two_pass_through(x, name, kind, shift):
     y = fake_cast(values, scale, name)
     if kind[0] != "float":  # y / scale is exact for powers of two only
         assert torch.equal(fake_cast(y, scale, name), y)
-    if (values.abs().max() > 2.0**-80) and (values.abs() >= 2.0**-80).logical_or(values == 0).all():
-        moved = qparams_from_range(values.min() * factor, values.max() * factor, code_range).scale
+    if (values.abs().max() > 2.0**-80) and (values.abs() >= 2.0**-80).logical_or(
+        values == 0
+    ).all():
+        moved = qparams_from_range(
+            values.min() * factor, values.max() * factor, code_range
+        ).scale
         assert moved == scale * factor
         assert torch.equal(fake_cast(values * factor, moved, name), y * factor)
 
 
-@given(x=st.lists(st.floats(-1000, 1000, width=32), min_size=1, max_size=16), name=st.sampled_from(SCALED))
+@given(
+    x=st.lists(st.floats(-1000, 1000, width=32), min_size=1, max_size=16),
+    name=st.sampled_from(SCALED),
+)
 @settings(derandomize=True, max_examples=100, deadline=None)
 def test_the_error_is_half_a_step_of_the_value_s_own_exponent(x, name):
     values, row = torch.tensor(x).double(), FLOAT_FORMATS[name]
@@ -139,6 +160,8 @@ def test_the_memory_that_is_kept_to_work_in_is_free_of_the_mode_it_was_made_in()
         inside = fake_cast(x.double(), scale, "fp6_e2m3", ch_axis=0)
     assert torch.equal(fake_cast(x.double(), scale, "fp6_e2m3", ch_axis=0), inside)
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(fake_cast, x * k, scale, "fp4", 0) for k in (1, 2) for _ in range(8)]
+        both = [
+            pool.submit(fake_cast, x * k, scale, "fp4", 0) for k in (1, 2) for _ in range(8)
+        ]
     for k, found in zip((1, 2), (both[0], both[8]), strict=True):
         assert torch.equal(found.result(), fake_cast_plain(x * k, scale, "fp4", 0))

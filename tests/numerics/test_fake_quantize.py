@@ -36,7 +36,10 @@ def by_definition(x, scale, zero_point, low, high, mode, ch_axis=None):
 def test_per_tensor_equals_the_definition(mode, bits):
     x, scale = randn(1000), torch.tensor(6.0 / 2**bits)
     x[:8] = (torch.arange(8) - 3.5) * scale  # ties
-    for zero_point, low, high in ((0, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1), (2 ** (bits - 1), 0, 2**bits - 1)):
+    for zero_point, low, high in (
+        (0, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1),
+        (2 ** (bits - 1), 0, 2**bits - 1),
+    ):
         args = scale, torch.tensor(zero_point, dtype=torch.int32), low, high, mode
         assert torch.equal(fake_quantize(x, *args), by_definition(x, *args))
 
@@ -46,7 +49,10 @@ def test_per_tensor_equals_the_definition(mode, bits):
 def test_per_channel_equals_the_definition(mode, ch_axis):
     x = randn(3, 4, 5, 6)
     channels = x.shape[ch_axis]
-    scale, zero_point = torch.rand(channels) / 10 + 0.01, torch.arange(channels, dtype=torch.int32)
+    scale, zero_point = (
+        torch.rand(channels) / 10 + 0.01,
+        torch.arange(channels, dtype=torch.int32),
+    )
     args = scale, zero_point, 0, 15, mode, ch_axis
     assert torch.equal(fake_quantize(x, *args), by_definition(x, *args))
 
@@ -56,13 +62,20 @@ def test_per_channel_equals_the_definition(mode, ch_axis):
 def test_powers_of_two_give_the_bits_that_a_division_gives(exponents, ch_axis):
     """2^-127 is subnormal, and so is the reciprocal of 2^127."""
     x = torch.cat(
-        [randn(5, 400) * 10, randn(5, 400) * 1e-38, torch.tensor([0.0, -0.0, 3e38, math.inf]).expand(5, -1)], 1
+        [
+            randn(5, 400) * 10,
+            randn(5, 400) * 1e-38,
+            torch.tensor([0.0, -0.0, 3e38, math.inf]).expand(5, -1),
+        ],
+        1,
     )
     scales = torch.ldexp(torch.ones(5), torch.tensor(exponents))
     for scale in scales if ch_axis is None else [scales]:
         args = scale, torch.zeros_like(scale, dtype=torch.int32), -8, 7, "half_even", ch_axis
         expected = fake_quantize_plain(x, *args)
-        assert torch.equal(fake_quantize(x, *args).view(torch.int32), expected.view(torch.int32))
+        assert torch.equal(
+            fake_quantize(x, *args).view(torch.int32), expected.view(torch.int32)
+        )
 
 
 LAYOUTS = {
@@ -97,7 +110,8 @@ def test_the_copying_form_equals_the_other_for_every_layout(layout, dtype):
 
 
 @pytest.mark.parametrize(
-    ("shape", "ch_axis"), [((BLOCK + 7,), None), ((3, 2, BLOCK // 4 + 1), 1), ((2, BLOCK, 2), 1), ((BLOCK, 3), -1)]
+    ("shape", "ch_axis"),
+    [((BLOCK + 7,), None), ((3, 2, BLOCK // 4 + 1), 1), ((2, BLOCK, 2), 1), ((BLOCK, 3), -1)],
 )
 def test_tensors_of_several_blocks(shape, ch_axis):
     x = randn(*shape)
@@ -110,7 +124,9 @@ def test_tensors_of_several_blocks(shape, ch_axis):
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 0)])
 def test_scalars_and_empty_tensors(shape):
     x = torch.ones(shape)
-    assert torch.equal(fake_quantize(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_even"), x)
+    assert torch.equal(
+        fake_quantize(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_even"), x
+    )
     if shape:
         scale, zero_point = torch.ones(shape[0]), torch.zeros(shape[0], dtype=torch.int32)
         assert fake_quantize(x, scale, zero_point, -8, 7, "half_even", 0).shape == shape
@@ -156,12 +172,24 @@ def test_the_copying_form_leaves_its_argument():
 
 @pytest.mark.parametrize(
     ("bits", "signed", "dtype"),
-    [(4, True, torch.int8), (8, False, torch.uint8), (10, True, torch.int16), (16, False, torch.int32)],
+    [
+        (4, True, torch.int8),
+        (8, False, torch.uint8),
+        (10, True, torch.int16),
+        (16, False, torch.int32),
+    ],
 )
 def test_codes_come_in_the_smallest_dtype(bits, signed, dtype):
-    spec, scale = QuantizationSpec(bit_width=bits, signed=signed), (torch.tensor(0.1), torch.tensor(0))
+    spec, scale = (
+        QuantizationSpec(bit_width=bits, signed=signed),
+        (torch.tensor(0.1), torch.tensor(0)),
+    )
     bounds = spec.quant_min, spec.quant_max
-    codes = encode(fake_quantize(torch.tensor([-1e30, 0.0, 1e30]), *scale, *bounds, "half_even"), spec, *scale)
+    codes = encode(
+        fake_quantize(torch.tensor([-1e30, 0.0, 1e30]), *scale, *bounds, "half_even"),
+        spec,
+        *scale,
+    )
     assert codes.dtype == dtype
     assert codes.tolist() == [bounds[0], 0, bounds[1]]
 
@@ -172,7 +200,9 @@ def test_per_channel_codes_and_values_fit_together():
     spec = QuantizationSpec(bit_width=4, symmetric=False, qscheme="per_channel", ch_axis=1)
     expected = fake_quantize(x, scale, zero_point, 0, 15, "std_round", 1)
     codes = encode(expected, spec, scale, zero_point)
-    assert torch.equal(codes.movedim(1, 0)[2], ((x[:, 2] / 0.3).round() + 7).clamp(0, 15).to(torch.uint8))
+    assert torch.equal(
+        codes.movedim(1, 0)[2], ((x[:, 2] / 0.3).round() + 7).clamp(0, 15).to(torch.uint8)
+    )
     assert torch.equal(decode(codes, spec, scale, zero_point), expected)
 
 
@@ -193,13 +223,17 @@ def test_bad_arguments_are_named():
     mode=st.sampled_from(sorted(ROUND_MODES)),
 )
 @settings(derandomize=True, max_examples=200, deadline=None)
-def test_every_value_comes_back_within_half_a_step_or_one_of_its_clipped_self(x, scale, zero_point, mode):
+def test_every_value_comes_back_within_half_a_step_or_one_of_its_clipped_self(
+    x, scale, zero_point, mode
+):
     values = torch.tensor(x)
     args = torch.tensor(scale), torch.tensor(zero_point, dtype=torch.int32), 0, 255, mode
     y = fake_quantize(values, *args)
     clipped = values.double().clamp((0 - zero_point) * scale, (255 - zero_point) * scale)
     assert ((y - clipped).abs() <= scale / (2 if mode in NEAREST else 1) * (1 + 1e-4)).all()
-    assert torch.equal(fake_quantize(y, *args[:-1], mode if mode in NEAREST else "half_even"), y)
+    assert torch.equal(
+        fake_quantize(y, *args[:-1], mode if mode in NEAREST else "half_even"), y
+    )
     spec = QuantizationSpec(symmetric=False)
     assert torch.equal(decode(encode(y, spec, *args[:2]), spec, *args[:2]), y)
 
@@ -210,21 +244,32 @@ def test_codes_equal_onnx_runtime(signed):
     onnx = pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     helper, tensor_type = onnx.helper, onnx.TensorProto
-    code_type, low, high, z = (tensor_type.INT8, -128, 127, 0) if signed else (tensor_type.UINT8, 0, 255, 117)
+    code_type, low, high, z = (
+        (tensor_type.INT8, -128, 127, 0) if signed else (tensor_type.UINT8, 0, 255, 117)
+    )
     scale = 0.0236
     graph = helper.make_graph(
         [helper.make_node("QuantizeLinear", ["x", "s", "z"], ["y"])],
         "quantize",
         [helper.make_tensor_value_info("x", tensor_type.FLOAT, ["n"])],
         [helper.make_tensor_value_info("y", code_type, ["n"])],
-        [helper.make_tensor("s", tensor_type.FLOAT, [], [scale]), helper.make_tensor("z", code_type, [], [z])],
+        [
+            helper.make_tensor("s", tensor_type.FLOAT, [], [scale]),
+            helper.make_tensor("z", code_type, [], [z]),
+        ],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
 
     ties = (torch.arange(-120, 120) + 0.5) * torch.tensor(scale)
     x = torch.cat([randn(2_000_000, seed=3), ties, torch.tensor([1e30, -1e30])])
     (theirs,) = session.run(None, {"x": x.numpy()})
     qparams = torch.tensor(scale), torch.tensor(z, dtype=torch.int32)
-    ours = encode(fake_quantize(x, *qparams, low, high, "half_even"), QuantizationSpec(symmetric=signed), *qparams)
+    ours = encode(
+        fake_quantize(x, *qparams, low, high, "half_even"),
+        QuantizationSpec(symmetric=signed),
+        *qparams,
+    )
     assert torch.equal(ours, torch.from_numpy(theirs))

@@ -14,18 +14,29 @@ shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 QSCHEMES = ["per_tensor", "per_channel", "per_group", "per_token"]
 
 
-@given(shape=shapes, qscheme=st.sampled_from(QSCHEMES), group=st.sampled_from([None, -1, 1, 2, 3, 5]), data=st.data())
+@given(
+    shape=shapes,
+    qscheme=st.sampled_from(QSCHEMES),
+    group=st.sampled_from([None, -1, 1, 2, 3, 5]),
+    data=st.data(),
+)
 @settings(derandomize=True, max_examples=200, deadline=None)
 def test_rows_come_back_and_are_as_many_as_scales(shape, qscheme, group, data):
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
     if qscheme in ("per_tensor", "per_channel") and group is not None:
-        is_stack = group > 0 and shape[0] % group == 0 and (qscheme == "per_tensor" or axis % len(shape) > 0)
+        is_stack = (
+            group > 0
+            and shape[0] % group == 0
+            and (qscheme == "per_tensor" or axis % len(shape) > 0)
+        )
         group = group if is_stack else None  # a stack of tensors holds each of them whole
     x = torch.rand(shape) + 1
     rows = to_rows(x, qscheme, axis, group)
     assert rows.ndim == 2
     assert len(rows) == torch.Size(scale_shape(shape, qscheme, axis, group)).numel()
-    assert rows.sum().item() == pytest.approx(x.sum().item(), rel=1e-5)  # what fills up a last group is 0
+    assert rows.sum().item() == pytest.approx(
+        x.sum().item(), rel=1e-5
+    )  # what fills up a last group is 0
     assert torch.equal(from_rows(rows, shape, qscheme, axis, group), x)
     assert torch.equal(rows, to_rows(x, qscheme, axis % len(shape), group))
 
@@ -51,7 +62,10 @@ def test_a_row_of_a_stack_is_one_channel_of_one_tensor():
 def test_tokens_of_an_image_are_its_places():
     image = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
     assert scale_shape((2, 3, 4, 5), "per_token", 1) == (2, 4, 5)
-    assert to_rows(image, "per_token", 1)[1 * 20 + 2 * 5 + 3].tolist() == image[1, :, 2, 3].tolist()
+    assert (
+        to_rows(image, "per_token", 1)[1 * 20 + 2 * 5 + 3].tolist()
+        == image[1, :, 2, 3].tolist()
+    )
 
 
 def test_rows_along_the_last_axis_share_memory():

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from quantizer.numerics.histogram import BINS, LEAST_EXPONENT, Histogram
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
-VALUES = st.lists(FINITE | st.floats(-4, 4, width=32) | st.sampled_from([0.0, -0.0]), min_size=1, max_size=40)
+VALUES = st.lists(
+    FINITE | st.floats(-4, 4, width=32) | st.sampled_from([0.0, -0.0]), min_size=1, max_size=40
+)
 
 
 def counted(values, dtype=torch.float32):
@@ -30,7 +32,9 @@ def equal(one, other):
 def test_any_parts_merged_in_any_order_and_grouping_are_the_whole(values, data):
     cuts = sorted(data.draw(st.lists(st.integers(1, len(values)), max_size=5)))
     ends = [0, *cuts, len(values)]
-    parts = [counted(values[start:end]) for start, end in itertools.pairwise(ends) if start < end]
+    parts = [
+        counted(values[start:end]) for start, end in itertools.pairwise(ends) if start < end
+    ]
     parts = data.draw(st.permutations(parts))
     while len(parts) > 1:
         at = data.draw(st.integers(0, len(parts) - 2))
@@ -55,7 +59,9 @@ def test_it_counts_every_value_in_bins_next_to_it(values):
 @given(values=VALUES)
 @settings(derandomize=True, max_examples=50, deadline=None)
 def test_opposite_values_have_the_mirrored_histogram(values):
-    assert torch.equal(counted(values).counts, counted([-value for value in values]).counts.flip(1))
+    assert torch.equal(
+        counted(values).counts, counted([-value for value in values]).counts.flip(1)
+    )
 
 
 def test_rows_have_widths_of_their_own():
@@ -64,7 +70,9 @@ def test_rows_have_widths_of_their_own():
     other = rows.flip(1) * torch.tensor([[8.0], [1.0], [0.001]])
     both = first.merge(Histogram.of(other, other.amin(1), other.amax(1)))
     for row in range(3):
-        assert torch.equal(both.counts[row], counted(torch.cat([rows[row], other[row]])).counts[0])
+        assert torch.equal(
+            both.counts[row], counted(torch.cat([rows[row], other[row]])).counts[0]
+        )
     assert both.exponent.tolist() == [-6, LEAST_EXPONENT, 91]
 
 
@@ -77,7 +85,9 @@ def test_float64_beyond_float32(value):
 def test_it_becomes_tensors_and_back():
     found = counted([1.0, 2.0, -5.0])
     assert equal(Histogram.from_tensors(found.to_tensors()), found)
-    with pytest.raises(ValueError, match=r"counts \(R, 4096\), exponent, low, high \(R,\), not low \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"counts \(R, 4096\), exponent, low, high \(R,\), not low \(1,\)"
+    ):
         Histogram.from_tensors({"low": found.low})
     with pytest.raises(ValueError, match="1 rows cannot take in one of 2"):
         found.merge(Histogram.of(torch.ones(2, 3), torch.ones(2), torch.ones(2)))

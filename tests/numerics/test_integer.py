@@ -66,5 +66,10 @@ def test_pooling_factors_are_those_of_the_dpu(window: tuple[int, int]) -> None:
 
 
 def test_no_pooling_factor_is_far_from_the_mean() -> None:
-    errors = [abs(m * h * w / 2**s - 1) for h in range(1, 40) for w in range(1, 40) for m, s in [pooling_factor(h, w)]]
+    errors = [
+        abs(m * h * w / 2**s - 1)
+        for h in range(1, 40)
+        for w in range(1, 40)
+        for m, s in [pooling_factor(h, w)]
+    ]
     assert max(errors) == abs(250 / 256 - 1)

@@ -14,7 +14,14 @@ from quantizer.numerics.qparams import IntegerRange, qparams_from_range
 
 def quantized(x, code_range):
     qparams = qparams_from_range(x.min(), x.max(), code_range)
-    return fake_quantize(x, qparams.scale, qparams.zero_point, code_range.quant_min, code_range.quant_max, "half_even")
+    return fake_quantize(
+        x,
+        qparams.scale,
+        qparams.zero_point,
+        code_range.quant_min,
+        code_range.quant_max,
+        "half_even",
+    )
 
 
 def test_energy_adds_up_over_blocks_layouts_and_dtypes():
@@ -38,7 +45,9 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_energy_reads_values_in_the_order_of_memory_without_a_copy_of_all(order):
     """A copy in another order takes ten times as long as the sum: that was half of test mode for images."""
-    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=order)
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).contiguous(
+        memory_format=order
+    )
     with Operators() as seen:
         found = energy(x)
     assert found == pytest.approx(float(x.double().square().sum()), rel=1e-12)
@@ -47,7 +56,9 @@ def test_energy_reads_values_in_the_order_of_memory_without_a_copy_of_all(order)
 
 def test_cosine_of_one_tensor_in_two_orders_is_one():
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert cosine(x, x.contiguous(memory_format=torch.channels_last)) == pytest.approx(1, abs=1e-12)
+    assert cosine(x, x.contiguous(memory_format=torch.channels_last)) == pytest.approx(
+        1, abs=1e-12
+    )
 
 
 def test_sqnr_of_a_tenth_is_twenty_decibel():
@@ -89,9 +100,17 @@ def test_different_shapes_are_an_error():
 @pytest.mark.parametrize("bits", range(2, 17))
 def test_uniform_data_follow_six_decibel_per_bit(bits):
     """Min-max quantization of U(-1, 1) has 20 log10(2^b - 1) dB; an off-by-one in code_range or scale shows."""
-    x = torch.rand(1_000_000, generator=torch.Generator().manual_seed(bits), dtype=torch.float64) * 2 - 1
+    x = (
+        torch.rand(
+            1_000_000, generator=torch.Generator().manual_seed(bits), dtype=torch.float64
+        )
+        * 2
+        - 1
+    )
     expected = 20 * math.log10(2**bits - 1)
-    assert sqnr_db(x, quantized(x, IntegerRange(0, 2**bits - 1, symmetric=False))) == pytest.approx(expected, abs=0.1)
+    assert sqnr_db(
+        x, quantized(x, IntegerRange(0, 2**bits - 1, symmetric=False))
+    ) == pytest.approx(expected, abs=0.1)
 
 
 def samples():
@@ -114,7 +133,9 @@ def test_fp8_does_not_care_for_the_distribution(data, name, expected):
     """With scale = absmax / largest value. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
     x = DATA[data]
     scale = x.abs().max() / FLOAT_FORMATS[name].largest
-    assert sqnr_db(x, cast_round_trip_(x / scale, name) * scale) == pytest.approx(expected, abs=0.3)
+    assert sqnr_db(x, cast_round_trip_(x / scale, name) * scale) == pytest.approx(
+        expected, abs=0.3
+    )
 
 
 def test_int8_does_care_for_the_distribution():

@@ -22,7 +22,11 @@ from quantizer.numerics.qparams import (
     uncut,
 )
 
-SIGNED, UNSIGNED, ASYMMETRIC = IntegerRange(-128, 127), IntegerRange(0, 255), IntegerRange(0, 255, symmetric=False)
+SIGNED, UNSIGNED, ASYMMETRIC = (
+    IntegerRange(-128, 127),
+    IntegerRange(0, 255),
+    IntegerRange(0, 255, symmetric=False),
+)
 POWER_OF_TWO = IntegerRange(-128, 127, scale_type="poweroftwo", finest_position=12)
 
 reals = st.floats(-(2.0**120), 2.0**120, width=32)
@@ -85,12 +89,17 @@ def step_by_definition(low, high, code_range):
     return 2.0 ** (exponent - (mantissa == 0.5))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
+)
 @pytest.mark.parametrize(
     "code_range",
     [
         *(IntegerRange(-128, 127, scale_type=kind) for kind in ("float", "poweroftwo")),
-        *(IntegerRange(0, 15, symmetric=False, scale_type=kind) for kind in ("float", "poweroftwo")),
+        *(
+            IntegerRange(0, 15, symmetric=False, scale_type=kind)
+            for kind in ("float", "poweroftwo")
+        ),
         IntegerRange(-(2**31), 2**31 - 1),
         *(FloatRange("fp4", kind) for kind in ("float", "poweroftwo", "e8m0")),
         FloatRange("mx_int8", "e8m0"),
@@ -104,7 +113,10 @@ def test_the_steps_of_many_rows_equal_the_definition(code_range, dtype):
     ends *= 10.0 ** torch.linspace(-42, 38, 1001, dtype=torch.float64)
     low, high = ends.to(dtype).nan_to_num().sort(0).values
     kept = low.clone(), high.clone()
-    expected = [step_by_definition(*pair, code_range) for pair in zip(low.tolist(), high.tolist(), strict=True)]
+    expected = [
+        step_by_definition(*pair, code_range)
+        for pair in zip(low.tolist(), high.tolist(), strict=True)
+    ]
     assert step_from_range(low, high, code_range).tolist() == expected
     qparams_from_range(low, high, code_range)
     assert torch.equal(low, kept[0]) and torch.equal(high, kept[1])
@@ -119,7 +131,15 @@ def test_a_step_stays_as_it_is():
 
 @pytest.mark.parametrize(
     ("low", "high", "position"),
-    [(-1, 1, 6), (0, 127.5, 0), (-128.5, 0, 0), (0, 127.6, -1), (0, 200, -1), (0, 0, 12), (-1e-9, 1e-9, 12)],
+    [
+        (-1, 1, 6),
+        (0, 127.5, 0),
+        (-128.5, 0, 0),
+        (0, 127.6, -1),
+        (0, 200, -1),
+        (0, 0, 12),
+        (-1e-9, 1e-9, 12),
+    ],
 )
 def test_power_of_two_positions_cut_off_half_a_step_at_most(low, high, position):
     assert qparams(float(low), float(high), POWER_OF_TWO).scale.item() == 2.0**-position
@@ -149,7 +169,9 @@ def test_extreme_ranges_give_normal_scales_and_finite_values(code_range, high):
 
 
 def test_channels_are_scaled_each_by_itself():
-    found = qparams_from_range(torch.tensor([-1.0, 0.0, 0.0]), torch.tensor([4.1, 0.0, 5.1]), ASYMMETRIC)
+    found = qparams_from_range(
+        torch.tensor([-1.0, 0.0, 0.0]), torch.tensor([4.1, 0.0, 5.1]), ASYMMETRIC
+    )
     assert found.scale.tolist() == pytest.approx([0.02, 1.0, 0.02], rel=1e-6)
     assert found.zero_point.tolist() == [50, 0, 0]
 
@@ -163,26 +185,41 @@ def test_a_grid_without_a_code_above_zero_is_refused(low, high):
 def test_an_unknown_word_is_refused():
     with pytest.raises(ValueError, match='"pow2" is not a scale type'):
         IntegerRange(-8, 7, scale_type="pow2")
-    with pytest.raises(ValueError, match='"half" is not a rule for symmetric scales; known are quant_max, half_range'):
+    with pytest.raises(
+        ValueError,
+        match='"half" is not a rule for symmetric scales; known are quant_max, half_range',
+    ):
         IntegerRange(-8, 7, symmetric_scale="half")
 
 
 @pytest.mark.parametrize(
     ("bits", "divisor"),
-    [(8, 127.5), (4, 7.5), (3, 3.5), (2, 1.5)],  # AMD Quark: X of absmax 5.3 in int8 has the scale 0.0415686
+    [
+        (8, 127.5),
+        (4, 7.5),
+        (3, 3.5),
+        (2, 1.5),
+    ],  # AMD Quark: X of absmax 5.3 in int8 has the scale 0.0415686
 )
 def test_half_range_divides_by_half_the_distance_of_the_outer_codes(bits, divisor):
-    code_range = IntegerRange(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, symmetric_scale="half_range")
+    code_range = IntegerRange(
+        -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, symmetric_scale="half_range"
+    )
     assert qparams(-5.3, 1.0, code_range).scale.item() == pytest.approx(5.3 / divisor, rel=1e-6)
     assert qparams(-1.0, 5.3, code_range) == qparams(-5.3, 1.0, code_range)
     assert uncut(code_range) == divisor / (2 ** (bits - 1) - 1)
 
 
 @pytest.mark.parametrize(
-    "code_range", [(-127, 127), (0, 255), (0, 255, False), (-128, 127, True, "poweroftwo")], ids=str
+    "code_range",
+    [(-127, 127), (0, 255), (0, 255, False), (-128, 127, True, "poweroftwo")],
+    ids=str,
 )
 def test_half_range_says_nothing_where_no_code_is_left_over(code_range):
-    plain, half = IntegerRange(*code_range), IntegerRange(*code_range, symmetric_scale="half_range")
+    plain, half = (
+        IntegerRange(*code_range),
+        IntegerRange(*code_range, symmetric_scale="half_range"),
+    )
     assert qparams(-0.0, 5.3, half) == qparams(-0.0, 5.3, plain)
     assert uncut(half) == 1
 
@@ -198,13 +235,19 @@ def test_any_range_and_grid(ends, code_range):
     assert 2.0**-126 <= scale < float("inf")
     assert code_range.quant_min <= zero_point <= code_range.quant_max
     # Nothing of the range is cut off but half a step, or a few roundings of float32.
-    assert (code_range.quant_min - zero_point - 0.5) * scale <= low * (1 - 1e-6) + 1e-40 or low >= 0
+    assert (code_range.quant_min - zero_point - 0.5) * scale <= low * (
+        1 - 1e-6
+    ) + 1e-40 or low >= 0
     assert (code_range.quant_max - zero_point + 0.5) * scale >= high * (1 - 1e-6) or high <= 0
     if code_range.scale_type == "poweroftwo":
         assert power_of_two(found.scale.double()).item() == scale
 
 
-BITS = st.integers(0, 0x7F7FFFFF) | st.integers(0, 0x01000000) | st.sampled_from([0, 1, 0x400000, 0x7FFFFF, 0x800000])
+BITS = (
+    st.integers(0, 0x7F7FFFFF)
+    | st.integers(0, 0x01000000)
+    | st.sampled_from([0, 1, 0x400000, 0x7FFFFF, 0x800000])
+)
 """Magnitudes by the bits of float32: all, those about the smallest normal number, and its neighbours."""
 
 

@@ -13,7 +13,9 @@ def test_a_name_is_registered_once():
     assert registry == {"first": "entry"}
 
 
-@pytest.mark.parametrize(("name", "hint"), [("frist", 'did you mean "first"'), ("zebra", "known are first, second.")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("frist", 'did you mean "first"'), ("zebra", "known are first, second.")]
+)
 def test_a_miss_lists_the_names(name, hint):
     with pytest.raises(ValueError, match=hint):
         lookup({"first": 1, "second": 2}, name, "place")

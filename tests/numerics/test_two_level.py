@@ -15,12 +15,20 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import bits_of, encode, pack
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.two_level import on_global_grid, pack_scales, scale_bytes, split_global, unpack_scales
+from quantizer.numerics.two_level import (
+    on_global_grid,
+    pack_scales,
+    scale_bytes,
+    split_global,
+    unpack_scales,
+)
 from quantizer.plan.size import parameter_bytes
 
 GROUPS = QuantizationSpec(qscheme="per_group", ch_axis=1, group_size=16)
 NVFP4 = replace(GROUPS, dtype="fp4", scale_type="e4m3")
-MX6, MX9 = (replace(GROUPS, dtype=dtype, scale_type="microexponent") for dtype in ("mx6", "mx9"))
+MX6, MX9 = (
+    replace(GROUPS, dtype=dtype, scale_type="microexponent") for dtype in ("mx6", "mx9")
+)
 MXFP4 = replace(GROUPS, dtype="fp4", group_size=32, scale_type="e8m0")
 INT4 = replace(GROUPS, bit_width=4, scale_type="e4m3", symmetric_scale="half_range")
 SPECS = {"nvfp4": NVFP4, "mx6": MX6, "mx9": MX9, "mxfp4": MXFP4, "int4": INT4}
@@ -30,7 +38,9 @@ UINT4 = replace(INT4, signed=False, symmetric=False)
 def values(*shape: int, seed: int = 0, spread: float = 0.0) -> Tensor:
     """Normal values, of magnitudes that differ by rows."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator) * torch.exp(spread * torch.randn(shape[0], 1, generator=generator))
+    return torch.randn(*shape, generator=generator) * torch.exp(
+        spread * torch.randn(shape[0], 1, generator=generator)
+    )
 
 
 def rounded(x: Tensor, spec: QuantizationSpec) -> Tensor:
@@ -57,7 +67,9 @@ def shared_microexponents(x: np.ndarray, bits: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("spec", "bits"), [(MX6, 5), (MX9, 8)])
 @pytest.mark.parametrize("spread", [0.0, 3.0])
-def test_shared_microexponents_are_those_of_the_paper(spec: QuantizationSpec, bits: int, spread: float) -> None:
+def test_shared_microexponents_are_those_of_the_paper(
+    spec: QuantizationSpec, bits: int, spread: float
+) -> None:
     x = values(40, 64, spread=spread)
     x[3, 16:32], x[4, 5] = 0, 8.0
     expected = shared_microexponents(x.double().numpy(), bits)
@@ -65,7 +77,10 @@ def test_shared_microexponents_are_those_of_the_paper(spec: QuantizationSpec, bi
     assert torch.equal(rounded(x.T.contiguous(), replace(spec, ch_axis=0)), rounded(x, spec).T)
     dynamic = TensorQuantizer(replace(spec, is_dynamic=True))
     assert torch.equal(dynamic(x), rounded(x, spec))
-    assert torch.equal(rounded(x[:, :40], spec), rounded(torch.cat([x[:, :40], torch.zeros(40, 8)], 1), spec)[:, :40])
+    assert torch.equal(
+        rounded(x[:, :40], spec),
+        rounded(torch.cat([x[:, :40], torch.zeros(40, 8)], 1), spec)[:, :40],
+    )
 
 
 def test_a_block_of_mx6_by_hand() -> None:
@@ -73,19 +88,28 @@ def test_a_block_of_mx6_by_hand() -> None:
     x = torch.tensor([[6.0, 0.3, 3.0, 0.3, 3.99, 0.0, *[0.0] * 10]])
     assert rounded(x, MX6).tolist() == [[6.0, 0.5, 3.0, 0.25, 3.75, 0.0, *[0.0] * 10]]
     assert nearest_qparams(MX6, x).scale.tolist() == [[4.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]]
-    assert pack_scales(nearest_qparams(MX6, x).scale, "microexponent")["scale"].tolist() == [[[129, 0b11111110]]]
+    assert pack_scales(nearest_qparams(MX6, x).scale, "microexponent")["scale"].tolist() == [
+        [[129, 0b11111110]]
+    ]
 
 
 def test_a_block_of_nvfp4_by_hand() -> None:
     """The tensor's factor is 448 * 6 / 12 = 224, so the scales are 2 = 448 / 224 and 0.5 = 112 / 224; the third,
     0.55 = 123.2 / 224, becomes 120 / 224."""
     x = torch.zeros(3, 16)
-    x[0, :3], x[1, :3], x[2, :2] = torch.tensor([12.0, 5.0, -1.0]), torch.tensor([3.0, 0.7, 0.3]), 3.3
+    x[0, :3], x[1, :3], x[2, :2] = (
+        torch.tensor([12.0, 5.0, -1.0]),
+        torch.tensor([3.0, 0.7, 0.3]),
+        3.3,
+    )
     found = nearest_qparams(NVFP4, x).scale
     assert found.flatten().tolist() == [2.0, 0.5, torch.tensor(120 / 224).item()]
     assert rounded(x, NVFP4)[:2, :3].tolist() == [[12.0, 4.0, -1.0], [3.0, 0.75, 0.25]]
     stored = pack_scales(found, "e4m3")
-    assert (stored["scale"].float().flatten().tolist(), stored["global_scale"].item()) == ([448.0, 112.0, 120.0], 224.0)
+    assert (stored["scale"].float().flatten().tolist(), stored["global_scale"].item()) == (
+        [448.0, 112.0, 120.0],
+        224.0,
+    )
 
 
 @pytest.mark.parametrize("spread", [0.0, 2.0])
@@ -97,11 +121,20 @@ def test_nvfp4_is_that_of_compressed_tensors(spread: float) -> None:
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     kinds = dict.fromkeys(("scale_dtype", "zp_dtype"), torch.float8_e4m3fn)
-    args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True, **kinds)
+    args = QuantizationArgs(
+        num_bits=4,
+        type="float",
+        strategy="tensor_group",
+        group_size=16,
+        symmetric=True,
+        **kinds,
+    )
     x = values(32, 64, seed=3, spread=spread)
     blocks = x.view(32, 4, 16)
     factor = torch.tensor(448 * 6.0) / x.abs().max()
-    assert generate_gparam(x.min(), x.max()).item() == pytest.approx(factor.item(), rel=2.0**-23)
+    assert generate_gparam(x.min(), x.max()).item() == pytest.approx(
+        factor.item(), rel=2.0**-23
+    )
     scale, zero_point = calculate_qparams(blocks.amin(2), blocks.amax(2), args, factor)
     found = nearest_qparams(NVFP4, x).scale
     assert torch.equal(found, scale.float() / factor)
@@ -122,20 +155,29 @@ def test_files_take_the_bits_that_the_plan_says_and_give_everything_back(name: s
     assert codes is not None
     assert found.scale.shape == scale_shape((48, 96), *spec.cut)
     parts = pack_scales(found.scale, spec.scale_type)
-    assert torch.equal(unpack_scales(parts["scale"], spec.scale_type, parts.get("global_scale")), found.scale)
+    assert torch.equal(
+        unpack_scales(parts["scale"], spec.scale_type, parts.get("global_scale")), found.scale
+    )
     sizes = [tensor.nbytes for tensor in (pack(codes, spec), *parts.values())]
     zero_points = found.scale.numel() if spec.dtype == "int" else 0
     assert sum(sizes) + zero_points == parameter_bytes(x.numel(), spec, found.scale.numel())
 
 
 @pytest.mark.parametrize(
-    ("spec", "bits"), [(MX6, 6.0), (MX9, 9.0), (MXFP4, 4.25), (NVFP4, 4.5)], ids=["mx6", "mx9", "mxfp4", "nvfp4"]
+    ("spec", "bits"),
+    [(MX6, 6.0), (MX9, 9.0), (MXFP4, 4.25), (NVFP4, 4.5)],
+    ids=["mx6", "mx9", "mxfp4", "nvfp4"],
 )
-def test_bits_of_a_value_are_those_of_the_definitions(spec: QuantizationSpec, bits: float) -> None:
+def test_bits_of_a_value_are_those_of_the_definitions(
+    spec: QuantizationSpec, bits: float
+) -> None:
     shape = (64, 128)
     scales = math.prod(scale_shape(shape, *spec.cut))
     of_tensor = 4 if spec.scale_type == "e4m3" else 0
-    assert 8 * (parameter_bytes(math.prod(shape), spec, scales) - of_tensor) / math.prod(shape) == bits
+    assert (
+        8 * (parameter_bytes(math.prod(shape), spec, scales) - of_tensor) / math.prod(shape)
+        == bits
+    )
     assert bits_of(spec) < bits
 
 
@@ -178,12 +220,15 @@ def test_the_factor_of_a_tensor_is_found_again(seed: int) -> None:
 
 
 def test_sizes_in_bytes() -> None:
-    assert [scale_bytes(kind, 32) for kind in ("float", "poweroftwo", "e8m0", "e4m3", "microexponent")] == [
-        *(128, 128, 32, 36, 8)
-    ]
+    assert [
+        scale_bytes(kind, 32)
+        for kind in ("float", "poweroftwo", "e8m0", "e4m3", "microexponent")
+    ] == [*(128, 128, 32, 36, 8)]
 
 
-@pytest.mark.parametrize("cut", [("per_tensor", None, None), ("per_channel", 0, None), ("per_group", 1, 8)])
+@pytest.mark.parametrize(
+    "cut", [("per_tensor", None, None), ("per_channel", 0, None), ("per_group", 1, 8)]
+)
 def test_microexponents_are_of_blocks_of_16(cut: tuple[str, int | None, int | None]) -> None:
     qscheme, axis, group = cut
     spec = replace(MX9, qscheme=qscheme, ch_axis=axis, group_size=group)  # type: ignore[arg-type]

@@ -33,7 +33,9 @@ def error(batches: list[Tensor], values: Tensor | None = None, **words: Any) -> 
     """The error of all values, or of others, under the range that is found, as the method weighs it."""
     spec, qparams = observed(batches, **words)
     values = torch.cat([batch.flatten() for batch in batches]) if values is None else values
-    return float((place(values, spec, qparams.scale, qparams.zero_point) - values).abs().pow(2.2).sum())
+    return float(
+        (place(values, spec, qparams.scale, qparams.zero_point) - values).abs().pow(2.2).sum()
+    )
 
 
 def drawn(seed: int, shape: str) -> list[Tensor]:
@@ -93,15 +95,22 @@ def test_it_cuts_one_end_alone() -> None:
 def test_a_symmetric_range_is_cut_alike() -> None:
     """Nearly as mse cuts it, which weighs errors by their square."""
     symmetric = {"signed": True, "symmetric": True, "bit_width": 4}
-    auto, mse = (observed(drawn(0, "two-sided"), method=method, **symmetric)[1] for method in (AUTO, "mse"))
+    auto, mse = (
+        observed(drawn(0, "two-sided"), method=method, **symmetric)[1]
+        for method in (AUTO, "mse")
+    )
     assert not auto.zero_point.any()
     assert mse.scale <= auto.scale <= 1.5 * mse.scale
 
 
-@pytest.mark.parametrize("words", [{}, {"method": "mse", "signed": True, "symmetric": True}], ids=["auto", "mse"])
+@pytest.mark.parametrize(
+    "words", [{}, {"method": "mse", "signed": True, "symmetric": True}], ids=["auto", "mse"]
+)
 def test_one_far_value_in_a_large_sample_is_not_overlooked(words: dict[str, Any]) -> None:
     """A transformer's first token may have one value a hundred times as large as all others, which attention needs."""
     values = torch.randn(4, 128, 384, generator=torch.Generator().manual_seed(0))
-    values[:, 0, 7] = 60.0  # costs 4 * 60^2 if it is cut off, and rounding the others costs less
+    values[:, 0, 7] = (
+        60.0  # costs 4 * 60^2 if it is cut off, and rounding the others costs less
+    )
     _, found = observed([*values.split(1)], **words)
     assert found.scale * (255 if not words else 127) > 50

@@ -26,11 +26,17 @@ def scale(x, **fields):
 
 
 def sqnr(x, step, bits=8):
-    return sqnr_db(x, fake_quantize(x, step, torch.tensor(0), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, "half_even"))
+    return sqnr_db(
+        x,
+        fake_quantize(
+            x, step, torch.tensor(0), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, "half_even"
+        ),
+    )
 
 
 @pytest.mark.parametrize(
-    ("bits", "clip", "decibel"), [(2, 1.03, 8.26), (3, 1.83, 13.90), (4, 2.37, 19.24), (8, 3.86, 40.74)]
+    ("bits", "clip", "decibel"),
+    [(2, 1.03, 8.26), (3, 1.83, 13.90), (4, 2.37, 19.24), (8, 3.86, 40.74)],
 )
 def test_mse_finds_the_best_clip_of_gaussian_data(bits, clip, decibel):
     """Clip = scale * (2^(b-1) - 1) in sigma. Max (1960) has 19.4 dB for the best uniform 16-level quantizer."""

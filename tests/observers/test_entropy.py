@@ -19,7 +19,9 @@ def divergence(counts, clip, levels):
     for place, count in enumerate(inside):
         sums[group[place]] += count
         occupied[group[place]] += count > 0
-    candidate = [sums[g] / occupied[g] if count else 0.0 for g, count in zip(group, inside, strict=True)]
+    candidate = [
+        sums[g] / occupied[g] if count else 0.0 for g, count in zip(group, inside, strict=True)
+    ]
     p_total, q_total = sum(reference), sum(candidate)
     result = 0.0
     for p, q in zip(reference, candidate, strict=True):

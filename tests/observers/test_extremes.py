@@ -21,7 +21,13 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.lists(st.floats(-65504, 65504, width=16), min_size=6, max_size=6), min_size=2, max_size=5))
+@given(
+    st.lists(
+        st.lists(st.floats(-65504, 65504, width=16), min_size=6, max_size=6),
+        min_size=2,
+        max_size=5,
+    )
+)
 def test_they_are_those_of_torch_in_every_dtype(dtype, values):
     rows = torch.tensor(values, dtype=dtype)
     low, high = extremes(rows)
@@ -37,11 +43,15 @@ def test_rows_without_a_positive_value_have_their_own_maximum(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("broken", [math.nan, -math.nan, math.inf, -math.inf], ids=["nan", "-nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "broken", [math.nan, -math.nan, math.inf, -math.inf], ids=["nan", "-nan", "inf", "-inf"]
+)
 def test_what_is_not_finite_is_seen_whatever_its_sign(dtype, broken):
     x = torch.randn(4, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[2, 7] = broken
     if math.isnan(broken):
-        x[2, 7] = torch.tensor(math.nan, dtype=dtype).copysign(torch.tensor(broken, dtype=dtype))
+        x[2, 7] = torch.tensor(math.nan, dtype=dtype).copysign(
+            torch.tensor(broken, dtype=dtype)
+        )
     with pytest.raises(NonFiniteError):
         Observer(QuantizationSpec(qscheme="per_channel", ch_axis=0)).observe(x)

@@ -28,12 +28,18 @@ def scale(spec, *batches):
 BATCHES = [torch.tensor([127 * s]) for s in (0.1, 0.2, 0.2, 0.4)]
 
 
-@pytest.mark.parametrize(("statistic", "expected"), [("max", 0.4), ("mean", 0.225), ("median", 0.2), ("modal", 0.2)])
+@pytest.mark.parametrize(
+    ("statistic", "expected"), [("max", 0.4), ("mean", 0.225), ("median", 0.2), ("modal", 0.2)]
+)
 def test_the_statistic_is_taken_over_the_batches_scales(statistic, expected):
-    assert scale(replace(SPEC, statistic=statistic), *BATCHES) == pytest.approx(expected, rel=1e-6)
+    assert scale(replace(SPEC, statistic=statistic), *BATCHES) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
-@pytest.mark.parametrize(("statistic", "expected"), [("max", 1), ("mean", 1), ("median", 0.5), ("modal", 0.5)])
+@pytest.mark.parametrize(
+    ("statistic", "expected"), [("max", 1), ("mean", 1), ("median", 0.5), ("modal", 0.5)]
+)
 def test_a_statistic_of_powers_of_two_is_a_power_of_two(statistic, expected):
     batches = [torch.tensor([127.0 * s]) for s in (0.25, 0.5, 0.5, 1.0)]  # mean 0.5625
     assert scale(replace(POWER_OF_TWO, statistic=statistic), *batches) == expected
@@ -45,7 +51,8 @@ def test_equally_frequent_powers_of_two_give_the_coarser_one():
 
 
 @pytest.mark.parametrize(
-    ("statistic", "low", "high"), [("max", -3.0, 8.0), ("mean", -2.0, 5.0), ("median", -2.0, 4.0), ("modal", -3.0, 8.0)]
+    ("statistic", "low", "high"),
+    [("max", -3.0, 8.0), ("mean", -2.0, 5.0), ("median", -2.0, 4.0), ("modal", -3.0, 8.0)],
 )
 def test_asymmetric_ranges_are_reduced_at_either_end(statistic, low, high):
     batches = [torch.tensor(ends) for ends in ([-1.0, 4.0], [-3.0, 3.0], [-2.0, 8.0])]
@@ -59,13 +66,20 @@ def test_maxmin_with_max_does_not_depend_on_how_the_data_are_cut_into_batches():
     images = torch.randn(256, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     for symmetric in (True, False):
         spec = replace(SPEC, symmetric=symmetric)
-        whole, parts = observed(spec, images).qparams(), observed(spec, *images.split(64)).qparams()
-        assert torch.equal(whole.scale, parts.scale) and torch.equal(whole.zero_point, parts.zero_point)
+        whole, parts = (
+            observed(spec, images).qparams(),
+            observed(spec, *images.split(64)).qparams(),
+        )
+        assert torch.equal(whole.scale, parts.scale) and torch.equal(
+            whole.zero_point, parts.zero_point
+        )
 
 
 def test_extremes_are_those_of_all_batches_whatever_the_method_clips():
     observer = observed(
-        replace(SPEC, method="percentile", percentage=50.0), torch.tensor([-2.0, 1.0]), torch.tensor([9.0, 0])
+        replace(SPEC, method="percentile", percentage=50.0),
+        torch.tensor([-2.0, 1.0]),
+        torch.tensor([9.0, 0]),
     )
     assert (observer.low.item(), observer.high.item()) == (-2, 9)
     assert observer.low.shape == ()
@@ -76,7 +90,9 @@ def test_channels_lie_along_any_axis():
     spec = replace(SPEC, qscheme="per_channel", ch_axis=1)
     assert observed(spec, x).low.tolist() == [1, -20, 3]
     assert observed(spec, x).high.tolist() == [4, 5, 60]
-    assert (observed(spec, x).qparams().scale * 127).tolist() == pytest.approx([4, 20, 60], rel=1e-6)
+    assert (observed(spec, x).qparams().scale * 127).tolist() == pytest.approx(
+        [4, 20, 60], rel=1e-6
+    )
 
 
 def test_unsigned_symmetric_codes_take_no_negative_values():
@@ -105,7 +121,9 @@ def test_what_has_no_range_is_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("method", ["maxmin", "percentile"])
 def test_a_stored_state_goes_on_with_batches_of_any_dtype(method, dtype):
-    spec = QuantizationSpec(qscheme="per_channel", ch_axis=0, symmetric=False, method=method, statistic="mean")
+    spec = QuantizationSpec(
+        qscheme="per_channel", ch_axis=0, symmetric=False, method=method, statistic="mean"
+    )
     x, y = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
     first, other = observed(spec, x), Observer(spec)
     state = first.state_dict()
@@ -122,14 +140,21 @@ def test_only_observers_of_one_spec_are_merged():
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"batches": torch.zeros(3)}, {"batches": torch.zeros(1, 4, 1), "more": torch.zeros(1)}]
+    "state",
+    [
+        {},
+        {"batches": torch.zeros(3)},
+        {"batches": torch.zeros(1, 4, 1), "more": torch.zeros(1)},
+    ],
 )
 def test_a_foreign_state_is_refused(state):
     with pytest.raises(ValueError, match="batches"):
         Observer(SPEC).load_state_dict(state)
 
 
-@pytest.mark.parametrize("length", [1, 5, 2**16, 2**16 + 1, 10 * 64 * 112 * 112, 10 * 512 * 49, 7 * 11 * 13 * 8192])
+@pytest.mark.parametrize(
+    "length", [1, 5, 2**16, 2**16 + 1, 10 * 64 * 112 * 112, 10 * 512 * 49, 7 * 11 * 13 * 8192]
+)
 def test_the_sampling_stride_shares_no_divisor_with_the_length(length):
     stride = stride_for(length, SAMPLE)
     assert math.gcd(stride, length) == 1
@@ -152,7 +177,9 @@ def test_a_sample_sees_every_column_and_the_extremes_see_every_value():
 @pytest.mark.parametrize("method", ["percentile", "entropy", "mse", "diffs"])
 def test_a_large_tensor_gives_nearly_the_scale_of_its_whole_histogram(method):
     """The same distribution, once below the sampling limit and once far above it."""
-    spec = replace(POWER_OF_TWO if method == "diffs" else SPEC, method=method, percentage=99.9, bit_width=4)
+    spec = replace(
+        POWER_OF_TWO if method == "diffs" else SPEC, method=method, percentage=99.9, bit_width=4
+    )
     values = torch.randn(1 << 21, generator=torch.Generator().manual_seed(3)).clamp(-4, 4)
     small = torch.cat([values[: SAMPLE - 2], torch.tensor([4.0, -4.0])])
     assert scale(spec, values) == pytest.approx(scale(spec, small), rel=0.06)
@@ -178,7 +205,9 @@ def test_one_sided_data_are_clipped_alike_by_symmetric_and_asymmetric_codes():
 
 def test_an_asymmetric_percentile_clips_both_tails():
     x = torch.randn(50_000, generator=torch.Generator().manual_seed(0))
-    qparams = observed(QuantizationSpec(method="percentile", percentage=99.0, symmetric=False), x).qparams()
+    qparams = observed(
+        QuantizationSpec(method="percentile", percentage=99.0, symmetric=False), x
+    ).qparams()
     low = (0 - qparams.zero_point) * qparams.scale
     high = (255 - qparams.zero_point) * qparams.scale
     assert ((x < low) | (x > high)).double().mean().item() == pytest.approx(0.01, abs=0.002)

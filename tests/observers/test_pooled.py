@@ -24,11 +24,15 @@ SPECS = {
     "mse, 4 bits": replace(MSE, bit_width=4, symmetric_scale="half_range"),
     "mse, powers of two": replace(MSE, scale_type="poweroftwo"),
     "percentile": replace(MSE, method="percentile", percentage=99.0),
-    "percentile, asymmetric": replace(MSE, method="percentile", percentage=99.0, symmetric=False),
+    "percentile, asymmetric": replace(
+        MSE, method="percentile", percentage=99.0, symmetric=False
+    ),
     "entropy": replace(MSE, method="entropy"),
     "maxmin": replace(MSE, method="maxmin"),
     "fp8": replace(MSE, dtype="fp8_e4m3"),
-    "channels": replace(MSE, method="percentile", percentage=90.0, qscheme="per_channel", ch_axis=1),
+    "channels": replace(
+        MSE, method="percentile", percentage=90.0, qscheme="per_channel", ch_axis=1
+    ),
 }
 
 
@@ -41,12 +45,21 @@ def observed(spec, *batches):
 
 def found(observer):
     qparams = observer.qparams()
-    return [qparams.scale.tolist(), qparams.zero_point.tolist(), observer.low.tolist(), observer.high.tolist()]
+    return [
+        qparams.scale.tolist(),
+        qparams.zero_point.tolist(),
+        observer.low.tolist(),
+        observer.high.tolist(),
+    ]
 
 
 def images(seed, count=12):
     draw = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 3, 5, 4, generator=draw) * torch.rand(count, 1, 1, 1, generator=draw) * 8
+    return (
+        torch.randn(count, 3, 5, 4, generator=draw)
+        * torch.rand(count, 1, 1, 1, generator=draw)
+        * 8
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -64,12 +77,18 @@ def test_any_cut_of_the_samples_and_any_order_of_merging_give_equal_scales(name,
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_samples_of_large_tensors_do_not_depend_on_the_cut_either(layout):
-    x = torch.randn(6, 8, 48, 48, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=layout)
+    x = torch.randn(6, 8, 48, 48, generator=torch.Generator().manual_seed(0)).contiguous(
+        memory_format=layout
+    )
     x = x * torch.arange(1.0, 7).view(-1, 1, 1, 1)
     assert slices(x)[0].numel() < x.numel() / 2
     assert slices(x)[0].numel() <= len(x) * SLICE
     for spec in (SPECS["mse"], SPECS["percentile"]):
-        assert found(observed(spec, *x.split(1))) == found(observed(spec, x)) == found(observed(spec, *x.split([4, 2])))
+        assert (
+            found(observed(spec, *x.split(1)))
+            == found(observed(spec, x))
+            == found(observed(spec, *x.split([4, 2])))
+        )
 
 
 def test_the_batches_of_a_statistic_do_show():
@@ -99,21 +118,35 @@ def test_the_least_error_is_within_two_percent_of_the_exact_one(data, bits, scal
     spec = replace(MSE, bit_width=bits, scale_type=scale_type)
     qparams = observed(spec, *x.split(1000)).qparams()
     widest = observed(replace(spec, method="maxmin"), x).qparams().scale
-    shares = 0.5 ** torch.arange(8) if scale_type == "poweroftwo" else torch.arange(1, 401) / 400
+    shares = (
+        0.5 ** torch.arange(8) if scale_type == "poweroftwo" else torch.arange(1, 401) / 400
+    )
     least = min(error(x, spec, widest * share) for share in shares)
     assert error(x, spec, qparams.scale) <= 1.02 * least
 
 
 def sample(data):
     draw = torch.Generator().manual_seed(5)
-    normal, uniform = torch.randn(10_007, generator=draw), torch.rand(10_007, generator=draw) - 0.5
+    normal, uniform = (
+        torch.randn(10_007, generator=draw),
+        torch.rand(10_007, generator=draw) - 0.5,
+    )
     outliers = torch.where(torch.arange(10_007) % 500 == 0, 30 * normal, normal)
     laplace = -uniform.sign() * torch.log1p(-2 * uniform.abs().clamp(max=0.49999))
-    return {"normal": normal, "relu": normal.relu(), "laplace": laplace, "outliers": outliers}[data]
+    return {"normal": normal, "relu": normal.relu(), "laplace": laplace, "outliers": outliers}[
+        data
+    ]
 
 
 def error(x, spec, scale):
-    y = fake_quantize(x, scale, torch.zeros((), dtype=torch.int32), spec.quant_min, spec.quant_max, "half_even")
+    y = fake_quantize(
+        x,
+        scale,
+        torch.zeros((), dtype=torch.int32),
+        spec.quant_min,
+        spec.quant_max,
+        "half_even",
+    )
     return (y - x).double().square().sum().item()
 
 
@@ -134,7 +167,10 @@ def test_a_stored_state_goes_on(name):
     restored.load_state_dict(observed(SPECS[name], first).state_dict())
     restored.observe(second)
     together = observed(SPECS[name], first, second)
-    assert restored.qparams().scale.flatten().tolist() == together.qparams().scale.flatten().tolist()
+    assert (
+        restored.qparams().scale.flatten().tolist()
+        == together.qparams().scale.flatten().tolist()
+    )
     restored.load_state_dict(Observer(SPECS[name]).state_dict())
     with pytest.raises(UnobservedError):
         restored.qparams()
@@ -150,7 +186,11 @@ def test_the_state_is_a_histogram():
         "high": (1,),
     }
     assert state["counts"].sum() == images(2).numel()
-    for wrong in ({}, {"batches": torch.zeros(3)}, {"batches": torch.tensor(1), "counts": torch.zeros(3)}):
+    for wrong in (
+        {},
+        {"batches": torch.zeros(3)},
+        {"batches": torch.tensor(1), "counts": torch.zeros(3)},
+    ):
         with pytest.raises(ValueError, match=r"state|tensors"):
             Observer(MSE).load_state_dict(wrong)
 

@@ -47,10 +47,18 @@ ROLES_OF = {"signed": ["input", "activation"]}
 """The tensors that a parameter has another legal value for, where not for all: weights and biases are signed."""
 BLOCKS = ("overall_quantize_config", "tensor_quantize_config", "layer_quantize_config")
 ALGORITHMS = "algorithms"  # what they do to weights is in tests/cli/test_algorithm_runs.py
-ENTRY = ("layer_type", "layer_name", "quantizable_data_type", "overall_quantize_config", "tensor_quantize_config")
+ENTRY = (
+    "layer_type",
+    "layer_name",
+    "quantizable_data_type",
+    "overall_quantize_config",
+    "tensor_quantize_config",
+)
 
 
-def outcome(folder: Path, content: dict[str, Any], toy: str = "mobile") -> tuple[Any, list[Diagnostic]]:
+def outcome(
+    folder: Path, content: dict[str, Any], toy: str = "mobile"
+) -> tuple[Any, list[Diagnostic]]:
     """The plan without places in the file, the operators of the graph, and the findings on the file."""
     found = config(folder, content)
     graph = run_passes(traced(toy), found.settings)
@@ -97,7 +105,9 @@ def test_every_switch_does_something_or_says_that_it_does_not(key: str, tmp_path
 
 
 @pytest.mark.parametrize("key", PARAMETERS)
-def test_every_parameter_of_the_overall_block_changes_the_plan(key: str, tmp_path: Path) -> None:
+def test_every_parameter_of_the_overall_block_changes_the_plan(
+    key: str, tmp_path: Path
+) -> None:
     extra = {"method": "percentile"} if key == "percentage" else {}
     roles = {"quantizable_data_type": ROLES_OF.get(key, ROLES)}
     before, _ = outcome(tmp_path, document(overall=extra, **roles))
@@ -107,9 +117,15 @@ def test_every_parameter_of_the_overall_block_changes_the_plan(key: str, tmp_pat
 
 @pytest.mark.parametrize(
     ("key", "role"),
-    [(key, role) for key in sorted(set(PARAMETERS) - {"per_channel"}) for role in ROLES_OF.get(key, ROLES)],
+    [
+        (key, role)
+        for key in sorted(set(PARAMETERS) - {"per_channel"})
+        for role in ROLES_OF.get(key, ROLES)
+    ],
 )
-def test_every_parameter_of_a_tensor_block_changes_that_tensor_only(key: str, role: str, tmp_path: Path) -> None:
+def test_every_parameter_of_a_tensor_block_changes_that_tensor_only(
+    key: str, role: str, tmp_path: Path
+) -> None:
     extra = {"method": "percentile"} if key == "percentage" else {}
     (before, *_), _ = outcome(tmp_path, document(overall=extra))
     (after, *_), _ = outcome(tmp_path, document(overall=extra, tensor={role: PARAMETERS[key]}))
@@ -119,12 +135,18 @@ def test_every_parameter_of_a_tensor_block_changes_that_tensor_only(key: str, ro
 
 
 @pytest.mark.parametrize("key", PARAMETERS)
-def test_every_parameter_of_a_layer_entry_changes_that_layer_only(key: str, tmp_path: Path) -> None:
+def test_every_parameter_of_a_layer_entry_changes_that_layer_only(
+    key: str, tmp_path: Path
+) -> None:
     extra = {"method": "percentile"} if key == "percentage" else {}
     roles = ROLES_OF.get(key)
-    (before, *_), _ = outcome(tmp_path, document(layer("se", roles=roles, **extra), overall=extra))
+    (before, *_), _ = outcome(
+        tmp_path, document(layer("se", roles=roles, **extra), overall=extra)
+    )
     changes = extra | without(PARAMETERS[key], extra)
-    (after, *_), _ = outcome(tmp_path, document(layer("se", roles=roles, **changes), overall=extra))
+    (after, *_), _ = outcome(
+        tmp_path, document(layer("se", roles=roles, **changes), overall=extra)
+    )
     changed = {name for name in before if before[name] != after.get(name)}
     assert changed
     assert {name.rpartition("[")[2] for name, _ in changed} <= {"se]/conv2d"}
@@ -146,7 +168,9 @@ def test_every_key_of_a_layer_entry_changes_the_plan(tmp_path: Path) -> None:
     for key, value in changes.items():
         (after, *_), _ = outcome(tmp_path, document(base | {key: value}))
         assert after != before, key
-    (after, *_), _ = outcome(tmp_path, document(base | {"layer_name": None, "layer_type": "Linear"}))
+    (after, *_), _ = outcome(
+        tmp_path, document(base | {"layer_name": None, "layer_type": "Linear"})
+    )
     assert after != before
 
 

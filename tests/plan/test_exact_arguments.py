@@ -66,11 +66,15 @@ def cells(x: Tensor) -> tuple[Tensor, Tensor]:
     """Which cell of a grid each point is in, and where in it."""
     scaled = x * 40
     corner = scaled.floor()
-    return (corner.long() * torch.tensor([1, 7, 31])).sum(-1) % 256, (scaled - corner).sum(-1, keepdim=True)
+    return (corner.long() * torch.tensor([1, 7, 31])).sum(-1) % 256, (scaled - corner).sum(
+        -1, keepdim=True
+    )
 
 
 def warped(net: Images, x: Tensor, shift: Tensor) -> Tensor:
-    return F.grid_sample(net.features(x), PLACES + 0.3 * shift.permute(0, 2, 3, 1), align_corners=False)
+    return F.grid_sample(
+        net.features(x), PLACES + 0.3 * shift.permute(0, 2, 3, 1), align_corners=False
+    )
 
 
 def turned(net: Images, x: Tensor) -> Tensor:
@@ -87,7 +91,10 @@ POINTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
         39,
     ),
     "sums": (lambda n, x: waves((x + 0.1) @ n.frequencies - x.sum(-1, keepdim=True)), 64),
-    "a joined argument": (lambda n, x: torch.cat([x @ n.frequencies, x @ -n.frequencies], -1).sin(), 64),
+    "a joined argument": (
+        lambda n, x: torch.cat([x @ n.frequencies, x @ -n.frequencies], -1).sin(),
+        64,
+    ),
     "complex numbers": (
         lambda n, x: torch.view_as_real(torch.exp(1j * (x @ n.frequencies))).flatten(-2),
         64,
@@ -122,7 +129,11 @@ def test_the_other_form_and_modules_in_place_leave_the_same_outputs_float(name: 
     model, data = built(name)
     traced = quantizer.calibrate(model, OUTPUTS, data)
     quantized = ModelQuantizer(OUTPUTS).quantize_model(copy.deepcopy(model), data)
-    outputs = {path for path, module in quantized.named_modules() if "activation" in getattr(module, "quantizers", {})}
+    outputs = {
+        path
+        for path, module in quantized.named_modules()
+        if "activation" in getattr(module, "quantizers", {})
+    }
     assert outputs.isdisjoint({"angle", "flow"})
     assert outputs, "others have quantizers"
     with torch.no_grad():
@@ -163,11 +174,17 @@ MADE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 class Shared(nn.Module):
     """Angles are read by sines and multiplied by a layer; either reads the same tensor, or one that is made again."""
 
-    def __init__(self, made: str, multiplied: Callable[[Any, Tensor], Tensor], *, is_one: bool) -> None:
+    def __init__(
+        self, made: str, multiplied: Callable[[Any, Tensor], Tensor], *, is_one: bool
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.make, self.multiply, self.is_one = MADE[made], multiplied, is_one
-        self.angle, self.first, self.second = nn.Linear(3, 32), nn.Linear(64, 32), nn.Linear(32, 3)
+        self.angle, self.first, self.second = (
+            nn.Linear(3, 32),
+            nn.Linear(64, 32),
+            nn.Linear(32, 3),
+        )
         self.multiplied, self.convolved = nn.Linear(32, 32), nn.Conv1d(32, 32, 1)
         with torch.no_grad():
             self.angle.weight.mul_(20)
@@ -185,7 +202,9 @@ class Shared(nn.Module):
 
 
 def rooms() -> list[Tensor]:
-    return [torch.rand(4, 16, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    return [
+        torch.rand(4, 16, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
+    ]
 
 
 @pytest.mark.parametrize("config", [LAYERED, OUTPUTS], ids=["layered", "hierarchical"])
@@ -215,5 +234,7 @@ def test_the_layer_that_multiplies_an_argument_quantizes_it() -> None:
 def test_a_file_has_it_quantized_where_it_is_multiplied(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
     pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
-    result = quantizer.calibrate(Shared("a product with a buffer", by_moved, is_one=True).eval(), LAYERED, rooms())
+    result = quantizer.calibrate(
+        Shared("a product with a buffer", by_moved, is_one=True).eval(), LAYERED, rooms()
+    )
     assert result.export("onnx", tmp_path / "net.onnx").sqnr_db > 60

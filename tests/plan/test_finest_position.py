@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantizer import Config, Dtype, ModelQuantizer, QuantizationConfig, QuantizationSpec, ScaleType
+from quantizer import (
+    Config,
+    Dtype,
+    ModelQuantizer,
+    QuantizationConfig,
+    QuantizationSpec,
+    ScaleType,
+)
 from quantizer.config.model import QuantizationSpec as Spec
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.plan.resolve import with_finest_position

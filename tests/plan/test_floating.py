@@ -14,7 +14,16 @@ from toys import traced
 
 import quantizer
 from quantizer.graph.trace import trace
-from quantizer.plan.floating import ARGUMENT, BOUNDED, COMPARED, DENOMINATOR, DERIVED, FLOAT_READERS, MASK, UNREAD
+from quantizer.plan.floating import (
+    ARGUMENT,
+    BOUNDED,
+    COMPARED,
+    DENOMINATOR,
+    DERIVED,
+    FLOAT_READERS,
+    MASK,
+    UNREAD,
+)
 from quantizer.plan.groups import layout
 
 
@@ -38,8 +47,16 @@ def floats(body: Callable[..., Any]) -> dict[str, str]:
     graph = trace(Net(body).eval(), example)
     where = layout(graph)
     found = {name: why for name, why in where.floats.items() if name not in where.groups}
-    computed = (node for node in graph.nodes if node.is_float and (node.row.kind != "structural" or node.op == "input"))
-    return {node.name.rpartition("/")[2]: found[node.name] for node in computed if node.name in found}
+    computed = (
+        node
+        for node in graph.nodes
+        if node.is_float and (node.row.kind != "structural" or node.op == "input")
+    )
+    return {
+        node.name.rpartition("/")[2]: found[node.name]
+        for node in computed
+        if node.name in found
+    }
 
 
 def scores(net: Net, x: Tensor) -> Tensor:
@@ -211,11 +228,18 @@ def test_a_sparsemax_of_rounded_values_finds_an_index() -> None:
     network = Net(lambda n, x, i, g: n.b(sparsemax(n.a(x))))
     nn.init.normal_(network.a.weight, std=1000)
     batch = (torch.randn(64, 1, 4), torch.ones(64, 2, dtype=torch.long), torch.zeros(64, 2, 2))
-    assert quantizer.calibrate(network, ROOT / "configs" / "cpu_int8.json", [batch]).test().metrics["sqnr_db"] > 0
+    assert (
+        quantizer.calibrate(network, ROOT / "configs" / "cpu_int8.json", [batch])
+        .test()
+        .metrics["sqnr_db"]
+        > 0
+    )
 
 
 def test_an_input_that_feeds_more_than_a_softmax_is_quantized() -> None:
-    assert "Net::input_2" not in floats(lambda n, x, i, g: ((scores(n, x) + g).softmax(-1), g * 2))
+    assert "Net::input_2" not in floats(
+        lambda n, x, i, g: ((scores(n, x) + g).softmax(-1), g * 2)
+    )
 
 
 def test_no_mask_of_the_toy_is_quantized() -> None:

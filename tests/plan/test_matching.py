@@ -89,11 +89,19 @@ def test_names_that_find_nothing(text: str) -> None:
 
 
 def test_kinds_are_found_in_any_model_and_none_is_no_error() -> None:
-    assert [name.rpartition("/")[2] for name in found("kind:embedding", toy="tied").layers] == ["embedding"]
-    assert [name.rpartition("/")[2] for name in found("kind:head", toy="tied").layers] == ["linear"]
+    assert [name.rpartition("/")[2] for name in found("kind:embedding", toy="tied").layers] == [
+        "embedding"
+    ]
+    assert [name.rpartition("/")[2] for name in found("kind:head", toy="tied").layers] == [
+        "linear"
+    ]
     original = traced("residual")
     for text, findings in (("kind:embedding", 0), ("kind:embeddings", 1), ("embed*", 1)):
-        config = Config(Settings(), (ConfigRule(Selector("exclude", text), "exclude[0]"),), form="hierarchical")
+        config = Config(
+            Settings(),
+            (ConfigRule(Selector("exclude", text), "exclude[0]"),),
+            form="hierarchical",
+        )
         plan = resolve(config, original, original)
         assert [finding.code for finding in plan.diagnostics] == ["QZ402"] * findings
     assert closest(Selector("name", "kind:heads"), original)[0] == "kind:head"

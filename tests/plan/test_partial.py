@@ -30,16 +30,28 @@ def planned(folder: Path, toy: str, *layers: dict[str, Any], **changes: Any) -> 
 
 def test_only_what_lies_between_the_stubs_is_quantized(tmp_path: Path) -> None:
     plan = planned(tmp_path, "partial")
-    inside = {P + "QuantStub[quant]/quant_stub", P + "Conv2d[inside]/conv2d", P + "shift", P + "relu.1"}
+    inside = {
+        P + "QuantStub[quant]/quant_stub",
+        P + "Conv2d[inside]/conv2d",
+        P + "shift",
+        P + "relu.1",
+    }
     assert {name for name, _ in plan.tensors} == inside
     assert set(plan.of_layer(P + "QuantStub[quant]/quant_stub")) == {"input"}
     outside = {name for name, why in plan.floats.items() if why == OUTSIDE}
-    assert {P + "Conv2d[before]/conv2d", P + "Linear[after]/linear", P + "relu.2", "Partial::input_0"} <= outside
+    assert {
+        P + "Conv2d[before]/conv2d",
+        P + "Linear[after]/linear",
+        P + "relu.2",
+        "Partial::input_0",
+    } <= outside
     assert not outside & inside
 
 
 def test_what_goes_into_a_dequant_stub_is_quantized(tmp_path: Path) -> None:
-    module = nn.Sequential(torch.ao.quantization.QuantStub(), nn.LayerNorm(4), torch.ao.quantization.DeQuantStub())
+    module = nn.Sequential(
+        torch.ao.quantization.QuantStub(), nn.LayerNorm(4), torch.ao.quantization.DeQuantStub()
+    )
     graph = trace(module.eval(), (torch.ones(2, 4),))
     plan = resolve(config(tmp_path, document()), graph, graph)
     assert ("Sequential::Sequential/LayerNorm[1]/layer_norm", "activation") in plan.tensors
@@ -67,7 +79,10 @@ class Torchs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.quant, self.dequant = torch.ao.quantization.QuantStub(), torch.ao.quantization.DeQuantStub()
+        self.quant, self.dequant = (
+            torch.ao.quantization.QuantStub(),
+            torch.ao.quantization.DeQuantStub(),
+        )
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -95,7 +110,9 @@ RELU, CONV = R + "relu", R + "Conv2d[conv1]/conv2d"
     ],
     ids=["path", "name", "glob", "type"],
 )
-def test_an_empty_list_leaves_a_convolution_and_its_relu_float(entry: dict[str, Any], tmp_path: Path) -> None:
+def test_an_empty_list_leaves_a_convolution_and_its_relu_float(
+    entry: dict[str, Any], tmp_path: Path
+) -> None:
     plan = planned(tmp_path, "residual", entry)
     assert not plan.of_layer(CONV)
     assert not plan.of_layer(RELU)

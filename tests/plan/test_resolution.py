@@ -10,7 +10,14 @@ from toys import traced
 
 from configs import config, document, layer
 from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Selector, Settings, Sourced
+from quantizer.config.model import (
+    Config,
+    ConfigRule,
+    QuantizationSpec,
+    Selector,
+    Settings,
+    Sourced,
+)
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
@@ -20,7 +27,11 @@ STEM = ROOT + "Conv2d[conv1]/conv2d"
 RELU = ROOT + "relu"
 FC = ROOT + "Linear[fc]/linear"
 BLOCK = ROOT + "Sequential[layer1]/Block[0]/"
-CONV1, CONV2, ADD = BLOCK + "Conv2d[conv1]/conv2d", BLOCK + "Conv2d[conv2]/conv2d", BLOCK + "add"
+CONV1, CONV2, ADD = (
+    BLOCK + "Conv2d[conv1]/conv2d",
+    BLOCK + "Conv2d[conv2]/conv2d",
+    BLOCK + "add",
+)
 OUT = "ReLU[relu]/relu.1"
 ALL = ["input", "weights", "bias", "activation"]
 
@@ -67,7 +78,11 @@ def test_a_type_entry_reaches_the_relu_its_convolution_is_quantized_after(planne
 
 
 @pytest.mark.parametrize(
-    ("toy", "point"), [("mobile", "Mobile::Mobile/ReLU6[act]/relu6"), ("functional", "Functional::Functional/relu6")]
+    ("toy", "point"),
+    [
+        ("mobile", "Mobile::Mobile/ReLU6[act]/relu6"),
+        ("functional", "Functional::Functional/relu6"),
+    ],
 )
 def test_a_type_entry_reaches_the_relu6_too(planned: Any, toy: str, point: str) -> None:
     plan = planned(layer(type="Conv2d", tensor={"activation": {"bit_width": 6}}), toy=toy)
@@ -84,7 +99,9 @@ def test_the_stronger_selector_wins_whatever_the_order(planned: Any) -> None:
     for last in range(len(entries)):
         plan = planned(*entries[last:])
         assert spec(plan, STEM, "weights").bit_width == 3 + last
-        assert spec(plan, STEM, "weights") == spec(planned(*reversed(entries[last:])), STEM, "weights")
+        assert spec(plan, STEM, "weights") == spec(
+            planned(*reversed(entries[last:])), STEM, "weights"
+        )
         assert spec(plan, CONV1, "weights").bit_width == 6
         assert spec(plan, FC, "weights").bit_width == 8
 
@@ -94,19 +111,39 @@ def test_the_later_of_two_equal_selectors_wins_and_says_so(planned: Any) -> None
     assert spec(plan, CONV1, "weights").bit_width == 5
     found = only(plan, "QZ403")
     assert found.severity == "warning"
-    assert found.message == ("layer_quantize_config[1] overrides layer_quantize_config[0]: both select by path")
+    assert found.message == (
+        "layer_quantize_config[1] overrides layer_quantize_config[0]: both select by path"
+    )
 
 
 def test_tensor_blocks_and_fields_are_inherited_one_by_one(planned: Any) -> None:
-    entry = layer(type="Conv2d", tensor={"weights": {"per_channel": True}, "activation": {"round_mode": "half_up"}})
+    entry = layer(
+        type="Conv2d",
+        tensor={"weights": {"per_channel": True}, "activation": {"round_mode": "half_up"}},
+    )
     plan = planned(
-        entry, tensor={"activation": {"percentage": 99.5, "method": "percentile"}, "bias": {"bit_width": 16}}
+        entry,
+        tensor={
+            "activation": {"percentage": 99.5, "method": "percentile"},
+            "bias": {"bit_width": 16},
+        },
     )
     weights, activation = spec(plan, STEM, "weights"), spec(plan, RELU, "activation")
-    assert (weights.qscheme, weights.ch_axis, weights.round_mode) == ("per_channel", 0, "half_even")
+    assert (weights.qscheme, weights.ch_axis, weights.round_mode) == (
+        "per_channel",
+        0,
+        "half_even",
+    )
     # The entry's own complete block sets method again; it does not mention percentage.
-    assert (activation.round_mode, activation.method, activation.percentage) == ("half_up", "maxmin", 99.5)
-    assert (spec(plan, FC, "activation").method, spec(plan, FC, "activation").percentage) == ("percentile", 99.5)
+    assert (activation.round_mode, activation.method, activation.percentage) == (
+        "half_up",
+        "maxmin",
+        99.5,
+    )
+    assert (spec(plan, FC, "activation").method, spec(plan, FC, "activation").percentage) == (
+        "percentile",
+        99.5,
+    )
     assert (spec(plan, FC, "bias").bit_width, spec(plan, STEM, "bias").bit_width) == (16, 8)
 
 
@@ -159,7 +196,9 @@ def test_an_input_of_its_own_only_where_it_differs(planned: Any) -> None:
 
 
 def test_a_word_that_nothing_reads_makes_no_input_of_its_own(planned: Any) -> None:
-    entry = layer(type="Conv2d", roles=["input", "activation"], tensor={"activation": {"percentage": 99}})
+    entry = layer(
+        type="Conv2d", roles=["input", "activation"], tensor={"activation": {"percentage": 99}}
+    )
     plan = planned(entry, quantizable_data_type=[])
     assert (f"{BLOCK}ReLU[relu]/relu", "activation") in plan.tensors
     assert (CONV2, "input") not in plan.tensors
@@ -181,7 +220,11 @@ def test_first_and_last_layers_can_be_kept_float(planned: Any) -> None:
 def test_add_layers_can_be_kept_float(planned: Any) -> None:
     plan = planned(keep_add_layer_accuracy=True)
     kept = [name for name, reason in plan.floats.items() if reason == "keep_add_layer_accuracy"]
-    assert kept == [f"{ROOT}Sequential[layer1]/Block[{index}]/{op}" for index in (0, 1) for op in ("add", OUT)]
+    assert kept == [
+        f"{ROOT}Sequential[layer1]/Block[{index}]/{op}"
+        for index in (0, 1)
+        for op in ("add", OUT)
+    ]
     assert len(plan.tensors) == len(planned().tensors) - 2
 
 
@@ -212,7 +255,9 @@ def test_an_entry_that_may_find_nothing(planned: Any) -> None:
 
 
 def test_an_old_name_is_a_note(planned: Any) -> None:
-    plan = planned(layer(ROOT + "Conv2d[conv1]/input.2", tensor={"activation": {"round_mode": "half_up"}}))
+    plan = planned(
+        layer(ROOT + "Conv2d[conv1]/input.2", tensor={"activation": {"round_mode": "half_up"}})
+    )
     assert only(plan, "QZ404").severity == "note"
     assert spec(plan, RELU, "activation").round_mode == "half_up"
 
@@ -239,8 +284,12 @@ def rule(text: str, line: int, **fields: Any) -> ConfigRule:
 
 
 def test_a_conflict_that_only_merging_shows_points_at_both_lines() -> None:
-    partial = Config(Settings(), (rule("layer1.*", 10, symmetric=False), rule("layer1.0", 20, method="mse")))
-    plan = resolve(partial, run_passes(traced("residual"), partial.settings), traced("residual"))
+    partial = Config(
+        Settings(), (rule("layer1.*", 10, symmetric=False), rule("layer1.0", 20, method="mse"))
+    )
+    plan = resolve(
+        partial, run_passes(traced("residual"), partial.settings), traced("residual")
+    )
     found = only(plan, "QZ302")  # told once, though several tensors have it
     assert found.severity == "error"
     assert found.place is not None
@@ -248,19 +297,28 @@ def test_a_conflict_that_only_merging_shows_points_at_both_lines() -> None:
     assert "activation of" in found.message
 
 
-def test_integer_values_under_an_inherited_floating_point_datatype_are_an_error(planned: Any) -> None:
-    plan = planned(layer(type="Conv2d", datatype="bfloat16"), layer("layer1.0.conv1", bit_width=4))
+def test_integer_values_under_an_inherited_floating_point_datatype_are_an_error(
+    planned: Any,
+) -> None:
+    plan = planned(
+        layer(type="Conv2d", datatype="bfloat16"), layer("layer1.0.conv1", bit_width=4)
+    )
     found = only(plan, "QZ306")
     assert found.severity == "error"
     assert "the datatype is bfloat16" in found.message
     assert [remark for _, remark in found.related] == ["inherited from here"]
-    plan = planned(layer(type="Conv2d", datatype="bfloat16"), layer("layer1.0.conv1", bit_width=4, datatype="int"))
+    plan = planned(
+        layer(type="Conv2d", datatype="bfloat16"),
+        layer("layer1.0.conv1", bit_width=4, datatype="int"),
+    )
     assert "QZ306" not in codes(plan)
     assert spec(plan, CONV1, "weights").bit_width == 4
 
 
 def test_a_depthwise_convolution_is_a_convolution(planned: Any) -> None:
-    plan = planned(layer(type="Conv2d", tensor={"weights": {"per_channel": True}}), toy="mobile")
+    plan = planned(
+        layer(type="Conv2d", tensor={"weights": {"per_channel": True}}), toy="mobile"
+    )
     found = plan.tensors["Mobile::Mobile/Conv2d[dw]/conv2d", "weights"]
     assert (found.spec.ch_axis, found.scales) == (0, 4)
 
@@ -269,19 +327,27 @@ def test_the_channels_of_a_transposed_convolution_are_on_axis_one(planned: Any) 
     plan = planned(overall={"per_channel": True}, toy="transposed")
     axes = {name.rpartition("/")[2]: (t.spec.ch_axis, t.scales) for (name, role), t in plan.tensors.items()
             if role == "weights"}  # fmt: skip
-    assert axes == {"conv_transpose2d": (1, 6), "conv1d": (0, 4), "conv3d": (0, 2)}, "two groups have three each"
-    assert {t.spec.qscheme for (_, role), t in plan.tensors.items() if role != "weights"} == {"per_tensor"}
+    assert axes == {"conv_transpose2d": (1, 6), "conv1d": (0, 4), "conv3d": (0, 2)}, (
+        "two groups have three each"
+    )
+    assert {t.spec.qscheme for (_, role), t in plan.tensors.items() if role != "weights"} == {
+        "per_tensor"
+    }
 
 
 @pytest.mark.parametrize("datatype", ["float16", "bfloat16"])
-def test_floating_point_formats_are_planned_and_float32_is_left_alone(planned: Any, datatype: str) -> None:
+def test_floating_point_formats_are_planned_and_float32_is_left_alone(
+    planned: Any, datatype: str
+) -> None:
     plan = planned(tensor={"weights": {"datatype": datatype}, "bias": {"datatype": "float32"}})
     assert spec(plan, STEM, "weights").dtype == datatype
     assert "bias" not in plan.of_layer(STEM)
     assert spec(plan, RELU, "activation").dtype == "int"
 
 
-def test_an_entry_whose_datatype_is_float32_leaves_its_layer_float_and_takes_effect(planned: Any) -> None:
+def test_an_entry_whose_datatype_is_float32_leaves_its_layer_float_and_takes_effect(
+    planned: Any,
+) -> None:
     plan = planned(layer("fc", datatype="float32"))
     assert plan.of_layer(FC) == {}
     assert "QZ405" not in codes(plan)

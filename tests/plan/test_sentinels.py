@@ -43,7 +43,9 @@ def anchors(outside: float) -> Tensor:
 class Boxes(nn.Module):
     """Tokens of an image, what is predicted for each, and `body`, which says what becomes of it."""
 
-    def __init__(self, body: Callable[[Any, Tensor, Tensor], Any], outside: float = LARGEST) -> None:
+    def __init__(
+        self, body: Callable[[Any, Tensor, Tensor], Any], outside: float = LARGEST
+    ) -> None:
         super().__init__()
         self.body, self.stem, self.head = body, nn.Conv2d(3, 8, 3, 4, 1), nn.Linear(8, 4)
         self.score, self.last = nn.Linear(8, 1), nn.Linear(4, 3)
@@ -84,12 +86,20 @@ BODIES: dict[str, Body] = {
     "scattered in place": lambda n, y, s: n.last(refilled(y).softmax(-1)),
     "scattered for a minimum": lambda n, y, s: without_first(y, 1e9).amin(-1),
     "joined": lambda n, y, s: torch.cat([y + n.anchors, y - n.anchors], 1).sigmoid(),
-    "the best of some": lambda n, y, s: s.squeeze(-1).masked_fill(~n.valid[..., 0], -INF).topk(8).values.sigmoid(),
+    "the best of some": lambda n, y, s: (
+        s.squeeze(-1).masked_fill(~n.valid[..., 0], -INF).topk(8).values.sigmoid()
+    ),
     "the largest of some": lambda n, y, s: n.last(y.masked_fill(~n.valid, -1e9).amax(1)),
-    "the largest and where": lambda n, y, s: n.last(y.masked_fill(~n.valid, -INF).max(1).values),
+    "the largest and where": lambda n, y, s: n.last(
+        y.masked_fill(~n.valid, -INF).max(1).values
+    ),
     "the least of some": lambda n, y, s: n.last(torch.where(n.valid, y, 1e9).amin(1)),
-    "the logarithm of a mask": lambda n, y, s: (y @ y.mT + n.valid[..., 0].float().log()[:, None]).softmax(-1),
-    "padding of windows": lambda n, y, s: n.last(F.max_pool1d(F.pad(y.mT, (1, 1), value=-INF), 3, 1).mT),
+    "the logarithm of a mask": lambda n, y, s: (
+        y @ y.mT + n.valid[..., 0].float().log()[:, None]
+    ).softmax(-1),
+    "padding of windows": lambda n, y, s: n.last(
+        F.max_pool1d(F.pad(y.mT, (1, 1), value=-INF), 3, 1).mT
+    ),
 }
 
 
@@ -126,14 +136,18 @@ def test_a_layer_in_place_whose_outputs_are_filled_keeps_its_quantizer() -> None
 
 LEGITIMATE: dict[str, Body] = {
     "boxes in pixels": lambda n, y, s: y.sigmoid() * n.sides,
-    "boxes in pixels beside scores": lambda n, y, s: torch.cat([y.sigmoid() * n.sides, s.sigmoid()], -1),
+    "boxes in pixels beside scores": lambda n, y, s: torch.cat(
+        [y.sigmoid() * n.sides, s.sigmoid()], -1
+    ),
     "a far corner": lambda n, y, s: (y + n.sides, s.sigmoid()),
     "a mean that is added again": lambda n, y, s: (y * 50 + n.sides).clamp(0, 255),
     "a mean before a layer": lambda n, y, s: n.last((y - n.sides) / 58),
     "a temperature": lambda n, y, s: (y * n.sides).softmax(-1),
     "a number as temperature": lambda n, y, s: (y @ y.mT * 100).softmax(-1),
     "places that are compared and returned": lambda n, y, s: compared(y + n.sides),
-    "a logarithm of places": lambda n, y, s: n.last(y + (torch.arange(64.0) + 1).log()[:, None]),
+    "a logarithm of places": lambda n, y, s: n.last(
+        y + (torch.arange(64.0) + 1).log()[:, None]
+    ),
 }
 
 
@@ -158,11 +172,15 @@ def test_a_known_trace_without_values_gives_the_same_plan(outside: float, name: 
 
 
 @pytest.mark.parametrize(("outside", "most"), [(300.0, 25.0), (1e4, 5.0), (LARGEST, 5.0)])
-def test_a_tensor_whose_range_a_sentinel_sets_never_looks_perfect(outside: float, most: float) -> None:
+def test_a_tensor_whose_range_a_sentinel_sets_never_looks_perfect(
+    outside: float, most: float
+) -> None:
     """What is returned is quantized by its range, sentinels and all, and the others are what the table is about."""
     model, data = built(lambda n, y, s: y + n.anchors, outside)
     rows = quantizer.calibrate(model, LAYERED, data).test().layers
-    found = {row["layer"].rpartition("/")[2]: row for row in rows if row["tensor"] == "activation"}
+    found = {
+        row["layer"].rpartition("/")[2]: row for row in rows if row["tensor"] == "activation"
+    }
     assert found["add"]["local_sqnr_db"] < most
     assert found["add"]["accumulated_sqnr_db"] < most
     assert found["relu"]["local_sqnr_db"] > 35, "others have their usual figures"
@@ -172,5 +190,7 @@ def test_ends_of_what_saturates_are_no_sentinels() -> None:
     """A sigmoid that is nearly always 0 or 1 has two ends, whose error is what counts."""
     model, data = built(lambda n, y, s: n.last((y * 1000).sigmoid()))
     rows = quantizer.calibrate(model, LAYERED, data).test().layers
-    found = {row["layer"].rpartition("/")[2]: row for row in rows if row["tensor"] == "activation"}
+    found = {
+        row["layer"].rpartition("/")[2]: row for row in rows if row["tensor"] == "activation"
+    }
     assert found["sigmoid"]["local_sqnr_db"] > 45

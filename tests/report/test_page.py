@@ -61,7 +61,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Calibrated."""
     torch.manual_seed(0)
     data = [torch.randn(4, 3, 8, 8) * (1 + at) for at in range(5)]
-    tensor = {"weights": {"per_channel": True}, "activation": {"method": "percentile", "percentage": 99}}
+    tensor = {
+        "weights": {"per_channel": True},
+        "activation": {"method": "percentile", "percentage": 99},
+    }
     result = quantizer.calibrate(Net().eval(), document(tensor=tensor), data)
     place = tmp_path_factory.mktemp("page") / "quantize_result"
     result.save(place)
@@ -80,9 +83,18 @@ def test_texts_are_texts_and_nothing_is_loaded(folder: Path) -> None:
     values["paths"] = {name: f"{HOSTILE}{path}" for name, path in values["paths"].items()}
     for row in values["layers"]:
         row["spec"] = f"{HOSTILE}{row['spec']}"
-    row = {"name": HOSTILE, "index": HOSTILE, "layer": HOSTILE, "kind": HOSTILE, "values": 1, "pooled": 1}
+    row = {
+        "name": HOSTILE,
+        "index": HOSTILE,
+        "layer": HOSTILE,
+        "kind": HOSTILE,
+        "values": 1,
+        "pooled": 1,
+    }
     values["outputs"] = [row | {"output": HOSTILE, "sqnr_db": 1.0, "cosine": 1.0, "equal": 1.0}]
-    values["warnings"] = [{"kind": "below", "output": HOSTILE, "text": HOSTILE, "layer": "", "tensor": ""}]
+    values["warnings"] = [
+        {"kind": "below", "output": HOSTILE, "text": HOSTILE, "layer": "", "tensor": ""}
+    ]
     made = page(values)
     found = Texts(made)
     assert {HOSTILE, f"</pre>{HOSTILE}"} <= set(found.texts)
@@ -109,7 +121,10 @@ def test_the_page_says_what_the_values_say(folder: Path) -> None:
 
 
 def test_figures_are_those_of_the_data(folder: Path) -> None:
-    rows = {(row["layer"].rpartition("/")[2], row["tensor"]): row for row in content(folder)["layers"]}
+    rows = {
+        (row["layer"].rpartition("/")[2], row["tensor"]): row
+        for row in content(folder)["layers"]
+    }
     relu = rows["relu", "activation"]
     assert 0 < relu["clipped"] < 0.02
     assert relu["methods"]["maxmin"][1] > relu["limits"][1] > 0
@@ -135,13 +150,18 @@ def test_a_test_adds_its_figures_and_report_makes_the_same_bytes(tmp_path: Path)
     before = content(tmp_path / "out")
     assert before["metrics"] == {}
     assert all(row["local_sqnr_db"] is None for row in before["layers"])
-    assert run_command(["--quant_mode", "test", *given, "--gate", "sqnr_db>=20", "--gate", "cosine>=0.5"]) == 0
+    assert (
+        run_command(
+            ["--quant_mode", "test", *given, "--gate", "sqnr_db>=20", "--gate", "cosine>=0.5"]
+        )
+        == 0
+    )
     after = content(tmp_path / "out")
     assert after["metrics"]["sqnr_db"] > 20
     assert after["gates"] == {"sqnr_db>=20": True, "cosine>=0.5": True}
-    assert "gate cosine>=0.5 met; gate sqnr_db>=20 met" in (tmp_path / "out" / "report.html").read_text(
-        "utf-8"
-    ).replace("&gt;", ">")
+    assert "gate cosine>=0.5 met; gate sqnr_db>=20 met" in (
+        tmp_path / "out" / "report.html"
+    ).read_text("utf-8").replace("&gt;", ">")
     files = [tmp_path / "out" / name for name in ("report.json", "report.html")]
     written = [path.read_bytes() for path in files]
     files[1].unlink()
@@ -170,18 +190,27 @@ def test_each_dead_channel_counts_and_each_reader_of_a_value_shows_it(tmp_path: 
 
     weight = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
     static = {"weight": weight, "input_tensors": {"dtype": "int8", "qscheme": "per_tensor"}}
-    result = quantizer.calibrate(Readers().eval(), {"global_quant_config": static}, [torch.randn(9, 4)] * 2)
+    result = quantizer.calibrate(
+        Readers().eval(), {"global_quant_config": static}, [torch.randn(9, 4)] * 2
+    )
     result.save(tmp_path / "out")
     rows = content(tmp_path / "out")["layers"]
-    channels = {row["layer"].rpartition("[")[2]: row["channels"] for row in rows if "channels" in row}
-    assert {name: found["dead"] for name, found in channels.items()} == {"many]/linear": 1, "other]/linear": 0}
+    channels = {
+        row["layer"].rpartition("[")[2]: row["channels"] for row in rows if "channels" in row
+    }
+    assert {name: found["dead"] for name, found in channels.items()} == {
+        "many]/linear": 1,
+        "other]/linear": 0,
+    }
     assert len(channels["many]/linear"]["low"]) <= 240
     assert [("histogram" in row) for row in rows if row["tensor"] == "input"] == [True, True]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 12.5])
 def test_metrics_that_are_not_finite_are_shown(folder: Path, value: float) -> None:
-    tested = tables.report({"perplexity": value}, {"perplexity": {"float": 9.0, "quantized": value}}, [], None)
+    tested = tables.report(
+        {"perplexity": value}, {"perplexity": {"float": 9.0, "quantized": value}}, [], None
+    )
     texts = Texts(report_of(open_results(folder), tested)[1]).texts
     assert f"9 → {'12.5' if value == 12.5 else 'not finite'}" in texts
 
@@ -192,7 +221,9 @@ def test_python_writes_the_page_of_the_shell(tmp_path: Path) -> None:
     result = quantizer.calibrate(Net().eval(), document(), data)
     result.save(tmp_path / "out")
     result.report(tmp_path / "calibrated.html")
-    assert (tmp_path / "calibrated.html").read_bytes() == (tmp_path / "out" / "report.html").read_bytes()
+    assert (tmp_path / "calibrated.html").read_bytes() == (
+        tmp_path / "out" / "report.html"
+    ).read_bytes()
     tested = result.test(data)
     result.report(tmp_path / "tested.html", tested)
     texts = Texts((tmp_path / "tested.html").read_text(encoding="utf-8")).texts
@@ -201,7 +232,16 @@ def test_python_writes_the_page_of_the_shell(tmp_path: Path) -> None:
 
 
 def test_a_page_of_little_is_a_page() -> None:
-    nothing: dict[str, Any] = {key: {} for key in ("metrics", "pairs", "gates", "floats", "header", "paths")}
-    nothing |= {"model": "Net", "commands": [], "stamp": None, "layers": [], "algorithms": None, "config": None}
+    nothing: dict[str, Any] = {
+        key: {} for key in ("metrics", "pairs", "gates", "floats", "header", "paths")
+    }
+    nothing |= {
+        "model": "Net",
+        "commands": [],
+        "stamp": None,
+        "layers": [],
+        "algorithms": None,
+        "config": None,
+    }
     nothing["weight_bytes"] = {"float": 0, "quantized": 0}
     assert "0 tensors" in page(nothing)

@@ -11,10 +11,22 @@ from pathlib import Path
 import pytest
 from runs import calibrate, check
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium on this machine")]
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium on this machine"),
+]
 OPTIONS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--dump-dom"),
 )
 
@@ -31,9 +43,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 def shown(page: str, folder: Path, script: str = "") -> str:
     """The page after its own script and this one, as Chromium has it then."""
     file = folder / "page.html"
-    file.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    file.write_text(
+        page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8"
+    )
     command = [CHROMIUM, *OPTIONS, f"--user-data-dir={folder / 'profile'}", file.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
 
 
 class Rows(HTMLParser):
@@ -91,7 +107,16 @@ def test_every_section_is_there_and_drawn(page: str, tmp_path: Path) -> None:
     title = re.search(r"<title>(.*?)</title>", shown(page, tmp_path, boxes), re.DOTALL)
     assert title is not None
     sections, drawings, all_drawn, asked = title[1].split("|")
-    names = ("layers", "depth", "activations", "weights", "data", "coverage", "config", "reproduce")
+    names = (
+        "layers",
+        "depth",
+        "activations",
+        "weights",
+        "data",
+        "coverage",
+        "config",
+        "reproduce",
+    )
     assert sections.split() == [f"{name}:true" for name in names]
     assert int(drawings) > 20
     assert all_drawn == "true"

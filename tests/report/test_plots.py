@@ -53,11 +53,16 @@ def test_each_drawing_is_a_file_of_its_own(report: Report, tmp_path: Path) -> No
         root = ElementTree.parse(path).getroot()
         assert root.tag == f"{SVG}svg" and float(root.attrib["width"]) > 100
         text = path.read_text(encoding="utf-8")
-        assert "var(" not in text and text.count("http") == 1, "its colours are in it, and it loads nothing"
+        assert "var(" not in text and text.count("http") == 1, (
+            "its colours are in it, and it loads nothing"
+        )
 
 
 def test_the_page_has_the_same_drawings(report: Report, tmp_path: Path) -> None:
-    bodies = {path.read_text(encoding="utf-8").partition("/>")[2].strip() for path in report.save_plots(tmp_path)}
+    bodies = {
+        path.read_text(encoding="utf-8").partition("/>")[2].strip()
+        for path in report.save_plots(tmp_path)
+    }
     assert all(body and body in report.html for body in bodies)
 
 
@@ -79,10 +84,14 @@ def test_png_needs_an_extra_and_other_kinds_are_refused(report: Report, tmp_path
 
 
 def test_tensorboard_reads_the_figures(report: Report, tmp_path: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard"
+    )
     report.save_tensorboard(tmp_path)
     events = reader.EventAccumulator(str(tmp_path)).Reload()
-    assert events.Scalars("metric/sqnr_db")[0].value == pytest.approx(report.values["metrics"]["sqnr_db"])
+    assert events.Scalars("metric/sqnr_db")[0].value == pytest.approx(
+        report.values["metrics"]["sqnr_db"]
+    )
     depth = [row for row in report.values["layers"] if row["accumulated_sqnr_db"] is not None]
     assert len(events.Scalars("depth/accumulated_sqnr_db")) == len(depth)
     drawn = [row for row in report.values["layers"] if "histogram" in row]

@@ -38,7 +38,11 @@ def test_every_letter_survives_every_width(width: int) -> None:
     lines = printed(damage_table(ROWS, View()), width).splitlines()
     assert max(map(len, lines)) <= width
     figures = re.sub(r"\s", "", "".join(lines))
-    names = "".join(line[: lines[0].find("tensor")].strip() for line in lines[1:]) if "tensor" in lines[0] else figures
+    names = (
+        "".join(line[: lines[0].find("tensor")].strip() for line in lines[1:])
+        if "tensor" in lines[0]
+        else figures
+    )
     for row in ROWS:
         assert str(row["layer"]) in names
         for value in (f"{row['local_sqnr_db']:.2f}", "28.50", "activation", "int8"):
@@ -49,16 +53,23 @@ def test_every_letter_survives_every_width(width: int) -> None:
     ("width", "shown"),
     [(200, ("spec", "noise")), (100, ("spec",)), (85, ("format", "noise")), (60, ("format",))],
 )
-def test_a_narrower_terminal_shows_fewer_columns_and_a_line_a_row(width: int, shown: tuple[str, ...]) -> None:
+def test_a_narrower_terminal_shows_fewer_columns_and_a_line_a_row(
+    width: int, shown: tuple[str, ...]
+) -> None:
     titles, *rows = printed(damage_table(ROWS, View(PATHS)), width).splitlines()
     kept = {"layer", "tensor", "local", "accumulated", "dB"}
     assert set(titles.split()) == kept | {*shown}
-    assert [row.split()[:2] for row in rows] == [[path, "activation"] for path in PATHS.values()]
+    assert [row.split()[:2] for row in rows] == [
+        [path, "activation"] for path in PATHS.values()
+    ]
     assert ("half_even" in rows[0]) == ("spec" in shown)
 
 
 def test_the_text_of_the_last_column_wraps_before_names_do() -> None:
-    name, why = "backbone.features.12.projection", "a reason of many words that goes on for a while"
+    name, why = (
+        "backbone.features.12.projection",
+        "a reason of many words that goes on for a while",
+    )
     table = Listing(("layer", "why"), [(name, why)])
     for width, first in ((60, name), (55, name[:29])):
         titles, *lines = printed(table, width).splitlines()
@@ -66,7 +77,9 @@ def test_the_text_of_the_last_column_wraps_before_names_do() -> None:
         assert lines[0][:at].strip() == first
         assert "".join(line[:at].strip() for line in lines) == name
         assert " ".join(line[at:].strip() for line in lines) == why
-    assert printed(table, 45).splitlines()[0].strip() == name, "each row is its name and, below, the rest"
+    assert printed(table, 45).splitlines()[0].strip() == name, (
+        "each row is its name and, below, the rest"
+    )
 
 
 def test_only_the_worst_rows_are_shown_and_how_to_see_the_others() -> None:
@@ -75,28 +88,43 @@ def test_only_the_worst_rows_are_shown_and_how_to_see_the_others() -> None:
     assert lines[3:] == [f"2 more tensors, 1 of them without loss: {BELOW}"]
     few = printed(damage_table([*ROWS, EXACT], View(PATHS, top=15)), 100).splitlines()
     assert few[-1] == f"1 more tensor, all without loss: {BELOW}"
-    assert printed(damage_table([EXACT], View(top=15)), 100) == f"1 tensor, all without loss: {BELOW}\n"
-    assert "200.00" in printed(damage_table([*ROWS, EXACT], View()), 200), "without a limit nothing is left out"
+    assert (
+        printed(damage_table([EXACT], View(top=15)), 100)
+        == f"1 tensor, all without loss: {BELOW}\n"
+    )
+    assert "200.00" in printed(damage_table([*ROWS, EXACT], View()), 200), (
+        "without a limit nothing is left out"
+    )
 
 
-def test_rows_that_are_left_out_are_those_that_matter_least_and_the_others_keep_their_order() -> None:
+def test_rows_that_are_left_out_are_those_that_matter_least_and_the_others_keep_their_order() -> (
+    None
+):
     rows = [(f"Net::Net/{name}", "") for name in "abcde"]
-    table = View(top=2).listing(("layer", "why"), rows, [3.0, 1.0, None, 2.0, None], idle="in float")
+    table = View(top=2).listing(
+        ("layer", "why"), rows, [3.0, 1.0, None, 2.0, None], idle="in float"
+    )
     assert [row[0] for row in table.rows] == ["Net::Net/b", "Net::Net/d"]
     assert table.note == "3 more layers, 2 of them in float: --top all shows them"
 
 
 def test_only_the_layers_asked_for_are_shown() -> None:
-    table = View(layers=frozenset({"Net::Net/b"})).listing(("layer", "why"), [("Net::Net/a", ""), ("Net::Net/b", "")])
+    table = View(layers=frozenset({"Net::Net/b"})).listing(
+        ("layer", "why"), [("Net::Net/a", ""), ("Net::Net/b", "")]
+    )
     assert (list(table.rows), table.note) == ([("Net::Net/b", "")], "")
 
 
 def test_layers_are_called_alike_in_every_column() -> None:
     add = Node("Net::Net/Block[0]/add", "add", "", scope="0", shape=(None, 8, 4))
-    relu = Node("Net::Net/Block[0]/ReLU[relu]/relu.1", "relu", "", scope="0.relu", shape=(None, 8, 4))
+    relu = Node(
+        "Net::Net/Block[0]/ReLU[relu]/relu.1", "relu", "", scope="0.relu", shape=(None, 8, 4)
+    )
     graph = Graph("Net", (add, relu), (), {})
     view = View({add.name: "0.add", relu.name: "0.relu.1"})
-    table = layer_table(graph, [(relu.name, "activation")], {add.name: f"quantized at {relu.name}"}, view)
+    table = layer_table(
+        graph, [(relu.name, "activation")], {add.name: f"quantized at {relu.name}"}, view
+    )
     assert list(table.rows) == [
         ("0.add", "add", "bx8x4", "quantized at 0.relu.1"),
         ("0.relu.1", "relu", "bx8x4", "activation"),
@@ -104,11 +132,15 @@ def test_layers_are_called_alike_in_every_column() -> None:
 
 
 def test_the_bar_is_the_noise_against_the_worst() -> None:
-    bars = [line.count("█") for line in printed(damage_table(ROWS, View()), 200).splitlines()[1:]]
+    bars = [
+        line.count("█") for line in printed(damage_table(ROWS, View()), 200).splitlines()[1:]
+    ]
     assert bars == [20, 2, 0], "10 dB better is a tenth of the noise"
 
 
 def test_tables_of_nothing_and_of_the_perfect() -> None:
     assert "layer" in printed(damage_table([], View()), 100)
-    perfect = damage_table([{**ROWS[0], "local_sqnr_db": float("inf"), "accumulated_sqnr_db": None}], View())
+    perfect = damage_table(
+        [{**ROWS[0], "local_sqnr_db": float("inf"), "accumulated_sqnr_db": None}], View()
+    )
     assert "█" not in printed(perfect, 200)

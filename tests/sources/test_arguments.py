@@ -18,8 +18,16 @@ from quantizer.cli.main import run_command
 from quantizer.errors import DataError
 from quantizer.sources.data import load_batches
 
-IMAGES, TOKENS, FLAGS = torch.randn(4, 3, 2, 2), torch.arange(12).view(4, 3), torch.ones(4, 3, dtype=torch.long)
-CLASSES, VALUES, MAPS = torch.arange(4), torch.randn(4, 1), torch.zeros(4, 2, 2, dtype=torch.long)
+IMAGES, TOKENS, FLAGS = (
+    torch.randn(4, 3, 2, 2),
+    torch.arange(12).view(4, 3),
+    torch.ones(4, 3, dtype=torch.long),
+)
+CLASSES, VALUES, MAPS = (
+    torch.arange(4),
+    torch.randn(4, 1),
+    torch.zeros(4, 2, 2, dtype=torch.long),
+)
 
 
 class One(nn.Module):
@@ -47,19 +55,27 @@ class Supervised(nn.Module):
 
 
 class Clip(nn.Module):
-    def forward(self, input_ids: Any = None, pixel_values: Any = None, return_loss: bool | None = None) -> Any: ...
+    def forward(
+        self, input_ids: Any = None, pixel_values: Any = None, return_loss: bool | None = None
+    ) -> Any: ...
 
 
 class Vision(nn.Module):
-    def forward(self, pixel_values: Any = None, bool_masked_pos: Any = None, output: bool = False) -> Any: ...
+    def forward(
+        self, pixel_values: Any = None, bool_masked_pos: Any = None, output: bool = False
+    ) -> Any: ...
 
 
 class Tagger(nn.Module):
-    def forward(self, input_ids: Any = None, mask: Any = None, types: Any = None, labels: Any = None) -> Any: ...
+    def forward(
+        self, input_ids: Any = None, mask: Any = None, types: Any = None, labels: Any = None
+    ) -> Any: ...
 
 
 class Segmenter(nn.Module):
-    def forward(self, pixel_values: Any = None, labels: Any = None, output: bool | None = None) -> Any: ...
+    def forward(
+        self, pixel_values: Any = None, labels: Any = None, output: bool | None = None
+    ) -> Any: ...
 
 
 class Several(nn.Module):
@@ -69,8 +85,20 @@ class Several(nn.Module):
 CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], bool, str]] = {
     "a class for each": (One, (IMAGES, CLASSES), ("x",), True, "(input, target) pairs"),
     "a map for each": (One, (IMAGES, MAPS), ("x",), True, "(input, target) pairs"),
-    "a class, and an optional mask": (Masked, (IMAGES, CLASSES), ("x",), True, "batches fill x of forward(), not mask"),
-    "perhaps a mask": (Masked, (TOKENS, FLAGS), ("x",), True, "not mask, and have a target; calibration ignores the "),
+    "a class, and an optional mask": (
+        Masked,
+        (IMAGES, CLASSES),
+        ("x",),
+        True,
+        "batches fill x of forward(), not mask",
+    ),
+    "perhaps a mask": (
+        Masked,
+        (TOKENS, FLAGS),
+        ("x",),
+        True,
+        "not mask, and have a target; calibration ignores the ",
+    ),
     "a mask and a class": (
         Masked,
         (TOKENS, FLAGS, CLASSES),
@@ -80,22 +108,106 @@ CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], bool, str]] = {
     ),
     "switches": (Switched, (IMAGES, MAPS), ("x",), True, "(input, target) pairs"),
     "one that has a default": (Usual, [IMAGES], ("x",), False, ""),
-    "one that has a default, and a class": (Usual, (IMAGES, CLASSES), ("x",), True, "(input, target) pairs"),
-    "two that are needed": (Two, (IMAGES, TOKENS), ("image", "text"), False, "batches fill image, text of forward()"),
-    "and a target": (Two, (IMAGES, TOKENS, CLASSES), ("image", "text"), True, "and have a target"),
-    "CLIP": (Clip, (TOKENS, IMAGES), ("input_ids", "pixel_values"), False, "fill input_ids, pixel_values of forward()"),
-    "CLIP with classes": (Clip, (TOKENS, IMAGES, CLASSES), ("input_ids", "pixel_values"), True, "and have a target"),
+    "one that has a default, and a class": (
+        Usual,
+        (IMAGES, CLASSES),
+        ("x",),
+        True,
+        "(input, target) pairs",
+    ),
+    "two that are needed": (
+        Two,
+        (IMAGES, TOKENS),
+        ("image", "text"),
+        False,
+        "batches fill image, text of forward()",
+    ),
+    "and a target": (
+        Two,
+        (IMAGES, TOKENS, CLASSES),
+        ("image", "text"),
+        True,
+        "and have a target",
+    ),
+    "CLIP": (
+        Clip,
+        (TOKENS, IMAGES),
+        ("input_ids", "pixel_values"),
+        False,
+        "fill input_ids, pixel_values of forward()",
+    ),
+    "CLIP with classes": (
+        Clip,
+        (TOKENS, IMAGES, CLASSES),
+        ("input_ids", "pixel_values"),
+        True,
+        "and have a target",
+    ),
     "CLIP with one": (Clip, (TOKENS,), ("input_ids",), False, ""),
-    "a ViT with classes": (Vision, (IMAGES, CLASSES), ("pixel_values",), True, "not bool_masked_pos"),
-    "a ViT with values": (Vision, (IMAGES, VALUES), ("pixel_values",), True, "not bool_masked_pos"),
-    "a ViT with patches": (Vision, (IMAGES, FLAGS.bool()), ("pixel_values", "bool_masked_pos"), False, "fill pixel"),
+    "a ViT with classes": (
+        Vision,
+        (IMAGES, CLASSES),
+        ("pixel_values",),
+        True,
+        "not bool_masked_pos",
+    ),
+    "a ViT with values": (
+        Vision,
+        (IMAGES, VALUES),
+        ("pixel_values",),
+        True,
+        "not bool_masked_pos",
+    ),
+    "a ViT with patches": (
+        Vision,
+        (IMAGES, FLAGS.bool()),
+        ("pixel_values", "bool_masked_pos"),
+        False,
+        "fill pixel",
+    ),
     "tags": (Tagger, (TOKENS, TOKENS), ("input_ids",), True, "not mask"),
-    "a mask and tags": (Tagger, (TOKENS, FLAGS, TOKENS), ("input_ids", "mask"), True, "and have a target"),
-    "a mask and classes": (Tagger, (TOKENS, FLAGS, CLASSES), ("input_ids", "mask"), True, "not types"),
-    "a map where labels are": (Segmenter, (IMAGES, MAPS), ("pixel_values",), True, "(input, target) pairs"),
-    "a dict": (Clip, {"pixel_values": IMAGES, "input_ids": TOKENS}, ("pixel_values", "input_ids"), False, "batches"),
-    "a dict and classes": (Clip, ({"input_ids": TOKENS}, CLASSES), ("input_ids",), True, "(input, target) pairs"),
-    "a dict and tags": (Tagger, ({"input_ids": TOKENS}, TOKENS), ("input_ids",), True, "(input, target) pairs"),
+    "a mask and tags": (
+        Tagger,
+        (TOKENS, FLAGS, TOKENS),
+        ("input_ids", "mask"),
+        True,
+        "and have a target",
+    ),
+    "a mask and classes": (
+        Tagger,
+        (TOKENS, FLAGS, CLASSES),
+        ("input_ids", "mask"),
+        True,
+        "not types",
+    ),
+    "a map where labels are": (
+        Segmenter,
+        (IMAGES, MAPS),
+        ("pixel_values",),
+        True,
+        "(input, target) pairs",
+    ),
+    "a dict": (
+        Clip,
+        {"pixel_values": IMAGES, "input_ids": TOKENS},
+        ("pixel_values", "input_ids"),
+        False,
+        "batches",
+    ),
+    "a dict and classes": (
+        Clip,
+        ({"input_ids": TOKENS}, CLASSES),
+        ("input_ids",),
+        True,
+        "(input, target) pairs",
+    ),
+    "a dict and tags": (
+        Tagger,
+        ({"input_ids": TOKENS}, TOKENS),
+        ("input_ids",),
+        True,
+        "(input, target) pairs",
+    ),
     "a dict with labels": (
         Masked,
         {"x": IMAGES, "mask": FLAGS, "labels": CLASSES},
@@ -103,7 +215,13 @@ CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], bool, str]] = {
         True,
         "fill x, mask",
     ),
-    "a dict with a y that is needed": (Supervised, {"x": IMAGES, "y": MAPS}, ("x", "y"), False, "batches fill x, y"),
+    "a dict with a y that is needed": (
+        Supervised,
+        {"x": IMAGES, "y": MAPS},
+        ("x", "y"),
+        False,
+        "batches fill x, y",
+    ),
     "any number": (Several, (IMAGES, CLASSES), ("argument 0",), True, "(input, target) pairs"),
 }
 
@@ -122,8 +240,13 @@ def test_what_a_batch_fills(name: str, caplog: pytest.LogCaptureFixture) -> None
     assert all(said in message for message in messages)
 
 
-@pytest.mark.parametrize(("name", "level"), [("perhaps a mask", "WARNING"), ("a class, and an optional mask", "INFO")])
-def test_what_may_be_an_input_is_a_warning(name: str, level: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("perhaps a mask", "WARNING"), ("a class, and an optional mask", "INFO")],
+)
+def test_what_may_be_an_input_is_a_warning(
+    name: str, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
     module, item, *_ = CASES[name]
     with caplog.at_level(logging.INFO):
         next(iter(load_batches([item], module=module())))
@@ -136,8 +259,15 @@ def test_more_than_there_is_room_for() -> None:
         list(load_batches([(IMAGES, CLASSES, MAPS, MAPS, MAPS)], module=Switched()))
 
 
-FILES: dict[str, tuple[type[nn.Module], dict[str, Tensor], tuple[str, ...], tuple[str, ...]]] = {
-    "by name": (Clip, {"input_ids": TOKENS, "pixel_values": IMAGES}, ("input_ids", "pixel_values"), ()),
+FILES: dict[
+    str, tuple[type[nn.Module], dict[str, Tensor], tuple[str, ...], tuple[str, ...]]
+] = {
+    "by name": (
+        Clip,
+        {"input_ids": TOKENS, "pixel_values": IMAGES},
+        ("input_ids", "pixel_values"),
+        (),
+    ),
     "beside the input": (Masked, {"x": IMAGES, "mask": FLAGS}, ("mask", "x"), ()),
     "beside another name of it": (Masked, {"images": IMAGES, "mask": FLAGS}, ("x", "mask"), ()),
     "that nothing takes": (One, {"data": IMAGES, "weights": VALUES}, ("x",), ("weights",)),
@@ -146,7 +276,9 @@ FILES: dict[str, tuple[type[nn.Module], dict[str, Tensor], tuple[str, ...], tupl
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_tensors_of_files_fill_what_has_their_name(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_of_files_fill_what_has_their_name(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module, tensors, names, left_out = FILES[name]
     save_file(tensors, tmp_path / "data.safetensors")
     with caplog.at_level(logging.INFO):
@@ -175,12 +307,25 @@ def calibration_data():
 def test_runs_and_plans_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "both.py").write_text(CODE)
     (tmp_path / "config.json").write_text(json.dumps(document()))
-    given = ["--config_file", str(tmp_path / "config.json"), "--model", str(tmp_path / "both.py")]
-    expected = {"arguments": ["image", "text"], "target": False, "passed_over": "", "left_out": []}
+    given = [
+        "--config_file",
+        str(tmp_path / "config.json"),
+        "--model",
+        str(tmp_path / "both.py"),
+    ]
+    expected = {
+        "arguments": ["image", "text"],
+        "target": False,
+        "passed_over": "",
+        "left_out": [],
+    }
     for _ in range(2):  # the second plan is of a trace that was kept
         assert run_command(["plan", *given, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["data"] == expected
-    assert run_command(["--quant_mode", "calib", *given, "--output_dir", str(tmp_path / "out")]) == 0
+    assert (
+        run_command(["--quant_mode", "calib", *given, "--output_dir", str(tmp_path / "out")])
+        == 0
+    )
     assert "batches fill image, text of forward()" in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "run.json").read_text())["data"] == expected
 
@@ -188,8 +333,18 @@ def test_runs_and_plans_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_clip_model_reads_both(caplog: pytest.LogCaptureFixture) -> None:
     transformers = pytest.importorskip("transformers", reason="its models (extra: llm)")
     torch.manual_seed(0)
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = size | {"vocab_size": 20, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1}
+    size = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    text = size | {
+        "vocab_size": 20,
+        "max_position_embeddings": 8,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     vision = size | {"image_size": 8, "patch_size": 4}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=4)
     pair = torch.randint(2, 20, (2, 5)), torch.randn(2, 3, 8, 8)

@@ -54,7 +54,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (place / "tokenizer_config.json").write_text(json.dumps(words))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     return place
 
 
@@ -62,7 +64,9 @@ def test_code_of_a_folder_runs_only_where_it_is_trusted(folder: Path) -> None:
     with pytest.raises(ModelError, match="Own is code in this folder") as caught:
         load_model(str(folder))
     assert "--trust" in (caught.value.help or "")
-    with pytest.raises(DataError, match=r"the tokenizer of .* is code in this folder") as refused:
+    with pytest.raises(
+        DataError, match=r"the tokenizer of .* is code in this folder"
+    ) as refused:
         load_tokenizer(folder)
     assert "--trust" in (refused.value.help or "")
     assert not (folder.parent / "ran").exists()
@@ -85,18 +89,25 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ModelError, match=r"lacks weights of LlamaForCausalLM, 1 in all: model\.layers\.0\.mlp\.up_proj"
+        ModelError,
+        match=r"lacks weights of LlamaForCausalLM, 1 in all: model\.layers\.0\.mlp\.up_proj",
     ):
         load_model(str(place))
 
 
-OUTSIDE = ("../other/model.safetensors", "{elsewhere}/model.safetensors", "sub/../../other/model.safetensors")
+OUTSIDE = (
+    "../other/model.safetensors",
+    "{elsewhere}/model.safetensors",
+    "sub/../../other/model.safetensors",
+)
 
 
 @pytest.mark.parametrize("kind", ["index", "config", "index of config"])
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("trust", [False, True])
-def test_a_folder_names_its_own_files_only(kind: str, name: str, trust: bool, tmp_path: Path) -> None:
+def test_a_folder_names_its_own_files_only(
+    kind: str, name: str, trust: bool, tmp_path: Path
+) -> None:
     place, other = (saved(tmp_path / each, llama()) for each in ("model", "other"))
     name = name.format(elsewhere=other)
     weights = load_file(place / "model.safetensors")
@@ -116,7 +127,9 @@ def test_a_folder_names_its_own_files_only(kind: str, name: str, trust: bool, tm
     assert name in caught.value.message
 
 
-@pytest.mark.parametrize("index", ['{"weight_map": []}', '{"weight_map": {"a": 1}}', "[]", "{}"])
+@pytest.mark.parametrize(
+    "index", ['{"weight_map": []}', '{"weight_map": {"a": 1}}', "[]", "{}"]
+)
 def test_an_index_that_names_no_files_is_a_sentence(index: str, tmp_path: Path) -> None:
     place = saved(tmp_path / "model", llama())
     (place / "model.safetensors").unlink()
@@ -137,14 +150,18 @@ def test_an_index_may_name_files_in_folders_below(tmp_path: Path) -> None:
 
 def test_a_model_of_transformers_from_a_factory_needs_no_switch(tmp_path: Path) -> None:
     """Its cache of keys is on by default, and no trace could keep it."""
-    (tmp_path / "net.py").write_text("from llamas import llama, tokens as calibration_data\n\nmodel = llama\n")
+    (tmp_path / "net.py").write_text(
+        "from llamas import llama, tokens as calibration_data\n\nmodel = llama\n"
+    )
     config = Path(__file__).parents[2] / "configs" / "weight_int8.json"
     given = ["--model", str(tmp_path / "net.py"), "--output_dir", str(tmp_path / "out"), "-q"]
     assert run_command(["--quant_mode", "calib", *given, "--config_file", str(config)]) == 0
     assert run_command(["--quant_mode", "test", *given]) == 0
 
 
-@pytest.mark.parametrize("config", ['{"architectures": ["nn"]}', '{"architectures": ["NoModel"]}', "[1]", "{"])
+@pytest.mark.parametrize(
+    "config", ['{"architectures": ["nn"]}', '{"architectures": ["NoModel"]}', "[1]", "{"]
+)
 def test_a_config_that_names_no_model_is_a_sentence(config: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match=r"config\.json|transformers, loading"):

@@ -25,7 +25,9 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def paint(path: str, colour: tuple[int, int, int] = (255, 0, 51), size: tuple[int, int] = (6, 4)) -> None:
+def paint(
+    path: str, colour: tuple[int, int, int] = (255, 0, 51), size: tuple[int, int] = (6, 4)
+) -> None:
     """Write an image of one colour."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, colour).save(path)
@@ -59,7 +61,9 @@ def test_resize_takes_the_shorter_side_and_crop_the_centre() -> None:
     assert x[0].round().tolist() == [[30, 40], [30, 40]]
     assert x[1].round().tolist() == [[10, 10], [20, 20]]
     assert only({**PLAIN, "resize": 2}).args[0].shape == (1, 3, 2, 4)
-    assert only({**PLAIN, "resize": 6, "crop": 5, "interpolation": "nearest"}).args[0].shape == (1, 3, 5, 5)
+    assert only({**PLAIN, "resize": 6, "crop": 5, "interpolation": "nearest"}).args[
+        0
+    ].shape == (1, 3, 5, 5)
 
 
 def test_one_mean_reads_grey_images() -> None:
@@ -121,7 +125,10 @@ def test_preprocessing_may_stand_in_a_file() -> None:
         ('{"mean": [NaN], "std": [1]}', "'mean' must be"),
         ('{"mean": [0, 0], "std": [1, 1]}', "'mean' must be a list of one or three numbers"),
         ('{"mean": [0], "std": [1, 1, 1]}', "must have the same length"),
-        ('{"mean": [0], "std": [1], "interpolation": "cubic"}', "'interpolation' must be one of nearest, bilinear"),
+        (
+            '{"mean": [0], "std": [1], "interpolation": "cubic"}',
+            "'interpolation' must be one of nearest, bilinear",
+        ),
     ],
 )
 def test_preprocessing_that_makes_no_sense(text: str, sentence: str) -> None:
@@ -138,7 +145,10 @@ def test_images_that_cannot_be_used_are_named() -> None:
     Path("d/a.png").write_bytes(Path("whole.png").read_bytes()[:100])
     assert "a.png cannot be read as an image" in refusal(json.dumps(PLAIN)).message
     paint("d/a.png", size=(6, 4))
-    assert "a.png is 6x4, smaller than the crop of 5" in refusal(json.dumps({**PLAIN, "crop": 5})).message
+    assert (
+        "a.png is 6x4, smaller than the crop of 5"
+        in refusal(json.dumps({**PLAIN, "crop": 5})).message
+    )
     paint("d/b.png", size=(4, 6))
     assert "the images differ in size" in refusal(json.dumps(PLAIN)).message
 
@@ -153,7 +163,10 @@ def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     paint("d/a.png")
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     error = refusal(json.dumps(PLAIN))
-    assert (error.message, error.help) == ("reading images needs pillow", "pip install 'quantizer-torch[images]'")
+    assert (error.message, error.help) == (
+        "reading images needs pillow",
+        "pip install 'quantizer-torch[images]'",
+    )
 
 
 def test_stopping_early_ends_the_reading_thread() -> None:
@@ -167,9 +180,13 @@ def test_stopping_early_ends_the_reading_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_a_file_that_is_no_raster_image_is_not_opened_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_no_raster_image_is_not_opened_whatever_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Path("d").mkdir()
-    Path("d/a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
+    Path("d/a.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    )
     started: list[Any] = []
     monkeypatch.setattr("subprocess.Popen", lambda *args, **settings: started.append(args))
     assert "d/a.png cannot be read as an image" in refusal(json.dumps(PLAIN)).message
@@ -189,7 +206,10 @@ def test_a_small_file_cannot_ask_for_any_number_of_pixels(
     paint("d/a.png", size=size)
     settings = {**PLAIN, **preprocess, "max_pixels": 1_000_000}
     error = refusal(json.dumps(settings))
-    assert (said, "max_pixels") == (error.message, "max_pixels" if "max_pixels" in (error.help or "") else "")
+    assert (said, "max_pixels") == (
+        error.message,
+        "max_pixels" if "max_pixels" in (error.help or "") else "",
+    )
     assert only({**settings, "max_pixels": 20_000_000}).args[0].numel() > 3_000_000
     before = Image.MAX_IMAGE_PIXELS
     assert only({**settings, "max_pixels": 20_000_000}) and before == Image.MAX_IMAGE_PIXELS

@@ -51,11 +51,19 @@ def refusal(batches: Batches) -> str:
 
 def test_a_tensor_is_the_input() -> None:
     batch = only([X])
-    assert (batch.args, batch.kwargs, batch.target, batch.raw, batch.size) == ((X,), {}, None, X, 4)
+    assert (batch.args, batch.kwargs, batch.target, batch.raw, batch.size) == (
+        (X,),
+        {},
+        None,
+        X,
+        4,
+    )
 
 
 @pytest.mark.parametrize("pair", [(X, Y), [X, Y]])
-def test_of_a_pair_the_model_gets_the_first(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_pair_the_model_gets_the_first(
+    pair: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         batches = load_batches([pair, pair], module=OneInput())
         next(iter(batches))
@@ -80,7 +88,12 @@ def test_a_dict_gives_keyword_arguments() -> None:
 
 def test_to_moves_every_tensor() -> None:
     moved = only([({"a": X, "b": [X, "text"]}, Y)]).to("meta")
-    assert moved.kwargs["a"].is_meta and moved.kwargs["b"][0].is_meta and moved.target.is_meta and moved.raw[1].is_meta
+    assert (
+        moved.kwargs["a"].is_meta
+        and moved.kwargs["b"][0].is_meta
+        and moved.target.is_meta
+        and moved.raw[1].is_meta
+    )
     assert moved.kwargs["b"][1] == "text"
 
 
@@ -97,7 +110,10 @@ def test_to_moves_every_tensor() -> None:
         (["a"], "holds no tensor"),
         ({}, "holds no tensor"),
         ({1: X}, "is a dict whose keys are not all names"),
-        (torch.tensor([1.0, float("nan"), float("inf")]), "holds NaN or Inf: 2 of 3 values of args[0]"),
+        (
+            torch.tensor([1.0, float("nan"), float("inf")]),
+            "holds NaN or Inf: 2 of 3 values of args[0]",
+        ),
     ],
 )
 def test_an_item_that_is_no_batch(item: Any, sentence: str) -> None:
@@ -126,7 +142,10 @@ def test_a_loader_that_raises_is_told_with_the_batch_and_the_users_line() -> Non
         raise OSError("disk on fire")
 
     sentence = refusal(load_batches(loader))
-    assert "loading batch 1 of the data of the model's file raised OSError: disk on fire" in sentence
+    assert (
+        "loading batch 1 of the data of the model's file raised OSError: disk on fire"
+        in sentence
+    )
     assert 'raise OSError("disk on fire")' in sentence
 
 
@@ -143,7 +162,9 @@ def test_a_function_is_called_for_each_pass_and_a_loader_is_left_alone() -> None
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), wanted=st.integers(1, 60))
 def test_subset_len_counts_samples_exactly(sizes: list[int], wanted: int) -> None:
-    items = [(torch.full((size, 2), float(i)), torch.arange(size)) for i, size in enumerate(sizes)]
+    items = [
+        (torch.full((size, 2), float(i)), torch.arange(size)) for i, size in enumerate(sizes)
+    ]
     batches = list(load_batches(items, subset_len=wanted))
     assert sum(batch.size for batch in batches) == min(wanted, sum(sizes))
     for batch in batches:
@@ -181,14 +202,22 @@ def test_the_fingerprint_is_that_of_the_inputs() -> None:
 def test_random_data_is_seeded_and_stamped() -> None:
     batches = load_batches("random:5x3x2", batch_size=2, seed=1)
     assert batches.stamp == "random data"
-    assert [tuple(batch.args[0].shape) for batch in batches] == [(2, 3, 2), (2, 3, 2), (1, 3, 2)]
-    again, other = (next(iter(load_batches("random:5x3x2", batch_size=2, seed=seed))).args[0] for seed in (1, 2))
+    assert [tuple(batch.args[0].shape) for batch in batches] == [
+        (2, 3, 2),
+        (2, 3, 2),
+        (1, 3, 2),
+    ]
+    again, other = (
+        next(iter(load_batches("random:5x3x2", batch_size=2, seed=seed))).args[0]
+        for seed in (1, 2)
+    )
     assert torch.equal(next(iter(batches)).args[0], again)
     assert not torch.equal(again, other)
 
 
 @pytest.mark.parametrize(
-    "spec", ["random:", "random:3", "random:0x3", "random:3x-1", "random:3xN", "random:9x99999x99999"]
+    "spec",
+    ["random:", "random:3", "random:0x3", "random:3x-1", "random:3xN", "random:9x99999x99999"],
 )
 def test_random_data_of_no_shape(spec: str) -> None:
     with pytest.raises(UsageError):
@@ -216,11 +245,15 @@ def test_a_factory_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_loader_that_draws_gives_the_same_batches_in_every_pass(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy", reason="draws from numpy's global generator (extra: numpy)")
+    numpy = pytest.importorskip(
+        "numpy", reason="draws from numpy's global generator (extra: numpy)"
+    )
 
     def draws() -> Iterator[torch.Tensor]:
         for _ in range(2):
-            yield torch.tensor([random.random(), float(numpy.random.rand()), float(torch.rand(()))]).reshape(1, 3)
+            yield torch.tensor(
+                [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+            ).reshape(1, 3)
 
     batches = load_batches(draws, seed=3)
     first, second = ([batch.args[0] for batch in batches] for _ in range(2))

@@ -71,7 +71,9 @@ def test_a_file_gives_its_conventional_names(folder: Path) -> None:
 
 
 def test_evaluation_data_may_differ_from_calibration_data(folder: Path) -> None:
-    (folder / "net.py").write_text(NET + "def calibration_data(): return [1]\nevaluation_data = [2]\n")
+    (folder / "net.py").write_text(
+        NET + "def calibration_data(): return [1]\nevaluation_data = [2]\n"
+    )
     loaded = load_model("net.py")
     assert loaded.calibration_data and loaded.evaluation_data
     assert (loaded.calibration_data(), loaded.evaluation_data()) == ([1], [2])
@@ -79,12 +81,18 @@ def test_evaluation_data_may_differ_from_calibration_data(folder: Path) -> None:
 
 def test_what_a_file_does_not_define_is_none(folder: Path) -> None:
     loaded = load_model("net.py")
-    assert (loaded.calibration_data, loaded.evaluation_data, loaded.evaluate) == (None, None, None)
+    assert (loaded.calibration_data, loaded.evaluation_data, loaded.evaluate) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_a_factory_a_class_or_a_module_can_be_named(folder: Path) -> None:
     (folder / "net.py").write_text(NET + "net = Net(width=7)\n")
-    widths = [load_model(f"net.py:{name}").module.fc.in_features for name in ("wide", "Net", "net")]
+    widths = [
+        load_model(f"net.py:{name}").module.fc.in_features for name in ("wide", "Net", "net")
+    ]
     assert widths == [5, 3, 7]
 
 
@@ -96,7 +104,9 @@ def test_a_dotted_module_is_found_in_the_working_directory(folder: Path) -> None
 
 
 def test_files_beside_the_model_can_be_imported_also_late(folder: Path) -> None:
-    (folder / "net.py").write_text(NET + "def calibration_data():\n    import batches\n    return batches.ALL\n")
+    (folder / "net.py").write_text(
+        NET + "def calibration_data():\n    import batches\n    return batches.ALL\n"
+    )
     (folder / "batches.py").write_text("ALL = [1, 2, 3]\n")
     loaded = load_model("net.py")
     assert loaded.calibration_data and loaded.calibration_data() == [1, 2, 3]
@@ -107,8 +117,13 @@ def test_two_models_may_each_have_a_file_of_the_same_name_beside_them(folder: Pa
         other = folder / str(width)
         other.mkdir()
         (other / "width.py").write_text(f"WIDTH = {width}\n")
-        (other / "net.py").write_text("from width import WIDTH\n" + NET + "def sized(): return Net(WIDTH)\n")
-    assert [load_model(f"{width}/net.py:sized").module.fc.in_features for width in (4, 6)] == [4, 6]
+        (other / "net.py").write_text(
+            "from width import WIDTH\n" + NET + "def sized(): return Net(WIDTH)\n"
+        )
+    assert [load_model(f"{width}/net.py:sized").module.fc.in_features for width in (4, 6)] == [
+        4,
+        6,
+    ]
 
 
 def test_importing_leaves_no_trace(folder: Path) -> None:
@@ -123,9 +138,17 @@ def test_importing_leaves_no_trace(folder: Path) -> None:
     ("spec", "sentence", "remedy"),
     [
         ("missing.py", "there is no file missing.py", "FILE.py:factory"),
-        ("net", "'net' is neither a file, a folder nor module:factory", "package.module:factory"),
+        (
+            "net",
+            "'net' is neither a file, a folder nor module:factory",
+            "package.module:factory",
+        ),
         ("net.py:wied", "net.py has no 'wied'", "did you mean wide?"),
-        ("no_such_package.nets:build", "there is no module 'no_such_package'", "run from the folder"),
+        (
+            "no_such_package.nets:build",
+            "there is no module 'no_such_package'",
+            "run from the folder",
+        ),
         ("a b/c:build", "'a b/c' is neither a file", "give FILE.py"),
         ("net.py:torch", "torch of net.py is a module, not a function", ""),
         ("net.onnx", "an ONNX graph is not a PyTorch model", "torch.nn.Module"),
@@ -150,10 +173,16 @@ def test_a_spec_that_leads_nowhere(folder: Path, spec: str, sentence: str, remed
         ("def model(): return 3", "model of net.py returned an int, not a torch.nn.Module"),
         ("def model(width, depth=2): ...", "model of net.py needs arguments: width"),
         ("model = 7", "model of net.py is an int, not a function"),
-        ("import no_such_thing", "net.py raised ModuleNotFoundError: No module named 'no_such_thing'"),
+        (
+            "import no_such_thing",
+            "net.py raised ModuleNotFoundError: No module named 'no_such_thing'",
+        ),
         ("def model(:", "net.py raised SyntaxError"),
         ("import sys; sys.exit(0)", "net.py raised SystemExit: 0"),
-        ("evaluate = 3\nfrom torch.nn import Identity as model", "evaluate of net.py is an int"),
+        (
+            "evaluate = 3\nfrom torch.nn import Identity as model",
+            "evaluate of net.py is an int",
+        ),
     ],
 )
 def test_a_file_that_is_wrong(folder: Path, source: str, sentence: str) -> None:
@@ -176,13 +205,18 @@ def test_what_the_users_code_raises_is_told_in_the_users_own_lines(folder: Path)
 
 def test_data_and_metrics_that_fail_say_whose_fault_it_is(folder: Path) -> None:
     (folder / "net.py").write_text(
-        NET + "def calibration_data(): raise OSError('disk on fire')\ndef evaluate(model, data): return 0.5\n"
+        NET
+        + "def calibration_data(): raise OSError('disk on fire')\ndef evaluate(model, data): return 0.5\n"
     )
     loaded = load_model("net.py")
     assert loaded.calibration_data and loaded.evaluate
-    with pytest.raises(DataError, match=r"calibration_data\(\) of net.py raised OSError: disk on fire"):
+    with pytest.raises(
+        DataError, match=r"calibration_data\(\) of net.py raised OSError: disk on fire"
+    ):
         loaded.calibration_data()
-    with pytest.raises(DataError, match=r"evaluate\(\) of net.py returned 0.5, not a dict of numbers"):
+    with pytest.raises(
+        DataError, match=r"evaluate\(\) of net.py returned 0.5, not a dict of numbers"
+    ):
         loaded.evaluate(loaded.module, [])
 
 
@@ -219,7 +253,9 @@ def test_a_program_that_would_run_code_does_not_run(folder: Path) -> None:
         pickled = [name for name in good.namelist() if name.endswith(".pt")]
         assert pickled
         for name in good.namelist():
-            evil.writestr(name, Path("evil.pt").read_bytes() if name in pickled else good.read(name))
+            evil.writestr(
+                name, Path("evil.pt").read_bytes() if name in pickled else good.read(name)
+            )
     assert "can run code" in refusal("evil.pt2").message
     assert "holds weights" in refusal(shutil.copy("evil.pt2", "evil.pth")).message
     assert "is not a weights file" in refusal("net.py", weights="evil.pt2").message
@@ -227,7 +263,9 @@ def test_a_program_that_would_run_code_does_not_run(folder: Path) -> None:
     assert not Path("pwned").exists()
 
 
-def test_a_hugging_face_folder_needs_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hugging_face_folder_needs_transformers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "llama").mkdir()
     (folder / "llama" / "config.json").write_text('{"architectures": ["Tiny"]}')
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

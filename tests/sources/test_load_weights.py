@@ -46,7 +46,9 @@ def refusal(path: str, module: nn.Module | None = None) -> ModelError:
     return caught.value
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"state_dict": s, "epoch": 3}, lambda s: {"model": s}])
+@pytest.mark.parametrize(
+    "wrap", [lambda s: s, lambda s: {"state_dict": s, "epoch": 3}, lambda s: {"model": s}]
+)
 def test_a_state_dict_of_torch_save_is_loaded(wrap: Callable[[Any], Any]) -> None:
     torch.save(wrap(STATE), "net.pth")
     module = nn.Linear(3, 2)
@@ -62,7 +64,11 @@ def test_safetensors_are_loaded() -> None:
 
 
 def test_counters_of_batch_norm_may_be_missing() -> None:
-    state = {name: tensor for name, tensor in nn.BatchNorm2d(2).state_dict().items() if name != "num_batches_tracked"}
+    state = {
+        name: tensor
+        for name, tensor in nn.BatchNorm2d(2).state_dict().items()
+        if name != "num_batches_tracked"
+    }
     save_file(state, "bn.safetensors")
     load_weights(nn.BatchNorm2d(2), "bn.safetensors")
 
@@ -78,7 +84,12 @@ def test_tied_weights_may_be_stored_once() -> None:
 def with_header(end: int = 32, **entry: Any) -> bytes:
     """A safetensors file whose weight has something else in its entry, or whose bias ends elsewhere."""
     weight = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | entry
-    header = json.dumps({"weight": weight, "bias": {"dtype": "F32", "shape": [2], "data_offsets": [end - 8, end]}})
+    header = json.dumps(
+        {
+            "weight": weight,
+            "bias": {"dtype": "F32", "shape": [2], "data_offsets": [end - 8, end]},
+        }
+    )
     return len(header).to_bytes(8, "little") + header.encode() + bytes(32)
 
 
@@ -92,20 +103,46 @@ def whole(path: str) -> bytes:
     [
         ("a.pth", b"", "a.pth cannot be read: it is empty"),
         ("a.safetensors", b"", "a.safetensors cannot be read: it is empty"),
-        ("a.pth", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "it is a Git LFS pointer"),
+        (
+            "a.pth",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+            "it is a Git LFS pointer",
+        ),
         ("a.safetensors", b"\n <!DOCTYPE html><html>404</html>", "it is an HTML page"),
         ("a.pth", b"<html></html>", "it is an HTML page"),
-        ("a.pth", bytes(range(200, 256)) * 9, "it is not a file that torch.save wrote, or it is damaged"),
+        (
+            "a.pth",
+            bytes(range(200, 256)) * 9,
+            "it is not a file that torch.save wrote, or it is damaged",
+        ),
         ("a.safetensors", b"\xff" * 8 + b"{}", "it is truncated or not a safetensors file"),
         ("a.safetensors", save(STATE)[:-3], "it is truncated or not a safetensors file"),
         ("a.safetensors", save(STATE) + b"x", "it is truncated or not a safetensors file"),
-        ("a.safetensors", with_header(end=24), "it is truncated or not a safetensors file"),  # two in one place
-        ("a.safetensors", with_header(dtype="F64"), "it is truncated or not a safetensors file"),
-        ("a.safetensors", with_header(dtype="F99"), "it is truncated or not a safetensors file"),
-        ("a.safetensors", with_header(shape=[1 << 30, 1 << 20]), "it is truncated or not a safetensors file"),
+        (
+            "a.safetensors",
+            with_header(end=24),
+            "it is truncated or not a safetensors file",
+        ),  # two in one place
+        (
+            "a.safetensors",
+            with_header(dtype="F64"),
+            "it is truncated or not a safetensors file",
+        ),
+        (
+            "a.safetensors",
+            with_header(dtype="F99"),
+            "it is truncated or not a safetensors file",
+        ),
+        (
+            "a.safetensors",
+            with_header(shape=[1 << 30, 1 << 20]),
+            "it is truncated or not a safetensors file",
+        ),
     ],
 )
-def test_a_file_that_is_not_a_checkpoint_is_told_apart(name: str, content: bytes, sentence: str) -> None:
+def test_a_file_that_is_not_a_checkpoint_is_told_apart(
+    name: str, content: bytes, sentence: str
+) -> None:
     Path(name).write_bytes(content)
     assert sentence in refusal(name).message
 
@@ -122,8 +159,13 @@ def test_a_missing_file_a_folder_and_a_strange_name() -> None:
     assert "is not a weights file" in refusal("weights.bin").message
 
 
-@pytest.mark.parametrize("write", [torch.save, lambda obj, path: Path(path).write_bytes(pickle.dumps(obj, protocol=2))])
-def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(write: Callable[[Any, str], None]) -> None:
+@pytest.mark.parametrize(
+    "write",
+    [torch.save, lambda obj, path: Path(path).write_bytes(pickle.dumps(obj, protocol=2))],
+)
+def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
+    write: Callable[[Any, str], None],
+) -> None:
     write(Evil(), "evil.pth")
     error = refusal("evil.pth")
     assert "the pickled object posix.mkdir, and loading that could run code" in error.message
@@ -133,7 +175,10 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(write: Callabl
 
 @pytest.mark.parametrize(
     ("content", "blocked"),
-    [(nn.Linear(2, 2), "torch.nn.modules.linear.Linear"), ({"args": argparse.Namespace(lr=1)}, "argparse.Namespace")],
+    [
+        (nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
+        ({"args": argparse.Namespace(lr=1)}, "argparse.Namespace"),
+    ],
 )
 def test_a_pickled_object_is_named(content: object, blocked: str) -> None:
     torch.save(content, "whole.pth")
@@ -182,11 +227,15 @@ def test_of_many_keys_five_are_shown() -> None:
 
 
 def test_the_prefix_of_data_parallel_is_explained() -> None:
-    lines = fault_lines({f"module.{name}": tensor for name, tensor in STATE.items()}, nn.Linear(3, 2))
+    lines = fault_lines(
+        {f"module.{name}": tensor for name, tensor in STATE.items()}, nn.Linear(3, 2)
+    )
     assert "DataParallel" in lines[-1]
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.bfloat16)]
+)
 def test_weights_that_are_not_finite_are_named(value: float, dtype: torch.dtype) -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).to(dtype)
     with torch.no_grad():
@@ -203,8 +252,14 @@ def test_finite_weights_whose_sum_overflows_and_masks_of_minus_infinity_are_fine
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
-@given(position=st.integers(0, 10_000), value=st.integers(0, 255), suffix=st.sampled_from(["pth", "safetensors"]))
-def test_a_flipped_byte_gives_weights_or_a_sentence(position: int, value: int, suffix: str) -> None:
+@given(
+    position=st.integers(0, 10_000),
+    value=st.integers(0, 255),
+    suffix=st.sampled_from(["pth", "safetensors"]),
+)
+def test_a_flipped_byte_gives_weights_or_a_sentence(
+    position: int, value: int, suffix: str
+) -> None:
     content = bytearray(save(STATE) if suffix == "safetensors" else whole_state())
     content[position % len(content)] = value
     Path(f"flipped.{suffix}").write_bytes(content)
@@ -233,11 +288,16 @@ def whole_state() -> bytes:
     ("change", "said"),
     [
         (lambda weight: weight.long(), "weight (torch.int64, the model has torch.float32)"),
-        (lambda weight: torch.complex(weight, weight), "weight (torch.complex64, the model has torch.float32)"),
+        (
+            lambda weight: torch.complex(weight, weight),
+            "weight (torch.complex64, the model has torch.float32)",
+        ),
         (lambda weight: weight.to_sparse(), "weight (sparse)"),
     ],
 )
-def test_values_of_another_kind_are_refused(change: Callable[[Tensor], Tensor], said: str) -> None:
+def test_values_of_another_kind_are_refused(
+    change: Callable[[Tensor], Tensor], said: str
+) -> None:
     torch.save(STATE | {"weight": change(STATE["weight"])}, "net.pth")
     with pytest.raises(ModelError, match="do not fit the model") as caught:
         load_weights(nn.Linear(3, 2), "net.pth")

@@ -62,7 +62,9 @@ def test_several_tensors_without_an_input_name_are_keyword_arguments() -> None:
     assert (batch.args, set(batch.kwargs)) == ((), {"ids", "mask"})
 
 
-@pytest.mark.parametrize("dtype", ["<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1"])
+@pytest.mark.parametrize(
+    "dtype", ["<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1"]
+)
 def test_numpy_files_are_read_exactly(dtype: str) -> None:
     numpy = pytest.importorskip("numpy", reason="writes the files; needs quantizer[numpy]")
     array = (numpy.arange(24).reshape(2, 3, 4) % 7 - 3 * (dtype[1] in "fi")).astype(dtype)
@@ -121,7 +123,11 @@ HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 1)}\n"
         ("a.npy", npy(HEADER)[:20], "its NumPy header is damaged"),
         ("a.npy", npy("__import__('os').mkdir('pwned')"), "its NumPy header is damaged"),
         ("a.npy", npy("[1]"), "its NumPy header is damaged"),
-        ("a.npy", npy(HEADER.replace("(2, 1)", "(-2, -1)"), b"12345678"), "its NumPy header is damaged"),
+        (
+            "a.npy",
+            npy(HEADER.replace("(2, 1)", "(-2, -1)"), b"12345678"),
+            "its NumPy header is damaged",
+        ),
         ("a.npy", npy(HEADER.replace("<f4", "|O"), b"x"), "its dtype '|O' has no tensor"),
         ("a.npy", npy(HEADER.replace("<f4", ">f4"), b"x"), "its dtype '>f4' has no tensor"),
         ("a.npz", b"PK\x03\x04 and no more", "it is truncated or not an npz archive"),
@@ -135,8 +141,14 @@ def test_a_file_that_cannot_be_read(name: str, content: bytes, sentence: str) ->
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
-@given(position=st.integers(0, 10_000), value=st.integers(0, 255), suffix=st.sampled_from(["npy", "npz"]))
-def test_a_flipped_byte_gives_data_or_a_sentence(position: int, value: int, suffix: str) -> None:
+@given(
+    position=st.integers(0, 10_000),
+    value=st.integers(0, 255),
+    suffix=st.sampled_from(["npy", "npz"]),
+)
+def test_a_flipped_byte_gives_data_or_a_sentence(
+    position: int, value: int, suffix: str
+) -> None:
     content = bytearray(npy(HEADER, b"12345678"))
     if suffix == "npz":
         archive = io.BytesIO()

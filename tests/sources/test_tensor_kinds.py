@@ -27,14 +27,22 @@ VALUES = torch.arange(12.0).reshape(4, 3)
 KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "sparse": (VALUES.to_sparse, "is sparse"),
     "rows": (VALUES.to_sparse_csr, "is sparse"),
-    "quantized": (lambda: torch.quantize_per_tensor(VALUES, 0.1, 0, torch.quint8), "is quantized"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(VALUES, 0.1, 0, torch.quint8),
+        "is quantized",
+    ),
     "nested": (lambda: torch.nested.nested_tensor([VALUES, VALUES[:2]]), "is nested"),
-    "jagged": (lambda: torch.nested.nested_tensor([VALUES, VALUES[:2]], layout=torch.jagged), "is nested"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([VALUES, VALUES[:2]], layout=torch.jagged),
+        "is nested",
+    ),
     "meta": (lambda: VALUES.to("meta"), "has no values"),
     "traced": (traced, "has no values"),
     "float8": (lambda: VALUES.to(torch.float8_e4m3fn), "is of the type float8_e4m3fn"),
 }
-STATIC = Config.from_dict({"global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}})
+STATIC = Config.from_dict(
+    {"global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}}
+)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -69,7 +77,9 @@ def test_buffers_of_models(name: str) -> None:
         ModelQuantizer(STATIC).quantize_model(model, [VALUES])
 
 
-@pytest.mark.parametrize("shape", ["(True, 12)", "(12, True)", "(1, 2**70)", f"({1 << 70}, 0)", "('4', 3)"])
+@pytest.mark.parametrize(
+    "shape", ["(True, 12)", "(12, True)", "(1, 2**70)", f"({1 << 70}, 0)", "('4', 3)"]
+)
 def test_sizes_in_headers_of_numpy_that_are_none(shape: str, tmp_path: Path) -> None:
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}".encode()
     content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(48)

@@ -58,13 +58,17 @@ def refusal(spec: str, windows: Windows | None = None, **options: Any) -> str:
 
 
 def words(ids: Tensor) -> list[str]:
-    return ["".join("_" if token == -100 else chr(token) for token in row) for row in ids.tolist()]
+    return [
+        "".join("_" if token == -100 else chr(token) for token in row) for row in ids.tolist()
+    ]
 
 
 def test_windows_follow_each_other_and_are_their_own_targets() -> None:
     Path("a.txt").write_text("abcdefghijk")
     first, second = batches("a.txt", 4)
-    assert [words(batch.args[0]) for batch in (first, second)] == [["abcd"], ["efgh"]], "ijk fills no window"
+    assert [words(batch.args[0]) for batch in (first, second)] == [["abcd"], ["efgh"]], (
+        "ijk fills no window"
+    )
     assert torch.equal(first.target, first.args[0])
     assert torch.equal(first.raw[1], first.target)
 
@@ -78,7 +82,9 @@ def test_overlapping_windows_score_each_token_once() -> None:
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.integers(2, 9), st.data())
-def test_every_token_but_the_first_counts_once_where_windows_overlap(seq_len: int, data: st.DataObject) -> None:
+def test_every_token_but_the_first_counts_once_where_windows_overlap(
+    seq_len: int, data: st.DataObject
+) -> None:
     stride = data.draw(st.integers(1, seq_len - 1))
     length = data.draw(st.integers(seq_len, 60))
     text = [chr(97 + index) for index in range(length)]
@@ -86,7 +92,9 @@ def test_every_token_but_the_first_counts_once_where_windows_overlap(seq_len: in
     path.write_text("".join(text))
     windows = Windows(lambda: lambda text: [ord(letter) for letter in text], seq_len, stride)
     found = list(TextData([path], "text", windows).batches(data.draw(st.integers(1, 4))))
-    targets = torch.cat([batch.target[:, 1:] for batch in found]).flatten()  # the first has nothing before it
+    targets = torch.cat(
+        [batch.target[:, 1:] for batch in found]
+    ).flatten()  # the first has nothing before it
     scored = [chr(token) for token in targets.tolist() if token != -100]
     last = (length - seq_len) // stride * stride + seq_len
     assert scored == text[1:last]
@@ -109,13 +117,16 @@ def test_files_of_a_folder_come_in_order_with_an_empty_line_between() -> None:
 
 def test_texts_that_cannot_be_used() -> None:
     Path("short.txt").write_text("abc")
-    assert "short.txt has 3 tokens, fewer than a window of 4 | give a longer text, or --seq_len 3" in refusal(
-        "short.txt"
+    assert (
+        "short.txt has 3 tokens, fewer than a window of 4 | give a longer text, or --seq_len 3"
+        in refusal("short.txt")
     )
     Path("empty.txt").write_text(" \n")
     assert "empty.txt is empty" in refusal("empty.txt")
     Path("latin.txt").write_bytes("abcd\xe9fgh".encode("latin-1"))
-    assert "latin.txt is not UTF-8 text: byte 0xe9 at offset 4 | save it as UTF-8" in refusal("latin.txt")
+    assert "latin.txt is not UTF-8 text: byte 0xe9 at offset 4 | save it as UTF-8" in refusal(
+        "latin.txt"
+    )
     Path("a.npy").touch()
     assert ". holds tensor files and texts | name one kind, for example *.npy" in refusal(".")
 
@@ -126,11 +137,14 @@ def test_a_tokenizer_is_never_guessed_and_must_be_the_models() -> None:
     Path("a.txt").write_text("abcé")
     module = LanguageModel()
     module.config = SimpleNamespace(vocab_size=128)
-    assert "the tokenizer gives token 195, and the model knows 128 tokens" in refusal("a.txt", module=module)
+    assert "the tokenizer gives token 195, and the model knows 128 tokens" in refusal(
+        "a.txt", module=module
+    )
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "stride", "said"), [(1, None, "two tokens"), (4, 5, "from 1 to"), (4, 0, "from 1")]
+    ("seq_len", "stride", "said"),
+    [(1, None, "two tokens"), (4, 5, "from 1 to"), (4, 0, "from 1")],
 )
 def test_lengths_that_make_no_windows(seq_len: int, stride: int | None, said: str) -> None:
     with pytest.raises(UsageError, match=said):
@@ -140,7 +154,10 @@ def test_lengths_that_make_no_windows(seq_len: int, stride: int | None, said: st
 def test_what_is_no_tokenizer() -> None:
     Path("tokenizer.json").write_text("{}")
     Path("bare").mkdir()
-    for spec, said in {"bare": "the folder bare holds no tokenizer", "missing": "there is no file or folder"}.items():
+    for spec, said in {
+        "bare": "the folder bare holds no tokenizer",
+        "missing": "there is no file or folder",
+    }.items():
         with pytest.raises(DataError, match=said):
             load_tokenizer(spec)
     with pytest.raises(DataError, match="without encode"):
@@ -156,17 +173,25 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError) as caught:
         load_tokenizer(".")
-    assert caught.value.message == "tokenizer.json needs the package tokenizers, which is missing"
+    assert (
+        caught.value.message == "tokenizer.json needs the package tokenizers, which is missing"
+    )
 
 
 def test_a_tokenizers_stored_limit_does_not_cut_the_text() -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="needs quantizer[llm]")
-    words_only = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words_only = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    )
     words_only.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words_only.enable_truncation(3)
     words_only.enable_padding(length=8)
     words_only.save("tokenizer.json")
-    assert load_tokenizer(".")("a b a b a") == load_tokenizer("tokenizer.json")("a b a b a") == [0, 1, 0, 1, 0]
+    assert (
+        load_tokenizer(".")("a b a b a")
+        == load_tokenizer("tokenizer.json")("a b a b a")
+        == [0, 1, 0, 1, 0]
+    )
     Path("tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be read as a tokenizer"):
         load_tokenizer(".")

@@ -26,9 +26,18 @@ ZEROS = torch.zeros(MB, 3)
 
 def npy(tensor: Tensor, shape: str = "") -> bytes:
     """An array of float32, perhaps of another shape than it says."""
-    header = repr({"descr": "<f4", "fortran_order": False, "shape": tuple(tensor.shape)}).encode()
-    header = header.replace(str(tuple(tensor.shape)).encode(), shape.encode()) if shape else header
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + tensor.numpy().tobytes()
+    header = repr(
+        {"descr": "<f4", "fortran_order": False, "shape": tuple(tensor.shape)}
+    ).encode()
+    header = (
+        header.replace(str(tuple(tensor.shape)).encode(), shape.encode()) if shape else header
+    )
+    return (
+        b"\x93NUMPY\x01\x00"
+        + struct.pack("<H", len(header))
+        + header
+        + tensor.numpy().tobytes()
+    )
 
 
 def archived(path: Path, files: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> None:
@@ -59,14 +68,23 @@ def refusal(source: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_what_unpacks_to_more_than_is_allowed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_unpacks_to_more_than_is_allowed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / name
     BOMBS[name](path)
     assert path.stat().st_size < MB / 10
     said = refusal(str(path), max_unpacked=2 * MB)
-    assert f"{name} cannot be read: it has 0 MB and would unpack to 12 MB, more than 2 MB" in said
+    assert (
+        f"{name} cannot be read: it has 0 MB and would unpack to 12 MB, more than 2 MB" in said
+    )
     assert "--max_unpacked allows more" in said
-    assert sum(batch.size for batch in load_batches(str(path), batch_size=MB, max_unpacked=13 * MB)) == MB
+    assert (
+        sum(
+            batch.size for batch in load_batches(str(path), batch_size=MB, max_unpacked=13 * MB)
+        )
+        == MB
+    )
     assert next(iter(load_batches(str(path)))).size == 32
     monkeypatch.setattr(tensor_files, "MOST_UNPACKED", MB)
     assert "more than 1 MB" in refusal(str(path))
@@ -121,9 +139,23 @@ def test_weights_have_the_same_limit(tmp_path: Path) -> None:
 def test_the_option_of_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     archived(tmp_path / "x.npz", {"x.npy": npy(ZEROS)})
     deflated(tmp_path / "w.pth", {"weight": torch.zeros(3000, 1000)})
-    (tmp_path / "net.py").write_text("import torch\ndef model(): return torch.nn.Linear(1000, 3000, bias=False)\n")
-    given = ["--model", str(tmp_path / "net.py"), "--data", str(tmp_path / "x.npz"), "--max_unpacked", "2MB"]
+    (tmp_path / "net.py").write_text(
+        "import torch\ndef model(): return torch.nn.Linear(1000, 3000, bias=False)\n"
+    )
+    given = [
+        "--model",
+        str(tmp_path / "net.py"),
+        "--data",
+        str(tmp_path / "x.npz"),
+        "--max_unpacked",
+        "2MB",
+    ]
     assert run_command(["plan", *given]) == 4
-    assert "x.npz cannot be read: it has 0 MB and would unpack to 12 MB, more than 2 MB" in capsys.readouterr().err
+    assert (
+        "x.npz cannot be read: it has 0 MB and would unpack to 12 MB, more than 2 MB"
+        in capsys.readouterr().err
+    )
     assert run_command(["plan", *given, "--weights", str(tmp_path / "w.pth")]) == 3
-    assert "w.pth cannot be read: it has 0 MB and would unpack to 12 MB" in capsys.readouterr().err
+    assert (
+        "w.pth cannot be read: it has 0 MB and would unpack to 12 MB" in capsys.readouterr().err
+    )

@@ -45,8 +45,12 @@ PASSES: dict[str, PassRow] = {
     "separate_biases": PassRow("separate_biases"),
     "linear_from_matmul": PassRow("linear_from_matmul"),
     "linear_of_experts": PassRow("linear_of_experts"),
-    "convert_relu6_to_relu": PassRow("activations", "convert_relu6_to_relu", changes="on purpose"),
-    "convert_silu_to_hswish": PassRow("activations", "convert_silu_to_hswish", changes="on purpose"),
+    "convert_relu6_to_relu": PassRow(
+        "activations", "convert_relu6_to_relu", changes="on purpose"
+    ),
+    "convert_silu_to_hswish": PassRow(
+        "activations", "convert_silu_to_hswish", changes="on purpose"
+    ),
     "fold_batch_norm": PassRow("fold_batch_norm"),
     "cross_layer_equalization": PassRow(
         "equalization",
@@ -69,7 +73,9 @@ PASSES: dict[str, PassRow] = {
 }
 
 
-def run_passes(graph: Graph, settings: Settings, *, device: bool = True, refused: Collection[str] = ()) -> Graph:
+def run_passes(
+    graph: Graph, settings: Settings, *, device: bool = True, refused: Collection[str] = ()
+) -> Graph:
     """Return the graph after every pass that the settings ask for.
 
     Args:
@@ -114,7 +120,9 @@ def needs_values(settings: Settings) -> bool:
 
 
 def _is_wanted(row: PassRow, settings: Settings) -> bool:
-    return row.device in (None, settings.target_device) and (row.setting is None or getattr(settings, row.setting))
+    return row.device in (None, settings.target_device) and (
+        row.setting is None or getattr(settings, row.setting)
+    )
 
 
 def summary(graph: Graph) -> list[str]:

@@ -24,16 +24,26 @@ def convert_silu_to_hswish(graph: Graph) -> Graph:
 
 def _convert(graph: Graph, old: str, new: str) -> Graph:
     target = f"aten.{new}.default"
-    return graph.mapped(lambda node: replace(node, op=new, target=target, attrs={}) if node.op == old else node)
+    return graph.mapped(
+        lambda node: replace(node, op=new, target=target, attrs={}) if node.op == old else node
+    )
 
 
 def dpu_leaky_relu(graph: Graph) -> Graph:
     """Every LeakyReLU with the DPU's slope, 26/256."""
     slope = {"negative_slope": LEAKY_SLOPE[0] / 2 ** LEAKY_SLOPE[1]}
-    return graph.mapped(lambda node: replace(node, attrs={**node.attrs, **slope}) if node.op == "leaky_relu" else node)
+    return graph.mapped(
+        lambda node: (
+            replace(node, attrs={**node.attrs, **slope}) if node.op == "leaky_relu" else node
+        )
+    )
 
 
 def dpu_hard_activations(graph: Graph) -> Graph:
     """Every hardsigmoid as relu6(x + 3) * 2731 / 2^14, every hardswish as x times that in 8 bits."""
     hard = ("hardsigmoid", "hardswish")
-    return graph.mapped(lambda node: replace(node, target=f"dpu.{node.op}", attrs={}) if node.op in hard else node)
+    return graph.mapped(
+        lambda node: (
+            replace(node, target=f"dpu.{node.op}", attrs={}) if node.op in hard else node
+        )
+    )

@@ -19,8 +19,14 @@ def compute_weights(graph: Graph) -> Graph:
     done: dict[str, Any] = {}
     owners: dict[str, str] = {}
     for node in graph.nodes:
-        read = {key: node.inputs[key].name for key in _KEYS if isinstance(node.inputs.get(key), Ref)}
-        computed = {key: name for key, name in read.items() if name in fixed and graph.by_name[name].is_float}
+        read = {
+            key: node.inputs[key].name for key in _KEYS if isinstance(node.inputs.get(key), Ref)
+        }
+        computed = {
+            key: name
+            for key, name in read.items()
+            if name in fixed and graph.by_name[name].is_float
+        }
         if node.row.weight and node.op != "parameter" and computed:
             for name in computed.values():
                 tensors[name] = _value(graph, name, done).clone()
@@ -51,7 +57,10 @@ def _value(graph: Graph, name: str, done: dict[str, Any]) -> Tensor:
         if node.op in ("parameter", "constant"):
             done[name] = next(graph.tensors[path] for path in node.params.values())
         else:
-            inputs = {key: map_refs(value, lambda ref: _value(graph, ref, done)) for key, value in node.inputs.items()}
+            inputs = {
+                key: map_refs(value, lambda ref: _value(graph, ref, done))
+                for key, value in node.inputs.items()
+            }
             with torch.no_grad():
                 done[name] = call(node.target, {**node.attrs, **inputs})
     value: Tensor = done[name]
@@ -67,7 +76,9 @@ def _without_idle(graph: Graph, fixed: set[str], owners: dict[str, str]) -> Grap
             moved[node.name] = owners.get(node.name, "")
         else:
             read.update(node.refs())
-    for node in reversed(graph.nodes):  # what a computed weight was made of goes where the weight went
+    for node in reversed(
+        graph.nodes
+    ):  # what a computed weight was made of goes where the weight went
         for name in node.refs():
             if moved.get(name) == "":
                 moved[name] = moved[node.name]

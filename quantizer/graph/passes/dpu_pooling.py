@@ -16,7 +16,13 @@ def dpu_average_pooling(graph: Graph) -> Graph:
 def _scaled_sum(graph: Graph, node: Node) -> Node:
     find = _WINDOWS.get(node.target)
     source = graph.by_name[next(node.refs())] if find else None
-    if find is None or source is None or source.shape is None or len(source.shape) != 4 or None in source.shape[1:]:
+    if (
+        find is None
+        or source is None
+        or source.shape is None
+        or len(source.shape) != 4
+        or None in source.shape[1:]
+    ):
         return node
     height, width = source.shape[2:]
     assert height is not None and width is not None  # only the batch is open
@@ -25,7 +31,11 @@ def _scaled_sum(graph: Graph, node: Node) -> Node:
         return node
     kernel, stride, padding = window
     multiplier, shift = pooling_factor(*kernel)
-    attrs: dict[str, Any] = {"kernel_size": list(kernel), "stride": list(stride), "padding": list(padding)}
+    attrs: dict[str, Any] = {
+        "kernel_size": list(kernel),
+        "stride": list(stride),
+        "padding": list(padding),
+    }
     attrs |= {"multiplier": multiplier, "shift": shift}
     if node.shape is not None and len(node.shape) == 2:
         attrs["keepdim"] = False
@@ -41,8 +51,16 @@ def _avg_pool2d(node: Node, size: Pair) -> Window | None:
     stride = pair(node.attrs.get("stride") or kernel)
     padding = pair(node.attrs.get("padding") or 0)
     counted = node.attrs.get("count_include_pad", True) or padding == (0, 0)
-    whole = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in zip(size, kernel, stride, padding, strict=True))
-    if not counted or node.attrs.get("divisor_override") or node.shape is None or node.shape[2:] != whole:
+    whole = tuple(
+        (n + 2 * p - k) // s + 1
+        for n, k, s, p in zip(size, kernel, stride, padding, strict=True)
+    )
+    if (
+        not counted
+        or node.attrs.get("divisor_override")
+        or node.shape is None
+        or node.shape[2:] != whole
+    ):
         return None
     return kernel, stride, padding
 

@@ -50,7 +50,9 @@ def find_pairs(graph: Graph) -> tuple[Pair, ...]:
 def _is_scalable(graph: Graph, node: Node) -> bool:
     """A convolution or linear layer that owns its parameters."""
     owns = node.is_multiplying and set(node.inputs) == {"input"}
-    return owns and node.is_float and all(graph.uses[path] == 1 for path in node.params.values())
+    return (
+        owns and node.is_float and all(graph.uses[path] == 1 for path in node.params.values())
+    )
 
 
 def _pair(folds: Folds, first: Node) -> Pair | None:
@@ -75,12 +77,28 @@ def cross_layer_equalization(graph: Graph) -> Graph:
     layers: dict[str, _Layer] = {}
     for pair in pairs:  # a layer is the second of one pair before it is the first of another
         first = layers.get(pair.first.name) or _Layer(graph, pair.first)
-        layers |= {pair.first.name: first, pair.second.name: _Layer(graph, pair.second, pair, first)}
+        layers |= {
+            pair.first.name: first,
+            pair.second.name: _Layer(graph, pair.second, pair, first),
+        }
     for _ in range(SWEEPS):
-        if max((_balance(layers[p.first.name], layers[p.second.name]) for p in pairs), default=0.0) < TOLERANCE:
+        if (
+            max(
+                (_balance(layers[p.first.name], layers[p.second.name]) for p in pairs),
+                default=0.0,
+            )
+            < TOLERANCE
+        ):
             break
-    exponents = {(pair.first.name, pair.second.name): _exponent(layers[pair.first.name].outputs) for pair in pairs}
-    done = [Change(NAME, pair, exponent) for pair, exponent in exponents.items() if exponent >= TOLERANCE]
+    exponents = {
+        (pair.first.name, pair.second.name): _exponent(layers[pair.first.name].outputs)
+        for pair in pairs
+    }
+    done = [
+        Change(NAME, pair, exponent)
+        for pair, exponent in exponents.items()
+        if exponent >= TOLERANCE
+    ]
     if not done:
         return graph
     normal = {
@@ -88,7 +106,9 @@ def cross_layer_equalization(graph: Graph) -> Graph:
         for name, (mean, std) in graph.normal.items()
         for factors in [layers[name].outputs.to(mean.device) if name in layers else 1.0]
     }
-    graph = with_weights(graph, {name: layer.parameters(graph) for name, layer in layers.items()})
+    graph = with_weights(
+        graph, {name: layer.parameters(graph) for name, layer in layers.items()}
+    )
     return graph.replaced(normal=normal, changes=(*graph.changes, *done))
 
 
@@ -101,40 +121,60 @@ class _Layer:
     would be blown up until its values need all of the activation's range.
     """
 
-    def __init__(self, graph: Graph, node: Node, pair: Pair | None = None, before: _Layer | None = None) -> None:
+    def __init__(
+        self, graph: Graph, node: Node, pair: Pair | None = None, before: _Layer | None = None
+    ) -> None:
         self.node = node
         largest = by_channel(node, graph.weight(node)).abs().amax(3)
         groups, outputs, inputs = largest.shape
-        self.channels = torch.tensor(pair.channels) if pair else torch.arange(groups * inputs)  # of each input
+        self.channels = (
+            torch.tensor(pair.channels) if pair else torch.arange(groups * inputs)
+        )  # of each input
         count = len(before.outputs) if before else groups * inputs
         self.columns = self.channels
         if groups == 1:
             index = self.channels.to(largest.device).expand(largest.shape)
-            largest = largest.new_zeros(1, outputs, count).scatter_reduce(2, index, largest, "amax")
+            largest = largest.new_zeros(1, outputs, count).scatter_reduce(
+                2, index, largest, "amax"
+            )
             self.columns = torch.arange(count)
         self.weight = largest.to("cpu", torch.float64)  # [groups, outputs, columns]
         self.outputs: Tensor = torch.ones(groups * outputs, dtype=torch.float64)
         self.inputs = torch.ones(count, dtype=torch.float64)
-        values = graph.tensors[node.params["bias"]].abs() if "bias" in node.params else torch.zeros_like(self.outputs)
+        values = (
+            graph.tensors[node.params["bias"]].abs()
+            if "bias" in node.params
+            else torch.zeros_like(self.outputs)
+        )
         if node.name in graph.normal:
             mean, std = graph.normal[node.name]
             values = mean.abs() + STDS * std
         values = values.to("cpu", torch.float64)
-        self.values = values * self.weight.max() / values.max().clamp(min=torch.finfo(torch.float64).tiny)
+        self.values = (
+            values * self.weight.max() / values.max().clamp(min=torch.finfo(torch.float64).tiny)
+        )
 
     def parameters(self, graph: Graph) -> dict[str, Tensor]:
         """The scaled weight and bias."""
         tensors = {key: graph.tensors[path] for key, path in self.node.params.items()}
-        found = {"weight": rescaled(self.node, tensors["weight"], self.outputs, self.inputs[self.channels])}
+        found = {
+            "weight": rescaled(
+                self.node, tensors["weight"], self.outputs, self.inputs[self.channels]
+            )
+        }
         if "bias" in tensors:
-            found["bias"] = (tensors["bias"] * self.outputs.to(tensors["bias"].device)).to(tensors["bias"].dtype)
+            found["bias"] = (tensors["bias"] * self.outputs.to(tensors["bias"].device)).to(
+                tensors["bias"].dtype
+            )
         return found
 
 
 def _balance(first: _Layer, second: _Layer) -> float:
     """Make the channels of a pair equally wide; returns the exponent of the largest factor."""
     r1 = torch.maximum(first.weight.amax(2).flatten(), first.values)
-    r2 = torch.zeros_like(second.inputs).scatter_reduce(0, second.columns, second.weight.amax(1).flatten(), "amax")
+    r2 = torch.zeros_like(second.inputs).scatter_reduce(
+        0, second.columns, second.weight.amax(1).flatten(), "amax"
+    )
     squared = r1 / r2  # r2 is 0 for a channel that is not read
     s = torch.where((squared > 0) & squared.isfinite(), squared.sqrt(), 1.0)
     first.outputs *= 1 / s
@@ -227,4 +267,6 @@ def _bias(graph: Graph, node: Node) -> Tensor:
     if "bias" in node.params:
         return graph.tensors[node.params["bias"]].double()
     weight = graph.weight(node)
-    return torch.zeros(by_channel(node, weight).shape[:2].numel(), dtype=torch.float64, device=weight.device)
+    return torch.zeros(
+        by_channel(node, weight).shape[:2].numel(), dtype=torch.float64, device=weight.device
+    )

@@ -28,15 +28,30 @@ def fold_batch_norm(graph: Graph) -> Graph:
     changed: dict[str, dict[str, Tensor]] = {}
     normal, moved, absorbed = dict(graph.normal), dict[str, str](), dict[str, str]()
     find = _Sources(graph)
-    norms = [node for node in graph.nodes if node.op == "batch_norm" and "running_mean" in node.params]
-    norms = [node for node in norms if not node.attrs.get("training")]  # one that uses its statistics is affine
+    norms = [
+        node
+        for node in graph.nodes
+        if node.op == "batch_norm" and "running_mean" in node.params
+    ]
+    norms = [
+        node for node in norms if not node.attrs.get("training")
+    ]  # one that uses its statistics is affine
     for node in norms:
         sources = find.of(node)
         weights = [graph.weight(source) for source in sources]
-        outputs = [by_channel(*each).shape[:2].numel() for each in zip(sources, weights, strict=True)]
-        for source, weight, part in zip(sources, weights, _Norm.of(graph, node).split(outputs), strict=True):
-            bias = part.of_bias(graph.tensors[source.params["bias"]] if "bias" in source.params else 0.0)
-            changed[source.name] = {"weight": rescaled(source, weight, part.factor), "bias": bias.to(weight.dtype)}
+        outputs = [
+            by_channel(*each).shape[:2].numel() for each in zip(sources, weights, strict=True)
+        ]
+        for source, weight, part in zip(
+            sources, weights, _Norm.of(graph, node).split(outputs), strict=True
+        ):
+            bias = part.of_bias(
+                graph.tensors[source.params["bias"]] if "bias" in source.params else 0.0
+            )
+            changed[source.name] = {
+                "weight": rescaled(source, weight, part.factor),
+                "bias": bias.to(weight.dtype),
+            }
             normal[source.name] = part.beta, part.gamma.abs()
         if sources:
             moved[node.name] = next(node.refs())
@@ -60,7 +75,10 @@ class _Norm:
     def of(graph: Graph, node: Node) -> _Norm:
         tensors = {key: graph.tensors[path].double() for key, path in node.params.items()}
         mean, variance = tensors["running_mean"], tensors["running_var"]
-        gamma, beta = tensors.get("weight", torch.ones_like(mean)), tensors.get("bias", torch.zeros_like(mean))
+        gamma, beta = (
+            tensors.get("weight", torch.ones_like(mean)),
+            tensors.get("bias", torch.zeros_like(mean)),
+        )
         return _Norm(mean, (variance + float(node.attrs.get("eps", 1e-5))).sqrt(), gamma, beta)
 
     @property
@@ -72,7 +90,10 @@ class _Norm:
         return (bias - self.mean) * self.factor + self.beta
 
     def split(self, channels: list[int]) -> list[_Norm]:
-        parts = (torch.split(value, channels) for value in (self.mean, self.deviation, self.gamma, self.beta))
+        parts = (
+            torch.split(value, channels)
+            for value in (self.mean, self.deviation, self.gamma, self.beta)
+        )
         return [_Norm(*part) for part in zip(*parts, strict=True)] if channels else []
 
 
@@ -93,7 +114,11 @@ class _Sources:
         parts = [made]
         if maker.op == "cat" and int(maker.attrs.get("dim", 0)) % maker.rank == axis:
             parts = [self._maker(name, maker, axis) for name in references(maker.inputs)]
-        layers = {part[0].name: part[0] for part in parts if part is not None and _makes_channels(*part)}
+        layers = {
+            part[0].name: part[0]
+            for part in parts
+            if part is not None and _makes_channels(*part)
+        }
         return list(layers.values()) if len(layers) == len(parts) else []
 
     def _maker(self, name: str, reader: Node, axis: int) -> tuple[Node, int] | None:
@@ -105,7 +130,9 @@ class _Sources:
         if not (node.row.only_moves and passes_shifts(node)):
             return node, axis
         source, before = self.graph.source(node), self.labels.moved_back(node, axis)
-        return None if source is None or before is None else self._maker(source.name, node, before)
+        return (
+            None if source is None or before is None else self._maker(source.name, node, before)
+        )
 
 
 def _makes_channels(layer: Node, axis: int) -> bool:
@@ -119,7 +146,10 @@ def _as_scale(graph: Graph, node: Node) -> Graph:
     """The graph with the norm as a scale and an offset per channel, under the same name."""
     norm, dtype = _Norm.of(graph, node), graph.tensors[node.params["running_mean"]].dtype
     params = {key: f"{key}@{node.name}" for key in ("weight", "bias")}
-    values = {params["weight"]: norm.factor.to(dtype), params["bias"]: norm.of_bias(0.0).to(dtype)}
+    values = {
+        params["weight"]: norm.factor.to(dtype),
+        params["bias"]: norm.of_bias(0.0).to(dtype),
+    }
     op, inputs = "channel_scale", {"input": node.inputs["input"]}
     scale = dataclasses.replace(node, op=op, target=op, inputs=inputs, attrs={}, params=params)
     graph = graph.mapped(lambda other: scale if other.name == node.name else other)

@@ -20,16 +20,23 @@ def linear_from_matmul(graph: Graph) -> Graph:
     The weight may also be the transpose of a trained matrix [out, in].
     """
     tensors = dict(graph.tensors)
-    made = {node.name: layer for node in graph.nodes if (layer := _linear(graph, node, tensors))}
+    made = {
+        node.name: layer for node in graph.nodes if (layer := _linear(graph, node, tensors))
+    }
     if not made:
         return graph
     moved: dict[str, str] = {}
     for node in reversed(graph.nodes):  # a transpose goes before the parameter that it reads
-        readers, gives = graph.consumers[node.name], node.op == "parameter" or flipped(graph, Ref(node.name), 2)
+        readers, gives = (
+            graph.consumers[node.name],
+            node.op == "parameter" or flipped(graph, Ref(node.name), 2),
+        )
         if gives and all(each in made or each in moved for each in readers):
             moved[node.name] = moved.get(readers[0], readers[0])
     layers = graph.mapped(lambda node: made.get(node.name, node)).replaced(tensors=tensors)
-    absorbed = {name: taker for name, taker in moved.items() if graph.by_name[name].op == "parameter"}
+    absorbed = {
+        name: taker for name, taker in moved.items() if graph.by_name[name].op == "parameter"
+    }
     return rewire(layers, moved, absorbed)
 
 
@@ -45,9 +52,16 @@ def flipped(graph: Graph, value: object, dims: int) -> Node | None:
     if node is None or node.op not in _FLIPS:
         return None
     last = [*range(dims - 2), dims - 1, dims - 2]
-    order = [axis % dims for axis in node.attrs.get("dims", range(dims)[::-1] if node.op == "numpy_T" else last)]
+    order = [
+        axis % dims
+        for axis in node.attrs.get("dims", range(dims)[::-1] if node.op == "numpy_T" else last)
+    ]
     swapped = {node.attrs.get("dim0", -1) % dims, node.attrs.get("dim1", -2) % dims}
-    return trained(graph, node.inputs.get("input"), dims) if order == last and swapped == {*last[-2:]} else None
+    return (
+        trained(graph, node.inputs.get("input"), dims)
+        if order == last and swapped == {*last[-2:]}
+        else None
+    )
 
 
 def _linear(graph: Graph, node: Node, tensors: dict[str, Tensor]) -> Node | None:
@@ -66,4 +80,6 @@ def _linear(graph: Graph, node: Node, tensors: dict[str, Tensor]) -> Node | None
     if bias is not None:
         params["bias"] = bias.params["weight"]
     inputs = {"input": node.inputs[_FACTOR[node.op]]}
-    return dataclasses.replace(node, op="linear", target="aten.linear.default", inputs=inputs, attrs={}, params=params)
+    return dataclasses.replace(
+        node, op="linear", target="aten.linear.default", inputs=inputs, attrs={}, params=params
+    )

@@ -48,4 +48,6 @@ def _parts(node: Node) -> Iterator[Node]:
         )
         bias = Ref(name)
     summands = {"input": Ref(node.name), "other": bias}
-    yield dataclasses.replace(plain, name=f"{node.name}_add", op="add", target="aten.add.Tensor", inputs=summands)
+    yield dataclasses.replace(
+        plain, name=f"{node.name}_add", op="add", target="aten.add.Tensor", inputs=summands
+    )

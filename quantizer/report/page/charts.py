@@ -45,16 +45,22 @@ def number(value: float) -> str:
     return f"{value + 0.0:.3g}" if value else "0"
 
 
-def histogram(counts: Sequence[int], low: float, high: float, marks: Sequence[Mark], *, title: str) -> Markup:
+def histogram(
+    counts: Sequence[int], low: float, high: float, marks: Sequence[Mark], *, title: str
+) -> Markup:
     """Counts in equal bins from `low` to `high`, their heights logarithmic, with marks above them."""
     height, ends = 96, [low, high, *(mark.value for mark in marks)]
     scale = _Scale(min(ends), max(ends), WIDTH)
     width = (high - low) / len(counts)
     most = math.log1p(max(counts, default=0)) or 1.0
     others = dict.fromkeys(mark.label for mark in marks if mark.kind == "other")
-    rows = {mark.label: 0 for mark in marks} | {label: row for row, label in enumerate(others, 1)}
+    rows = {mark.label: 0 for mark in marks} | {
+        label: row for row, label in enumerate(others, 1)
+    }
     tops = [height * (1 - math.log1p(count) / most) for count in counts]
-    path = f"M{scale(low):.1f} {height}{_steps(tops, scale(low + width) - scale(low))}V{height}Z"
+    path = (
+        f"M{scale(low):.1f} {height}{_steps(tops, scale(low + width) - scale(low))}V{height}Z"
+    )
     return _drawing(
         (WIDTH, height + 34),
         title,
@@ -65,14 +71,23 @@ def histogram(counts: Sequence[int], low: float, high: float, marks: Sequence[Ma
 
 
 def lines(
-    series: Sequence[Series], names: Sequence[str], unit: str, *, title: str, height: int = 150, has_points: bool = True
+    series: Sequence[Series],
+    names: Sequence[str],
+    unit: str,
+    *,
+    title: str,
+    height: int = 150,
+    has_points: bool = True,
 ) -> Markup:
     """Values along positions, each with its name to read when pointed at, if it `has_points`; gaps where there is no
     value."""
     values = [value for each in series for value in each.values if value is not None]
     if not values:
         return Markup("")
-    across, up = _Scale(0, max(1, len(names) - 1), WIDTH - 60), _Scale(min(0.0, *values), max(values), height)
+    across, up = (
+        _Scale(0, max(1, len(names) - 1), WIDTH - 60),
+        _Scale(min(0.0, *values), max(values), height),
+    )
     drawn = []
     for each in series:
         points = [
@@ -80,20 +95,33 @@ def lines(
             for at, (name, value) in enumerate(zip(names, each.values, strict=True))
             if value is not None
         ]
-        drawn.append(element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in points), class_=each.kind))
+        drawn.append(
+            element(
+                "polyline",
+                points=" ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in points),
+                class_=each.kind,
+            )
+        )
         if has_points:
-            drawn += [_point(x, y, f"{name}: {number(value)} {unit}", each.kind) for x, y, name, value in points]
+            drawn += [
+                _point(x, y, f"{name}: {number(value)} {unit}", each.kind)
+                for x, y, name, value in points
+            ]
     ticks = [_tick(value, TOP + height - up(value)) for value in _ticks(up.low, up.high)]
     return _drawing((WIDTH, TOP + height + 8), title, _legend(series), ticks, drawn)
 
 
 def _point(x: float, y: float, said: str, kind: str) -> Markup:
-    return element("circle", element("title", said), cx=f"{x:.1f}", cy=f"{y:.1f}", r=2.5, class_=kind)
+    return element(
+        "circle", element("title", said), cx=f"{x:.1f}", cy=f"{y:.1f}", r=2.5, class_=kind
+    )
 
 
 def _tick(value: float, y: float) -> Markup:
     line = element("line", x1=40, x2=WIDTH - 20, y1=f"{y:.1f}", y2=f"{y:.1f}", class_="grid")
-    return fragment(line, element("text", number(value), x=34, y=f"{y + 4:.1f}", text_anchor="end"))
+    return fragment(
+        line, element("text", number(value), x=34, y=f"{y + 4:.1f}", text_anchor="end")
+    )
 
 
 @dataclass(frozen=True)
@@ -105,16 +133,22 @@ class Point:
     label: str
 
 
-def curve(points: Sequence[Point], others: Sequence[Point], names: tuple[str, str], *, title: str) -> Markup:
+def curve(
+    points: Sequence[Point], others: Sequence[Point], names: tuple[str, str], *, title: str
+) -> Markup:
     """Points joined by a line, and others beside it; `names` says what either are."""
     every, height = [*points, *others], 150
     across = _Scale(min(p.x for p in every), max(p.x for p in every), WIDTH - 60)
     up = _Scale(min(0.0, *(p.y for p in every)), max(p.y for p in every), height)
-    series = [Series(name, (), kind) for name, kind in zip(names, ("first", "second"), strict=True)]
+    series = [
+        Series(name, (), kind) for name, kind in zip(names, ("first", "second"), strict=True)
+    ]
     drawn = [
         element(
             "polyline",
-            points=" ".join(f"{40 + across(p.x):.1f},{TOP + height - up(p.y):.1f}" for p in points),
+            points=" ".join(
+                f"{40 + across(p.x):.1f},{TOP + height - up(p.y):.1f}" for p in points
+            ),
             class_="first",
         )
     ]
@@ -146,8 +180,13 @@ def _steps(heights: Sequence[float], width: float) -> str:
     >>> _steps([5, 5, 2.04], 3)
     'V5h6V2h3'
     """
-    runs = ((height, len(list(run))) for height, run in itertools.groupby(f"{height:.1f}" for height in heights))
-    return "".join(f"V{_short(height)}h{_short(f'{width * count:.2f}')}" for height, count in runs)
+    runs = (
+        (height, len(list(run)))
+        for height, run in itertools.groupby(f"{height:.1f}" for height in heights)
+    )
+    return "".join(
+        f"V{_short(height)}h{_short(f'{width * count:.2f}')}" for height, count in runs
+    )
 
 
 def _short(decimal: str) -> str:
@@ -168,7 +207,9 @@ class _Scale:
 
 def _drawing(size: tuple[int, int], title: str, *parts: Markup | Iterable[Markup]) -> Markup:
     box = f"0 0 {size[0]} {size[1]}"
-    return element("svg", element("title", title), *parts, viewBox=box, role="img", aria_label=title)
+    return element(
+        "svg", element("title", title), *parts, viewBox=box, role="img", aria_label=title
+    )
 
 
 def _mark(mark: Mark, x: float, height: int, row: int) -> Markup:
@@ -187,7 +228,9 @@ def _mark(mark: Mark, x: float, height: int, row: int) -> Markup:
 def _axis(scale: _Scale, height: int) -> Markup:
     ends = ((scale.low, "start"), ((scale.low + scale.high) / 2, "middle"), (scale.high, "end"))
     texts = [
-        element("text", number(value), x=f"{scale(value):.1f}", y=height + 16, text_anchor=anchor)
+        element(
+            "text", number(value), x=f"{scale(value):.1f}", y=height + 16, text_anchor=anchor
+        )
         for value, anchor in ends
     ]
     return fragment(element("line", x1=0, x2=WIDTH, y1=height, y2=height, class_="axis"), texts)
@@ -208,5 +251,6 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
 def _legend(series: Sequence[Series]) -> Markup:
     apart = (WIDTH - 60) / max(2, len(series))
     return fragment(
-        element("text", f"■ {each.label}", x=40 + at * apart, y=10, class_=each.kind) for at, each in enumerate(series)
+        element("text", f"■ {each.label}", x=40 + at * apart, y=10, class_=each.kind)
+        for at, each in enumerate(series)
     )

@@ -22,7 +22,12 @@ def figures(content: Json) -> Iterator[tuple[str, Markup]]:
     if (drawn := size_curve(content)) is not None:
         yield "sqnr by size", drawn
     for row in in_order(content):
-        drawings = {"values": histogram, "channels": channels, "limits by batches": limits, "sqnr by batches": quality}
+        drawings = {
+            "values": histogram,
+            "channels": channels,
+            "limits by batches": limits,
+            "sqnr by batches": quality,
+        }
         for what, draw in drawings.items():
             if (drawn := draw(content, row)) is not None:
                 yield f"{what} {row['order']:03} {of(content, row)}", drawn
@@ -33,7 +38,11 @@ def depth(content: Json) -> Markup | None:
     rows = measured(content)
     series = (
         Series("this tensor alone", [row["local_sqnr_db"] for row in rows], "second"),
-        Series("the whole network up to here", [row["accumulated_sqnr_db"] for row in rows], "first"),
+        Series(
+            "the whole network up to here",
+            [row["accumulated_sqnr_db"] for row in rows],
+            "first",
+        ),
     )
     names = [of(content, row) for row in rows]
     return charts.lines(series, names, "dB", title="SQNR by depth") if rows else None
@@ -42,9 +51,17 @@ def depth(content: Json) -> Markup | None:
 def size_curve(content: Json) -> Markup | None:
     """Output SQNR against the size of the weights: the best mixed widths, and single widths for all."""
     found = content.get("analysis") or {}
-    mixed = [_choice(each, "mixed") for each in found.get("curve", ()) if each["predicted_db"] is not None]
+    mixed = [
+        _choice(each, "mixed")
+        for each in found.get("curve", ())
+        if each["predicted_db"] is not None
+    ]
     single = found.get("uniform", {}).items()
-    uniform = [_choice(each, f"{width} for all") for width, each in single if each["predicted_db"] is not None]
+    uniform = [
+        _choice(each, f"{width} for all")
+        for width, each in single
+        if each["predicted_db"] is not None
+    ]
     if len(mixed) < 2:
         return None
     names = ("mixed widths, predicted", "one width for all")
@@ -58,7 +75,11 @@ def _choice(found: Json, what: str) -> Point:
 
 def measured(content: Json) -> list[Json]:
     """The tensors that a test has compared, in the order of execution; of inputs little is lost, or nothing."""
-    return [row for row in in_order(content) if row["accumulated_sqnr_db"] is not None and row["op"] != "input"]
+    return [
+        row
+        for row in in_order(content)
+        if row["accumulated_sqnr_db"] is not None and row["op"] != "input"
+    ]
 
 
 def histogram(content: Json, row: Json) -> Markup | None:
@@ -67,17 +88,23 @@ def histogram(content: Json, row: Json) -> Markup | None:
         return None
     drawn = row["histogram"]
     low, high = drawn["low"], drawn["high"]
-    marks = [Mark(limit, side, "limit") for limit, (side, _) in zip(row["limits"], ENDS, strict=True)]
+    marks = [
+        Mark(limit, side, "limit") for limit, (side, _) in zip(row["limits"], ENDS, strict=True)
+    ]
     for name, ends in row["methods"].items():
         marks += [Mark(end, name) for end in ends if low < end < high]
-    return charts.histogram(drawn["counts"], low, high, marks, title=f"Values of {of(content, row)}")
+    return charts.histogram(
+        drawn["counts"], low, high, marks, title=f"Values of {of(content, row)}"
+    )
 
 
 def channels(content: Json, row: Json) -> Markup | None:
     """The range of each channel of a weight."""
     if "channels" not in row:
         return None
-    return charts.strip(row["channels"]["low"], row["channels"]["high"], title=f"Channels: {of(content, row)}")
+    return charts.strip(
+        row["channels"]["low"], row["channels"]["high"], title=f"Channels: {of(content, row)}"
+    )
 
 
 def limits(content: Json, row: Json) -> Markup | None:
@@ -87,7 +114,12 @@ def limits(content: Json, row: Json) -> Markup | None:
     lines = zip(ENDS, zip(*row["batches"]["limits"], strict=True), strict=True)
     ends = [Series(label, values, kind) for (label, kind), values in lines]
     return charts.lines(
-        ends, _batches(row), "", title=f"Limits by batches: {of(content, row)}", height=90, has_points=False
+        ends,
+        _batches(row),
+        "",
+        title=f"Limits by batches: {of(content, row)}",
+        height=90,
+        has_points=False,
     )
 
 
@@ -97,7 +129,12 @@ def quality(content: Json, row: Json) -> Markup | None:
         return None
     series = Series("SQNR on all values, dB", row["batches"]["sqnr_db"])
     return charts.lines(
-        [series], _batches(row), "dB", title=f"SQNR by batches: {of(content, row)}", height=60, has_points=False
+        [series],
+        _batches(row),
+        "dB",
+        title=f"SQNR by batches: {of(content, row)}",
+        height=60,
+        has_points=False,
     )
 
 
@@ -107,7 +144,11 @@ def _batches(row: Json) -> list[str]:
 
 def styles() -> str:
     """The rules for drawings, with colours for light and for dark."""
-    return resources.files("quantizer.report.page").joinpath("drawing.css").read_text(encoding="utf-8")
+    return (
+        resources.files("quantizer.report.page")
+        .joinpath("drawing.css")
+        .read_text(encoding="utf-8")
+    )
 
 
 def standalone(drawing: Markup) -> str:

@@ -23,7 +23,9 @@ Child = Markup | str | float | None
 """A number is written as `str` has it, None is left out."""
 
 
-def element(name: str, /, *children: Child | Iterable[Child], **attributes: str | float | bool | None) -> Markup:
+def element(
+    name: str, /, *children: Child | Iterable[Child], **attributes: str | float | bool | None
+) -> Markup:
     """An element; of attributes' names a last underscore is dropped, others become dashes.
 
     None and False leave an attribute out, True writes its name alone.
@@ -39,7 +41,11 @@ def element(name: str, /, *children: Child | Iterable[Child], **attributes: str 
         elif value is not None and value is not False:
             words.append(f'{written}="{escape(str(value))}"')
     start = " ".join(words)
-    return Markup(f"<{start}>" if name in EMPTY and not children else f"<{start}>{fragment(*children)}</{name}>")
+    return Markup(
+        f"<{start}>"
+        if name in EMPTY and not children
+        else f"<{start}>{fragment(*children)}</{name}>"
+    )
 
 
 def fragment(*children: Child | Iterable[Child]) -> Markup:

@@ -29,7 +29,11 @@ SECTIONS: dict[str, tuple[str, Section]] = {
 
 def page(content: dict[str, Any]) -> str:
     """The whole file."""
-    shown = {name: (title, made) for name, (title, make) in SECTIONS.items() if (made := make(content)) is not None}
+    shown = {
+        name: (title, made)
+        for name, (title, make) in SECTIONS.items()
+        if (made := make(content)) is not None
+    }
     title = f"{content['model']}: quantization report"
     head = element(
         "head",
@@ -39,9 +43,14 @@ def page(content: dict[str, Any]) -> str:
         element("style", Markup(styles() + _file("page.css"))),
     )
     links = element(
-        "nav", [element("a", text, href=f"#{name}") for name, (text, _) in shown.items()], aria_label="Sections"
+        "nav",
+        [element("a", text, href=f"#{name}") for name, (text, _) in shown.items()],
+        aria_label="Sections",
     )
-    parts = [element("section", element("h2", text), made, id=name) for name, (text, made) in shown.items()]
+    parts = [
+        element("section", element("h2", text), made, id=name)
+        for name, (text, made) in shown.items()
+    ]
     body = element(
         "body",
         element("header", element("h1", content["model"]), sections.verdict(content), links),

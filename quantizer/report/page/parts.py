@@ -68,21 +68,33 @@ def severity(row: Json) -> str | None:
 def link(content: Json, row: Json) -> Child:
     """The layer's name, leading to the line of the config that says most about it."""
     href = f"#line-{row['line']}" if row["line"] is not None and content["config"] else None
-    return element("a" if href else "span", name_of(content, row["layer"]), href=href, title=row["layer"])
+    return element(
+        "a" if href else "span", name_of(content, row["layer"]), href=href, title=row["layer"]
+    )
 
 
 def number_cell(value: float | None, form: str) -> Markup:
     """A cell that is sorted by its value; empty where there is none."""
     return element(
-        "td", "" if value is None else form.format(value), class_="number", data_value="" if value is None else value
+        "td",
+        "" if value is None else form.format(value),
+        class_="number",
+        data_value="" if value is None else value,
     )
 
 
 def table(
-    titles: Sequence[str], rows: Iterable[Markup], numbers: Sequence[str] = (), *, is_sortable: bool = True
+    titles: Sequence[str],
+    rows: Iterable[Markup],
+    numbers: Sequence[str] = (),
+    *,
+    is_sortable: bool = True,
 ) -> Markup:
     """A table that scrolls sideways; the script sorts its rows by a column if `is_sortable`."""
-    heads = [element("th", title, scope="col", class_="number" if title in numbers else None) for title in titles]
+    heads = [
+        element("th", title, scope="col", class_="number" if title in numbers else None)
+        for title in titles
+    ]
     table = element(
         "table",
         element("thead", element("tr", heads)) if any(titles) else None,
@@ -110,5 +122,7 @@ def folded(texts: Sequence[str], what: str) -> Markup:
     if not texts:
         return element("p", f"No {what}.")
     return element(
-        "details", element("summary", f"{len(texts)} {what}"), element("ul", [element("li", t) for t in texts])
+        "details",
+        element("summary", f"{len(texts)} {what}"),
+        element("ul", [element("li", t) for t in texts]),
     )

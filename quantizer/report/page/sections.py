@@ -46,13 +46,20 @@ def verdict(content: Json) -> Markup:
     if (ratio := metrics.get("sqnr_db")) is not None:
         measured = content.get("outputs", ())
         weakest = weakest_output(measured)
-        name = "output" if weakest is None or len(measured) == 1 else f"worst output {weakest['name']}:"
+        name = (
+            "output"
+            if weakest is None or len(measured) == 1
+            else f"worst output {weakest['name']}:"
+        )
         said.append(f"{name} SQNR {ratio:.1f} dB")
     if (worst := most_damaged(rows)) is not None:
         said.append(f"worst: {of(content, worst)}, {worst['local_sqnr_db']:.1f} dB")
     if content.get("passes"):
         said.append(sentence(content["passes"]))
-    said += [f"gate {text} {'met' if holds else 'not met'}" for text, holds in content["gates"].items()]
+    said += [
+        f"gate {text} {'met' if holds else 'not met'}"
+        for text, holds in content["gates"].items()
+    ]
     if content["stamp"]:
         said.append(content["stamp"])
     sizes = content["weight_bytes"]
@@ -61,8 +68,13 @@ def verdict(content: Json) -> Markup:
         shown[name] = " → ".join(map(_figure, (pair["float"], pair["quantized"])))
     shown["weights"] = f"{sizes['float'] / 1e6:.2f} → {sizes['quantized'] / 1e6:.2f} MB"
     shown["compression"] = f"{sizes['float'] / max(1, sizes['quantized']):.2f}"
-    cells = [element("div", element("dt", name), element("dd", text)) for name, text in shown.items()]
-    warnings = [element("p", warning["text"], class_="warning") for warning in content.get("warnings", ())]
+    cells = [
+        element("div", element("dt", name), element("dd", text)) for name, text in shown.items()
+    ]
+    warnings = [
+        element("p", warning["text"], class_="warning")
+        for warning in content.get("warnings", ())
+    ]
     verdict_line = element("p", "; ".join(said), class_="verdict")
     return fragment(verdict_line, warnings, element("dl", cells, class_="figures"))
 
@@ -76,7 +88,11 @@ def outputs(content: Json) -> Markup | None:
     rows = content.get("outputs")
     if not rows:
         return None
-    warned = {warning["output"] for warning in content.get("warnings", ()) if warning["kind"] != "rows"}
+    warned = {
+        warning["output"]
+        for warning in content.get("warnings", ())
+        if warning["kind"] != "rows"
+    }
     titles = ("output", "index", "kind", "made by", "values", "SQNR dB", "cosine", "equal %")
     lines = []
     for row in rows:
@@ -98,7 +114,17 @@ def outputs(content: Json) -> Markup | None:
 
 def layers(content: Json) -> Markup | None:
     """The table of tensors, the most damaged first."""
-    titles = ("layer", "tensor", "spec", "local dB", "accumulated dB", "range", "clipped %", "codes used %", "kB")
+    titles = (
+        "layer",
+        "tensor",
+        "spec",
+        "local dB",
+        "accumulated dB",
+        "range",
+        "clipped %",
+        "codes used %",
+        "kB",
+    )
     lines = []
     for row in content["layers"]:
         clipped, used, size = row.get("clipped"), row.get("codes_used"), row.get("bytes")
@@ -114,8 +140,12 @@ def layers(content: Json) -> Markup | None:
             number_cell(None if used is None else 100 * used, "{:.0f}"),
             number_cell(None if size is None else size / 1e3, "{:.1f}"),
         ]
-        lines.append(element("tr", cells, class_=severity(row), data_name=searched(content, row)))
-    return fragment(filter_input("layers"), table(titles, lines, numbers=titles[3:5] + titles[6:]))
+        lines.append(
+            element("tr", cells, class_=severity(row), data_name=searched(content, row))
+        )
+    return fragment(
+        filter_input("layers"), table(titles, lines, numbers=titles[3:5] + titles[6:])
+    )
 
 
 def depth(content: Json) -> Markup | None:
@@ -128,7 +158,9 @@ def depth(content: Json) -> Markup | None:
     steepest = max(falls, key=lambda pair: pair[0], default=None)
     said = None
     if steepest is not None and steepest[0] > 3:
-        said = element("p", f"The steepest fall, {steepest[0]:.1f} dB, is at {of(content, steepest[1])}.")
+        said = element(
+            "p", f"The steepest fall, {steepest[0]:.1f} dB, is at {of(content, steepest[1])}."
+        )
     drawn = figures.depth(content)
     return None if drawn is None else fragment(drawn, said)
 
@@ -148,7 +180,9 @@ def activations(content: Json) -> Markup | None:
 def _activation(content: Json, row: Json) -> Markup:
     facts = f"{row['spec']}, step {number(row['step'])}, {100 * row['clipped']:.3g} % clipped"
     ranges = [
-        element("tr", element("td", name), element("td", number(least)), element("td", number(most)))
+        element(
+            "tr", element("td", name), element("td", number(least)), element("td", number(most))
+        )
         for name, (least, most) in {"chosen": row["limits"], **row["methods"]}.items()
     ]
     return element(
@@ -168,7 +202,11 @@ def weights(content: Json) -> Markup | None:
             channels = row["channels"]
             least, most = channels["widths"]
             facts = f"{channels['count']} channels, {channels['dead']} of them dead"
-            facts += f", the widest range {number(most / least)} times the narrowest" if least else ""
+            facts += (
+                f", the widest range {number(most / least)} times the narrowest"
+                if least
+                else ""
+            )
             drawn, summary = figures.channels(content, row), summary_of(content, row, facts)
             parts.append(element("details", summary, drawn, data_name=searched(content, row)))
     return fragment(filter_input("weights"), parts) if parts else None
@@ -181,19 +219,29 @@ def sufficiency(content: Json) -> Markup | None:
         return None
     total = max(row["batches"]["total"] for row in rows)
     late = sorted(rows, key=lambda row: -row["batches"]["stable_after"])
-    growing = [row for row in rows if row["batches"]["stable_after"] == row["batches"]["total"] > 1]
+    growing = [
+        row for row in rows if row["batches"]["stable_after"] == row["batches"]["total"] > 1
+    ]
     said = f"After {late[0]['batches']['stable_after']} of {total} batches no scale changes by more than 2 %."
     if growing:
         said = f"{len(growing)} of {len(rows)} tensors still change with the last batches: more data may help."
     parts = []
     for row in late[:UNSTABLE]:
         batches = row["batches"]
-        summary = summary_of(content, row, f"stable after {batches['stable_after']} of {batches['total']} batches")
+        summary = summary_of(
+            content,
+            row,
+            f"stable after {batches['stable_after']} of {batches['total']} batches",
+        )
         drawn = figures.limits(content, row), figures.quality(content, row)
         parts.append(element("details", summary, drawn, data_name=searched(content, row)))
-    others = [f"{of(content, row)}: {row['batches']['stable_after']}" for row in late[UNSTABLE:]]
+    others = [
+        f"{of(content, row)}: {row['batches']['stable_after']}" for row in late[UNSTABLE:]
+    ]
     if others:
-        parts.append(folded(others, "more tensors, and the batches after which they are stable"))
+        parts.append(
+            folded(others, "more tensors, and the batches after which they are stable")
+        )
     return fragment(element("p", said), parts)
 
 
@@ -202,13 +250,25 @@ def coverage(content: Json) -> Markup | None:
     tests: dict[str, Callable[[Json], bool]] = {
         "always zero": lambda row: row.get("low") == 0 == row.get("high"),
         "constant": lambda row: "low" in row and row["low"] == row["high"] != 0,
-        f"more than {100 * SATURATED:g} % cut off": lambda row: row.get("clipped", 0) > SATURATED,
+        f"more than {100 * SATURATED:g} % cut off": lambda row: (
+            row.get("clipped", 0) > SATURATED
+        ),
         "with dead channels": lambda row: row.get("channels", {}).get("dead", 0) > 0,
     }
-    found = {what: [of(content, row) for row in content["layers"] if test(row)] for what, test in tests.items()}
-    floats = {name: why for name, why in content["floats"].items() if not why.startswith("quantized at")}
+    found = {
+        what: [of(content, row) for row in content["layers"] if test(row)]
+        for what, test in tests.items()
+    }
+    floats = {
+        name: why
+        for name, why in content["floats"].items()
+        if not why.startswith("quantized at")
+    }
     found["in float"] = [f"{name_of(content, name)}: {why}" for name, why in floats.items()]
-    return fragment(folded(names, f"tensor{'' if len(names) == 1 else 's'} {what}") for what, names in found.items())
+    return fragment(
+        folded(names, f"tensor{'' if len(names) == 1 else 's'} {what}")
+        for what, names in found.items()
+    )
 
 
 def algorithms(content: Json) -> Markup | None:
@@ -223,7 +283,9 @@ def algorithms(content: Json) -> Markup | None:
             element("td", name_of(content, name), class_="name", title=name),
             number_cell(row["error_rtn"], "{:.3g}"),
             number_cell(row["error"], "{:.3g}"),
-            number_cell(100 * row["error"] / row["error_rtn"] if row["error_rtn"] else None, "{:.0f}"),
+            number_cell(
+                100 * row["error"] / row["error_rtn"] if row["error_rtn"] else None, "{:.0f}"
+            ),
         )
         for name, row in rows
     ]
@@ -245,12 +307,20 @@ def sensitivity(content: Json) -> Markup | None:
     parts: list[Child] = [figures.size_curve(content)]
     if tensors := found.get("tensors"):
         floor = tensors["noise_floor_db"]
-        said = f"Output {number(tensors['output_sqnr_db'] or 0)} dB with all of them quantized. "
-        said += "One batch does not tell what is noise." if floor is None else f"Gains below {floor:.2f} dB are noise."
+        said = (
+            f"Output {number(tensors['output_sqnr_db'] or 0)} dB with all of them quantized. "
+        )
+        said += (
+            "One batch does not tell what is noise."
+            if floor is None
+            else f"Gains below {floor:.2f} dB are noise."
+        )
         rows = [
             element(
                 "tr",
-                element("td", name_of(content, row["layer"]), class_="name", title=row["layer"]),
+                element(
+                    "td", name_of(content, row["layer"]), class_="name", title=row["layer"]
+                ),
                 element("td", row["tensor"]),
                 number_cell(row["alone_db"], "{:.1f}"),
                 number_cell(row["gain_db"], "{:+.2f}"),
@@ -264,7 +334,12 @@ def sensitivity(content: Json) -> Markup | None:
         rows = [
             element(
                 "tr",
-                element("td", name_of(content, row["layers"][0]), class_="name", title=row["layers"][0]),
+                element(
+                    "td",
+                    name_of(content, row["layers"][0]),
+                    class_="name",
+                    title=row["layers"][0],
+                ),
                 number_cell(row["weights"], "{}"),
                 [number_cell(row["noise"][width], "{:.3g}") for width in widths],
             )
@@ -283,7 +358,10 @@ def config(content: Json) -> Markup | None:
     if file is None:
         return None
     lines = file["text"].splitlines()
-    numbered = [fragment(element("span", line, id=f"line-{at}"), "\n") for at, line in enumerate(lines, 1)]
+    numbered = [
+        fragment(element("span", line, id=f"line-{at}"), "\n")
+        for at, line in enumerate(lines, 1)
+    ]
     return fragment(element("p", file["name"], class_="dim"), element("pre", numbered))
 
 
@@ -294,6 +372,7 @@ def reproduce(content: Json) -> Markup | None:
         said = element("p", ABOUT_COMMANDS, class_="dim")
         commands = fragment(element("pre", "\n".join(content["commands"])), said)
     rows = [
-        element("tr", element("td", name), element("td", plain(value))) for name, value in content["header"].items()
+        element("tr", element("td", name), element("td", plain(value)))
+        for name, value in content["header"].items()
     ]
     return fragment(commands, table(("", ""), rows, is_sortable=False))
