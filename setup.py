@@ -1,4 +1,4 @@
-"""Only what pyproject.toml cannot say: two folders at the top of the checkout ship inside the package."""
+"""Ship two folders of the checkout inside the package, which pyproject.toml cannot say."""
 
 from setuptools import find_packages, setup
 

@@ -1,8 +1,10 @@
-"""W4: what algorithms cost on a small LLaMA at 4 bits, as ratios to a float pass, and the error that they leave.
+"""W4: what algorithms cost on a small LLaMA at 4 bits, as ratios to a float pass, and the error
+that they leave.
 
-`python benchmarks/bench_algorithms.py [rounds [GPTQ …]]`; 32 sequences of 256 tokens, asymmetric groups of
-128 weights, all linear layers of the decoder, two threads. Errors are on 8 other sequences: of the layers' outputs
-(mean over layers), as a share of round-to-nearest's, and of the logits.
+`python benchmarks/bench_algorithms.py [rounds [GPTQ …]]`; 32 sequences of 256 tokens,
+asymmetric groups of 128 weights, all linear layers of the decoder, two threads. Errors are on 8
+other sequences: of the layers' outputs (mean over layers), as a share of round-to-nearest's,
+and of the logits.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ def run_model(model: nn.Module, batches: list[Batch]) -> None:
 
 
 def errors(model: nn.Module, task: Task, found: Adjustment) -> str:
-    """The error that is left, with round-to-nearest where nothing was rounded, and the share of round-to-nearest's."""
+    """The error that is left, with round-to-nearest where nothing was rounded, and the share of
+    round-to-nearest's.
+    """
     graph = rounded(task, found)
     text = f"logits {logits_error(model, Network(graph), tokens(8, seed=77)):.4f}"
     if found.parameters:

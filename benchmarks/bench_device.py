@@ -1,6 +1,8 @@
-"""What calibration and the quantized pass of ResNet-18 cost on a GPU, as ratios to the float pass there.
+"""What calibration and the quantized pass of ResNet-18 cost on a GPU, as ratios to the float
+pass there.
 
-`python benchmarks/bench_device.py [rounds]`; 100 images of 224x224 in batches of 10. Without a GPU it says so.
+`python benchmarks/bench_device.py [rounds]`; 100 images of 224x224 in batches of 10. Without a
+GPU it says so.
 """
 
 from __future__ import annotations

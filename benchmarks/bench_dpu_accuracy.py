@@ -1,6 +1,7 @@
-"""What `--dpu_accuracy high` gains and costs: output SQNR on data that calibration did not see, and seconds.
+"""What `--dpu_accuracy high` gains and costs: output SQNR on data that calibration did not see,
+and seconds.
 
-    python benchmarks/bench_dpu_accuracy.py                  # convolutional ones of benchmarks/networks.py
+    python benchmarks/bench_dpu_accuracy.py  # convolutional ones of benchmarks/networks.py
     python benchmarks/bench_dpu_accuracy.py digits
 
 A line is a row of the table in docs/dpu.md.
@@ -27,7 +28,9 @@ CONVOLUTIONAL = (
 
 
 def figures(case: networks.Case, level: str | None) -> tuple[str, float]:
-    """Output SQNR in dB, for classifiers the share of samples with the float network's class; seconds to calibrate."""
+    """Output SQNR in dB, for classifiers the share of samples with the float network's class;
+    seconds to calibrate.
+    """
     start = time.perf_counter()
     result = quantizer.calibrate(case.model, CONFIG, case.calibration, dpu_accuracy=level)
     seconds = time.perf_counter() - start

@@ -1,6 +1,8 @@
-"""W5: what the simulation of dynamic int8 costs, as a ratio to the float pass of the same LLaMA; with its accuracy.
+"""W5: what the simulation of dynamic int8 costs, as a ratio to the float pass of the same
+LLaMA; with its accuracy.
 
-`python benchmarks/bench_dynamic.py [rounds]`; 8 sequences of 256 tokens, hidden 512, 4 layers, two threads.
+`python benchmarks/bench_dynamic.py [rounds]`; 8 sequences of 256 tokens, hidden 512, 4 layers,
+two threads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Where the seconds of `quantizer --quant_mode calib` go, as a process, against what cannot be done without.
+"""Where the seconds of `quantizer --quant_mode calib` go, as a process, against what cannot be
+done without.
 
-`python benchmarks/bench_end_to_end.py [rounds [job…]]`; two threads. Processes take turns. "floor" is another process
-that imports torch, makes the model (which may import more) and its data, exports it once, and runs it in float over the
-data. All else is overhead, which is to be at most 15 %; but for the search of algorithms, and bias correction's pass.
+`python benchmarks/bench_end_to_end.py [rounds [job…]]`; two threads. Processes take turns.
+"floor" is another process that imports torch, makes the model (which may import more) and its
+data, exports it once, and runs it in float over the data. All else is overhead, which is to be
+at most 15 %; but for the search of algorithms, and bias correction's pass.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Job:
-    """A model's file, its data there, a config, and the size of its groups where that of the file does not fit."""
+    """A model's file, its data there, a config, and the size of its groups where that of the
+    file does not fit.
+    """
 
     file: str
     data: str
@@ -49,7 +53,9 @@ CLOCKS = (
     ("quantizer.engine.results", "write_results", "write"),
     ("quantizer.cli.run", "write_report", "report"),
 )
-"""Functions that the steps do not call, where the command finds them, and the part that their time is added to."""
+"""Functions that the steps do not call, where the command finds them, and the part that their
+time is added to.
+"""
 
 
 def main() -> None:
@@ -70,10 +76,12 @@ def main() -> None:
         print(f"\n{name}, {job.config}: seconds, median of {rounds}")
         for part, values in {**totals, **shares}.items():
             print(
-                f"  {part:<32} {statistics.median(values):6.2f} [{min(values):.2f} .. {max(values):.2f}]"
+                f"  {part:<32} {statistics.median(values):6.2f} [{min(values):.2f} .. "
+                f"{max(values):.2f}]"
             )
         print(
-            f"  {'quantizer / floor':<32} {statistics.median(ratios):6.2f} [{min(ratios):.2f} .. {max(ratios):.2f}]"
+            f"  {'quantizer / floor':<32} {statistics.median(ratios):6.2f} [{min(ratios):.2f} "
+            f".. {max(ratios):.2f}]"
         )
 
 
@@ -158,9 +166,8 @@ def run_quantizer(parts: Parts, job: Job) -> None:
     def loaded(target: str) -> Any:
         command = load(target)
         for place, name, part in CLOCKS:
-            module = importlib.import_module(
-                place
-            )  # by now the command has imported all of them
+            # By now the command has imported all of them
+            module = importlib.import_module(place)
             setattr(module, name, parts.timed(part, getattr(module, name)))
         pipeline: Any = importlib.import_module("quantizer.engine.pipeline")
         pipeline.STEPS = tuple(

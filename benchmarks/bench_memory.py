@@ -1,7 +1,9 @@
-"""The peak of memory of calib and test mode over the import of torch, and what each layer adds to it, as a share of its
-bytes: LLaMAs of width 1024 in Hugging Face folders, bfloat16, and SmolLM2-135M out of a Python file.
+"""The peak of memory of calib and test mode over the import of torch, and what each layer adds
+to it, as a share of its bytes: LLaMAs of width 1024 in Hugging Face folders, bfloat16, and
+SmolLM2-135M out of a Python file.
 
-`python benchmarks/bench_memory.py [layers …]`: 2 8 32. With 2 and 8 alone, SmolLM2 is left out: two minutes.
+`python benchmarks/bench_memory.py [layers …]`: 2 8 32. With 2 and 8 alone, SmolLM2 is left out:
+two minutes.
 """
 
 from __future__ import annotations
@@ -83,10 +85,8 @@ def main() -> None:
                 row = "".join(f"{found[number] / 1e6:9.0f}" for found in peaks.values())
                 ends = [peaks[str(counts[at])][number] for at in (0, -1)]
                 slope = (ends[1] - ends[0]) / max(1, counts[-1] - counts[0])
-                print(
-                    f"{name:8}{mode:6}{row}{slope / 1e6:13.2f}{slope / layer:7.2f}{TARGETS[name]:8.1f}",
-                    flush=True,
-                )
+                columns = f"{slope / 1e6:13.2f}{slope / layer:7.2f}{TARGETS[name]:8.1f}"
+                print(f"{name:8}{mode:6}{row}{columns}", flush=True)
 
 
 def peaks_of(folder: Path, model: tuple[str, ...]) -> list[int]:

@@ -1,8 +1,10 @@
-"""What an `.onnx` costs in ONNX Runtime, against the float model and against what the runtime's own quantizer makes.
+"""What an `.onnx` costs in ONNX Runtime, against the float model and against what the runtime's
+own quantizer makes.
 
-`python benchmarks/bench_onnx.py [rounds] [network …]`; the same data calibrate both; default sessions, batches of 1 and
-10. 8-bit weights are int8 on processors with VNNI, as the runtime's own are, and uint8 on others, where the runtime's
-own products are wrong.
+`python benchmarks/bench_onnx.py [rounds] [network …]`; the same data calibrate both; default
+sessions, batches of 1 and
+10. 8-bit weights are int8 on processors with VNNI, as the runtime's own are, and uint8 on
+    others, where the runtime's own products are wrong.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ BITS_7 = with_7_bits()
 
 @dataclass(frozen=True)
 class Case:
-    """A network, what calibrates it, a batch of ten samples to time and compare, and how the file is written."""
+    """A network, what calibrates it, a batch of ten samples to time and compare, and how the
+    file is written.
+    """
 
     model: nn.Module
     config: Path | Config | dict[str, Any]
@@ -181,7 +185,9 @@ class Reader(CalibrationDataReader):  # type: ignore[misc]  # untyped
 
 
 def theirs(case: Case, folder: Path) -> None:
-    """What ONNX Runtime's own quantizer makes of the float file, as its documentation advises for x64."""
+    """What ONNX Runtime's own quantizer makes of the float file, as its documentation advises
+    for x64.
+    """
     source, ready, made = (folder / f"{kind}.onnx" for kind in ("float", "ready", "theirs"))
     if not case.is_static:
         quantize_dynamic(source, made, weight_type=QuantType.QInt8, per_channel=True)

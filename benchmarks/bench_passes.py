@@ -1,8 +1,10 @@
-"""W1 to W3: what calibration, the quantized pass and the corrections of ResNet-18 cost, as ratios.
+"""W1 to W3: what calibration, the quantized pass and the corrections of ResNet-18 cost, as
+ratios.
 
-`python benchmarks/bench_passes.py [rounds]`; 100 images of 224x224 in batches of 10, two threads.
-Memory that glibc keeps for later moves the peaks by 100 MB from run to run. For figures of memory that repeat, and no
-times, set MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536.
+`python benchmarks/bench_passes.py [rounds]`; 100 images of 224x224 in batches of 10, two
+threads. Memory that glibc keeps for later moves the peaks by 100 MB from run to run. For
+figures of memory that repeat, and no times, set MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=65536
+MALLOC_TRIM_THRESHOLD_=65536.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ def corrections(original: Graph, batches: list[Batch], rounds: int) -> None:
 
 
 def plan(graph: Graph, original: Graph, settings: Settings = SETTINGS, **fields: str) -> Plan:
-    """All tensors in int8 with these fields; diffs needs powers of two, and they go with modal."""
+    """All tensors in int8 with these fields; diffs needs powers of two, and they go with
+    modal.
+    """
     if fields.get("method") == "diffs":
         fields |= {"scale_type": "poweroftwo", "statistic": "modal"}
     values = {name: Sourced(value) for name, value in fields.items()}

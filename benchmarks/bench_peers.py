@@ -1,9 +1,11 @@
-"""The same jobs by this package and by public ones: time, memory and error, each as a whole process, in turns.
+"""The same jobs by this package and by public ones: time, memory and error, each as a whole
+process, in turns.
 
-`python benchmarks/bench_peers.py [rounds] [--python NAME=PATH …] [--job NAME]`. Packages that want an environment of
-their own are run by its interpreter: `--python amd-quark=envs/quark/bin/python`; NAME is what pip installs. A process
-counts from its start to the quantized network, imports included; memory is its peak over the import of torch. One
-more round before is not counted: some compile at their first use.
+`python benchmarks/bench_peers.py [rounds] [--python NAME=PATH …] [--job NAME]`. Packages that
+want an environment of their own are run by its interpreter: `--python
+amd-quark=envs/quark/bin/python`; NAME is what pip installs. A process counts from its start to
+the quantized network, imports included; memory is its peak over the import of torch. One more
+round before is not counted: some compile at their first use.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def main() -> None:
     }
     missing: set[str] = set()
     print(
-        f"{'job':19}{'tool':35}{'wall s':>22}{'CPU s':>8}{'ratio':>7}{'of CPU':>8}{'memory MB':>11}  error"
+        f"{'job':19}{'tool':35}{'wall s':>22}{'CPU s':>8}{'ratio':>7}{'of CPU':>8}"
+        f"{'memory MB':>11}  error"
     )
     for job in given.job or JOBS:
         peers = LANGUAGE_PEERS if job == "LLaMA" else VISION_PEERS
@@ -83,7 +86,8 @@ def main() -> None:
             measure(job, tools, Path(place), given.rounds)
     for name in sorted(missing):
         print(
-            f"not installed: {name}: pip install torch=={torch.__version__.partition('+')[0]} {PACKAGES[name]}"
+            f"not installed: {name}: pip install torch=={torch.__version__.partition('+')[0]} "
+            f"{PACKAGES[name]}"
         )
 
 
@@ -116,7 +120,8 @@ def measure(job: str, tools: dict[str, str], folder: Path, rounds: int) -> None:
 
 
 def inputs(job: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The float network, and what its job's file holds: weights, data to calibrate on, and held-out data.
+    """The float network, and what its job's file holds: weights, data to calibrate on, and
+    held-out data.
 
     Raises:
         ImportError: a package that has the network is missing.
@@ -143,7 +148,8 @@ def inputs(job: str) -> tuple[nn.Module, dict[str, Any]]:
 def run(tool: str, python: str, job: str, folder: Path, runs: Runs, *, counted: bool) -> None:
     """One process."""
     (folder / "result.pt").unlink(missing_ok=True)
-    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # some call programs of their environment
+    # Some call programs of their environment
+    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {
         "PATH": path,
         "PYTHONWARNINGS": "ignore",

@@ -1,6 +1,8 @@
-"""How far `quantizer plan` is from the peak of memory that calib and test mode then have: predicted / measured.
+"""How far `quantizer plan` is from the peak of memory that calib and test mode then have:
+predicted / measured.
 
-`python benchmarks/bench_prediction.py [network …]`: networks of transformers with random weights, ten minutes.
+`python benchmarks/bench_prediction.py [network …]`: networks of transformers with random
+weights, ten minutes.
 """
 
 from __future__ import annotations

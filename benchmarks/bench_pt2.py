@@ -1,7 +1,8 @@
-"""What a `.pt2` with integer weights costs: compiled by torch against the compiled float model, and as it is against
-test mode.
+"""What a `.pt2` with integer weights costs: compiled by torch against the compiled float model,
+and as it is against test mode.
 
-`python benchmarks/bench_pt2.py [rounds]`; the digits in batches of 100, and three linear layers of 2048 with 64 rows.
+`python benchmarks/bench_pt2.py [rounds]`; the digits in batches of 100, and three linear layers
+of 2048 with 64 rows.
 """
 
 from __future__ import annotations

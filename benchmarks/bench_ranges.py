@@ -1,9 +1,11 @@
-"""How activations' ranges are best found: output SQNR of W8A8 on data that calibration did not see, method by method.
+"""How activations' ranges are best found: output SQNR of W8A8 on data that calibration did not
+see, method by method.
 
-    python benchmarks/bench_ranges.py                  # all of benchmarks/networks.py, which says what to install
+    python benchmarks/bench_ranges.py  # all of networks.py, which says what to install
     python benchmarks/bench_ranges.py minilm digits
 
-Everything but the method is as in configs/cpu_int8.json. A line is a row of the table in docs/ranges.md.
+Everything but the method is as in configs/cpu_int8.json. A line is a row of the table in
+docs/ranges.md.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def config(words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figures(case: networks.Case, words: Mapping[str, Any]) -> str:
-    """Output SQNR in dB, and for classifiers the share of samples with the float network's class."""
+    """Output SQNR in dB, and for classifiers the share of samples with the float network's
+    class.
+    """
     found = (
         quantizer.calibrate(case.model, config(words), case.calibration)
         .test(case.held_out)

@@ -1,6 +1,8 @@
-"""Images per second of calibration by 1 and 2 ranks of one thread each, ResNet-18, 96 images of 224x224.
+"""Images per second of calibration by 1 and 2 ranks of one thread each, ResNet-18, 96 images of
+224x224.
 
-`python benchmarks/bench_ranks.py [rounds]`; the two take turns. On two quiet cores 2 ranks are 1.8 times as fast.
+`python benchmarks/bench_ranks.py [rounds]`; the two take turns. On two quiet cores 2 ranks are
+1.8 times as fast.
 """
 
 from __future__ import annotations
@@ -61,12 +63,15 @@ def main() -> None:
             for count, speed in speeds.items()
         )
         print(
-            f"calibration, {method}: {said}; ratio {ratio:.2f}, target {TARGET}; of processor time {work:.2f}"
+            f"calibration, {method}: {said}; ratio {ratio:.2f}, target {TARGET}; of processor "
+            f"time {work:.2f}"
         )
 
 
 def seconds(plan: Plan, batches: list[Batch], count: int) -> tuple[float, float]:
-    """Wall and processor time of a calibration by forks of this process, those of the slowest, once all have joined."""
+    """Wall and processor time of a calibration by forks of this process, those of the slowest,
+    once all have joined.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pids = [fork(plan, batches, count, rank, Path(folder)) for rank in range(count)]
         assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * count
@@ -86,9 +91,8 @@ def fork(plan: Plan, batches: list[Batch], count: int, rank: int, folder: Path) 
     group: Ranks = ProcessGroup(url, "gloo", 60) if count > 1 else ALONE
     calibration, network = calibrate.start(plan), Network(plan.graph)
     with torch.no_grad():
-        calibrate.run(
-            calibrate.start(plan), network, batches[:1]
-        )  # the first batch costs a process more than others
+        # The first batch costs a process more than others
+        calibrate.run(calibrate.start(plan), network, batches[:1])
     group.gather(None, "the start")
     began, worked = time.perf_counter(), time.process_time()
     with torch.no_grad():

@@ -1,9 +1,10 @@
-"""A sentence encoder under five configs: output SQNR, and how well it still finds the text to a sentence.
+"""A sentence encoder under five configs: output SQNR, and how well it still finds the text to a
+sentence.
 
     python benchmarks/bench_retrieval.py  # benchmarks/networks.py says what to install
 
-Of 200 docstrings the first sentence is to find the rest of its own: the mean reciprocal rank (MRR) by cosine. A line is
-a row of the table in docs/ranges.md.
+Of 200 docstrings the first sentence is to find the rest of its own: the mean reciprocal rank
+(MRR) by cosine. A line is a row of the table in docs/ranges.md.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def main() -> None:
         found = quantizer.calibrate(case.model, config, case.calibration)
         figure = found.test(case.held_out).to_json()["metrics"]["sqnr_db"]
         print(
-            f"| {name} | {figure:.1f} dB | {mean_reciprocal_rank(found.network, case.held_out):.3f} |",
+            f"| {name} | {figure:.1f} dB | "
+            f"{mean_reciprocal_rank(found.network, case.held_out):.3f} |",
             flush=True,
         )
 

@@ -1,7 +1,9 @@
-"""Whether cost is linear over a factor of 16 in images, layers and channels; what tracing costs beside torch.export.
+"""Whether cost is linear over a factor of 16 in images, layers and channels; what tracing costs
+beside torch.export.
 
-`python benchmarks/bench_scaling.py [rounds]`; one thread. Figures are processor times for each unit, relative to those
-of the smallest size in the same round, so that 1 is linear and less than 1 a fixed cost that is shared out.
+`python benchmarks/bench_scaling.py [rounds]`; one thread. Figures are processor times for each
+unit, relative to those of the smallest size in the same round, so that 1 is linear and less
+than 1 a fixed cost that is shared out.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     torch.set_num_threads(1)
     print(
-        f"processor time a unit, relative to the smallest size (median [least .. most] of {rounds}; one thread)"
+        "processor time a unit, relative to the smallest size (median [least .. most] of "
+        f"{rounds}; one thread)"
     )
     over_images(rounds)
     over_layers(rounds)
@@ -74,7 +77,9 @@ def over_images(rounds: int) -> None:
 
 
 def over_layers(rounds: int) -> None:
-    """Convolutions, and blocks of a LLaMA of which 32 are to cost little more than 4 times what 8 cost."""
+    """Convolutions, and blocks of a LLaMA of which 32 are to cost little more than 4 times what
+    8 cost.
+    """
     batches = [Batch.of(x) for x in images(4, batch=4, size=32)]
     graphs = {n: trace(plain(n), batches[0].args) for n in (4, 8, 16, 32, 64)}
     passed = {n: run_passes(graph, Settings()) for n, graph in graphs.items()}
@@ -101,7 +106,9 @@ def over_layers(rounds: int) -> None:
 
 
 def over_channels(rounds: int) -> None:
-    """Weights by channels and by groups; GPTQ with four tokens for each of `n` channels, for each of n³ operations."""
+    """Weights by channels and by groups; GPTQ with four tokens for each of `n` channels, for
+    each of n³ operations.
+    """
     weights = {
         n: torch.randn(n, 1024, generator=torch.Generator().manual_seed(n))
         for n in (128, 256, 512, 1024, 2048)
@@ -121,7 +128,9 @@ def over_channels(rounds: int) -> None:
 
 
 def of_tracing(rounds: int) -> None:
-    """`trace` against one `torch.export` with an open batch, and against one with the lengths open, too."""
+    """`trace` against one `torch.export` with an open batch, and against one with the lengths
+    open, too.
+    """
     print(f"\ntracing, ratio to one torch.export with an open batch; target {TRACE_TARGET}")
     for name, (model, args) in networks().items():
         graph = trace(model, args)
@@ -157,7 +166,9 @@ def show(
     units: Callable[[int], int] = lambda size: size,
     most: int = REPEATS,
 ) -> dict[int, list[float]]:
-    """Print and give for each size the cost of a unit relative to that of the smallest, in each round."""
+    """Print and give for each size the cost of a unit relative to that of the smallest, in each
+    round.
+    """
     first, last = min(parts), max(parts)
     found: dict[int, list[float]] = {size: [] for size in parts}
     for count in range(rounds + 1):
@@ -186,7 +197,9 @@ def each(part: Part, repeats: int) -> float:
 
 
 def cost(part: Part) -> float:
-    """Processor time of one call; others that use the machine count less than they do on the wall."""
+    """Processor time of one call; others that use the machine count less than they do on the
+    wall.
+    """
     started = time.process_time()
     part()
     return time.process_time() - started
@@ -227,7 +240,9 @@ def gptq_task(width: int) -> Task:
 
 
 def networks() -> dict[str, Call]:
-    """What is traced: the models of the examples and benchmarks, and two of the tests' architectures."""
+    """What is traced: the models of the examples and benchmarks, and two of the tests'
+    architectures.
+    """
     found: dict[str, Call] = {"ResNet-18": (resnet18(), (images(2)[0],))}
     sys.path += [str(ROOT / folder) for folder in ("examples", "tests", "tests/architectures")]
     try:
@@ -248,7 +263,9 @@ def networks() -> dict[str, Call]:
 
 @torch.no_grad()
 def exported(model: nn.Module, args: tuple[Tensor, ...], lengths: bool = False) -> None:
-    """One `torch.export` with the batch open, and with `lengths` the second axes of integers, too."""
+    """One `torch.export` with the batch open, and with `lengths` the second axes of integers,
+    too.
+    """
     batch = Dim("batch", min=1)
     more: dict[int, Any] = {1: Dim.AUTO} if lengths else {}
     shapes = [{0: batch, **({} if x.is_floating_point() else more)} for x in args]

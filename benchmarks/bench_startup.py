@@ -1,5 +1,5 @@
-"""How long `quantizer --help`, `quantizer validate` and importing the API take, as ratios to `import torch`, each in a
-fresh process.
+"""How long `quantizer --help`, `quantizer validate` and importing the API take, as ratios to
+`import torch`, each in a fresh process.
 
 `python benchmarks/bench_startup.py [rounds]`
 """

@@ -1,6 +1,8 @@
-"""W5: what it costs to quantize a weight, range, scale and fake quantization, as a ratio to copying it.
+"""W5: what it costs to quantize a weight, range, scale and fake quantization, as a ratio to
+copying it.
 
-`python benchmarks/bench_weights.py [rounds]`; a 4096x4096 float32 weight, both into memory that is there, two threads.
+`python benchmarks/bench_weights.py [rounds]`; a 4096x4096 float32 weight, both into memory that
+is there, two threads.
 """
 
 from __future__ import annotations
@@ -46,9 +48,8 @@ def main() -> None:
     """Measure both and print."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     torch.set_num_threads(2)
-    torch.empty(
-        7 << 20
-    )  # as after any network's run, the allocator keeps up to some 30 MB from now on (glibc)
+    # As after any network's run, the allocator keeps up to some 30 MB from now on (glibc)
+    torch.empty(7 << 20)
     copied = torch.empty(4096, 4096)
     weights = {name: functools.partial(static, spec) for name, spec in WEIGHTS.items()}
     show(
@@ -66,7 +67,9 @@ def main() -> None:
 def show(
     title: str, copied: Tensor, parts: Mapping[str, Callable[[Tensor], object]], rounds: int
 ) -> None:
-    """Measure each part beside copying the same tensor, one part after the other, as they share no cache."""
+    """Measure each part beside copying the same tensor, one part after the other, as they share
+    no cache.
+    """
     found: dict[str, list[float]] = {}
     speed: dict[str, str] = {}
     for name, part in parts.items():

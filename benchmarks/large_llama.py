@@ -1,6 +1,8 @@
-"""Hugging Face folders of LLaMAs of any size with random bfloat16 weights, made without ever holding one in memory.
+"""Hugging Face folders of LLaMAs of any size with random bfloat16 weights, made without ever
+holding one in memory.
 
-`python benchmarks/large_llama.py FOLDER [layers] [width] [intermediate]`: 28, 3072, 8192: 3.2 billion parameters.
+`python benchmarks/large_llama.py FOLDER [layers] [width] [intermediate]`: 28, 3072, 8192: 3.2
+billion parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def main() -> None:
 
 
 def make(folder: Path, layers: int = 28, width: int = 3072, intermediate: int = 8192) -> None:
-    """Write config.json, the shards and their index; heads have 128 channels, 8 of them keys and values."""
+    """Write config.json, the shards and their index; heads have 128 channels, 8 of them keys
+    and values.
+    """
     heads = width // 128
     config = LlamaConfig(
         vocab_size=VOCABULARY,

@@ -1,4 +1,6 @@
-"""How far a model with other weights is from itself: outputs of its layers on held-out tokens, and logits."""
+"""How far a model with other weights is from itself: outputs of its layers on held-out tokens,
+and logits.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 def layer_errors(
     model: nn.Module, weights: Mapping[str, Tensor], batches: list[Tensor]
 ) -> dict[str, float]:
-    """Squared error of each linear layer's outputs with the weight given by its path, on the float model's inputs, as a
-    share of their energy."""
+    """Squared error of each linear layer's outputs with the weight given by its path, on the
+    float model's inputs, as a share of their energy.
+    """
     sums = {name: torch.zeros(2, dtype=torch.float64) for name in weights}
 
     def watching(name: str) -> Callable[..., None]:

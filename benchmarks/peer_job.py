@@ -1,7 +1,9 @@
-"""One job with one tool, as a process of its own; `bench_peers.py` starts it with the tool's interpreter.
+"""One job with one tool, as a process of its own; `bench_peers.py` starts it with the tool's
+interpreter.
 
-`python peer_job.py TOOL JOB FOLDER STARTED`: FOLDER holds JOB.pt, which `bench_peers.py` wrote, and gets result.pt: how
-long it took from STARTED (seconds of the epoch) on until the quantized network was there, what memory, and its outputs.
+`python peer_job.py TOOL JOB FOLDER STARTED`: FOLDER holds JOB.pt, which `bench_peers.py` wrote,
+and gets result.pt: how long it took from STARTED (seconds of the epoch) on until the quantized
+network was there, what memory, and its outputs.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ OURS: dict[str, Any] = {
     "ours, cpu_int8.json": "cpu_int8.json",
     "ours, GPTQ": GPTQ,
 }
-"""Configs; the preset has bias correction and percentiles, which "maxmin" leaves out, so that all of it compares."""
+"""Configs; the preset has bias correction and percentiles, which "maxmin" leaves out, so that
+all of it compares.
+"""
 
 
 def main() -> None:
@@ -100,7 +104,9 @@ def ours(model: nn.Module, config: Any, batches: list[Tensor], *, plain: bool) -
 
 @torch.no_grad()
 def layer_weights(model: Llama, quantized: Any, peer: Peer | None) -> dict[str, Tensor]:
-    """The weights of the linear layers, as what they make of unit vectors; none where their inputs became others."""
+    """The weights of the linear layers, as what they make of unit vectors; none where their
+    inputs became others.
+    """
     if peer is not None and not peer.keeps_inputs:
         return {}
     linears = {

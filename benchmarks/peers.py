@@ -1,7 +1,8 @@
-"""Public packages that quantize a LLaMA of transformers to 4 bits, in groups of 128 weights. Measures nothing.
+"""Public packages that quantize a LLaMA of transformers to 4 bits, in groups of 128 weights.
+Measures nothing.
 
-Each is imported where it is used: none needs to be installed. This file runs with their interpreters, too, so it
-imports neither this package nor anything that theirs need not have.
+Each is imported where it is used: none needs to be installed. This file runs with their
+interpreters, too, so it imports neither this package nor anything that theirs need not have.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ SCALED = (
     ("post_attention_layernorm", GATED, "mlp"),
     ("mlp.up_proj", ("mlp.down_proj",), None),
 )
-"""Of each block: what AWQ folds factors into, the layers that read it, and the module whose output it compares."""
+"""Of each block: what AWQ folds factors into, the layers that read it, and the module whose
+output it compares.
+"""
 
 Quantize = Callable[[Any, list[Tensor]], Any]
 """Takes a model and data, changes or replaces the model, and returns it."""
@@ -35,7 +38,9 @@ Quantize = Callable[[Any, list[Tensor]], Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """How a package runs a job, and whether inputs of layers stay what they are; `package` is what pip installs."""
+    """How a package runs a job, and whether inputs of layers stay what they are; `package` is
+    what pip installs.
+    """
 
     package: str
     keeps_inputs: bool
@@ -51,14 +56,15 @@ def llmcompressor_gptq(model: Any, batches: list[Tensor]) -> Any:
     recipe = GPTQModifier(targets="Linear", scheme="W4A16_ASYM", ignore=["lm_head"])
     loader: DataLoader[Any] = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
     settings = {"num_calibration_samples": len(rows), "pipeline": "sequential"}
-    oneshot(
-        model=model, processor=object(), dataset=loader, recipe=recipe, **settings
-    )  # no processor is looked for
+    # No processor is looked for
+    oneshot(model=model, processor=object(), dataset=loader, recipe=recipe, **settings)
     return model
 
 
 def neural_compressor_gptq(model: Any, batches: list[Tensor]) -> Any:
-    """Columns in the order they have: by size of their inputs with static groups is an error of version 3.10."""
+    """Columns in the order they have: by size of their inputs with static groups is an error of
+    version 3.10.
+    """
     from neural_compressor.torch.quantization import GPTQConfig
 
     folder = model.config.name_or_path  # it wants one, and reads nothing there
@@ -88,7 +94,9 @@ def _neural_compressor(model: Any, config: Any, batches: list[Tensor]) -> Any:
 
 
 def quark_rounding(name: str) -> Quantize:
-    """One of its algorithms that round, of the class `name`: columns by size of their inputs, static groups."""
+    """One of its algorithms that round, of the class `name`: columns by size of their inputs,
+    static groups.
+    """
 
     def quantize(model: Any, batches: list[Tensor]) -> Any:
         from quark.torch.quantization.config import config
@@ -134,7 +142,9 @@ def _quark(model: Any, algorithm: Any, batches: list[Tensor]) -> Any:
 
 
 def in_transformers(model: Llama, folder: str) -> Any:
-    """The same function as a model of transformers; its config, which some packages look for, is in the folder."""
+    """The same function as a model of transformers; its config, which some packages look for,
+    is in the folder.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vocabulary, hidden = model.embed_tokens.weight.shape

@@ -1,4 +1,6 @@
-"""Two small networks with random weights: hard-swish and squeeze-excite, and attention over patches."""
+"""Two small networks with random weights: hard-swish and squeeze-excite, and attention over
+patches.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Public packages that quantize a network for images to int8, statically, as their documentation advises for x64.
+"""Public packages that quantize a network for images to int8, statically, as their
+documentation advises for x64.
 
-Measures nothing. This file runs with their interpreters: each package is imported where it is used, and ours never.
+Measures nothing. This file runs with their interpreters: each package is imported where it is
+used, and ours never.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from torch.utils.data import DataLoader
 
 
 def torchao_pt2e(model: Any, batches: list[Tensor]) -> Any:
-    """Quantization after torch.export, with the quantizer for x86: histograms, and a search for the least error."""
+    """Quantization after torch.export, with the quantizer for x86: histograms, and a search for
+    the least error.
+    """
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
@@ -38,7 +42,9 @@ def nncf_quantize(model: Any, batches: list[Tensor]) -> Any:
 
 
 def onnxruntime_static(method: str) -> Quantize:
-    """QDQ with uint8 activations and int8 weights by channels; the export to ONNX is part of the job."""
+    """QDQ with uint8 activations and int8 weights by channels; the export to ONNX is part of
+    the job.
+    """
 
     def quantize(model: Any, batches: list[Tensor]) -> Callable[[Tensor], Tensor]:
         from onnxruntime import InferenceSession
@@ -51,9 +57,8 @@ def onnxruntime_static(method: str) -> Quantize:
             )
             program = torch.onnx.export(model, (batches[0],), dynamo=True, verbose=False)
             assert program is not None
-            Path(source).write_bytes(
-                program.model_proto.SerializeToString()
-            )  # it refuses weights in other files
+            # It refuses weights in other files
+            Path(source).write_bytes(program.model_proto.SerializeToString())
             quant_pre_process(source, ready, skip_symbolic_shape=True)
             name = InferenceSession(ready).get_inputs()[0].name
             feeds: Iterator[dict[str, Any]] = iter([{name: batch.numpy()} for batch in batches])

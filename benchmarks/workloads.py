@@ -1,4 +1,6 @@
-"""The fixed work of every benchmark: ResNet-18 on colour noise with photos' spectrum, a small LLaMA on Zipf tokens."""
+"""The fixed work of every benchmark: ResNet-18 on colour noise with photos' spectrum, a small
+LLaMA on Zipf tokens.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class ResNet18(nn.Module):
 
 
 def images(count: int = 100, batch: int = 10, size: int = 224, seed: int = 1) -> list[Tensor]:
-    """`count` images of 1/f noise, of about unit variance and correlated channels, as [batch, 3, size, size]."""
+    """`count` images of 1/f noise, of about unit variance and correlated channels, as [batch,
+    3, size, size].
+    """
     generator = torch.Generator().manual_seed(seed)
     rows, columns = torch.fft.fftfreq(size)[:, None], torch.fft.rfftfreq(size)[None]
     amplitude = 1 / (rows**2 + columns**2).sqrt().clamp_min(1 / size)
@@ -71,7 +75,9 @@ def images(count: int = 100, batch: int = 10, size: int = 224, seed: int = 1) ->
 
 
 def resnet18(seed: int = 0) -> ResNet18:
-    """The model in eval mode: random weights of the usual scale, batch statistics averaged over 20 images."""
+    """The model in eval mode: random weights of the usual scale, batch statistics averaged over
+    20 images.
+    """
     torch.manual_seed(seed)
     model = ResNet18()
     for module in model.modules():
@@ -171,7 +177,9 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def llama(seed: int = 0) -> Llama:
-    """Seeded, in eval mode: inputs that correlate, and a few outlier channels, as trained models have them."""
+    """Seeded, in eval mode: inputs that correlate, and a few outlier channels, as trained
+    models have them.
+    """
     torch.manual_seed(seed)
     model = Llama().eval()
     generator = torch.Generator().manual_seed(seed + 1)

@@ -1,7 +1,9 @@
-"""Writes what follows from the schemas and from the table of algorithms: the part on algorithms in both schemas, the
-editor's rules in layered.schema.json, docs/config and docs/rules.md.
+"""Writes what follows from the schemas and from the table of algorithms: the part on algorithms
+in both schemas, the editor's rules in layered.schema.json, docs/config and docs/rules.md.
 
-Run `python docs/generate.py` after a change to a rule, a description or a setting; a test fails while one is stale."""
+Run `python docs/generate.py` after a change to a rule, a description or a setting; a test fails
+while one is stale.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SPEC = ROOT / "schemas" / "quantization_spec.schema.json"
 _WORDS = {field: word for word, field in FIELDS.items()}
 _TENSOR = "tensor_quantize_config"
 _DEVICES: Mapping[str, tuple[str, ...]] = {"": (), "_DPU": ("DPU",), "_CPU_GPU": ("CPU", "GPU")}
-"""What ends the names of definitions, and the devices that their rules are about; those of the first are about all."""
+"""What ends the names of definitions, and the devices that their rules are about; those of the
+first are about all.
+"""
 
 
 def generated() -> dict[Path, str]:
@@ -34,7 +38,9 @@ def generated() -> dict[Path, str]:
 
 
 def layered_schema() -> str:
-    """The layered schema with the errors of the spec schema, for editors; a schema knows no warnings."""
+    """The layered schema with the errors of the spec schema, for editors; a schema knows no
+    warnings.
+    """
     schema = {**form_schema("layered")}
     spec = json.loads(SPEC.read_text("utf-8"))
     every = (*spec["then"]["allOf"], *spec["allOf"])
@@ -66,7 +72,9 @@ def text_of(schema: Mapping[str, Any]) -> str:
 
 
 def _definitions(rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The rules of a level: the file, or an entry, which are alike in that a role's block overrides the overall one."""
+    """The rules of a level: the file, or an entry, which are alike in that a role's block
+    overrides the overall one.
+    """
     definitions: dict[str, Any] = {}
     for role in ROLES:
         for word in ("datatype", *_words_of(rules, role)):
@@ -118,7 +126,9 @@ def _holds(rule: Mapping[str, Any], devices: Sequence[str], role: Role) -> bool:
 
 
 def _merged(rule: Mapping[str, Any], role: Role) -> dict[str, Any]:
-    """The rule about what holds for a role where its own block and the overall one are merged."""
+    """The rule about what holds for a role where its own block and the overall one are
+    merged.
+    """
     conditions = [
         _says(role, word, entry, held=True)
         for word, entry in _in_words(rule["if"]["properties"]).items()
@@ -145,7 +155,9 @@ def _says(
 
 
 def _inside(*path: Any, held: bool = False) -> dict[str, Any]:
-    """A schema of what is at a path, of which the last part is the schema there; with `held` it has to be there."""
+    """A schema of what is at a path, of which the last part is the schema there; with `held` it
+    has to be there.
+    """
     *keys, found = path
     for key in reversed(keys):
         found = {"properties": {key: found}} | ({"required": [key]} if held else {})

@@ -1,7 +1,8 @@
-"""Draws docs/pictures: what each algorithm does, on networks of examples/, which come from PyPI with their data.
+"""Draws docs/pictures: what each algorithm does, on networks of examples/, which come from PyPI
+with their data.
 
-`python docs/pictures.py [NAME…]` takes some minutes. Pictures are drawn again when an algorithm changes; two processors
-may differ in the last digits, so no test compares them.
+`python docs/pictures.py [NAME…]` takes some minutes. Pictures are drawn again when an algorithm
+changes; two processors may differ in the last digits, so no test compares them.
 """
 
 from __future__ import annotations
@@ -204,7 +205,9 @@ def skewed() -> Graph:
 
 @cache
 def language_model(module: str) -> tuple[Tensor, Tensor]:
-    """Inputs [tokens, channels] of a module of SmolLM2 on two windows of text, and its weight."""
+    """Inputs [tokens, channels] of a module of SmolLM2 on two windows of text, and its
+    weight.
+    """
     sys.path.insert(0, str(EXAMPLES))
     import smollm2
 

@@ -1,4 +1,6 @@
-"""A hook of the site: files of the repository that pages link to come with it, and the schemas at their addresses."""
+"""A hook of the site: files of the repository that pages link to come with it, and the schemas
+at their addresses.
+"""
 
 from __future__ import annotations
 

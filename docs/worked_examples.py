@@ -1,7 +1,9 @@
-"""Runs the worked examples of schemas/worked_examples.json, each with its config as it was and as it is changed.
+"""Runs the worked examples of schemas/worked_examples.json, each with its config as it was and
+as it is changed.
 
-Run `python docs/worked_examples.py [KEY …]` from the checkout to write down what they print now, then docs/generate.py.
-Tests compare with what was written down."""
+Run `python docs/worked_examples.py [KEY …]` from the checkout to write down what they print
+now, then docs/generate.py. Tests compare with what was written down.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def arguments(command: str, folder: Path) -> list[str]:
 
 
 def printed(example: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The lines of both streams that the example is about, in the order of printing, columns two spaces apart."""
+    """The lines of both streams that the example is about, in the order of printing, columns
+    two spaces apart.
+    """
     output = io.StringIO()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,10 +1,11 @@
-"""A small residual network that reads 8x8 digits: the example that `make run` calibrates and tests.
+"""A small residual network that reads 8x8 digits: the example that `make run` calibrates and
+tests.
 
     quantizer --quant_mode calib --config_file configs/example.json --model examples/digits.py
     quantizer --quant_mode test --config_file configs/example.json --model examples/digits.py
 
-The data are the 1797 digits that scikit-learn ships (Alpaydin and Kaynak 1998, UCI): 1297 to train and calibrate on,
-500 held out. The weights next to this file come from `train_digits.py`.
+The data are the 1797 digits that scikit-learn ships (Alpaydin and Kaynak 1998, UCI): 1297 to
+train and calibrate on, 500 held out. The weights next to this file come from `train_digits.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def architecture() -> ResNet:
 
 
 def digits() -> Batch:
-    """All images [1797, 1, 8, 8] in 0…1 and their labels [1797], in one fixed shuffled order."""
+    """All images [1797, 1, 8, 8] in 0…1 and their labels [1797], in one fixed shuffled
+    order.
+    """
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)

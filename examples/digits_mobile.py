@@ -1,12 +1,16 @@
-"""A depthwise network that reads digits, and the same function with skewed channels, which int8 per tensor destroys.
+"""A depthwise network that reads digits, and the same function with skewed channels, which int8
+per tensor destroys.
 
-    quantizer --quant_mode calib --config_file configs/cpu_int8.json --model examples/digits_mobile.py
-    quantizer --quant_mode calib --config_file configs/dpu.json --model examples/digits_mobile.py:skewed
+    quantizer --quant_mode calib --config_file configs/cpu_int8.json \
+        --model examples/digits_mobile.py
+    quantizer --quant_mode calib --config_file configs/dpu.json \
+        --model examples/digits_mobile.py:skewed
 
-`skewed()` scales channel i of every layer by 2^U(-6, 6) and the next layer's input by its inverse: the float outputs
-stay the same, but 8 bits with one scale per tensor cannot represent the weights until `include_cle` balances them
-(Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", section 3.1, 2019). The weights
-come from `train_digits.py mobile`.
+`skewed()` scales channel i of every layer by 2^U(-6, 6) and the next layer's input by its
+inverse: the float outputs stay the same, but 8 bits with one scale per tensor cannot represent
+the weights until `include_cle` balances them (Nagel et al., "Data-Free Quantization Through
+Weight Equalization and Bias Correction", section 3.1, 2019). The weights come from
+`train_digits.py mobile`.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ class Separable(nn.Sequential):
 
 
 class MobileNet(nn.Module):
-    """The depthwise separable network of Howard et al. 2017, small: four blocks, 10 thousand parameters."""
+    """The depthwise separable network of Howard et al. 2017, small: four blocks, 10 thousand
+    parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +89,9 @@ def model() -> MobileNet:
 
 
 def skewed(octaves: float = 6.0) -> MobileNet:
-    """The trained network with channel i of each convolution scaled by 2^U(-octaves, octaves), undone in the next."""
+    """The trained network with channel i of each convolution scaled by 2^U(-octaves, octaves),
+    undone in the next.
+    """
     network = model()
     draw = torch.Generator().manual_seed(0)
     layers = [layer for layer in network.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]

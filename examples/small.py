@@ -1,7 +1,8 @@
-"""Two networks of a few layers with random weights: what the pages on passes and on the DPU show is seen on them.
+"""Two networks of a few layers with random weights: what the pages on passes and on the DPU
+show is seen on them.
 
-quantizer inspect --config_file configs/cpu_int8.json --model examples/small.py
-quantizer inspect --target DPU --model examples/small.py:gated
+quantizer inspect --config_file configs/cpu_int8.json --model examples/small.py quantizer
+inspect --target DPU --model examples/small.py:gated
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 
 def model() -> nn.Module:
-    """Something for each pass: a batch norm that cannot fold and one that can, ReLU6, dropout, SiLU."""
+    """Something for each pass: a batch norm that cannot fold and one that can, ReLU6, dropout,
+    SiLU.
+    """
     torch.manual_seed(0)
     return nn.Sequential(
         nn.BatchNorm2d(3),

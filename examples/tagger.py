@@ -1,4 +1,5 @@
-"""A tag for every step of a sequence: a convolution and an LSTM between stubs, a head that stays float.
+"""A tag for every step of a sequence: a convolution and an LSTM between stubs, a head that
+stays float.
 
 quantizer --quant_mode calib --config_file configs/cpu_int8.json --model examples/tagger.py
 """
@@ -11,7 +12,9 @@ from torch.ao.quantization import DeQuantStub, QuantStub
 
 
 class Tagger(nn.Module):
-    """What lies between the stubs is quantized. The weights are random: this is about what the tools show."""
+    """What lies between the stubs is quantized. The weights are random: this is about what the
+    tools show.
+    """
 
     def __init__(self) -> None:
         super().__init__()

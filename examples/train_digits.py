@@ -1,4 +1,5 @@
-"""Trains the network of `digits.py` or `digits_mobile.py` and saves its weights, in ten seconds or one minute.
+"""Trains the network of `digits.py` or `digits_mobile.py` and saves its weights, in ten seconds
+or one minute.
 
 python examples/train_digits.py [mobile]
 """
@@ -21,7 +22,9 @@ STEPS = TRAINING_IMAGES // BATCH_SIZE
 
 
 class Recipe(NamedTuple):
-    """How a network is trained; `robust` with shifted images, smoothed labels and weight decay."""
+    """How a network is trained; `robust` with shifted images, smoothed labels and weight
+    decay.
+    """
 
     example: Any
     epochs: int

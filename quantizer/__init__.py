@@ -88,7 +88,9 @@ _HEAVY = {"calibrate": "quantizer.api.calibrate", "load": "quantizer.api.calibra
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, or `quantizer.nn`, on first use; generated code needs only `import quantizer`."""
+    """Load a public name, or `quantizer.nn`, on first use; generated code needs only `import
+    quantizer`.
+    """
     if name == "nn":
         return importlib.import_module("quantizer.nn")
     if name not in __all__:

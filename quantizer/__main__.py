@@ -1,4 +1,6 @@
-"""`python -m quantizer` and the console script: the command line, imported so that Ctrl-C ends it at any moment."""
+"""`python -m quantizer` and the console script: the command line, imported so that Ctrl-C ends
+it at any moment.
+"""
 
 from typing import NoReturn
 

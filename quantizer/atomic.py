@@ -1,4 +1,6 @@
-"""Replaces a file or a folder whole or not at all: temporary sibling, rename. Errors are OSErrors; imports no torch."""
+"""Replaces a file or a folder whole or not at all: temporary sibling, rename. Errors are
+OSErrors; imports no torch.
+"""
 
 import contextlib
 import errno
@@ -15,7 +17,8 @@ LEFT_OVER = re.compile(rf"\..+\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
 
 
 def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write `content`, also part by part, to `path`; a crash leaves the old file or the new one, which gets its rights.
+    """Write `content`, also part by part, to `path`; a crash leaves the old file or the new
+    one, which gets its rights.
 
     Raises:
         OSError: the folder cannot be written or the disk is full; then no temporary file stays.
@@ -45,7 +48,8 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 @contextlib.contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of the one at `path` when all went well, and is gone when not.
+    """A new folder to fill, which takes the place of the one at `path` when all went well, and
+    is gone when not.
 
     Raises:
         OSError: the folder around it cannot be written.
@@ -60,7 +64,8 @@ def replaced_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """A place for a new file, alone in a folder; the file takes the place of `path` when all went well.
+    """A place for a new file, alone in a folder; the file takes the place of `path` when all
+    went well.
 
     Raises:
         OSError: the folder around it cannot be written.

@@ -1,4 +1,6 @@
-"""What can go wrong for a user, one class per exit code. Only `cli` turns these into an exit."""
+"""What can go wrong for a user, one class per exit code. Only `cli` turns these into an
+exit.
+"""
 
 from collections.abc import Sequence
 
@@ -9,12 +11,15 @@ TORCH = ("torch", "safetensors")
 
 
 def pip_line(extra: str) -> str:
-    """The command that installs an optional part of the package; PyPI's `quantizer` is another project."""
+    """The command that installs an optional part of the package; PyPI's `quantizer` is another
+    project.
+    """
     return f"pip install 'quantizer-torch[{extra}]'"
 
 
 class QuantizerError(Exception):
-    """A sentence for the user: what happened and where, with `help` saying what to do, in one line or several.
+    """A sentence for the user: what happened and where, with `help` saying what to do, in one
+    line or several.
 
     Both may quote names from anywhere: what would steer a terminal or a CI log is escaped. Only
     `quantizer.cli` catches it; its `exit_code` is the process's.
@@ -101,7 +106,9 @@ _NO_MEMORY = (
     "out of memory",
     "unable to mmap",
 )
-"""What torch and the system say then, in small letters; torch on a CPU raises a plain RuntimeError."""
+"""What torch and the system say then, in small letters; torch on a CPU raises a plain
+RuntimeError.
+"""
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -1,4 +1,6 @@
-"""Memory of this process and of the machine, in bytes; None where the system does not say. Imports no torch."""
+"""Memory of this process and of the machine, in bytes; None where the system does not say.
+Imports no torch.
+"""
 
 import contextlib
 import gc
@@ -16,7 +18,8 @@ _PAGE = mmap.PAGESIZE
 def peak() -> int | None:
     """The most that was ever resident of this process."""
     if found := _table(Path("/proc/self/status")).get("VmHWM"):
-        return found  # the figure of getrusage is at least that of the process that started this one
+        # The figure of getrusage is at least that of the process that started this one
+        return found
     with contextlib.suppress(ImportError):
         import resource
 
@@ -26,7 +29,9 @@ def peak() -> int | None:
 
 
 def resident() -> int | None:
-    """What is resident of this process now; asked after each batch, so from the shortest file that says it."""
+    """What is resident of this process now; asked after each batch, so from the shortest file
+    that says it.
+    """
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE
@@ -36,8 +41,8 @@ def resident() -> int | None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Python's search for cycles waits. What imports and traces make is kept: to look through all of it again and again
-    takes a fifth of their time.
+    """Python's search for cycles waits. What imports and traces make is kept: to look through
+    all of it again and again takes a fifth of their time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -50,8 +55,8 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing(module: str) -> Iterator[None]:
-    """If `module` is imported here, no later search for cycles looks at what there is by then. For the command line: in
-    a process of somebody else, garbage would stay as well.
+    """If `module` is imported here, no later search for cycles looks at what there is by then.
+    For the command line: in a process of somebody else, garbage would stay as well.
     """
     is_new = module not in sys.modules
     with uncollected():
@@ -61,7 +66,9 @@ def importing(module: str) -> Iterator[None]:
 
 
 def available() -> int | None:
-    """What this process can still take without swapping, under the limits of its control groups."""
+    """What this process can still take without swapping, under the limits of its control
+    groups.
+    """
     return min((free for _, free in _limits()), default=None)
 
 
@@ -98,7 +105,9 @@ def in_words(size: int) -> str:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Of the machine, and of each control group around this process that has a limit: its size, and what is free."""
+    """Of the machine, and of each control group around this process that has a limit: its size,
+    and what is free.
+    """
     machine = _table(Path("/proc/meminfo"))
     if "MemTotal" in machine and "MemAvailable" in machine:
         yield machine["MemTotal"], machine["MemAvailable"]

@@ -1,4 +1,5 @@
-"""Opens the files of a folder as one set: a reader sees what one writer left, whatever is written meanwhile.
+"""Opens the files of a folder as one set: a reader sees what one writer left, whatever is
+written meanwhile.
 
 Moves nothing and takes no lock; `engine.result_set` writes such sets. Imports no torch.
 """
@@ -28,7 +29,8 @@ ATTEMPTS = 100
 
 
 class OpenFile:
-    """A regular file, open for as long as somebody holds this object; no link is followed to it.
+    """A regular file, open for as long as somebody holds this object; no link is followed to
+    it.
 
     Attributes:
         path: where it was found, for messages.
@@ -98,7 +100,8 @@ class SetKind:
 
 
 class OpenedFiles:
-    """The files of one set, open. Whatever takes their place in the folder, these stay the ones that are read.
+    """The files of one set, open. Whatever takes their place in the folder, these stay the ones
+    that are read.
 
     Attributes:
         folder: where they were found.
@@ -147,10 +150,11 @@ def open_files(
     digests: Callable[[OpenFile], Mapping[str, str]],
     optional: Collection[str] = (),
 ) -> OpenedFiles:
-    """Open the index, the files that it names and the optional ones, then compare all that it names with it.
+    """Open the index, the files that it names and the optional ones, then compare all that it
+    names with it.
 
-    A writer that replaces the set meanwhile is noticed, and the new set is opened. A set that was complete when its
-    writer was stopped is read where it lies.
+    A writer that replaces the set meanwhile is noticed, and the new set is opened. A set that
+    was complete when its writer was stopped is read where it lies.
 
     Args:
         folder: where the files are; it may be a link itself, no file in it may.
@@ -159,7 +163,8 @@ def open_files(
         optional: files that are opened where they are there; nothing vouches for their content.
 
     Raises:
-        ResultError: the set is missing or damaged, holds a link, or is replaced again and again.
+        ResultError: the set is missing or damaged, holds a link, or is replaced again and
+            again.
     """
     before: object = None
     for _ in range(ATTEMPTS):

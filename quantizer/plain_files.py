@@ -1,4 +1,6 @@
-"""Files that are read whole: no pipe blocks a run for ever. Errors are OSErrors; imports no torch."""
+"""Files that are read whole: no pipe blocks a run for ever. Errors are OSErrors; imports no
+torch.
+"""
 
 import errno
 import os

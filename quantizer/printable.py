@@ -1,4 +1,6 @@
-"""Makes texts from elsewhere safe to show: names of files, weights and layers steer no terminal and no CI log."""
+"""Makes texts from elsewhere safe to show: names of files, weights and layers steer no terminal
+and no CI log.
+"""
 
 import json
 import re
@@ -7,13 +9,16 @@ from typing import Any
 _COMMAND = re.compile(r"^(\s*):(?=:)")
 """How a workflow command of GitHub begins; it takes none that stands behind something else."""
 _OLD_COMMAND = re.compile(r"#(?=#\w*\[)")
-"""How a command begins that is looked for anywhere in a line: `##[error]`, `##vso[...]`, `##teamcity[...]`."""
+"""How a command begins that is looked for anywhere in a line: `##[error]`, `##vso[...]`,
+`##teamcity[...]`.
+"""
 
 
 def one_line(text: str) -> str:
     r"""Return the text as one line that is only shown, whatever is in it.
 
-    Line ends, control characters and those that change the direction of writing become escapes of Python's.
+    Line ends, control characters and those that change the direction of writing become escapes
+    of Python's.
 
     >>> print(one_line("conv\n::error::all is well\x1b[2J"))
     conv\n::error::all is well\x1b[2J
@@ -29,12 +34,15 @@ def one_line(text: str) -> str:
 
 
 def lines(text: str) -> str:
-    """Return a text whose line ends are meant, such as a traceback, line by line as `one_line` does."""
+    """Return a text whose line ends are meant, such as a traceback, line by line as `one_line`
+    does.
+    """
     return "\n".join(map(one_line, text.split("\n")))
 
 
 def json_text(value: Any) -> str:
-    r"""Return sorted, readable JSON that is safe to show: escapes of JSON's stand for the same characters.
+    r"""Return sorted, readable JSON that is safe to show: escapes of JSON's stand for the same
+    characters.
 
     >>> print(json_text("a\u202eb"))
     "a\u202eb"

@@ -1,4 +1,6 @@
-"""The one place that seeds the global random generators, which the user's own data and models may draw from."""
+"""The one place that seeds the global random generators, which the user's own data and models
+may draw from.
+"""
 
 import random
 import sys
@@ -9,11 +11,12 @@ import torch
 def seed_everything(seed: int) -> None:
     """Seed Python's, torch's and, if it is loaded, numpy's global generator."""
     random.seed(seed)
-    if (
-        torch.accelerator.current_accelerator() is not None
-    ):  # built for one; asking for devices would hinder forks
+    # Built for one; asking for devices would hinder forks.
+    if torch.accelerator.current_accelerator() is not None:
         torch.manual_seed(seed)
-    else:  # the same for the CPU; with each call the other keeps a traceback, for devices that might still come
+    else:
+        # The same for the CPU. With each call the other function keeps a traceback, for devices
+        # that might still come.
         torch.default_generator.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)

@@ -1,4 +1,5 @@
-"""A small trained language model: characters of Python sources. `python tests/character_model.py` trains it again.
+"""A small trained language model: characters of Python sources. `python
+tests/character_model.py` trains it again.
 
 The weights are stored as float16, beside this file; the text is what every Python brings along.
 """
@@ -90,7 +91,9 @@ def trained() -> CharacterModel:
 
 
 def codes(modules: tuple[str, ...]) -> Tensor:
-    """The sources of modules of the standard library: newline is 0, then come the printable characters of ASCII."""
+    """The sources of modules of the standard library: newline is 0, then come the printable
+    characters of ASCII.
+    """
     library = Path(sysconfig.get_path("stdlib"))
     text = "".join(
         (library / f"{name}.py").read_text(encoding="utf-8")

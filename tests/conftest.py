@@ -1,4 +1,6 @@
-"""What holds for all tests: one thread for each worker, and one trace for models that differ only in their values."""
+"""What holds for all tests: one thread for each worker, and one trace for models that differ
+only in their values.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,19 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
-    settings.register_profile(
-        "suite", derandomize=True, deadline=None
-    )  # the same examples in each run, however slow
+    # The same examples in each run, however slow
+    settings.register_profile("suite", derandomize=True, deadline=None)
     settings.load_profile("suite")
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # workers share the cores; set before torch is imported, and for subprocesses
+# Workers share the cores; set before torch is imported, and for subprocesses
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests begin first, so that no worker is left with one at the end, and those on real models together. Large
-    ones run where `-m` names them."""
+    """Long tests begin first, so that no worker is left with one at the end, and those on real
+    models together. Large ones run where `-m` names them.
+    """
     if "large" not in config.option.markexpr:
         config.hook.pytest_deselected(
             items=[item for item in items if "large" in item.keywords]

@@ -47,9 +47,11 @@ class Corrected:
         return replace(self.before, corrections=found)
 
     def shifts(self, solution: Solution) -> dict[str, torch.Tensor]:
-        """Each layer's mean output minus that of the float network, [channels], of a network in test mode.
+        """Each layer's mean output minus that of the float network, [channels], of a network in
+        test mode.
 
-        Only for networks whose activations are float: with quantizers, outputs cannot be seen before them.
+        Only for networks whose activations are float: with quantizers, outputs cannot be seen
+        before them.
         """
         means = {
             name: ChannelMean(target.ch_axis) for name, target in self.calibration.means.items()

@@ -1,4 +1,6 @@
-"""Ends a command at each operation on files that it does, as a kill or a power failure would: nothing is cleaned up."""
+"""Ends a command at each operation on files that it does, as a kill or a power failure would:
+nothing is cleaned up.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ OPERATIONS = (
 def killed_at_each(
     arguments: Sequence[str], prepare: Callable[[], None], step: int = 1
 ) -> Iterator[int]:
-    """Gives n after a run that ended at its operation n, counted from 0, for every `step`-th one; each run is a fork
-    of this process, and begins with what `prepare` leaves.
+    """Gives n after a run that ended at its operation n, counted from 0, for every `step`-th
+    one; each run is a fork of this process, and begins with what `prepare` leaves.
     """
     for stop_at in itertools.count(0, step):
         prepare()
@@ -35,7 +37,9 @@ def killed_at_each(
 
 
 def killed_at(arguments: Sequence[str], stop_at: int) -> bool:
-    """Run a command in a fork that ends at its operation of that number; whether it came that far."""
+    """Run a command in a fork that ends at its operation of that number; whether it came that
+    far.
+    """
     pid = os.fork()
     if not pid:
         _run(arguments, stop_at)

@@ -1,4 +1,6 @@
-"""Calibrated toys to deploy: each floating-point value on a code_range of its own range, weights per channel."""
+"""Calibrated toys to deploy: each floating-point value on a code_range of its own range,
+weights per channel.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,6 @@ def fitted(value: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
         low, high = value.min(), value.max()
     else:
         rest = [axis for axis in range(value.ndim) if axis != spec.ch_axis]
-        low, high = (
-            (value.amin(rest), value.amax(rest)) if rest else (value, value)
-        )  # no axes would mean all
+        # No axes would mean all
+        low, high = (value.amin(rest), value.amax(rest)) if rest else (value, value)
     return QuantizedTensor(spec).at(qparams_from_range(low, high, code_range))

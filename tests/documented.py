@@ -13,7 +13,9 @@ from quantizer.cli.main import run_command
 
 @dataclass(frozen=True)
 class Commands:
-    """At most five: what is installed, the calls of quantizer, and the Python that ends them."""
+    """At most five: what is installed, the calls of quantizer, and the Python that ends
+    them.
+    """
 
     extra: str
     quantizing: list[list[str]]

@@ -56,7 +56,9 @@ class Head(nn.Module):
 
 
 class Joined(nn.Module):
-    """One part of the concatenation has other readers, one has not; their ranges differ by a factor of 40."""
+    """One part of the concatenation has other readers, one has not; their ranges differ by a
+    factor of 40.
+    """
 
     def __init__(self) -> None:
         super().__init__()

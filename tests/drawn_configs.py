@@ -1,4 +1,6 @@
-"""Configs of both forms, drawn at random: nearly all are valid. For the toy `residual`, whose layers they name."""
+"""Configs of both forms, drawn at random: nearly all are valid. For the toy `residual`, whose
+layers they name.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def hierarchical(draw: random.Random) -> Drawn:
 
 
 def algorithms(draw: random.Random) -> list[Drawn]:
-    """Entries for a list of algorithms, with some of their settings, which name layers of the toy or of nothing."""
+    """Entries for a list of algorithms, with some of their settings, which name layers of the
+    toy or of nothing.
+    """
     found = []
     for name in draw.sample(
         ["smoothquant", "rotation", "awq", "gptq", "gptaq", "qronos"], draw.choice([1, 1, 2])

@@ -1,4 +1,6 @@
-"""A sentence encoder of one block without training, with a table of positions that limits its length."""
+"""A sentence encoder of one block without training, with a table of positions that limits its
+length.
+"""
 
 from __future__ import annotations
 

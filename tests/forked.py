@@ -1,4 +1,6 @@
-"""Starts the ranks of a run as forks of this process: torchrun would spend seconds on importing torch for each."""
+"""Starts the ranks of a run as forks of this process: torchrun would spend seconds on importing
+torch for each.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def _fork(
 
 
 def _ended(pid: int) -> int:
-    """Its exit code, negative for the signal that ended or stopped it; after a minute it is killed."""
+    """Its exit code, negative for the signal that ended or stopped it; after a minute it is
+    killed.
+    """
     until = time.monotonic() + 60
     while time.monotonic() < until:
         done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)

@@ -1,4 +1,6 @@
-"""A .gguf of a tiny LLaMA with a vocabulary, written by the package gguf alone, as converters of llama.cpp do."""
+"""A .gguf of a tiny LLaMA with a vocabulary, written by the package gguf alone, as converters
+of llama.cpp do.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ BLOCK = {
 
 
 def template(path: Path, model: Any, kind: str = "Q8_0") -> Path:
-    """The model's weights in blocks of a type, with a key and a tensor that the model lacks, and a vocabulary."""
+    """The model's weights in blocks of a type, with a key and a tensor that the model lacks,
+    and a vocabulary.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_string("general.name", "tiny")
@@ -66,7 +70,9 @@ def vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def add(writer: gguf.GGUFWriter, config: Any, name: str, value: Any, kind: str) -> None:
-    """A tensor under its name in llama.cpp, the rows of q and k interleaved; vectors stay float32."""
+    """A tensor under its name in llama.cpp, the rows of q and k interleaved; vectors stay
+    float32.
+    """
     if name == "lm_head.weight" and config.tie_word_embeddings:
         return
     if name not in NAMES:

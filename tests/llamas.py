@@ -1,4 +1,6 @@
-"""A LLaMA of one block without training, small enough to be quantized and loaded in a moment."""
+"""A LLaMA of one block without training, small enough to be quantized and loaded in a
+moment.
+"""
 
 from __future__ import annotations
 

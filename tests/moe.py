@@ -1,4 +1,6 @@
-"""Small mixtures of experts of transformers, whose experts are one tensor for each of their layers."""
+"""Small mixtures of experts of transformers, whose experts are one tensor for each of their
+layers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "GptOss": {"num_local_experts": 4, "head_dim": 16, "sliding_window": 16},
 }
-"""Those of DeepSeek have shared experts beside the others, those of gpt-oss matrices [experts, in, out] and biases."""
+"""Those of DeepSeek have shared experts beside the others, those of gpt-oss matrices [experts,
+in, out] and biases.
+"""
 EXPERTS = 4
 IDS = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(0))
 

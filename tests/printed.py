@@ -1,5 +1,6 @@
-"""Lines that commands print, compared with those of the documentation: words are equal, and numbers nearly so, as the
-order of sums, and what algorithms make of it, differ from processor to processor.
+"""Lines that commands print, compared with those of the documentation: words are equal, and
+numbers nearly so, as the order of sums, and what algorithms make of it, differ from processor
+to processor.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import pytest
 def is_printed(line: str, found: str) -> bool:
     """Whether `found` is the line that the documentation has, in columns of any width.
 
-    >>> is_printed("sqnr_db 32.16", "sqnr_db   32.14"), is_printed("sqnr_db 32.16", "top1 32.16")
+    >>> (
+    ...     is_printed("sqnr_db 32.16", "sqnr_db   32.14"),
+    ...     is_printed("sqnr_db 32.16", "top1 32.16"),
+    ... )
     (True, False)
     """
     return _words(line) == _words(found) and _numbers(found) == pytest.approx(

@@ -1,4 +1,6 @@
-"""What tests of algorithms that rescale share: tasks on small models, quantized outputs, and models of many kinds."""
+"""What tests of algorithms that rescale share: tasks on small models, quantized outputs, and
+models of many kinds.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def difference(task: Task, found: Adjustment, inputs: Sequence[Any]) -> float:
 def quantized_error(
     task: Task, found: Adjustment, inputs: Sequence[Any], *, rounded: bool = False
 ) -> float:
-    """Squared error of the quantized network's outputs as a share of their energy; static ranges are of `inputs`."""
+    """Squared error of the quantized network's outputs as a share of their energy; static
+    ranges are of `inputs`.
+    """
     network = Network(adjusted(task.graph, found, rounded=rounded))
     sources = {
         name: next(network.graph.by_name[name].refs())
@@ -116,7 +120,9 @@ def _observing(
 
 
 class Outliers(nn.Module):
-    """A norm that makes some channels much larger than others, as trained language models do, and layers on it."""
+    """A norm that makes some channels much larger than others, as trained language models do,
+    and layers on it.
+    """
 
     def __init__(
         self, channels: int = 256, gain: float = 60.0, outliers: int = 6, layers: int = 1
@@ -132,7 +138,9 @@ class Outliers(nn.Module):
 
 
 class Gated(nn.Module):
-    """A product of an activation and a linear layer, read by a linear layer; nothing before the first can be folded."""
+    """A product of an activation and a linear layer, read by a linear layer; nothing before the
+    first can be folded.
+    """
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -147,7 +155,9 @@ class Gated(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Convolutions: with groups, depthwise, transposed, and two of different kernels that read one value."""
+    """Convolutions: with groups, depthwise, transposed, and two of different kernels that read
+    one value.
+    """
 
     def __init__(self) -> None:
         super().__init__()

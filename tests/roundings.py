@@ -1,4 +1,6 @@
-"""What tests of GPTQ and its kin share: inputs of known statistics, and a layer rounded on them."""
+"""What tests of GPTQ and its kin share: inputs of known statistics, and a layer rounded on
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def low_rank(tokens: int, depth: int, seed: int, rank: int = 32) -> Tensor:
 
 
 def decaying(tokens: int, depth: int, seed: int) -> Tensor:
-    """A covariance with eigenvalues 1, 1/2, 1/3, …, in directions that are the same for every seed."""
+    """A covariance with eigenvalues 1, 1/2, 1/3, …, in directions that are the same for every
+    seed.
+    """
     basis, _ = torch.linalg.qr(
         torch.randn(depth, depth, generator=torch.Generator().manual_seed(6))
     )

@@ -14,7 +14,9 @@ EXAMPLE = str(ROOT / "configs" / "example.json")
 def calibrate(
     folder: Path, *more: str, model: str = DIGITS, config: str | None = EXAMPLE
 ) -> int:
-    """Calibrate on a few samples, other models than the digits without a config; returns the exit code."""
+    """Calibrate on a few samples, other models than the digits without a config; returns the
+    exit code.
+    """
     given = (
         ["--config_file", config] if config and (model == DIGITS or config != EXAMPLE) else []
     )

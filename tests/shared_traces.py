@@ -1,7 +1,8 @@
-"""One `torch.export` for all models of a test process that differ only in the values of their parameters.
+"""One `torch.export` for all models of a test process that differ only in the values of their
+parameters.
 
-Tracing takes most of the time of a small calibration, and says the same each time. A key holds all that a trace may
-depend on; what it cannot look into counts as equal only to itself.
+Tracing takes most of the time of a small calibration, and says the same each time. A key holds
+all that a trace may depend on; what it cannot look into counts as equal only to itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Export = Callable[..., ExportedProgram]
 
 
 class SharedTraces:
-    """Stands for the function that exports a module; hands out an earlier program with the module's own tensors."""
+    """Stands for the function that exports a module; hands out an earlier program with the
+    module's own tensors.
+    """
 
     def __init__(self, export: Export) -> None:
         self.export = export
@@ -45,9 +48,8 @@ class SharedTraces:
         )
         if key not in self.programs:
             program = copy.copy(self.export(module, args, kwargs, **options))
-            program._state_dict = dict.fromkeys(
-                program.state_dict
-            )  # no memory of the first model's
+            # No memory of the first model's
+            program._state_dict = dict.fromkeys(program.state_dict)
             self.programs[key] = program
             self.kept += look.kept
         return _with_tensors_of(module, self.programs[key])
@@ -95,9 +97,8 @@ class _Look:
     def inside(self, value: Any) -> Hashable:
         """The key of an object that was not met before."""
         if isinstance(value, torch.fx.GraphModule):
-            return "this very one", id(
-                value
-            )  # its nodes hold each other: a chain as long as the graph
+            # Its nodes hold each other: a chain as long as the graph
+            return "this very one", id(value)
         if isinstance(value, nn.Module):
             return self.module(value)
         if isinstance(value, Tensor):
@@ -153,7 +154,9 @@ class _Look:
         )
 
     def module(self, module: nn.Module) -> Hashable:
-        """Its code, attributes, children; of parameters and buffers which are one and the same."""
+        """Its code, attributes, children; of parameters and buffers which are one and the
+        same.
+        """
         own = {**module._parameters, **module._buffers}
         tensors = tuple((name, self.at_parameter(value)) for name, value in own.items())
         rest = {
@@ -171,7 +174,9 @@ class _Look:
         return first, self.example(value), type(value)
 
     def of_class(self, kind: type) -> Hashable:
-        """A class that can be imported is itself; one of a file that is run again and again is what stands there."""
+        """A class that can be imported is itself; one of a file that is run again and again is
+        what stands there.
+        """
         if _is_importable(kind):
             return kind
         file = _source_file(kind)
@@ -188,7 +193,9 @@ class _Look:
         )
 
     def function(self, function: FunctionType) -> Hashable:
-        """Its code, what it has enclosed, and what it finds in its module under the names that it uses."""
+        """Its code, what it has enclosed, and what it finds in its module under the names that
+        it uses.
+        """
         if _is_importable(function):
             return function
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
@@ -203,8 +210,9 @@ class _Look:
 
 
 def _is_importable(named: Any) -> bool:
-    """Whether a function or class is what its module has under its name, for good: a user's file is run for each
-    command."""
+    """Whether a function or class is what its module has under its name, for good: a user's
+    file is run for each command.
+    """
     if str(named.__module__).startswith("user_"):
         return False
     found: Any = sys.modules.get(named.__module__)

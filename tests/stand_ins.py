@@ -18,7 +18,9 @@ SOLVED: list[str] = []
 
 
 def doubled(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
-    """Inputs of each group times powers of two, by a norm before them or explicitly; columns of weights divided."""
+    """Inputs of each group times powers of two, by a norm before them or explicitly; columns of
+    weights divided.
+    """
     for group in task.structure.groups:
         graph = adjusted(task.graph, found)
         factors = 2.0 ** (torch.arange(group.channels) % 3 - 1)
@@ -47,7 +49,9 @@ def doubled(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
 
 
 def coarse(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
-    """Round-to-nearest with scales twice as large, group by group on the network that is rounded so far."""
+    """Round-to-nearest with scales twice as large, group by group on the network that is
+    rounded so far.
+    """
     graph = adjusted(task.graph, found)
     runner = SequentialRunner(Network(graph), task.batches())
     for number, group in enumerate(task.structure.groups):

@@ -1,6 +1,8 @@
-"""A second device for machines without one, `torch.device("strict")`: it computes on the CPU and mixes with nothing.
+"""A second device for machines without one, `torch.device("strict")`: it computes on the CPU
+and mixes with nothing.
 
-An operator that is given tensors of both devices raises, as with CUDA; and what goes from one to the other is recorded.
+An operator that is given tensors of both devices raises, as with CUDA; and what goes from one
+to the other is recorded.
 """
 
 from __future__ import annotations
@@ -106,7 +108,9 @@ class StrictTensor(Tensor):
 
 
 def _without_lists(key: Any) -> Any:
-    """An index with tensors for lists, of which torch makes tensors of a Python device in a way that fails."""
+    """An index with tensors for lists, of which torch makes tensors of a Python device in a way
+    that fails.
+    """
     if isinstance(key, list):
         return torch.tensor(key).to(STRICT)
     return tuple(map(_without_lists, key)) if isinstance(key, tuple) else key

@@ -69,7 +69,9 @@ _HEADS = {
 
 
 def pretrained(family: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """A model of transformers, its norms unlike the identity, and its inputs; needs transformers."""
+    """A model of transformers, its norms unlike the identity, and its inputs; needs
+    transformers.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -88,7 +90,9 @@ def pretrained(family: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 class Experts(nn.Module):
-    """A layer of experts that all compute, weighed by a router, as mixtures of experts are written for tracing."""
+    """A layer of experts that all compute, weighed by a router, as mixtures of experts are
+    written for tracing.
+    """
 
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
@@ -141,7 +145,9 @@ class Mixture(nn.Module):
 
 
 class Mobile(nn.Module):
-    """Batch norms, a depthwise, a grouped and a transposed convolution, channels that are shuffled and averaged."""
+    """Batch norms, a depthwise, a grouped and a transposed convolution, channels that are
+    shuffled and averaged.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,9 +177,11 @@ def prepared(model: nn.Module, *inputs: Any) -> Graph:
 def changed_by_folding(
     graph: Graph, inputs: tuple[Any, ...], structure: Structure, *, divide: bool = True
 ) -> float:
-    """How far the outputs move, as a share, when the channels of all folds are divided by random factors.
+    """How far the outputs move, as a share, when the channels of all folds are divided by
+    random factors.
 
-    Without `divide` the columns are multiplied and nothing is divided, which a test of the test wants to see.
+    Without `divide` the columns are multiplied and nothing is divided, which a test of the test
+    wants to see.
     """
     changed = graph
     for number, group in enumerate(structure.groups):
@@ -197,7 +205,9 @@ def _outputs(graph: Graph, inputs: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _rescaled(graph: Graph, group: InputGroup, seed: int) -> dict[str, dict[str, Tensor]]:
-    """Parameters with the fold's rows divided and the columns of all layers that read them multiplied, in float64."""
+    """Parameters with the fold's rows divided and the columns of all layers that read them
+    multiplied, in float64.
+    """
     fold = group.fold
     assert fold is not None
     by_channel = torch.exp(
@@ -244,9 +254,8 @@ def _by_columns(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
     """A weight with each input channel times its factor."""
     if "transpose" in node.op:
         return weight * factors.view(-1, *[1] * (weight.dim() - 1))
-    groups = (
-        1 if node.row.experts else int(node.attrs.get("groups", 1))
-    )  # experts share their input channels
+    # Experts share their input channels
+    groups = 1 if node.row.experts else int(node.attrs.get("groups", 1))
     each = factors.view(groups, 1, -1, *[1] * (weight.dim() - 2))
     return torch.cat(
         [part * factor for part, factor in zip(weight.chunk(groups), each, strict=True)]

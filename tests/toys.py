@@ -18,7 +18,9 @@ from quantizer.graph.trace import trace
 
 @dataclass(frozen=True)
 class Toy:
-    """A model and an example call of batch two; `batched` False for models without a batch dimension in common."""
+    """A model and an example call of batch two; `batched` False for models without a batch
+    dimension in common.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -83,7 +85,9 @@ def shake(module: nn.Module) -> nn.Module:
 
 
 def leaves_equal(ours: Any, theirs: Any, tolerance: float = 0.0) -> bool:
-    """Whether two nested outputs have the same structure, types and values (within an absolute tolerance)."""
+    """Whether two nested outputs have the same structure, types and values (within an absolute
+    tolerance).
+    """
     ours, spec = pytree.tree_flatten(ours)
     theirs, other = pytree.tree_flatten(theirs)
     if spec != other:
@@ -212,7 +216,9 @@ def in_place() -> Toy:
 
 
 class InPlaceView(nn.Module):
-    """An in-place operator on a view changes the tensor behind it; batch norm stays one operator on the way."""
+    """An in-place operator on a view changes the tensor behind it; batch norm stays one
+    operator on the way.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +387,9 @@ def constants() -> Toy:
 
 
 class Transposed(nn.Module):
-    """Transposed convolutions with groups, with `output_size` left to torch, between 1-D, 2-D and 3-D layers."""
+    """Transposed convolutions with groups, with `output_size` left to torch, between 1-D, 2-D
+    and 3-D layers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +438,9 @@ def mobile() -> Toy:
 
 
 class Branches(nn.Module):
-    """Concatenations of activations, of a reshaped tensor and of a graph input; chunks and a shuffle."""
+    """Concatenations of activations, of a reshaped tensor and of a graph input; chunks and a
+    shuffle.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,7 +461,9 @@ def branches() -> Toy:
 
 
 class Normalized(nn.Module):
-    """Normalizations other than batch norm in eval mode with statistics, and a parametric activation."""
+    """Normalizations other than batch norm in eval mode with statistics, and a parametric
+    activation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -544,7 +556,9 @@ def permuting() -> Toy:
 
 
 class Gated(nn.Module):
-    """Recurrent layers of every kind: both directions, several layers, given states, no biases, a single step."""
+    """Recurrent layers of every kind: both directions, several layers, given states, no biases,
+    a single step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -570,7 +584,9 @@ def gated() -> Toy:
 
 
 class Masked(nn.Module):
-    """Masks as they are written: added, filled in, chosen, from constants, integers and comparisons."""
+    """Masks as they are written: added, filled in, chosen, from constants, integers and
+    comparisons.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -629,7 +645,9 @@ def partial() -> Toy:
 
 
 class Preactivated(nn.Module):
-    """Batch norms that come before a layer, after a concatenation, and after a linear layer on sequences."""
+    """Batch norms that come before a layer, after a concatenation, and after a linear layer on
+    sequences.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -653,7 +671,9 @@ def preactivated() -> Toy:
 
 
 class Products(nn.Module):
-    """Layers written as products with trained matrices, one of them used twice; one product is scaled."""
+    """Layers written as products with trained matrices, one of them used twice; one product is
+    scaled.
+    """
 
     def __init__(self) -> None:
         super().__init__()

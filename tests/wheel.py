@@ -1,4 +1,6 @@
-"""What a plain `pip install` gives, without torch: run by `make test-wheel` with the Python it was installed for."""
+"""What a plain `pip install` gives, without torch: run by `make test-wheel` with the Python it
+was installed for.
+"""
 
 from __future__ import annotations
 

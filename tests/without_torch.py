@@ -1,4 +1,6 @@
-"""A Python without torch, numpy and safetensors: `python -c BLOCKED …` is the command line in it."""
+"""A Python without torch, numpy and safetensors: `python -c BLOCKED …` is the command line in
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The values of a network for all batches at once, in memory up to a budget, beyond that in files that vanish."""
+"""The values of a network for all batches at once, in memory up to a budget, beyond that in
+files that vanish.
+"""
 
 from typing import Any
 
@@ -19,8 +21,9 @@ def half_of_what_is_free(device: torch.device = CPU) -> int:
 
 
 class ActivationStore:
-    """Keeps nested values; tensors beyond `budget` bytes are read from a file whenever they are needed, and put on
-    their device again. Each device has a budget of its own; without one it is half of what is free there.
+    """Keeps nested values; tensors beyond `budget` bytes are read from a file whenever they are
+    needed, and put on their device again. Each device has a budget of its own; without one it
+    is half of what is free there.
 
     A view counts as memory of its own.
     """

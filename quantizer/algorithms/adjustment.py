@@ -27,8 +27,9 @@ class Rounded:
     Args:
         weight: as the layer stores it; quantizing it with `qparams` changes nothing.
         qparams: scale and zero point of `granularity.scale_shape`.
-        before: squared error of the layer's outputs over the calibration data with round-to-nearest, as a share of
-            their energy; both estimated from some of its rows where the gain is clear.
+        before: squared error of the layer's outputs over the calibration data with
+            round-to-nearest, as a share of their energy; both estimated from some of its rows
+            where the gain is clear.
         after: the same with these weights.
     """
 
@@ -47,7 +48,9 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence on a layer for the user: a warning about the data, or why it was left at round-to-nearest."""
+    """A sentence on a layer for the user: a warning about the data, or why it was left at
+    round-to-nearest.
+    """
 
     layer: str
     text: str
@@ -59,11 +62,12 @@ class Adjustment:
     """The state between algorithms: each returns a new one.
 
     Args:
-        parameters: layer -> parameter key -> float value instead of the model's; with `insertions` the network
-            computes the same function as before.
+        parameters: layer -> parameter key -> float value instead of the model's; with
+            `insertions` the network computes the same function as before.
         insertions: layers between values and their readers.
         rounded: layer -> its rounded weight, for the (rescaled) float weight in `parameters`.
-        qparams: layer -> scale and zero point that a rounding algorithm must use instead of those of the float weight.
+        qparams: layer -> scale and zero point that a rounding algorithm must use instead of
+            those of the float weight.
         remarks: what the user should know.
     """
 
@@ -74,7 +78,9 @@ class Adjustment:
     remarks: tuple[Remark, ...] = ()
 
     def with_parameters(self, layer: str, **values: Tensor) -> Adjustment:
-        """With other float parameters of one layer; what was rounded of it before is forgotten."""
+        """With other float parameters of one layer; what was rounded of it before is
+        forgotten.
+        """
         parameters = {**self.parameters, layer: {**self.parameters.get(layer, {}), **values}}
         rounded = {name: row for name, row in self.rounded.items() if name != layer}
         qparams = {name: row for name, row in self.qparams.items() if name != layer}
@@ -103,7 +109,9 @@ class Adjustment:
 
 
 def adjusted(graph: Graph, found: Adjustment, *, rounded: bool = False) -> Graph:
-    """The graph with what was found: the same function, or with `rounded` weights where there are any."""
+    """The graph with what was found: the same function, or with `rounded` weights where there
+    are any.
+    """
     weights = dict(found.parameters)
     for layer, row in found.rounded.items() if rounded else ():
         weights[layer] = {**weights.get(layer, {}), "weight": row.weight}
@@ -124,11 +132,14 @@ class Task:
         structure: of `graph`, with what the algorithm's entry in the config names.
         batches: opens a pass over the calibration data, on the same device.
         after_group: for progress and checkpoints.
-        done: how many groups an interrupted run of this algorithm had done, all of them in the adjustment it is
-            given: it runs through them with what was found and goes on after them.
+        done: how many groups an interrupted run of this algorithm had done, all of them in the
+            adjustment it is given: it runs through them with what was found and goes on after
+            them.
         before: what this algorithm was given when it began, before the groups that are `done`.
-        ranks: who may share the batches; an algorithm that does not share them finds the same on each rank.
-        memory: bytes of the network's values that may stay in memory; None for half of what is free.
+        ranks: who may share the batches; an algorithm that does not share them finds the same
+            on each rank.
+        memory: bytes of the network's values that may stay in memory; None for half of what is
+            free.
     """
 
     graph: Graph

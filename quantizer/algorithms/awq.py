@@ -1,9 +1,12 @@
-"""AWQ: input channels with large values get finer steps, and ranges of weights are cut where that pays.
+"""AWQ: input channels with large values get finer steps, and ranges of weights are cut where
+that pays.
 
-Errors of outputs are computed from the Gram matrix of the inputs, so each group's inputs are looked at once. Its
-diagonal is also the measure of a channel: the root mean square, where the paper has the mean magnitude.
+Errors of outputs are computed from the Gram matrix of the inputs, so each group's inputs are
+looked at once. Its diagonal is also the measure of a channel: the root mean square, where the
+paper has the mean magnitude.
 
-Source: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023.
+Source: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and
+Acceleration", 2023.
 """
 
 from __future__ import annotations
@@ -48,14 +51,20 @@ from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
 
 LEAST_FACTOR = 1e-4
-TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it stays at round-to-nearest"
+TOO_DEEP = (
+    f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it "
+    "stays "
+    "at "
+    "round-to-nearest"
+)
 
 
 def awq(task: Task, settings: AWQConfig, found: Adjustment) -> Adjustment:
     """Rescale the input channels of each group, and find the scales of its weights.
 
-    Weights are rounded to nearest at these scales; an algorithm that rounds takes over `qparams`. Its inputs are those
-    of the network that it is given when it begins, whatever is folded since.
+    Weights are rounded to nearest at these scales; an algorithm that rounds takes over
+    `qparams`. Its inputs are those of the network that it is given when it begins, whatever is
+    folded since.
 
     Raises:
         DataError: a value in the network, or a weight, is not finite; it is named.
@@ -64,7 +73,9 @@ def awq(task: Task, settings: AWQConfig, found: Adjustment) -> Adjustment:
 
 
 class _Search:
-    """Goes through the groups in order; a group is done once no later one changes its weights."""
+    """Goes through the groups in order; a group is done once no later one changes its
+    weights.
+    """
 
     def __init__(self, task: Task, settings: AWQConfig, found: Adjustment) -> None:
         self.task, self.settings, self.found = task, settings, found
@@ -105,7 +116,9 @@ class _Search:
         return self.found
 
     def _gather(self, group: InputGroup, layers: Sequence[str]) -> GroupSums | None:
-        """Run up to the value that the group reads, and sum up its products; None if there is nothing to go by."""
+        """Run up to the value that the group reads, and sum up its products; None if there is
+        nothing to go by.
+        """
         if not layers:
             return None
         if deepest(self.runner.network, layers) > DEEPEST:
@@ -127,9 +140,8 @@ class _Search:
             group.channels, by_expert=factored_apart(self.task.graph, group)
         )
         dead = (size.view(-1, group.channels) == 0).sum(1).tolist()
-        if count := sum(
-            each for each in dead if len(dead) == 1 or each < group.channels
-        ):  # not experts without tokens
+        # Not experts without tokens
+        if count := sum(each for each in dead if len(dead) == 1 or each < group.channels):
             self._remark(sums.layers, zero_channels(count))
         ones = torch.ones_like(size)
         if group.tied or group.is_fixed or not self.settings.scale_search:
@@ -143,9 +155,8 @@ class _Search:
         def loss(step: int) -> float:
             clip, tried = self.settings.clip_search, factors(step)
             found = sum(sample.loss(sums, tried, clip=clip) for sample in samples)
-            if (
-                step == 0 and clip and not all(sample.is_exact for sample in samples)
-            ):  # so that clipping may do harm
+            # So that clipping may do harm
+            if step == 0 and clip and not all(sample.is_exact for sample in samples):
                 found = min(
                     found, sum(sample.loss(sums, ones, clip=False) for sample in samples)
                 )
@@ -157,7 +168,9 @@ class _Search:
         return found
 
     def _samples(self, sums: GroupSums) -> list[_Sample]:
-        """Rows of the weights of the group's layers, of layers that are alike together: calls cost more than rows."""
+        """Rows of the weights of the group's layers, of layers that are alike together: calls
+        cost more than rows.
+        """
         graph, alike = self.task.graph, dict[Any, list[str]]()
         weights = {name: parameter(graph, self.found, name) for name in sums.layers}
         for name in sums.layers:
@@ -192,7 +205,9 @@ class _Search:
         qparams: QParams,
         back: Tensor | None = None,
     ) -> float:
-        """Squared error of a layer's outputs if this weight is rounded, and its columns then multiplied by `back`."""
+        """Squared error of a layer's outputs if this weight is rounded, and its columns then
+        multiplied by `back`.
+        """
         lost = nearest(weight, self.task.specs[name, "weights"], qparams).sub_(weight)
         if back is not None:
             lost = rescaled(self.task.graph.by_name[name], lost, inputs=back)
@@ -220,9 +235,8 @@ class _Search:
         weight = stored.float()
         qparams = layer_qparams(name, spec, weight)
         plain = error = self._error(sums, name, weight, qparams)
-        if not bool(
-            (factors == 1).all()
-        ):  # what round-to-nearest would lose without the factors
+        # What round-to-nearest would lose without the factors
+        if not bool((factors == 1).all()):
             before = rescaled(self.task.graph.by_name[name], weight, inputs=1 / factors)
             plain = self._error(sums, name, before, layer_qparams(name, spec, before), factors)
         if self.settings.clip_search:
@@ -230,9 +244,8 @@ class _Search:
                 clipped = ClipSearch(layer, spec, weight, gram, candidates(spec)).qparams
                 if (cut := self._error(sums, name, weight, clipped)) < error:
                     qparams, error = clipped, cut
-                if (
-                    error <= plain
-                ):  # else a range that leaves room for inputs that were always zero costs too much
+                # Else a range that leaves room for inputs that were always zero costs too much
+                if error <= plain:
                     break
         energy = output_error(sums.matrix(name), weight_matrix(layer, weight)) or 1.0
         return Rounded(
@@ -274,7 +287,9 @@ class _Sample:
 
 
 def _factors(size: Tensor, ratio: float, channels: int) -> Tensor:
-    """size^ratio, around 1 for each `channels` of them; 1 for channels that were always zero."""
+    """size^ratio, around 1 for each `channels` of them; 1 for channels that were always
+    zero.
+    """
     rows = size.view(-1, channels)
     factors, live = (rows**ratio).clamp_min(LEAST_FACTOR), rows > 0
     most = torch.where(live, factors, 0.0).amax(1, keepdim=True)
@@ -283,7 +298,8 @@ def _factors(size: Tensor, ratio: float, channels: int) -> Tensor:
 
 
 def least_step(loss: Callable[[int], float], steps: int) -> int:
-    """The step from 0 to `steps` with the least loss: every fourth first, then those next to the best so far.
+    """The step from 0 to `steps` with the least loss: every fourth first, then those next to
+    the best so far.
 
     Step 0 is always among them, and the first of equals is taken.
 

@@ -1,4 +1,5 @@
-"""Empirical bias correction: each quantized layer's output gets back the mean per channel that it has in float.
+"""Empirical bias correction: each quantized layer's output gets back the mean per channel that
+it has in float.
 
 Changes biases only, after their quantization, and never a layer that runs in float.
 """
@@ -17,7 +18,9 @@ from quantizer.graph.ir import Node
 
 
 def channel_axis(node: Node) -> int:
-    """The axis of a layer's channels in its output, from the end, as a batch may be missing; the layer has one bias."""
+    """The axis of a layer's channels in its output, from the end, as a batch may be missing;
+    the layer has one bias.
+    """
     axis = node.row.channels
     assert axis is not None
     assert axis < 0 or node.shape is not None  # the output of a batch norm is one tensor
@@ -25,7 +28,8 @@ def channel_axis(node: Node) -> int:
 
 
 class ChannelMean:
-    """Sum and count per channel; each batch is summed in float32 at least, batches are added in float64.
+    """Sum and count per channel; each batch is summed in float32 at least, batches are added in
+    float64.
 
     >>> mean = ChannelMean(ch_axis=-1)
     >>> mean.observe(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))
@@ -35,25 +39,23 @@ class ChannelMean:
 
     def __init__(self, ch_axis: int) -> None:
         self.ch_axis = ch_axis
-        self._now = self._before = (
-            0,
-            0,
-            torch.zeros(1, dtype=torch.float64),
-        )  # batches, values per channel, sums
+        # Batches, values per channel, sums
+        self._now = self._before = (0, 0, torch.zeros(1, dtype=torch.float64))
 
     def observe(self, x: Tensor) -> None:
         """Take in one batch, with channels along `ch_axis`."""
         batches, count, total = self._now
         rest = [axis for axis in range(-x.ndim, 0) if axis != self.ch_axis]
-        dtype = torch.promote_types(
-            x.dtype, torch.float32
-        )  # float64 for all would read ten times as slowly
+        # Float64 for all would read ten times as slowly
+        dtype = torch.promote_types(x.dtype, torch.float32)
         one = (x.sum(rest, dtype=dtype) if rest else x).double().cpu()
         after = batches + 1, count + x.numel() // max(len(one), 1), total + one
         self._before, self._now = self._now, after
 
     def merge(self, other: ChannelMean) -> None:
-        """Take in what another saw. Those of single batches, merged in their order, make what one would have seen."""
+        """Take in what another saw. Those of single batches, merged in their order, make what
+        one would have seen.
+        """
         now, more = self._now, other._now
         self._now = self._before = now[0] + more[0], now[1] + more[1], now[2] + more[2]
 
@@ -68,7 +70,9 @@ class ChannelMean:
         return total / count if count else total / 0
 
     def forget_after(self, batches: int) -> None:
-        """Drop what came after the first `batches` batches: the last one at most, if it was broken off."""
+        """Drop what came after the first `batches` batches: the last one at most, if it was
+        broken off.
+        """
         if self._now[0] > batches:
             self._now = self._before
 
@@ -107,27 +111,33 @@ def correct_biases(
     as_codes: bool = False,
     after_layer: Callable[[], None] | None = None,
 ) -> dict[str, Tensor]:
-    """What to add to the bias of each layer in `means`, that gives it this mean output over the runner's batches.
+    """What to add to the bias of each layer in `means`, that gives it this mean output over the
+    runner's batches.
 
-    Layers are corrected in execution order, each on inputs that are quantized and corrected already. The mean is that
-    of the layer's own output, before an activation function and before the output's quantizer, and the difference left
-    is that of float arithmetic. `as_codes` leaves a quantized bias one that has a code, for devices that store it: half
-    a step may be left then, which later layers see, and more if the bias is clipped.
+    Layers are corrected in execution order, each on inputs that are quantized and corrected
+    already. The mean is that of the layer's own output, before an activation function and
+    before the output's quantizer, and the difference left is that of float arithmetic.
+    `as_codes` leaves a quantized bias one that has a code, for devices that store it: half a
+    step may be left then, which later layers see, and more if the bias is clipped.
 
     Args:
-        runner: of the quantized network, before its first node; the network has the corrected biases afterwards.
+        runner: of the quantized network, before its first node; the network has the corrected
+            biases afterwards.
         means: of the float network on the same batches, by layer.
-        as_codes: whether corrected biases are rounded again; a bias that is not quantized is corrected exactly.
+        as_codes: whether corrected biases are rounded again; a bias that is not quantized is
+            corrected exactly.
         after_layer: called after each node of the graph, for progress.
 
     Returns:
         Corrections of shape [channels] in the dtype of the layer's weight.
 
     Raises:
-        DataError: a correction is not finite, or a layer cannot run on a batch; the layer is named.
+        DataError: a correction is not finite, or a layer cannot run on a batch; the layer is
+            named.
 
-    Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019, section 4.2;
-    sequential as in Nagel et al., "A White Paper on Neural Network Quantization", 2021, section 3.4.
+    Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
+    Correction", 2019, section 4.2; sequential as in Nagel et al., "A White Paper on Neural
+    Network Quantization", 2021, section 3.4.
     """
     corrections = {}
     with torch.no_grad():
@@ -144,7 +154,9 @@ def correct_biases(
 def _correct(
     runner: SequentialRunner, node: Node, target: ChannelMean, as_codes: bool
 ) -> Tensor:
-    """Find one layer's correction and hand on its outputs with it, without computing them again."""
+    """Find one layer's correction and hand on its outputs with it, without computing them
+    again.
+    """
     layer, own = runner.network.layers[node.name], list[ChannelMean]()
     quantizer = layer.detach_output()
 
@@ -161,8 +173,10 @@ def _correct(
     correction = (target.mean() - found.mean()).to(weight)
     if not correction.isfinite().all():
         raise DataError(
-            f"the bias correction of {node.name} is not finite: its outputs are infinite, or NaN",
-            help="give its activations more bits, leave its weights float, or set include_bias_corr to false",
+            f"the bias correction of {node.name} is not finite: its outputs are infinite, or "
+            "NaN",
+            help="give its activations more bits, leave its weights float, or set "
+            "include_bias_corr to false",
         )
     if as_codes and "bias" in layer.quantizers:
         bias = layer.get_parameter("bias")

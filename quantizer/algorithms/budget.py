@@ -1,4 +1,6 @@
-"""Chooses one option for each item under a budget, at the least total error. Knows neither layers nor bits."""
+"""Chooses one option for each item under a budget, at the least total error. Knows neither
+layers nor bits.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,23 +9,28 @@ import torch
 from torch import Tensor
 
 STATES = 1 << 15
-"""Partial choices kept at once. As long as they suffice, which they do where sizes repeat, the choice is the best."""
+"""Partial choices kept at once. As long as they suffice, which they do where sizes repeat, the
+choice is the best.
+"""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What one choice for an item costs: a size in any whole unit, and an error that adds up over items."""
+    """What one choice for an item costs: a size in any whole unit, and an error that adds up
+    over items.
+    """
 
     size: int
     error: float
 
 
 def choose(items: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
-    """For each item the index of its option, so that sizes sum up to `budget` at most and the errors to the least.
+    """For each item the index of its option, so that sizes sum up to `budget` at most and the
+    errors to the least.
 
-    The multiple-choice knapsack problem by dynamic programming over undominated partial choices. Of more than `STATES`
-    of them a sample is kept: then the result is no worse than any choice of the same index for all items, and still
-    within the budget.
+    The multiple-choice knapsack problem by dynamic programming over undominated partial
+    choices. Of more than `STATES` of them a sample is kept: then the result is no worse than
+    any choice of the same index for all items, and still within the budget.
 
     Returns:
         None where even the smallest options are too large.
@@ -55,7 +62,9 @@ def choose(items: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | 
 
 
 def _undominated(sizes: Tensor, errors: Tensor, left: int) -> Tensor:
-    """Which states to keep, smallest first: those that fit and have less error than all that are not larger."""
+    """Which states to keep, smallest first: those that fit and have less error than all that
+    are not larger.
+    """
     order = torch.argsort(errors, stable=True)
     order = order[torch.argsort(sizes[order], stable=True)]
     order = order[sizes[order] <= left]
@@ -66,9 +75,8 @@ def _undominated(sizes: Tensor, errors: Tensor, left: int) -> Tensor:
     if len(order) <= STATES:
         return order
     bucket = sizes[order] * STATES // (left + 1)
-    is_last = torch.ones(
-        len(order), dtype=torch.bool
-    )  # of its bucket, that is the one with the least error
+    # Of its bucket, that is the one with the least error
+    is_last = torch.ones(len(order), dtype=torch.bool)
     is_last[:-1] = bucket[1:] != bucket[:-1]
     is_last[0] = True  # from the smallest one every item can be added
     return order[is_last]

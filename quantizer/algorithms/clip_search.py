@@ -1,7 +1,7 @@
 """Ranges of weights cut where the layer's outputs gain by it. Rounds nothing for good.
 
-Source: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023, and its
-authors' code.
+Source: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and
+Acceleration", 2023, and its authors' code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from quantizer.observers import code_range_of, kernel_of
 SHARES = tuple(1 - step / 20 for step in range(11))
 """Candidates for a range, as shares of the full one."""
 FEW = ((32, (1.0, 0.9)), (1024, (1.0, 0.75)))
-"""Fewer of them, to estimate what a weight would lose once it is clipped, for groups of up to so many values."""
+"""Fewer of them, to estimate what a weight would lose once it is clipped, for groups of up to
+so many values.
+"""
 FEW_OF_A_CHANNEL = (1.0, 0.85, 0.7, 0.55)
 """For longer ranges: the more values, the further the outermost lie, and the more is cut."""
 _POWERS = (1.0, 0.5)
@@ -34,7 +36,9 @@ _ROWS_APART = (("per_channel", 0), ("per_group", 1), ("per_group", -1))
 
 
 def is_by_row(layer: nn.Module, spec: QuantizationSpec) -> bool:
-    """Whether each row of the weight of a linear layer has scales of its own, so that rows can be looked at alone."""
+    """Whether each row of the weight of a linear layer has scales of its own, so that rows can
+    be looked at alone.
+    """
     return (
         isinstance(layer, nn.Linear)
         and (spec.qscheme, spec.ch_axis) in _ROWS_APART
@@ -43,7 +47,8 @@ def is_by_row(layer: nn.Module, spec: QuantizationSpec) -> bool:
 
 
 def candidates(spec: QuantizationSpec, shares: Sequence[float] = SHARES) -> Iterable[float]:
-    """Those of `shares` that the spec's scales can have; and where its rule cuts something off, what does not.
+    """Those of `shares` that the spec's scales can have; and where its rule cuts something off,
+    what does not.
 
     >>> [*candidates(QuantizationSpec(scale_type="poweroftwo"))]
     [1.0, 0.5]
@@ -62,15 +67,18 @@ def few_candidates(spec: QuantizationSpec) -> Iterable[float]:
 
 
 class ClipSearch:
-    """Scale and zero point of each row or group, shrunk as far as the error of the layer's outputs gets less.
+    """Scale and zero point of each row or group, shrunk as far as the error of the layer's
+    outputs gets less.
 
-    The error of a group of columns is that of its own inputs, without those of other groups, so that each scale is
-    chosen by itself. The zero point of a range that shrinks at both ends stays.
+    The error of a group of columns is that of its own inputs, without those of other groups, so
+    that each scale is chosen by itself. The zero point of a range that shrinks at both ends
+    stays.
 
     Args:
         layer: for its kind and sizes.
         spec: of its weight.
-        weight: as the layer stores it, float32; where it `is_by_row`, rows of any number of layers alike.
+        weight: as the layer stores it, float32; where it `is_by_row`, rows of any number of
+            layers alike.
         gram: of the layer's inputs, [groups, depth, depth].
         shares: of the full range, what is tried.
     """
@@ -108,9 +116,8 @@ class ClipSearch:
         smaller = (self._full.scale * share).clamp_min(SMALLEST_SCALE)
         scale = beside(smaller, self._full.scale, self._spec.scale_type)
         errors = self._errors(scale)
-        if (
-            self._spec.scales_per_group > 1
-        ):  # they share an exponent, so that they shrink together
+        # They share an exponent, so that they shrink together
+        if self._spec.scales_per_group > 1:
             blocks = errors.reshape(-1, self._spec.scales_per_group)
             errors = blocks.sum(1, keepdim=True).expand_as(blocks).reshape(errors.shape)
         self._scale = torch.where(errors < self.errors, scale, self._scale)
@@ -133,10 +140,11 @@ class ClipSearch:
 def scale_errors(
     layer: nn.Module, spec: QuantizationSpec, difference: Tensor, gram: Tensor
 ) -> Tensor:
-    """The squared error of outputs that the weights of each scale make by themselves, of `scale_shape`.
+    """The squared error of outputs that the weights of each scale make by themselves, of
+    `scale_shape`.
 
-    Exact for scales of rows, of parts of rows, and of a whole tensor; for scales that lie across rows, inputs count as
-    uncorrelated.
+    Exact for scales of rows, of parts of rows, and of a whole tensor; for scales that lie
+    across rows, inputs count as uncorrelated.
     """
     matrix = weight_matrix(layer, difference)
     whole_groups = spec.qscheme == "per_group" and spec.scales_per_group == 1

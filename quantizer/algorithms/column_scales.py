@@ -16,7 +16,9 @@ from quantizer.observers import kernel_of
 def columns_of(
     layers: Sequence[nn.Module], spec: QuantizationSpec, qparams: Sequence[QParams], group: int
 ) -> Columns:
-    """Those of several layers' weight matrices with one spec, one below the other, in one group of channels."""
+    """Those of several layers' weight matrices with one spec, one below the other, in one group
+    of channels.
+    """
     if all(map(is_linear, layers)) and (spec.qscheme, spec.ch_axis) in _ALONG_ROWS:
         pairs = [
             [by_row(layer, values)[group] for values in (each.scale, each.zero_point)]
@@ -43,7 +45,9 @@ _ALONG_ROWS = (("per_tensor", None), ("per_channel", 0), ("per_group", 1))
 
 
 def by_row(layer: nn.Module, values: Tensor) -> Tensor:
-    """Scales or zero points of a linear layer's weight, none of which lies across rows, as [groups, rows, runs]."""
+    """Scales or zero points of a linear layer's weight, none of which lies across rows, as
+    [groups, rows, runs].
+    """
     groups, rows, _ = weight_matrix(layer, layer.get_parameter("weight")).shape
     if values.dim() < 2 and values.numel() != groups * rows:  # those of whole matrices
         return values.reshape(-1, 1, 1).expand(groups, rows, 1)
@@ -51,14 +55,18 @@ def by_row(layer: nn.Module, values: Tensor) -> Tensor:
 
 
 def kinds(spec: QuantizationSpec, depth: int, device: torch.device) -> Tensor:
-    """Which of its row's scales each column of a weight in groups of columns has, int64 [depth]."""
+    """Which of its row's scales each column of a weight in groups of columns has, int64
+    [depth].
+    """
     return torch.arange(depth, device=device) // (
         group_size(spec, depth) // spec.scales_per_group
     )
 
 
 def group_size(spec: QuantizationSpec, depth: int) -> int:
-    """How many of a row's `depth` columns make a group; all of them in a spec without groups."""
+    """How many of a row's `depth` columns make a group; all of them in a spec without
+    groups.
+    """
     return (
         depth
         if spec.qscheme != "per_group" or spec.group_size in (None, -1)
@@ -69,9 +77,13 @@ def group_size(spec: QuantizationSpec, depth: int) -> int:
 def along_columns(
     layer: nn.Module, spec: QuantizationSpec, qparams: QParams
 ) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of each value of the layer's weight matrix, float32 [groups, rows, depth].
+    """Scale and zero point of each value of the layer's weight matrix, float32 [groups, rows,
+    depth].
 
-    >>> layer, spec = nn.Linear(4, 1), QuantizationSpec(qscheme="per_group", ch_axis=1, group_size=2)
+    >>> layer, spec = (
+    ...     nn.Linear(4, 1),
+    ...     QuantizationSpec(qscheme="per_group", ch_axis=1, group_size=2),
+    ... )
     >>> qparams = QParams(torch.tensor([[0.5, 0.25]]), torch.zeros(1, 2, dtype=torch.int32))
     >>> along_columns(layer, spec, qparams)[0].tolist()
     [[[0.5, 0.5, 0.25, 0.25]]]
@@ -94,9 +106,12 @@ def runs(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, zero_point: [rows, depth].
 
     Returns:
-        scale and zero point of each run [runs, rows], and the run of each column, int64 [depth].
+        scale and zero point of each run [runs, rows], and the run of each column, int64
+            [depth].
 
-    >>> scale, zero_point, kind = runs(torch.tensor([[0.5, 0.5, 0.25, 0.25]]), torch.zeros(1, 4))
+    >>> scale, zero_point, kind = runs(
+    ...     torch.tensor([[0.5, 0.5, 0.25, 0.25]]), torch.zeros(1, 4)
+    ... )
     >>> scale.tolist(), kind.tolist()
     ([[0.5], [0.25]], [0, 0, 1, 1])
     """

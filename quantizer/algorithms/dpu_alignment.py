@@ -1,4 +1,5 @@
-"""Fix positions that the DPU's shifters can take: integers in, integers out; a position fp stands for the scale 2^-fp.
+"""Fix positions that the DPU's shifters can take: integers in, integers out; a position fp
+stands for the scale 2^-fp.
 
 The limits are those that are checked before a network goes to the DPU compiler. Sees no tensor.
 
@@ -14,9 +15,8 @@ from quantizer.plan.groups import EVERY_JOIN, Layout, layout, quantization_point
 from quantizer.plan.model import Key
 
 MOST_SHIFT = 16
-ACCUMULATOR_BITS = (
-    24  # that a bias may be finer than the products by, the output's 8 and shift_cut taken off
-)
+# That a bias may be finer than the products by, the output's 8 and shift_cut taken off
+ACCUMULATOR_BITS = 24
 GATE_POSITION = 7
 
 
@@ -45,9 +45,10 @@ def align(
 ) -> tuple[dict[Key, int], tuple[Move, ...]]:
     """The positions of (layer, role) moved into the DPU's limits, and each move in order.
 
-    A tensor that is missing in `positions` has no power-of-two scale; what concerns it is left alone. Inputs of
-    concatenations and of average pooling take the output's position if that is asked for. Activations only become
-    coarser, except that hardsigmoid and hardswish have least positions.
+    A tensor that is missing in `positions` has no power-of-two scale; what concerns it is left
+    alone. Inputs of concatenations and of average pooling take the output's position if that is
+    asked for. Activations only become coarser, except that hardsigmoid and hardswish have least
+    positions.
     """
     aligner = _Aligner(graph, layout(graph, EVERY_JOIN), dict(positions))
     for node in reversed(graph.nodes):
@@ -82,7 +83,9 @@ def align(
 
 @dataclass
 class _Aligner:
-    """Positions as they are now; `tied` are the tensors that share one, `least` what must not become coarser."""
+    """Positions as they are now; `tied` are the tensors that share one, `least` what must not
+    become coarser.
+    """
 
     graph: Graph
     where: Layout
@@ -130,7 +133,9 @@ class _Aligner:
 
 
 def _limit_shifts(aligner: _Aligner, node: Node) -> None:
-    """shift_cut = fw + fi - fo within [0, 16], and shift_bias = fw + fi - fb within what the accumulator has left."""
+    """shift_cut = fw + fi - fo within [0, 16], and shift_bias = fw + fi - fb within what the
+    accumulator has left.
+    """
     weights, read, made = (node.name, "weights"), aligner.read(node), aligner.holder(node.name)
     at = aligner.positions
     if weights not in at or read is None or made is None:

@@ -1,6 +1,8 @@
-"""Fast finetuning: layer by layer, weights are rounded so that the quantized network computes what the float one does.
+"""Fast finetuning: layer by layer, weights are rounded so that the quantized network computes
+what the float one does.
 
-Changes weights and their scales only, and no output channel so that it ends worse than round-to-nearest left it.
+Changes weights and their scales only, and no output channel so that it ends worse than
+round-to-nearest left it.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,20 +29,22 @@ SOLVERS: dict[str, Callable[[RoundingProblem], tuple[Tensor, Tensor]]] = {
     "adaround": adaround,
     "adaquant": adaquant,
 }
-"""By the name on the command line: each gives integers [groups, rows, depth] without zero point, and scales [units]."""
+"""By the name on the command line: each gives integers [groups, rows, depth] without zero
+point, and scales [units].
+"""
 
 MOST_BITS = 8  # of weights; with more float32's noise decides, and nothing is to be gained
-SAMPLES = (
-    1024,
-    16384,
-)  # positions of a layer's output to look at, at least and at most; between them 16 * depth
+# Positions of a layer's output to look at, at least and at most; between them 16 * depth
+SAMPLES = (1024, 16384)
 VALUES = 1 << 26  # of the sampled inputs of one layer
 
 
 @dataclass(frozen=True)
 class FinetunedLayer:
-    """What a layer ended with: its rounded weight, its scale, and the squared error of its outputs
-    with round-to-nearest and now, over all batches, after a fused activation and the output's quantizer."""
+    """What a layer ended with: its rounded weight, its scale, and the squared error of its
+    outputs with round-to-nearest and now, over all batches, after a fused activation and the
+    output's quantizer.
+    """
 
     weight: Tensor
     scale: Tensor
@@ -49,11 +53,12 @@ class FinetunedLayer:
 
 
 def finetunable(node: Node, layer: Layer) -> bool:
-    """Whether the layer multiplies with integer weights coarse enough to gain from learned rounding.
+    """Whether the layer multiplies with integer weights coarse enough to gain from learned
+    rounding.
 
-    Each output channel must have one scale: groups of inputs are not what the solvers are about, nor are experts, whose
-    rows come in another order in the float network. Weights that are rounded down stay so: a code times its scale may
-    be rounded down to the code below.
+    Each output channel must have one scale: groups of inputs are not what the solvers are
+    about, nor are experts, whose rows come in another order in the float network. Weights that
+    are rounded down stay so: a code times its scale may be rounded down to the code below.
     """
     if (
         not node.row.is_linear_or_convolution
@@ -79,20 +84,23 @@ def fast_finetune(
     done: Mapping[str, FinetunedLayer] | None = None,
     after_layer: Callable[[Mapping[str, FinetunedLayer]], None] | None = None,
 ) -> dict[str, FinetunedLayer]:
-    """Round the weights of each layer in execution order, on the inputs that rounding those before it has left.
+    """Round the weights of each layer in execution order, on the inputs that rounding those
+    before it has left.
 
-    Targets are the float network's outputs for the same samples (asymmetric reconstruction). An output channel whose
-    error over all batches is not smaller than with round-to-nearest keeps that; channels that share a scale decide
-    together where the scale changes. Weights end rounded: quantizing them again gives the same codes.
+    Targets are the float network's outputs for the same samples (asymmetric reconstruction). An
+    output channel whose error over all batches is not smaller than with round-to-nearest keeps
+    that; channels that share a scale decide together where the scale changes. Weights end
+    rounded: quantizing them again gives the same codes.
 
     Args:
         reference: runs the float network; before its first node.
-        quantized: runs the quantized network, of the same graph and on the same batches and device; the network has
-            the new weights afterwards.
+        quantized: runs the quantized network, of the same graph and on the same batches and
+            device; the network has the new weights afterwards.
         mode: a key of `SOLVERS`.
         seed: draws the positions that are looked at, for each layer anew.
         done: what an interrupted call had found already.
-        after_layer: called after each node of the graph with what is found so far, for progress and checkpoints.
+        after_layer: called after each node of the graph with what is found so far, for progress
+            and checkpoints.
 
     Returns:
         The result of each layer that `finetunable` accepts, by name.
@@ -100,7 +108,8 @@ def fast_finetune(
     Raises:
         DataError: a layer's outputs are not finite; the layer is named.
 
-    Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, section 3.4.
+    Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020,
+    section 3.4.
     """
     found = dict(done or {})
     with torch.no_grad():
@@ -165,7 +174,9 @@ class _Layer:
         return FinetunedLayer(weight.cpu(), scale.cpu(), float(before.sum()), float(left.sum()))
 
     def problem(self, draw: torch.Generator) -> RoundingProblem:
-        """The layer's least squares, over positions of its outputs drawn from all batches alike."""
+        """The layer's least squares, over positions of its outputs drawn from all batches
+        alike.
+        """
         layer, quantizer = self.layer, self.quantizer
         weight = weight_matrix(layer, self.weight).float()
         scale, zero_point = (
@@ -190,7 +201,9 @@ class _Layer:
         )
 
     def sampled(self, draw: torch.Generator, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Quantized inputs [groups, samples, depth] and float outputs without the bias [groups, samples, rows]."""
+        """Quantized inputs [groups, samples, depth] and float outputs without the bias [groups,
+        samples, rows].
+        """
         positions = sum(len(channel_rows(self.layer, target)) for target in self.targets)
         least, most = SAMPLES
         wanted = min(max(16 * shape[2], least), most, max(256, VALUES // (shape[0] * shape[2])))
@@ -218,7 +231,9 @@ class _Layer:
         return values.reshape(groups, rows)
 
     def errors(self) -> Tensor:
-        """Squared error of each output channel over all batches, float64 [channels]; DataError if it is not finite."""
+        """Squared error of each output channel over all batches, float64 [channels]; DataError
+        if it is not finite.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.weight.device)
         for target, output in zip(self.targets, self.quantized.compute(self.node), strict=True):
             values = [target, output]
@@ -232,14 +247,17 @@ class _Layer:
             total = total + difference.double().square().sum(0)
         if not total.isfinite().all():
             raise DataError(
-                f"the error of {self.node.name} is not finite: its outputs are infinite, or NaN",
+                f"the error of {self.node.name} is not finite: its outputs are infinite, or "
+                "NaN",
                 help="check the data and the weights, or give its activations more bits",
             )
         return total
 
 
 def fused_activation(graph: Graph, node: Node) -> Node | None:
-    """The activation function that hardware applies to the node's output before anyone else reads it."""
+    """The activation function that hardware applies to the node's output before anyone else
+    reads it.
+    """
     readers = graph.consumers[node.name]
     if len(readers) != 1 or not readers[0]:
         return None

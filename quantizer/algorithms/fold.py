@@ -1,4 +1,5 @@
-"""Divides what a group of layers reads by a factor for each channel, and multiplies their weights: same function.
+"""Divides what a group of layers reads by a factor for each channel, and multiplies their
+weights: same function.
 
 Where the division goes is the group's `Fold`, or else a layer of its own. Chooses no factors.
 """
@@ -20,14 +21,15 @@ SCALE_OP = "input_scale"
 
 
 def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustment:
-    """What was found, and the group's input divided by `factors`, the columns of its layers' weights multiplied.
+    """What was found, and the group's input divided by `factors`, the columns of its layers'
+    weights multiplied.
 
     What was rounded of the layers that change is forgotten.
 
     Args:
         graph: without what was found.
-        factors: float32 [channels], above 0; as `admissible` gives them. Experts that are `factored_apart` may have
-            some each: [experts * channels].
+        factors: float32 [channels], above 0; as `admissible` gives them. Experts that are
+            `factored_apart` may have some each: [experts * channels].
     """
     fold = _fold(group, found)
     for layer in (*group.layers, *(fold.extra if fold else ())):
@@ -42,7 +44,9 @@ def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) 
 
 
 def factored_apart(graph: Graph, group: InputGroup) -> bool:
-    """Whether each expert may have factors of its own: layers of the same experts make what the group's layers read."""
+    """Whether each expert may have factors of its own: layers of the same experts make what the
+    group's layers read.
+    """
     nodes = [
         graph.by_name[name]
         for name in (
@@ -61,9 +65,11 @@ def factored_apart(graph: Graph, group: InputGroup) -> bool:
 def admissible(
     graph: Graph, group: InputGroup, found: Adjustment
 ) -> Callable[[Tensor], Tensor]:
-    """What makes of any factors the nearest that can be folded: equal where channels are, and nothing overflows.
+    """What makes of any factors the nearest that can be folded: equal where channels are, and
+    nothing overflows.
 
-    Parameters of 16 bits would be rounded by other factors than powers of two, so those are taken there.
+    Parameters of 16 bits would be rounded by other factors than powers of two, so those are
+    taken there.
     """
     fold = _fold(group, found)
     columns = [
@@ -91,9 +97,12 @@ def admissible(
 
 
 def tied(group: InputGroup, factors: Tensor) -> Tensor:
-    """The factors, the largest one for all channels that come from one output channel of the layer before.
+    """The factors, the largest one for all channels that come from one output channel of the
+    layer before.
 
-    >>> group = InputGroup("x", ("layer",), -1, 4, fold=Fold("layer", "before", channels=(0, 0, 1, 1)))
+    >>> group = InputGroup(
+    ...     "x", ("layer",), -1, 4, fold=Fold("layer", "before", channels=(0, 0, 1, 1))
+    ... )
     >>> tied(group, torch.tensor([1.0, 2.0, 3.0, 1.0])).tolist()
     [2.0, 2.0, 3.0, 3.0]
     """
@@ -105,7 +114,8 @@ def tied(group: InputGroup, factors: Tensor) -> Tensor:
 
 
 def powers_of_two(factors: Tensor) -> Tensor:
-    """The nearest powers of two: multiplying by them rounds nothing, so the network's float outputs keep every bit.
+    """The nearest powers of two: multiplying by them rounds nothing, so the network's float
+    outputs keep every bit.
 
     >>> powers_of_two(torch.tensor([0.3, 1.0, 3.0])).tolist()
     [0.25, 1.0, 4.0]
@@ -136,9 +146,10 @@ def shared_folds(
 ) -> tuple[list[InputGroup], dict[int, int]]:
     """The groups, and which of them follow others, by their numbers.
 
-    Groups that read one value by ways of their own (a router, the experts, a shared expert) fold into one layer. Of
-    those that are `concerned`, the one with most weights finds the factors, and the fold multiplies the columns of the
-    others as well. Where that cannot be, each gets a multiplication of its own instead.
+    Groups that read one value by ways of their own (a router, the experts, a shared expert)
+    fold into one layer. Of those that are `concerned`, the one with most weights finds the
+    factors, and the fold multiplies the columns of the others as well. Where that cannot be,
+    each gets a multiplication of its own instead.
     """
     made, leads = list(groups), dict[int, int]()
     owner = {
@@ -202,7 +213,9 @@ def _divided(graph: Graph, fold: Fold, factors: Tensor, found: Adjustment) -> Ad
 
 
 def _by_origin(fold: Fold, factors: Tensor, channels: int) -> Tensor:
-    """A factor for each output channel of the fold's node, or of each of its experts; 1 for those that are not read."""
+    """A factor for each output channel of the fold's node, or of each of its experts; 1 for
+    those that are not read.
+    """
     if fold.channels is None:
         return factors
     origin = torch.tensor(fold.channels, device=factors.device)
@@ -228,9 +241,8 @@ def _inserted(group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustme
         {row.name for row in found.insertions},
         (f"{name}.{count}" for count in itertools.count(1)),
     )
-    name = (
-        name if name not in taken else next(each for each in again if each not in taken)
-    )  # of experts in one module
+    # Of experts in one module
+    name = name if name not in taken else next(each for each in again if each not in taken)
     row = Insertion(name, SCALE_OP, before, group.layers, 1 / factors, {"axis": group.axis})
     return replace(found, insertions=(*found.insertions, row))
 

@@ -1,4 +1,5 @@
-"""GPTQ and its kin: a network is gone through group by group; what a group reads is summed up, and its layers rounded.
+"""GPTQ and its kin: a network is gone through group by group; what a group reads is summed up,
+and its layers rounded.
 
 Knows no way of rounding; `round_layers` does. Where the three differ is in `gptq_target`.
 """
@@ -36,16 +37,21 @@ from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError
 
-TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Hessian; it stays at round-to-nearest"
+TOO_DEEP = (
+    f"it sums over more than {DEEPEST} inputs, too many for their Hessian; it stays at "
+    "round-to-nearest"
+)
 
 
 def gptq(task: Task, settings: GPTQConfig, found: Adjustment) -> Adjustment:
-    """Round the weights that the plan quantizes, with the scales of their ranges or with those that were found before.
+    """Round the weights that the plan quantizes, with the scales of their ranges or with those
+    that were found before.
 
-    Layers go in execution order, on inputs that those before have changed; inputs are not quantized, whatever the plan
-    says. Without `true_sequential`, the layers of a block are rounded on their inputs in the float block. Columns of
-    zeros and layers that no token reached stay at round-to-nearest, and so is a layer whose outputs on the calibration
-    data would be worse; the remarks say which.
+    Layers go in execution order, on inputs that those before have changed; inputs are not
+    quantized, whatever the plan says. Without `true_sequential`, the layers of a block are
+    rounded on their inputs in the float block. Columns of zeros and layers that no token
+    reached stay at round-to-nearest, and so is a layer whose outputs on the calibration data
+    would be worse; the remarks say which.
 
     Raises:
         DataError: a value in the network is not finite; layer and batch are named.
@@ -54,7 +60,9 @@ def gptq(task: Task, settings: GPTQConfig, found: Adjustment) -> Adjustment:
 
 
 def gptaq(task: Task, settings: GPTAQConfig, found: Adjustment) -> Adjustment:
-    """As `gptq`, with the float network run beside the rounded one; errors are those to the weights it aims at."""
+    """As `gptq`, with the float network run beside the rounded one; errors are those to the
+    weights it aims at.
+    """
     return _in_order(task, found, GptaqTarget(settings))
 
 
@@ -120,7 +128,9 @@ class _SequentialRounding:
         )
 
     def process(self, chunk: Sequence[tuple[int, InputGroup]]) -> None:
-        """Round the layers of these groups; those that an interrupted run has rounded get what it found."""
+        """Round the layers of these groups; those that an interrupted run has rounded get what
+        it found.
+        """
         fresh = [number for number, _ in chunk if number >= self.task.done]
         gathered, runner = {}, self.runner
         for number, group in chunk:
@@ -158,8 +168,8 @@ class _SequentialRounding:
         return found
 
     def _watcher(self, gathered: _Gathered) -> Callable[..., None]:
-        """Takes in the value of each batch, beside that of the float network; tokens that other experts have there have
-        no drift.
+        """Takes in the value of each batch, beside that of the float network; tokens that other
+        experts have there have no drift.
         """
         floats: Iterator[Any] = iter(())
         if self.float_runner is not None and not gathered.gram.is_routed:
@@ -226,7 +236,9 @@ class _SequentialRounding:
         return round_layers(members, products, gathered.gram.tokens, self.target)
 
     def _weight(self, name: str) -> Tensor:
-        """The layer's weight from now on; where nothing was found, rounded to nearest, as it will be."""
+        """The layer's weight from now on; where nothing was found, rounded to nearest, as it
+        will be.
+        """
         if name in self.found.rounded:
             return self.found.rounded[name].weight
         spec = self.task.specs[name, "weights"]

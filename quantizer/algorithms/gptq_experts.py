@@ -1,4 +1,6 @@
-"""Rounds the weights of experts: each as the linear layer that it is, on the tokens that were routed to it."""
+"""Rounds the weights of experts: each as the linear layer that it is, on the tokens that were
+routed to it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,9 +28,11 @@ def round_experts(
     tokens: Sequence[int],
     target: GptqTarget,
 ) -> RoundedLayers:
-    """Round the weights of layers of experts that read one value; `products` and `tokens` are those of each expert.
+    """Round the weights of layers of experts that read one value; `products` and `tokens` are
+    those of each expert.
 
-    An expert without tokens stays at round-to-nearest, as one does that gains nothing; remarks name them.
+    An expert without tokens stays at round-to-nearest, as one does that gains nothing; remarks
+    name them.
     """
     known = {
         name: given.get(name) or layer_qparams(name, specs[name], own.weight)
@@ -39,9 +43,8 @@ def round_experts(
     for expert, (sums, count) in enumerate(zip(products, tokens, strict=True)):
         members = {}
         for name, layer in layers.items():
-            fixed = (
-                name in given or specs[name].scale_type == "e4m3"
-            )  # which the experts' scales have one factor of
+            # Which the experts' scales have one factor of
+            fixed = name in given or specs[name].scale_type == "e4m3"
             own = _of_expert(known[name], specs[name], expert, layer.groups)
             called = f"{name}[{expert}]"
             members[called] = Member.of(

@@ -1,7 +1,8 @@
-"""Rounds the weights of layers that read one value: what GPTQ and its kin do between two segments.
+"""Rounds the weights of layers that read one value: what GPTQ and its kin do between two
+segments.
 
-All rows of the layers go into one solve. Keeps round-to-nearest wherever the data say nothing or nothing is gained, and
-says so.
+All rows of the layers go into one solve. Keeps round-to-nearest wherever the data say nothing
+or nothing is gained, and says so.
 """
 
 from __future__ import annotations
@@ -28,17 +29,26 @@ from quantizer.numerics.two_level import beside
 from quantizer.observers import code_range_of, kernel_of
 
 COMPARED = 128
-"""Rows of a layer, evenly strided and fewer than twice as many, whose errors tell a clear gain."""
-NO_GAIN = "the algorithm promises no smaller errors than round-to-nearest on other data; it stays at round-to-nearest"
+"""Rows of a layer, evenly strided and fewer than twice as many, whose errors tell a clear
+gain.
+"""
+NO_GAIN = (
+    "the algorithm promises no smaller errors than round-to-nearest on other data; it "
+    "stays "
+    "at round-to-nearest"
+)
 TOGETHER = 1 << 23
-"""Values of layers that are solved twice at once: of these it is calls that cost, and of more it would be memory."""
+"""Values of layers that are solved twice at once: of these it is calls that cost, and of more
+it would be memory.
+"""
 UNSTABLE = "its weights would change if they were rounded again; it stays at round-to-nearest"
 
 
 @dataclass(frozen=True)
 class Member:
-    """A layer and the scales of its weight, which are the range's unless they were `given`; both weights are float32
-    matrices [groups, rows, depth], `plain` is rounded."""
+    """A layer and the scales of its weight, which are the range's unless they were `given`;
+    both weights are float32 matrices [groups, rows, depth], `plain` is rounded.
+    """
 
     name: str
     layer: nn.Module
@@ -77,7 +87,9 @@ class Member:
 
     @property
     def has_runs(self) -> bool:
-        """Whether its groups are runs of columns, so that a scale can be found when the first of them is rounded."""
+        """Whether its groups are runs of columns, so that a scale can be found when the first
+        of them is rounded.
+        """
         cut = self.spec.qscheme, self.spec.ch_axis
         return isinstance(self.layer, nn.Linear) and cut == ("per_group", 1) and not self.given
 
@@ -90,8 +102,9 @@ class Member:
 
 @dataclass(frozen=True)
 class GptqSolution:
-    """One layer's rounded weight, the weight that it was to come near to, both [groups, rows, depth], and how near
-    each row came: d H d^T, float64 [groups, rows]."""
+    """One layer's rounded weight, the weight that it was to come near to, both [groups, rows,
+    depth], and how near each row came: d H d^T, float64 [groups, rows].
+    """
 
     weight: Tensor
     target: Tensor
@@ -104,7 +117,9 @@ class GptqSolution:
         return float(self.errors.sum())
 
     def best_of(self, other: GptqSolution, spec: QuantizationSpec) -> GptqSolution:
-        """Each row as the solution with the smaller error has it; all rows alike where they share scales."""
+        """Each row as the solution with the smaller error has it; all rows alike where they
+        share scales.
+        """
         better, scale = other.errors < self.errors, self.qparams.scale
         along_rows = spec.qscheme == "per_channel" or (
             scale.dim() == 2 and spec.ch_axis in (1, -1)
@@ -126,7 +141,9 @@ class GptqSolution:
 
 @dataclass(frozen=True)
 class RoundedLayers:
-    """Layers' rounded weights by name, and remarks on them. A layer without one stays at round-to-nearest."""
+    """Layers' rounded weights by name, and remarks on them. A layer without one stays at
+    round-to-nearest.
+    """
 
     layers: dict[str, Rounded] = field(default_factory=dict)
     remarks: list[Remark] = field(default_factory=list)
@@ -135,10 +152,12 @@ class RoundedLayers:
 def round_layers(
     members: Sequence[Member], products: Sequence[Products], tokens: int, target: GptqTarget
 ) -> RoundedLayers:
-    """Round the weights of layers that multiply one input alike; `products` are its sums over tokens, group by group.
+    """Round the weights of layers that multiply one input alike; `products` are its sums over
+    tokens, group by group.
 
-    A result must be better than round-to-nearest by what `depth` choices gain on so few tokens by chance: the error on
-    other data is about 1 + depth / tokens times as large (Akaike 1969, "Fitting autoregressive models for prediction").
+    A result must be better than round-to-nearest by what `depth` choices gain on so few tokens
+    by chance: the error on other data is about 1 + depth / tokens times as large (Akaike 1969,
+    "Fitting autoregressive models for prediction").
     """
     dynamic = not target.settings.static_groups and all(each.has_runs for each in members)
     hessians = [
@@ -178,22 +197,26 @@ def _lacks(
     dead = sum(int((each.gram.diagonal() == 0).sum()) for each in products)
     if dead:
         found.append(
-            f"{zero_channels(dead)}; {'its' if dead == 1 else 'their'} weights stay at round-to-nearest"
+            f"{zero_channels(dead)}; {'its' if dead == 1 else 'their'} weights stay at "
+            "round-to-nearest"
         )
     if None in hessians:
         found.append(
-            "its Hessian is not positive definite even with damping 1; it stays at round-to-nearest"
+            "its Hessian is not positive definite even with damping 1; it stays at "
+            "round-to-nearest"
         )
     raised = [each.raised for each in hessians if each is not None and each.raised is not None]
     if raised:
         found.append(
-            f"its Hessian was not positive definite; {max(raised):.2g} of its mean diagonal was added"
+            f"its Hessian was not positive definite; {max(raised):.2g} of its mean diagonal "
+            "was added"
         )
     depth = len(products[0].gram)
     least = target.tokens_per_input * depth
     if tokens < least:
         found.append(
-            f"{target.settings.name} fits its {depth} inputs to {tokens} tokens, and on fewer than {least} that may "
+            f"{target.settings.name} fits its {depth} inputs to {tokens} tokens, and on fewer "
+            f"than {least} that may "
             "not hold for other data; calibrate with more, or with a larger alpha"
         )
     return found
@@ -232,7 +255,8 @@ def _errors(
 ) -> tuple[float, float]:
     """Errors of round-to-nearest and of the solution, as shares of the outputs' energy.
 
-    That of the solution is known; where it is clearly smaller, the other and the energy are estimated from some rows.
+    That of the solution is known; where it is clearly smaller, the other and the energy are
+    estimated from some rows.
     """
     lost, stride = solution.target - member.plain, member.weight.shape[1] // COMPARED
     if stride > 1:
@@ -252,7 +276,9 @@ def _search(
     *,
     dynamic: bool,
 ) -> list[GptqSolution]:
-    """Round layers with one spec; where its rule cuts something off the range, with the scales that do not as well."""
+    """Round layers with one spec; where its rule cuts something off the range, with the scales
+    that do not as well.
+    """
     count, spec = len(members), members[0].spec
     if uncut(code_range_of(spec)) == 1 or any(each.given for each in members):
         return _solve(members, hessians, products, target, dynamic=dynamic)
@@ -277,10 +303,11 @@ def _solve(
     *,
     dynamic: bool,
 ) -> list[GptqSolution]:
-    """Round layers with one spec, but for its rule; Hessians and products are those of each group of channels.
+    """Round layers with one spec, but for its rule; Hessians and products are those of each
+    group of channels.
 
-    With `dynamic`, the scales of groups of columns are found as their first one is rounded, from what the errors so far
-    have made of their weights; else the members' scales stay.
+    With `dynamic`, the scales of groups of columns are found as their first one is rounded,
+    from what the errors so far have made of their weights; else the members' scales stay.
     """
     spec, block_size = members[0].spec, objective.settings.block_size
     layers, qparams = [each.layer for each in members], [each.qparams for each in members]
@@ -321,8 +348,9 @@ def _solve(
 def _open_columns(
     members: Sequence[Member], weight: Tensor
 ) -> tuple[Columns, int, Callable[[int, Tensor], None]]:
-    """Columns whose scales are not known yet, how many share one, and what finds it from their weights as they are when
-    the first of them is rounded."""
+    """Columns whose scales are not known yet, how many share one, and what finds it from their
+    weights as they are when the first of them is rounded.
+    """
     (depth, rows), spec = weight.shape, members[0].spec
     size, each = group_size(spec, depth), spec.scales_per_group
     empty = weight.new_ones(-(-depth // size) * each, rows)

@@ -1,8 +1,9 @@
 """What GPTQ and its kin aim at, as far as they differ. Rounds nothing.
 
-Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022; Li et
-al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration", 2025 (arXiv 2504.02692); Zhang et al.,
-"Qronos: Correcting the Past by Shaping the Future... in Post-Training Quantization", 2025 (arXiv 2505.11695).
+Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers", 2022; Li et al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric
+Calibration", 2025 (arXiv 2504.02692); Zhang et al., "Qronos: Correcting the Past by Shaping the
+Future... in Post-Training Quantization", 2025 (arXiv 2505.11695).
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ ITERATIONS = 30  # of the power method
 class Products:
     """Sums over all tokens x of one group of channels, [depth, depth].
 
-    `gram` is that of x x^T; `drift` that of (f - x) x^T, where f is the same token in the float network, if known.
+    `gram` is that of x x^T; `drift` that of (f - x) x^T, where f is the same token in the float
+    network, if known.
     """
 
     gram: Tensor
@@ -30,9 +32,10 @@ class Products:
 
 @dataclass(frozen=True)
 class Hessian:
-    """A Gram matrix made ready: columns in the `order` in which they are rounded, None for that of the weight,
-    `damping` [depth] added to their diagonal, in `factor`s. `raised` is the damping as a share of the mean diagonal if
-    it had to be more than asked."""
+    """A Gram matrix made ready: columns in the `order` in which they are rounded, None for that
+    of the weight, `damping` [depth] added to their diagonal, in `factor`s. `raised` is the
+    damping as a share of the mean diagonal if it had to be more than asked.
+    """
 
     order: Tensor | None
     damping: Tensor
@@ -61,13 +64,17 @@ class Hessian:
 
 @dataclass(frozen=True)
 class GptqTarget:
-    """GPTQ's: the outputs that the float weight gives for the inputs of the network as it is rounded so far."""
+    """GPTQ's: the outputs that the float weight gives for the inputs of the network as it is
+    rounded so far.
+    """
 
     settings: ColumnRounding
     needs_float = False
     """Whether it looks at the inputs of the float network as well."""
     tokens_per_input = 0
-    """How many tokens there should be for each input channel; on fewer what it finds may not hold for other data."""
+    """How many tokens there should be for each input channel; on fewer what it finds may not
+    hold for other data.
+    """
 
     def damping(self, gram: Tensor) -> float:
         """What is added to the diagonal at first, in units of `gram`."""
@@ -76,22 +83,25 @@ class GptqTarget:
     def target(
         self, weight: Tensor, hessian: Hessian, products: Products
     ) -> tuple[Tensor, Tensor | None]:
-        """The weight to come near to [depth, rows] instead of `weight`, and what to round for its first column."""
+        """The weight to come near to [depth, rows] instead of `weight`, and what to round for
+        its first column.
+        """
         return weight, None
 
     def hessian(self, gram: Tensor, *, by_size: bool) -> Hessian | None:
-        """The matrix [depth, depth] made ready, with the damping ten times as large until it is positive definite.
+        """The matrix [depth, depth] made ready, with the damping ten times as large until it is
+        positive definite.
 
-        With `by_size`, columns with large inputs come first. None if not even the whole mean diagonal as damping helps.
+        With `by_size`, columns with large inputs come first. None if not even the whole mean
+        diagonal as damping helps.
         """
         diagonal = gram.diagonal()
         order = diagonal.argsort(descending=True, stable=True) if by_size else None
         mean, asked = _mean_diagonal(gram), self.damping(gram)
         damp = asked
         while True:
-            damping = torch.where(
-                diagonal == 0, mean, damp
-            )  # a column of zeros stays on its own
+            # A column of zeros stays on its own
+            damping = torch.where(diagonal == 0, mean, damp)
             damping = damping if order is None else damping[order]
             damped = gram.clone() if order is None else _permuted(gram, order)
             damped.diagonal().add_(damping)
@@ -104,8 +114,9 @@ class GptqTarget:
 
 
 class GptaqTarget(GptqTarget):
-    """GPTAQ's: the outputs of the float network, as far as columns that are rounded later can make up for other
-    inputs."""
+    """GPTAQ's: the outputs of the float network, as far as columns that are rounded later can
+    make up for other inputs.
+    """
 
     settings: GPTAQConfig
     needs_float = True
@@ -113,11 +124,13 @@ class GptaqTarget(GptqTarget):
     def target(
         self, weight: Tensor, hessian: Hessian, products: Products
     ) -> tuple[Tensor, Tensor | None]:
-        """W (I + alpha P), where row i of P is what the columns after i make up for the error of input i.
+        """W (I + alpha P), where row i of P is what the columns after i make up for the error
+        of input i.
 
-        P = triu(dXX U^T, 1) U with U^T U = H^-1 and dXX = sum of (f - x) x^T (the paper's parallel form). W is the
-        float weight for all columns, so that the solver is that of GPTQ; the authors' code, which also has alpha, takes
-        a column as the errors before it have left it, and that makes no difference that could be measured.
+        P = triu(dXX U^T, 1) U with U^T U = H^-1 and dXX = sum of (f - x) x^T (the paper's
+        parallel form). W is the float weight for all columns, so that the solver is that of
+        GPTQ; the authors' code, which also has alpha, takes a column as the errors before it
+        have left it, and that makes no difference that could be measured.
         """
         assert products.drift is not None
         m, d = hessian.factor.M, hessian.factor.D
@@ -130,7 +143,9 @@ class GptaqTarget(GptqTarget):
 
 
 class QronosTarget(GptqTarget):
-    """Qronos': the outputs of the float network, by the weight that fits them best on the inputs of this one."""
+    """Qronos': the outputs of the float network, by the weight that fits them best on the
+    inputs of this one.
+    """
 
     settings: QronosConfig
     needs_float = True
@@ -143,10 +158,11 @@ class QronosTarget(GptqTarget):
     def target(
         self, weight: Tensor, hessian: Hessian, products: Products
     ) -> tuple[Tensor, Tensor | None]:
-        """W + W dXX H^-1, dXX = sum of (f - x) x^T; but the first column is rounded as if the others stayed.
+        """W + W dXX H^-1, dXX = sum of (f - x) x^T; but the first column is rounded as if the
+        others stayed.
 
-        After the first, fitting the columns that are left to what those before have become is what GPTQ does to this
-        weight.
+        After the first, fitting the columns that are left to what those before have become is
+        what GPTQ does to this weight.
         """
         assert products.drift is not None
         m, d = hessian.factor.M, hessian.factor.D

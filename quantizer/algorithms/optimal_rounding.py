@@ -1,10 +1,13 @@
-"""One column of a weight after the other is rounded, and the columns after it make up for the error.
+"""One column of a weight after the other is rounded, and the columns after it make up for the
+error.
 
-GPTQ with the names of its paper: W, H, Q, B columns in a block. Instead of the inverse of H it takes the factors H =
-M D M^T with M unit upper triangular, and rounds column j at W_j + (W - Q)_{<j} M_{<j, j}: the same. Matrices of weights
-are transposed, [depth, rows], so that a column of W is a run of memory.
+GPTQ with the names of its paper: W, H, Q, B columns in a block. Instead of the inverse of H it
+takes the factors H = M D M^T with M unit upper triangular, and rounds column j at W_j + (W -
+Q)_{<j} M_{<j, j}: the same. Matrices of weights are transposed, [depth, rows], so that a column
+of W is a run of memory.
 
-Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323); Chee et al. 2023, "QuIP" (arXiv 2307.13304), theorem 6.
+Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323); Chee et al. 2023, "QuIP" (arXiv
+2307.13304), theorem 6.
 """
 
 # ruff: noqa: N803, N806 - the paper's letters
@@ -17,14 +20,17 @@ from torch import Tensor
 
 from quantizer.numerics.blocks import Kernel
 
-INNER = 32  # columns that reach each other one by one; the others get the errors of so many in one product
+# Columns that reach each other one by one; the others get the errors of so many in one product
+INNER = 32
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The scales of each column of W: scale and zero point [kinds, rows], float32, and which of them each column has.
+    """The scales of each column of W: scale and zero point [kinds, rows], float32, and which of
+    them each column has.
 
-    `kernel` makes codes of values that are divided by their scale, as `numerics.blocks.fill` uses it.
+    `kernel` makes codes of values that are divided by their scale, as `numerics.blocks.fill`
+    uses it.
     """
 
     kernel: Kernel
@@ -35,7 +41,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class Factor:
-    """H = M diag(D) M^T: `M` [depth, depth] with ones on its diagonal and zeros below it, `D` [depth]."""
+    """H = M diag(D) M^T: `M` [depth, depth] with ones on its diagonal and zeros below it, `D`
+    [depth].
+    """
 
     M: Tensor
     D: Tensor
@@ -70,16 +78,21 @@ def optimal_rounding(
         W: float32 [depth, rows], transposed.
         factor: of H.
         columns: their scales.
-        B: columns in a block, whose errors reach the later blocks in one product; no more than that hangs on it.
-        begin: called with the first column of each block and the block [at most B, rows] as GPTQ has it then, with all
-            of the block free to make up for the errors so far; may change the scales of its columns in place.
+        B: columns in a block, whose errors reach the later blocks in one product; no more than
+            that hangs on it.
+        begin: called with the first column of each block and the block [at most B, rows] as
+            GPTQ has it then, with all of the block free to make up for the errors so far; may
+            change the scales of its columns in place.
         first: what to round for the first column [rows], if not W.
 
     Returns:
-        Q [depth, rows], each value a code times its scale, and the error of each row, float64 [rows].
+        Q [depth, rows], each value a code times its scale, and the error of each row, float64
+            [rows].
 
     >>> one, none = torch.ones(1, 1), torch.zeros(1, 1)
-    >>> columns = Columns(lambda zero_point: torch.Tensor.round_, one, none, torch.tensor([0, 0]))
+    >>> columns = Columns(
+    ...     lambda zero_point: torch.Tensor.round_, one, none, torch.tensor([0, 0])
+    ... )
     >>> H = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
     >>> optimal_rounding(torch.tensor([[0.4], [0.3]]), factored(H), columns, 128)
     (tensor([[0.],
@@ -92,9 +105,8 @@ def optimal_rounding(
         here = slice(start, min(start + B, len(W)))
         block = torch.addmm(W[here], factor.M[:start, here].T, E[:start])
         if begin is not None:
-            inner = factor.M[
-                here, here
-            ].T  # column j of `block` takes those before it in the block as W has them
+            # Column j of `block` takes those before it in the block as W has them
+            inner = factor.M[here, here].T
             free = torch.linalg.solve_triangular(
                 inner, block - W[here], upper=False, unitriangular=True
             )
@@ -110,7 +122,8 @@ def optimal_rounding(
     return Q, error
 
 
-@torch.inference_mode()  # of operations so small, a fifth of the time is to find out that there is no gradient
+# Of operations so small, a fifth of the time is to find out that there is no gradient
+@torch.inference_mode()
 def _round_block(
     block: Tensor,
     M: Tensor,
@@ -119,8 +132,9 @@ def _round_block(
     W: Tensor,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """Round columns that the errors of earlier blocks have reached; writes Q and E = W - Q, and to `block` what each
-    column was before it was rounded."""
+    """Round columns that the errors of earlier blocks have reached; writes Q and E = W - Q, and
+    to `block` what each column was before it was rounded.
+    """
     Q, E = out
     zero_points = (
         columns.zero_point.unbind() if columns.zero_point.any() else itertools.repeat(0)

@@ -1,4 +1,6 @@
-"""How far the outputs of layers with other weights are off, from the Gram matrices of their inputs. Rounds nothing."""
+"""How far the outputs of layers with other weights are off, from the Gram matrices of their
+inputs. Rounds nothing.
+"""
 
 import torch
 from torch import Tensor
@@ -6,11 +8,14 @@ from torch import Tensor
 POWERS = 2
 """Steps of the power method towards a direction that need not be the leading one."""
 TILE = 256
-"""Columns of a symmetric matrix that are multiplied at once; what is above its diagonal tiles is not read."""
+"""Columns of a symmetric matrix that are multiplied at once; what is above its diagonal tiles
+is not read.
+"""
 
 
 def output_error(gram: Tensor, difference: Tensor) -> float:
-    """Squared error of a layer's outputs, summed over the inputs of which `gram` is the Gram matrix: tr(d H d^T).
+    """Squared error of a layer's outputs, summed over the inputs of which `gram` is the Gram
+    matrix: tr(d H d^T).
 
     Args:
         gram: [groups, depth, depth].
@@ -31,10 +36,11 @@ def output_error(gram: Tensor, difference: Tensor) -> float:
 
 
 def estimated_error(gram: Tensor, difference: Tensor, stride: int) -> float:
-    """About `output_error`, from every `stride`-th row and what all rows make of the inputs' largest direction.
+    """About `output_error`, from every `stride`-th row and what all rows make of the inputs'
+    largest direction.
 
-    With h = H u, tr(d H d^T) is |d h|^2 / u h, which costs next to nothing, and a rest, whatever u is. Rows differ less
-    in the rest, as one direction often has most of the energy.
+    With h = H u, tr(d H d^T) is |d h|^2 / u h, which costs next to nothing, and a rest,
+    whatever u is. Rows differ less in the rest, as one direction often has most of the energy.
 
     Args:
         gram: positive semidefinite, [groups, depth, depth].
@@ -58,7 +64,8 @@ def estimated_error(gram: Tensor, difference: Tensor, stride: int) -> float:
 
 
 def leading(gram: Tensor, steps: int) -> Tensor:
-    """About the leading eigenvector of each symmetric matrix [..., depth, depth], as a column times its eigenvalue.
+    """About the leading eigenvector of each symmetric matrix [..., depth, depth], as a column
+    times its eigenvalue.
 
     >>> import torch
     >>> leading(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), 30).round().tolist()

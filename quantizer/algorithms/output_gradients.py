@@ -1,4 +1,5 @@
-"""What rounding single weights adds to the network's output, predicted from gradients of random projections of it.
+"""What rounding single weights adds to the network's output, predicted from gradients of random
+projections of it.
 
 Linear: what it says is true of small changes. Rounds nothing itself.
 """
@@ -33,25 +34,26 @@ def predicted_noise(
     *,
     outputs_of: OutputsOf = Execution.float_outputs,
 ) -> tuple[list[tuple[float, ...]], float]:
-    """Energy that each candidate alone, rounded to each width, adds to the network's output; and that of the output.
+    """Energy that each candidate alone, rounded to each width, adds to the network's output;
+    and that of the output.
 
-    With v of random signs, the expectation of (v.Jd)^2 is the squared norm of Jd (Hutchinson 1990), where J is the
-    Jacobian of the output y by a weight and d what rounding changes in it; and v.Jd is the product of d with the
-    gradient of v.y. One backward pass gives it for all weights and widths. Memory holds what the backward pass needs of
-    one batch, and one weight's gradient at a time.
+    With v of random signs, the expectation of (v.Jd)^2 is the squared norm of Jd (Hutchinson
+    1990), where J is the Jacobian of the output y by a weight and d what rounding changes in
+    it; and v.Jd is the product of d with the gradient of v.y. One backward pass gives it for
+    all weights and widths. Memory holds what the backward pass needs of one batch, and one
+    weight's gradient at a time.
 
     Raises:
-        DataError: no batch, no gradient reaches the weights, or an output or a gradient is not finite.
+        DataError: no batch, no gradient reaches the weights, or an output or a gradient is not
+            finite.
     """
     generator = torch.Generator().manual_seed(seed)
     products = torch.zeros(len(candidates), len(widths), dtype=torch.float64)
     noise, signal, count = torch.zeros_like(products), 0.0, 0
     with _shown(network, candidates, widths, products):
         for batch in batches:
-            with (
-                naming_batch(count),
-                torch.enable_grad(),
-            ):  # a record of how the outputs come about
+            # A record of how the outputs come about
+            with naming_batch(count), torch.enable_grad():
                 outputs = outputs_of(network.start(batch.args, batch.kwargs).advance())
             signal, count = signal + sum(energy(y.detach()) for y in outputs), count + 1
             for left in reversed(range(PROJECTIONS)):
@@ -75,7 +77,9 @@ def predicted_noise(
 def _shown(
     network: Network, candidates: Sequence[Candidate], widths: Sequence[Width], into: Tensor
 ) -> Iterator[None]:
-    """While it lasts, a backward pass adds the products of gradients with what rounding changes to `into`."""
+    """While it lasts, a backward pass adds the products of gradients with what rounding changes
+    to `into`.
+    """
     parameters: list[nn.Parameter] = []
     hooks = []
     try:

@@ -1,4 +1,5 @@
-"""A convolution or linear layer as one matrix product per group: its weight as rows, the inputs it sees as patches.
+"""A convolution or linear layer as one matrix product per group: its weight as rows, the inputs
+it sees as patches.
 
 Gathers and reshapes; solves nothing.
 """
@@ -15,7 +16,8 @@ from quantizer.nn import ExpertLinear
 
 
 def weight_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
-    """The layer's weight as [groups, outputs of a group, inputs of a group times kernel positions].
+    """The layer's weight as [groups, outputs of a group, inputs of a group times kernel
+    positions].
 
     >>> layer = nn.ConvTranspose2d(4, 6, 3, groups=2)
     >>> weight_matrix(layer, layer.weight).shape
@@ -34,7 +36,9 @@ def weight_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
 
 
 def matrix_weight(layer: nn.Module, matrix: Tensor) -> Tensor:
-    """The inverse of `weight_matrix`: the tensor that the layer stores, in memory of its own."""
+    """The inverse of `weight_matrix`: the tensor that the layer stores, in memory of its
+    own.
+    """
     shape = layer.get_parameter("weight").shape
     groups: int = getattr(layer, "groups", 1)
     if getattr(layer, "transposed", False):
@@ -54,7 +58,8 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def by_input(values: Tensor, groups: int, depth: int) -> Tensor:
-    """A value for each channel of a layer's input, for the columns of its weight matrix: [groups, depth].
+    """A value for each channel of a layer's input, for the columns of its weight matrix:
+    [groups, depth].
 
     >>> by_input(torch.tensor([1.0, 2.0]), 1, 4).tolist()
     [[1.0, 1.0, 2.0, 2.0]]
@@ -75,8 +80,8 @@ def channel_rows(layer: nn.Module, output: Tensor) -> Tensor:
 
 
 def patches(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
-    """What the layer multiplies its weight with at some positions of its output, as [groups, positions, depth]; of
-    experts [1, positions, depth].
+    """What the layer multiplies its weight with at some positions of its output, as [groups,
+    positions, depth]; of experts [1, positions, depth].
 
     Args:
         layer: linear or convolution, with zero padding.
@@ -98,7 +103,8 @@ def patches(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def windows(layer: nn.Module, x: Tensor, values: int) -> Iterator[Tensor]:
-    """All patches of a convolution in parts [groups, positions, depth] of about so many values, sample by sample.
+    """All patches of a convolution in parts [groups, positions, depth] of about so many values,
+    sample by sample.
 
     >>> layer, x = nn.Conv1d(2, 4, 3), torch.randn(3, 2, 10)
     >>> [part.shape for part in windows(layer, x, 100)]
@@ -111,7 +117,9 @@ def windows(layer: nn.Module, x: Tensor, values: int) -> Iterator[Tensor]:
 
 
 def _windows(layer: nn.Module, x: Tensor) -> Tensor:
-    """What a convolution sees at each place of its output, as a view [samples, *places, channels, *kernel]."""
+    """What a convolution sees at each place of its output, as a view [samples, *places,
+    channels, *kernel].
+    """
     dims = _kernel_dims(layer)
     if x.dim() == dims + 1:
         x = x[None]
@@ -141,7 +149,9 @@ def _padding(conv: Any) -> list[int]:
 
 
 def _spread_out(conv: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The input over which a transposed convolution is a plain one of stride 1 with the kernel flipped."""
+    """The input over which a transposed convolution is a plain one of stride 1 with the kernel
+    flipped.
+    """
     sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], conv.stride, strict=True)]
     spread = x.new_zeros(*x.shape[:2], *sizes)
     strided: tuple[Any, ...] = (..., *(slice(None, None, step) for step in conv.stride))

@@ -1,6 +1,8 @@
-"""Finds what a rotation passes through: the values between linear layers, embeddings, additions and norms.
+"""Finds what a rotation passes through: the values between linear layers, embeddings, additions
+and norms.
 
-Starts at what a norm reads and takes in whatever must turn with it; no names, no table of architectures.
+Starts at what a norm reads and takes in whatever must turn with it; no names, no table of
+architectures.
 """
 
 from collections import deque
@@ -23,9 +25,11 @@ _ZEROS = ("zeros", "zeros_like", "new_zeros")
 
 @dataclass(frozen=True)
 class Norm:
-    """What multiplies the channels after a normalization, and is added to them, float64 [channels] each.
+    """What multiplies the channels after a normalization, and is added to them, float64
+    [channels] each.
 
-    `neutral` are the parameters, as layer, key and value, with which it multiplies by one and adds zero.
+    `neutral` are the parameters, as layer, key and value, with which it multiplies by one and
+    adds zero.
     """
 
     factor: Tensor
@@ -37,10 +41,11 @@ class Norm:
 class Residual:
     """Values that one rotation turns.
 
-    `members` has the axis of the channels by node; `readers` the linear layers and the norm before each; `writers` the
-    layers, parameters and constants that make them; `norms` by the node that ends them. `keeps_mean` says that
-    something takes the mean over channels, so that the rotation must keep the vector of ones. `obstacle` is the first
-    node that no rotation passes, None where all is well.
+    `members` has the axis of the channels by node; `readers` the linear layers and the norm
+    before each; `writers` the layers, parameters and constants that make them; `norms` by the
+    node that ends them. `keeps_mean` says that something takes the mean over channels, so that
+    the rotation must keep the vector of ones. `obstacle` is the first node that no rotation
+    passes, None where all is well.
     """
 
     channels: int
@@ -53,7 +58,9 @@ class Residual:
 
 
 def residuals(graph: Graph) -> Iterator[Residual]:
-    """Each set of values that turn together, in the order of the graph; also those with an obstacle."""
+    """Each set of values that turn together, in the order of the graph; also those with an
+    obstacle.
+    """
     seen: set[str] = set()
     labels = ChannelLabels(graph)
     for node in graph.nodes:
@@ -75,7 +82,9 @@ def _squares(node: Node) -> bool:
 
 
 def _leaf(graph: Graph, node: Node) -> Node | None:
-    """The tensor of one axis that a chain of operators with one input begins with, if nobody else reads any of it."""
+    """The tensor of one axis that a chain of operators with one input begins with, if nobody
+    else reads any of it.
+    """
     while len(graph.consumers[node.name]) == 1 and node.op not in _LEAVES:
         sources = list(node.refs())
         if len(sources) != 1 or not node.target.startswith("aten."):
@@ -106,9 +115,8 @@ class _Search:
 
     def __init__(self, labels: ChannelLabels, channels: int) -> None:
         self.labels, self.graph, self.found = labels, labels.graph, Residual(channels)
-        self.norm: dict[
-            str, str | None
-        ] = {}  # by member: the norm whose factors its channels still have
+        # By member: the norm whose factors its channels still have
+        self.norm: dict[str, str | None] = {}
         self.queue: deque[str] = deque()
 
     def run(self, name: str, axis: int) -> Residual:
@@ -205,7 +213,9 @@ class _Search:
         return None
 
     def product(self, node: Node, axis: int) -> str | None:
-        """A rotated value times a number for each token, or times a parameter: the factors of a norm."""
+        """A rotated value times a number for each token, or times a parameter: the factors of a
+        norm.
+        """
         operands = self.operands(node)
         parts = [part for part in operands if self.spans(part, node, axis)]
         if len(parts) == 1 and (node.row.axes is PRODUCT or parts[0] is operands[0]):
@@ -245,7 +255,9 @@ class _Search:
         return node.name
 
     def scaled(self, node: Node, factor: Node) -> str | None:
-        """The product of a normalized value with a parameter, or with an expression of one (1 + weight)."""
+        """The product of a normalized value with a parameter, or with an expression of one (1 +
+        weight).
+        """
         start = _leaf(self.graph, factor)
         assert start is not None
         own = self.graph.weight(start)
@@ -307,7 +319,9 @@ class _Search:
         return axis + more if combines and node.shape else None
 
     def without_shift(self, node: Node) -> str | None:
-        """The norm whose factors a member still has; what is added after a norm would not pass a factor of tokens."""
+        """The norm whose factors a member still has; what is added after a norm would not pass
+        a factor of tokens.
+        """
         norm = self.norm[node.name]
         if norm is not None and self.found.norms[norm].shift is not None:
             raise _ObstacleError(node)

@@ -1,9 +1,10 @@
 """Rotations that spread outliers over all channels: QuaRot, exact in float.
 
-R1 turns the residual stream, R2 the values of attention heads, both in the weights alone; R4 turns what a product or an
-activation function makes, by a layer of its own.
+R1 turns the residual stream, R2 the values of attention heads, both in the weights alone; R4
+turns what a product or an activation function makes, by a layer of its own.
 
-Source: Ashkboos et al. 2024, "QuaRot" (arXiv 2404.00456); names as in Liu et al. 2024, "SpinQuant" (arXiv 2405.16406).
+Source: Ashkboos et al. 2024, "QuaRot" (arXiv 2404.00456); names as in Liu et al. 2024,
+"SpinQuant" (arXiv 2405.16406).
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +33,8 @@ _ATTENTIONS = (ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT)
 def rotation(task: Task, settings: RotationConfig, found: Adjustment) -> Adjustment:
     """The network with its channels turned: another network of the same function.
 
-    Needs no data. What was rounded before is dropped for the layers that change, as their weights are others.
+    Needs no data. What was rounded before is dropped for the layers that change, as their
+    weights are others.
     """
     work = _Work(
         task, found, adjusted(task.graph, found), torch.Generator().manual_seed(settings.seed)
@@ -92,8 +94,9 @@ class _Work:
 def _orthogonal(signs: Tensor, keeps_mean: bool = False) -> Turn:
     """Multiplies rows by an orthogonal matrix: signs and a Hadamard matrix, float64.
 
-    With `keeps_mean` a reflection behind it takes the image of the vector of ones back to itself. Means over channels,
-    and with them a LayerNorm, are then the same before and after; entries grow by O(1/n) beside 1/sqrt(n).
+    With `keeps_mean` a reflection behind it takes the image of the vector of ones back to
+    itself. Means over channels, and with them a LayerNorm, are then the same before and after;
+    entries grow by O(1/n) beside 1/sqrt(n).
     """
     left, right = (factor.to(signs.device) for factor in factors(len(signs)))
     ones = torch.full_like(signs, len(signs) ** -0.5)
@@ -180,7 +183,9 @@ def _turn_writer(work: _Work, node: Node, axis: int, turn: Turn) -> None:
 
 @dataclass(frozen=True)
 class _Heads:
-    """`rows` are the outputs of `maker` that each head of `width` channels takes, one entry for heads that share."""
+    """`rows` are the outputs of `maker` that each head of `width` channels takes, one entry for
+    heads that share.
+    """
 
     maker: str
     width: int
@@ -188,7 +193,8 @@ class _Heads:
 
 
 def _heads(graph: Graph, group: InputGroup) -> _Heads | None:
-    """The heads of the value that a group reads, where between it and its maker there are moves and one attention.
+    """The heads of the value that a group reads, where between it and its maker there are moves
+    and one attention.
 
     Any other operator, such as a gate, works on single channels, which a rotation would mix.
     """
@@ -237,7 +243,9 @@ def _turn_heads(work: _Work, group: InputGroup) -> tuple[str, ...]:
 
 
 def _turn_online(work: _Work, layers: list[str]) -> None:
-    """R4: a rotation before linear layers whose inputs are quantized and come from a product or an activation."""
+    """R4: a rotation before linear layers whose inputs are quantized and come from a product or
+    an activation.
+    """
     nodes = [work.graph.by_name[layer] for layer in layers]
     nodes = [
         node for node in nodes if node.row.spatial == 0 and work.is_quantized((node.name,))
@@ -268,9 +276,8 @@ def _is_product(graph: Graph, node: Node | None) -> bool:
     if node is None or node.row.axes is not PRODUCT:
         return node is not None and node.row.kind in ("nonlinear", "fusable")
     shapes = [graph.by_name[name].shape for name in node.refs()]
-    return len(shapes) == 2 and all(
-        shape == node.shape for shape in shapes
-    )  # unlike the product with a norm's weight
+    # Unlike the product with a norm's weight
+    return len(shapes) == 2 and all(shape == node.shape for shape in shapes)
 
 
 def _name(work: _Work, source: Node) -> str:

@@ -1,4 +1,6 @@
-"""Round-to-nearest of a weight, which every other rounding is measured against, and rows to search on."""
+"""Round-to-nearest of a weight, which every other rounding is measured against, and rows to
+search on.
+"""
 
 from torch import Tensor
 
@@ -14,7 +16,8 @@ ROWS = 512
 
 
 def nearest_qparams(spec: QuantizationSpec, weight: Tensor) -> QParams:
-    """Scale and zero point that the range of `weight` gives, as calibration finds them, where the weight is.
+    """Scale and zero point that the range of `weight` gives, as calibration finds them, where
+    the weight is.
 
     Raises:
         ObservationError: the weight holds NaN or infinity.
@@ -43,7 +46,8 @@ def nearest(weight: Tensor, spec: QuantizationSpec, qparams: QParams) -> Tensor:
 def sampled_rows(
     weight: Tensor, spec: QuantizationSpec, node: Node, rows: int
 ) -> tuple[Tensor, float]:
-    """Evenly strided rows of a weight, and how many each stands for, if all layers of its group have `rows`.
+    """Evenly strided rows of a weight, and how many each stands for, if all layers of its group
+    have `rows`.
 
     All rows where their scales depend on each other, or their inputs differ.
     """

@@ -1,12 +1,15 @@
-"""The choice of a layer's integer weights as least squares over sampled inputs, and its solvers, without gradients.
+"""The choice of a layer's integer weights as least squares over sampled inputs, and its
+solvers, without gradients.
 
-AdaRound derives a quadratic binary problem for each output channel and relaxes it for gradient descent. Here coordinate
-descent works on the quadratic form itself: no learning rate, no random start, and a matrix product per sweep instead of
-thousands. AdaQuant learns weights and scales of one layer at a time; here each scale is chosen for the layer's output,
-and weights are rounded as in AdaRound.
+AdaRound derives a quadratic binary problem for each output channel and relaxes it for gradient
+descent. Here coordinate descent works on the quadratic form itself: no learning rate, no random
+start, and a matrix product per sweep instead of thousands. AdaQuant learns weights and scales
+of one layer at a time; here each scale is chosen for the layer's output, and weights are
+rounded as in AdaRound.
 
-Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, section 3.2; Hubara et al.,
-"Accurate Post Training Quantization With Small Calibration Sets", 2021, section 3.
+Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020,
+section 3.2; Hubara et al., "Accurate Post Training Quantization With Small Calibration Sets",
+2021, section 3.
 """
 
 from dataclasses import dataclass
@@ -15,7 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-DAMPING = 1.0  # of the inputs' mean square: calibration photos are few and alike, new ones lie in other directions
+# Of the inputs' mean square: calibration photos are few and alike, new ones lie in other
+# directions
+DAMPING = 1.0
 SWEEPS = 10
 BLOCK = 128  # columns whose changes reach the others in one product
 FINER = tuple(1 - step / 20 for step in range(12))  # of the observed scale: 1, 0.95, …, 0.45
@@ -24,11 +29,13 @@ FINER_POWERS = (1.0, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class RoundingProblem:
-    """Find integers c in [low, high] and scales s that bring inputs @ (c s)^T near to the targets, group by group.
+    """Find integers c in [low, high] and scales s that bring inputs @ (c s)^T near to the
+    targets, group by group.
 
-    Each output channel is a row of `weight` and independent of the others, apart from scales they share. The error is
-    that of AdaRound before its relaxation (its equation 13), with inputs as the quantized network sees them and targets
-    as the float network makes them, plus `DAMPING` times the distance from the float weights.
+    Each output channel is a row of `weight` and independent of the others, apart from scales
+    they share. The error is that of AdaRound before its relaxation (its equation 13), with
+    inputs as the quantized network sees them and targets as the float network makes them, plus
+    `DAMPING` times the distance from the float weights.
 
     Attributes:
         weight: float weights [groups, rows, depth], float32, as are all but `unit`.
@@ -57,7 +64,9 @@ class RoundingProblem:
 
     @cached_property
     def hessian(self) -> Tensor:
-        """Mean of x x^T over the samples, and the damping on its diagonal: [groups, depth, depth]."""
+        """Mean of x x^T over the samples, and the damping on its diagonal: [groups, depth,
+        depth].
+        """
         gram = self.inputs.mT @ self.inputs / self.inputs.shape[1]
         diagonal = gram.diagonal(dim1=1, dim2=2)
         diagonal += (DAMPING * diagonal.mean(1, keepdim=True)).clamp(min=1e-12)
@@ -97,7 +106,9 @@ class RoundingProblem:
 
 
 def adaround(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
-    """Integers [groups, rows, depth] that coordinate descent finds from round-to-nearest, and the scales unchanged."""
+    """Integers [groups, rows, depth] that coordinate descent finds from round-to-nearest, and
+    the scales unchanged.
+    """
     low, high = problem.bounds(problem.scale)
     start = problem.nearest
     bounds = torch.minimum(low, start), torch.maximum(high, start)
@@ -107,7 +118,8 @@ def adaround(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
 def descend(
     problem: RoundingProblem, integers: Tensor, scale: Tensor, bounds: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Give each integer in turn its best value within bounds while the others stay, until no sweep changes any.
+    """Give each integer in turn its best value within bounds while the others stay, until no
+    sweep changes any.
 
     No step makes a row's error larger, but for float32's noise.
     """
@@ -152,8 +164,9 @@ def _descend_block(
 def adaquant(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
     """Integers [groups, rows, depth] and scales [units], the zero points unchanged.
 
-    The best of some finer scales under round-to-nearest, then coordinate descent on the integers, then the scale that
-    fits these integers exactly; scales that must be powers of two stay at the best power.
+    The best of some finer scales under round-to-nearest, then coordinate descent on the
+    integers, then the scale that fits these integers exactly; scales that must be powers of two
+    stay at the best power.
     """
     scale = _search(problem)
     low, high = problem.bounds(scale)
@@ -171,7 +184,9 @@ def _nearest(problem: RoundingProblem, scale: Tensor) -> Tensor:
 
 
 def _search(problem: RoundingProblem) -> Tensor:
-    """The candidate with the least error, for each scale; the observed one where none is better."""
+    """The candidate with the least error, for each scale; the observed one where none is
+    better.
+    """
     best = problem.scale
     least = problem.per_unit(problem.errors(problem.nearest, best))
     for ratio in FINER_POWERS if problem.power_of_two else (*FINER, problem.uncut):

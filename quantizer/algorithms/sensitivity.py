@@ -1,4 +1,6 @@
-"""What round-to-nearest of single weights costs: errors of layers' outputs, noise of the network's. Decides nothing."""
+"""What round-to-nearest of single weights costs: errors of layers' outputs, noise of the
+network's. Decides nothing.
+"""
 
 import contextlib
 import functools
@@ -35,9 +37,11 @@ OutputsOf = Callable[[Execution], list[Tensor]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A weight that may get another width: the linear and convolution layers that share it, and their specs.
+    """A weight that may get another width: the linear and convolution layers that share it, and
+    their specs.
 
-    `implied` says that the rule for symmetric scales is the one that the config's form has for so many bits.
+    `implied` says that the rule for symmetric scales is the one that the config's form has for
+    so many bits.
     """
 
     layers: tuple[str, ...]
@@ -105,9 +109,11 @@ def layer_errors(
     batches: Iterable[Batch],
     after_layer: AfterLayer = lambda: None,
 ) -> list[tuple[float, ...]]:
-    """For each candidate tr(d H d^T) of every width, d being what rounding changes and H the Gram matrix of its inputs.
+    """For each candidate tr(d H d^T) of every width, d being what rounding changes and H the
+    Gram matrix of its inputs.
 
-    One pass over the data. One value's Gram matrices exist at a time: one for linear layers, one for each convolution.
+    One pass over the data. One value's Gram matrices exist at a time: one for linear layers,
+    one for each convolution.
 
     Raises:
         DataError: an input of a layer is not finite (layer and batch are named).
@@ -166,10 +172,11 @@ def output_noise(
     *,
     outputs_of: OutputsOf = Execution.float_outputs,
 ) -> tuple[list[tuple[float, ...]], float]:
-    """Energy of the change of the network's outputs when one candidate alone is rounded, for each candidate and width;
-    and the energy of the outputs.
+    """Energy of the change of the network's outputs when one candidate alone is rounded, for
+    each candidate and width; and the energy of the outputs.
 
-    For each batch, candidate and width the rest of the network runs once, from the candidate on.
+    For each batch, candidate and width the rest of the network runs once, from the candidate
+    on.
 
     Raises:
         DataError: an output of the float network is not finite, or no batch.
@@ -216,7 +223,9 @@ def noise_of(
     batches: Iterable[Batch],
     outputs_of: OutputsOf = Execution.float_outputs,
 ) -> float:
-    """Energy of the change of the network's outputs when all these weights are replaced at once."""
+    """Energy of the change of the network's outputs when all these weights are replaced at
+    once.
+    """
     total = 0.0
     with torch.no_grad():
         for batch in batches:

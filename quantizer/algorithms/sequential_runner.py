@@ -1,6 +1,8 @@
-"""Runs a network over all batches segment by segment or node by node, so that layers change before values go on.
+"""Runs a network over all batches segment by segment or node by node, so that layers change
+before values go on.
 
-Between segments it keeps what later nodes read, of every batch; within one it runs batch by batch, as a plain pass.
+Between segments it keeps what later nodes read, of every batch; within one it runs batch by
+batch, as a plain pass.
 """
 
 from __future__ import annotations
@@ -37,29 +39,34 @@ class _Run(NamedTuple):
 
     @staticmethod
     def of(parts: list[_Numbered], network: Network, store: ActivationStore) -> _Run:
-        """Before the first node. The inputs of several batches are kept, as they are small; that of one is not."""
+        """Before the first node. The inputs of several batches are kept, as they are small;
+        that of one is not.
+        """
         run = Execution(network, [store.keep(value) for value in _joined(parts)])
         return _Run(parts if len(parts) > 1 else [(parts[0][0], [])], run)
 
 
 class SequentialRunner:
-    """The executions of all batches, at the same node. Going through all nodes costs what one pass over the data costs.
+    """The executions of all batches, at the same node. Going through all nodes costs what one
+    pass over the data costs.
 
-    Segment by segment: `advance` as far as a node, change layers that come after it, go on. Node by node, in order:
-    `compute(node)` gives its value for each batch and `keep`s them, `release` goes on to the next node; `done` is all
-    three. Memory holds the batches' inputs and what is alive: between two blocks, their common value and what all
-    blocks read. Of several ranks each runs its own share of the batches.
+    Segment by segment: `advance` as far as a node, change layers that come after it, go on.
+    Node by node, in order: `compute(node)` gives its value for each batch and `keep`s them,
+    `release` goes on to the next node; `done` is all three. Memory holds the batches' inputs
+    and what is alive: between two blocks, their common value and what all blocks read. Of
+    several ranks each runs its own share of the batches.
 
     Args:
         network: what runs.
         batches: what it runs on.
         store: keeps the values; without one, half of what is free does.
         ranks: who share the batches.
-        together: whether consecutive batches of few token ids run as one, as of few tokens it is calls that cost; their
-            values come as one, too.
+        together: whether consecutive batches of few token ids run as one, as of few tokens it
+            is calls that cost; their values come as one, too.
 
     Raises:
-        DataError: there is no batch, or one does not fit the network; it is named by its number.
+        DataError: there is no batch, or one does not fit the network; it is named by its
+            number.
     """
 
     def __init__(
@@ -85,7 +92,8 @@ class SequentialRunner:
         count = 0
         for count, batch in enumerate(batches, 1):
             if self.ranks.owns(count - 1):
-                # The runner keeps the inputs of all batches, and a loader may refill those of the last one.
+                # The runner keeps the inputs of all batches, and a loader may refill those of
+                # the last one.
                 stable = batch.stable()
                 with naming_batch(count - 1):
                     inputs = self.network.inputs(stable.args, stable.kwargs)
@@ -100,15 +108,17 @@ class SequentialRunner:
         return [run.execution.values[name] for run in self._runs]
 
     def branch(self) -> SequentialRunner:
-        """Another runner that goes on from here with the same network, while this one stays where it is."""
+        """Another runner that goes on from here with the same network, while this one stays
+        where it is.
+        """
         other = copy.copy(self)
         other._store = ActivationStore(self._store.budget)
         other._runs = [_Run(run.parts, run.execution.branch()) for run in self._runs]
         return other
 
     def advance(self, upto: str | None = None, watch: Watchers = NOBODY) -> None:
-        """Run all batches up to and with node `upto`, or to the end; values of watched nodes are shown as they come,
-        of those that ran before first.
+        """Run all batches up to and with node `upto`, or to the end; values of watched nodes
+        are shown as they come, of those that ran before first.
 
         Raises:
             DataError: a batch cannot run; it is named by its number.
@@ -149,7 +159,9 @@ class SequentialRunner:
         return [self._store.keep(value) for value in values]
 
     def change(self, kept: list[Any], changed: Callable[[Any], Any]) -> None:
-        """Put in place of each value that `keep` has kept what is made of it, which may be itself, changed in place."""
+        """Put in place of each value that `keep` has kept what is made of it, which may be
+        itself, changed in place.
+        """
         for number, value in enumerate(kept):
             made = changed(loaded(value))
             if made is not value:
@@ -157,7 +169,9 @@ class SequentialRunner:
                 kept[number] = self._store.keep(made)
 
     def release(self, kept: Iterable[Any]) -> None:
-        """Go on to the next node with these values, which `keep` has kept, and free what nothing reads any more."""
+        """Go on to the next node with these values, which `keep` has kept, and free what
+        nothing reads any more.
+        """
         for run, value in zip(self._runs, kept, strict=True):
             before = dict(run.execution.values)
             run.execution.put(value)
@@ -174,7 +188,9 @@ class SequentialRunner:
 
     @contextmanager
     def _naming(self, run: _Run, stop: int, watch: Watchers = NOBODY) -> Iterator[None]:
-        """A DataError from within begins with the batch, which of several is the first that has one alone."""
+        """A DataError from within begins with the batch, which of several is the first that has
+        one alone.
+        """
         try:
             yield
         except DataError as error:
@@ -216,7 +232,9 @@ def _parted(batches: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
 
 
 def _reads_ids(network: Network) -> bool:
-    """Whether all inputs are integers, with samples along the first axis, of which there may be any number."""
+    """Whether all inputs are integers, with samples along the first axis, of which there may be
+    any number.
+    """
     nodes = [node for node in network.graph.nodes if node.op == "input"]
     return all(node.shape and node.shape[0] is None and not node.is_float for node in nodes)
 
@@ -236,8 +254,8 @@ def _joined(parts: Sequence[_Numbered]) -> list[Any]:
 
 
 def watching(network: Network, layer: str, take: Callable[..., None]) -> tuple[str, Watchers]:
-    """The node up to which a network has to run for what a layer reads, and who watches until then: `take` is called
-    with that once for each batch.
+    """The node up to which a network has to run for what a layer reads, and who watches until
+    then: `take` is called with that once for each batch.
     """
     names = network.graph.by_name[layer].operands
     last = max(names.values(), key=network.graph.index.__getitem__)

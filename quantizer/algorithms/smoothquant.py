@@ -1,6 +1,8 @@
-"""SmoothQuant: moves what makes activations hard to quantize into the weights, by a factor for each input channel.
+"""SmoothQuant: moves what makes activations hard to quantize into the weights, by a factor for
+each input channel.
 
-Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", 2022.
+Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
+Language Models", 2022.
 """
 
 from __future__ import annotations
@@ -44,11 +46,12 @@ UNREACHED = "no token of the calibration data reached it; its inputs are not res
 
 
 def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> Adjustment:
-    """Rescale the input channels of all groups with quantized weights or inputs, after one pass over the data.
+    """Rescale the input channels of all groups with quantized weights or inputs, after one pass
+    over the data.
 
-    Factors are max|X_j|^alpha / max|W_j|^(1 - alpha) (section 4, equation 4), over all tokens and all layers of a
-    group; 1 for channels that are always zero. Of several alphas, each group takes the one with the least error of its
-    outputs on a sample of tokens.
+    Factors are max|X_j|^alpha / max|W_j|^(1 - alpha) (section 4, equation 4), over all tokens
+    and all layers of a group; 1 for channels that are always zero. Of several alphas, each
+    group takes the one with the least error of its outputs on a sample of tokens.
 
     Raises:
         DataError: a value in the network is not finite; layer and batch are named.
@@ -70,9 +73,8 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
             by_channel(task.graph.by_name[name], parameter(task.graph, found, name))
             for name in layers
         )
-        columns = torch.stack([_largest(table, group.channels) for table in tables]).amax(
-            0
-        )  # max|W_j|
+        # Max|W_j|
+        columns = torch.stack([_largest(table, group.channels) for table in tables]).amax(0)
         foldable, least = admissible(task.graph, group, found), settings.scale_clamp_min
         choices = [foldable(_factors(seen.size, columns, alpha, least)) for alpha in alphas]
         best = choices[0]
@@ -115,9 +117,8 @@ def _observed(
 
     watch = {name: adding(those) for name, those in readers.items()}
     number = -1
-    ranks = (
-        ALONE if with_sample else task.ranks
-    )  # a sample is evenly over the batches of one rank
+    # A sample is evenly over the batches of one rank
+    ranks = ALONE if with_sample else task.ranks
     for number, batch in enumerate(task.batches()):
         if ranks.owns(number):
             with naming_batch(number), torch.no_grad():
@@ -147,7 +148,9 @@ def _factors(inputs: Tensor, columns: Tensor, alpha: float, least: float) -> Ten
 
 
 def input_spec(task: Task, layer: str) -> QuantizationSpec | None:
-    """How the value that a layer reads is quantized: at the layer itself, or where the value was made."""
+    """How the value that a layer reads is quantized: at the layer itself, or where the value
+    was made.
+    """
     own = task.specs.get((layer, "input"))
     node = task.graph.by_name[layer]
     while own is None:
@@ -163,7 +166,9 @@ def input_spec(task: Task, layer: str) -> QuantizationSpec | None:
 def smoothing_loss(
     task: Task, group: InputGroup, seen: ChannelRanges, found: Adjustment, factors: Tensor
 ) -> float:
-    """Squared error of the group's outputs on the sample, its inputs divided by the factors, and all quantized."""
+    """Squared error of the group's outputs on the sample, its inputs divided by the factors,
+    and all quantized.
+    """
     total = 0.0
     rows = sum(len(parameter(task.graph, found, name)) for name in group.layers)
     for name in group.layers:
@@ -189,7 +194,9 @@ def smoothing_loss(
 def _quantized_input(
     x: Tensor, spec: QuantizationSpec | None, seen: ChannelRanges, factors: Tensor
 ) -> Tensor:
-    """Rows of inputs [groups, samples, depth] with the scale that calibration would find, or with that of each row."""
+    """Rows of inputs [groups, samples, depth] with the scale that calibration would find, or
+    with that of each row.
+    """
     if spec is None:
         return x
     if not spec.is_scaled:
@@ -239,7 +246,9 @@ class ChannelRanges:
         return torch.maximum(-self.low, self.high)
 
     def sample(self, layer: str) -> Tensor:
-        """Some of a layer's inputs, evenly over the batches: [groups, at most SAMPLE, depth]."""
+        """Some of a layer's inputs, evenly over the batches: [groups, at most SAMPLE,
+        depth].
+        """
         return self._samples[geometry(self.layers[layer])].rows()
 
     def add(self, x: Tensor) -> None:
@@ -284,7 +293,9 @@ def _extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 class _Sample:
-    """Every n-th row that a layer multiplies its weight with; n doubles when there are twice too many."""
+    """Every n-th row that a layer multiplies its weight with; n doubles when there are twice
+    too many.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._stride, self._seen = layer, 1, 0

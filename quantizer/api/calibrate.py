@@ -1,4 +1,6 @@
-"""`calibrate` and `load`: the pipeline from Python, for both file forms, with the files and sentences of the shell."""
+"""`calibrate` and `load`: the pipeline from Python, for both file forms, with the files and
+sentences of the shell.
+"""
 
 import os
 from collections.abc import Callable, Iterable
@@ -59,19 +61,26 @@ def calibrate(
     memory: int | str | None = None,
     events: Events | None = None,
 ) -> Result:
-    """Quantize a traced copy of `model`, as `quantizer --quant_mode calib` does; the model stays as it is.
+    """Quantize a traced copy of `model`, as `quantizer --quant_mode calib` does; the model
+    stays as it is.
 
     Args:
         model: any `torch.nn.Module`; it is traced on the first batch, in evaluation mode.
-        config: a path, a dict or a `Config`, of either file form; None for the built-in default of the DPU.
-        data: an iterable of batches (tensors, tuples, dicts, with or without targets), a function that returns one, or
-            what `--data` takes as text; the same batches each time. Without ranges to find, the first gives the shape.
-        batch_size: samples per batch, of data that come as text; of any data, `subset_len` samples are used.
+        config: a path, a dict or a `Config`, of either file form; None for the built-in default
+            of the DPU.
+        data: an iterable of batches (tensors, tuples, dicts, with or without targets), a
+            function that returns one, or what `--data` takes as text; the same batches each
+            time. Without ranges to find, the first gives the shape.
+        batch_size: samples per batch, of data that come as text; of any data, `subset_len`
+            samples are used.
         seed: of all randomness.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
-        dpu_accuracy: "high" to equalize layers, correct biases and finetune as well, for the DPU.
-        folder: where checkpoints go while it runs, and where `resume` looks for them to go on with a stopped run.
-        memory: bytes of activations kept in memory, or "8GB"; more go to files. None for half of what is free.
+        dpu_accuracy: "high" to equalize layers, correct biases and finetune as well, for the
+            DPU.
+        folder: where checkpoints go while it runs, and where `resume` looks for them to go on
+            with a stopped run.
+        memory: bytes of activations kept in memory, or "8GB"; more go to files. None for half
+            of what is free.
         events: who follows the run; None for bars in a notebook and log records elsewhere.
 
     Raises:
@@ -79,7 +88,8 @@ def calibrate(
         ModelError: the model cannot be traced, or has NaN or Inf in its weights.
         DataError: there are no data, or they are not what the model takes.
         ResultError: another run uses `folder`, or it has links among its files.
-        UsageError: `memory` is no size, or `fast_finetune` or `dpu_accuracy` does not go with the config.
+        UsageError: `memory` is no size, or `fast_finetune` or `dpu_accuracy` does not go with
+            the config.
     """
     check_float(model, traced=True)
     read, budget = read_config(config), _budget(memory)
@@ -129,8 +139,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
     Args:
         folder: the result folder.
         model: the float model that was calibrated, with the same weights.
-        data: as in `calibrate`; the first batch is read for its shape, all are the default of `Result.test`. None for
-            what needs a shape only, which the folder knows.
+        data: as in `calibrate`; the first batch is read for its shape, all are the default of
+            `Result.test`. None for what needs a shape only, which the folder knows.
 
     Raises:
         ResultError: the folder is incomplete or damaged, or of another model.
@@ -179,7 +189,9 @@ def _shape_alone(info: QuantInfo) -> Batches:
 def _traced(
     model: nn.Module, batches: Batches, *, compared: bool = False
 ) -> tuple[Graph, Batch]:
-    """The model's graph, perhaps compared with the model, whose weights are finite, and the batch it was traced on."""
+    """The model's graph, perhaps compared with the model, whose weights are finite, and the
+    batch it was traced on.
+    """
     if compared:
         check_finite(model)
     batch = batches.first()

@@ -1,6 +1,8 @@
-"""What to quantize and how, as dataclasses with the fields of the hierarchical file form. Imports no torch.
+"""What to quantize and how, as dataclasses with the fields of the hierarchical file form.
+Imports no torch.
 
-Source of names, order and defaults: AMD Quark for PyTorch, documentation of `quark.torch.quantization.config.config`.
+Source of names, order and defaults: AMD Quark for PyTorch, documentation of
+`quark.torch.quantization.config.config`.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from quantizer.errors import UsageError
 class QuantizationSpec:
     """How one tensor is quantized. None means that a wider level, or the default, says it.
 
-    The fields from `percentage` on are additions: `percentage` is read by `PerTensorPercentileObserver`;
-    `mx_element_dtype` is the element of `Dtype.mx`; `scale_format="e8m0"` gives groups of another format a shared
-    exponent, too, which `scale_calculation_mode` ("floor", "even" or "ceil") finds, and "e4m3" gives them scales of 8
-    bits (NVFP4 is `Dtype.fp4` with it); `symmetric_scale` ("quant_max" or "half_range") is what the largest magnitude
-    of symmetric integers is divided by.
+    The fields from `percentage` on are additions: `percentage` is read by
+    `PerTensorPercentileObserver`; `mx_element_dtype` is the element of `Dtype.mx`;
+    `scale_format="e8m0"` gives groups of another format a shared exponent, too, which
+    `scale_calculation_mode` ("floor", "even" or "ceil") finds, and "e4m3" gives them scales of
+    8 bits (NVFP4 is `Dtype.fp4` with it); `symmetric_scale` ("quant_max" or "half_range") is
+    what the largest magnitude of symmetric integers is divided by.
     """
 
     dtype: Dtype
@@ -58,7 +61,9 @@ class QuantizationSpec:
 @checked
 @dataclass
 class QuantizationConfig:
-    """The specs of a layer's tensors. None inherits: layer from layer type, layer type from global; there, float."""
+    """The specs of a layer's tensors. None inherits: layer from layer type, layer type from
+    global; there, float.
+    """
 
     input_tensors: QuantizationSpec | None = None
     output_tensors: QuantizationSpec | None = None
@@ -107,7 +112,10 @@ class Config:
         if not document:
             raise UsageError(
                 "the document has no global_quant_config, the config of all layers",
-                help="""write it, for example {"global_quant_config": {"weight": {"dtype": "int8"}}}""",
+                help=(
+                    "write it, for example "
+                    '{"global_quant_config": {"weight": {"dtype": "int8"}}}'
+                ),
             )
         return cls._of(check_document(Document.of(document, cls.__name__)))
 
@@ -151,7 +159,9 @@ class Config:
 
 
 AnyConfig = str | os.PathLike[str] | Mapping[str, Any] | Config
-"""A config in whichever way Python gives it: a path, a dict or dataclasses, of either file form."""
+"""A config in whichever way Python gives it: a path, a dict or dataclasses, of either file
+form.
+"""
 
 
 def check_kind(config: Any) -> None:
@@ -197,7 +207,9 @@ def path_of(path: Any, name: str = "path") -> Path:
 
 
 def _to_json(value: Any) -> Any:
-    """Enumeration members and classes become their names; what is None, or an algorithm's default, is not written."""
+    """Enumeration members and classes become their names; what is None, or an algorithm's
+    default, is not written.
+    """
     if is_dataclass(value):
         check(value)
         named = {f.name: getattr(value, f.name) for f in fields(value)}
@@ -217,7 +229,9 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(hint: Any, value: Any) -> Any:
-    """A JSON value as what an annotation asks for; keys without a field say nothing, or the check had refused them."""
+    """A JSON value as what an annotation asks for; keys without a field say nothing, or the
+    check had refused them.
+    """
     if value is None:
         return None
     if get_origin(hint) in (Union, types.UnionType):

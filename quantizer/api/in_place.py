@@ -1,4 +1,6 @@
-"""What `ModelQuantizer.quantize_model` does: runs the pipeline on a module tree, all of it or nothing."""
+"""What `ModelQuantizer.quantize_model` does: runs the pipeline on a module tree, all of it or
+nothing.
+"""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -57,7 +59,9 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
             job.plan = target.place_outputs(job.plan, first)
 
     def batches() -> Iterator[Batch]:
-        """A pass; algorithms take several, so batches are kept for them, each read when a pass first comes to it."""
+        """A pass; algorithms take several, so batches are kept for them, each read when a pass
+        first comes to it.
+        """
         nonlocal items
         if not rules.algorithms:
             return items
@@ -121,5 +125,6 @@ def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
     if is_empty:
         raise DataError(
             "the dataloader gave no batches",
-            help="give quantize_model a dataloader that gives batches; a generator gives its batches only once",
+            help="give quantize_model a dataloader that gives batches; a generator gives its "
+            "batches only once",
         )

@@ -1,4 +1,6 @@
-"""What a notebook shows: tables as HTML, and progress as bars. Elsewhere a run reports to the log."""
+"""What a notebook shows: tables as HTML, and progress as bars. Elsewhere a run reports to the
+log.
+"""
 
 import sys
 import time
@@ -17,7 +19,9 @@ def follower() -> Events:
 
 
 class NotebookBars(Events):
-    """Shows each stage of a run as a bar, which vanishes at its end; IPython alone is enough for it."""
+    """Shows each stage of a run as a bar, which vanishes at its end; IPython alone is enough
+    for it.
+    """
 
     def __init__(self) -> None:
         self._stages: list[Stage] = []

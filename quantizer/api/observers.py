@@ -1,10 +1,14 @@
-"""The calibration methods by the names that a `QuantizationSpec` gives them. Names only: no tensors, no instances."""
+"""The calibration methods by the names that a `QuantizationSpec` gives them. Names only: no
+tensors, no instances.
+"""
 
 from quantizer.errors import UsageError
 
 
 class ObserverBase:
-    """How a tensor's range is found. A spec takes the class itself; `quantizer.observers` does what it names."""
+    """How a tensor's range is found. A spec takes the class itself; `quantizer.observers` does
+    what it names.
+    """
 
     def __init__(self) -> None:
         name = type(self).__name__
@@ -18,11 +22,15 @@ class PerTensorMinMaxObserver(ObserverBase):
 
 
 class PerChannelMinMaxObserver(ObserverBase):
-    """A range for each channel along `ch_axis`, or for each group of its values: smallest and largest value."""
+    """A range for each channel along `ch_axis`, or for each group of its values: smallest and
+    largest value.
+    """
 
 
 class PerGroupMinMaxObserver(ObserverBase):
-    """A range for each group of `group_size` values along `ch_axis`: smallest and largest value."""
+    """A range for each group of `group_size` values along `ch_axis`: smallest and largest
+    value.
+    """
 
 
 class PerTensorPercentileObserver(ObserverBase):

@@ -33,7 +33,8 @@ class Report:
         write_text(Path(path), self.html)
 
     def save_plots(self, folder: str | os.PathLike[str], kind: str = "svg") -> list[Path]:
-        """Write each drawing as a file, "svg" or, with the extra "plots", "png"; return their paths.
+        """Write each drawing as a file, "svg" or, with the extra "plots", "png"; return their
+        paths.
 
         Raises:
             UsageError: there is no such kind, or its package is missing.

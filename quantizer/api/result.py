@@ -1,4 +1,6 @@
-"""What `calibrate` and `load` give: a plan, a quantized network, and the ways to test, save and export it."""
+"""What `calibrate` and `load` give: a plan, a quantized network, and the ways to test, save and
+export it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ from quantizer.sources.user_code import user_exits
 
 
 class PlanView:
-    """A plan that shows as a table; its decisions are those of `plan`, a `quantizer.plan.model.Plan`."""
+    """A plan that shows as a table; its decisions are those of `plan`, a
+    `quantizer.plan.model.Plan`.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -61,14 +65,17 @@ class Comparison:
     """What a test found.
 
     Attributes:
-        metrics: by name: sqnr_db and cosine of the worst output or part, sqnr_db_pooled of all together, the user's
-            own with `_float` beside them, and with `_drop`, the loss of quality, where it is known which way a metric
-            is good.
-        outputs: a row per output, and per part that a join or a write makes of one, with its own figures.
-        warnings: what outputs lose that the figures of all together would hide, and the tensors to blame.
-        layers: a row per quantized tensor, the most damaged first, with local and accumulated SQNR in dB.
-        passes: what passes that change the model's function cost on one batch, and what quantization does; None if
-            there are none.
+        metrics: by name: sqnr_db and cosine of the worst output or part, sqnr_db_pooled of all
+            together, the user's own with `_float` beside them, and with `_drop`, the loss of
+            quality, where it is known which way a metric is good.
+        outputs: a row per output, and per part that a join or a write makes of one, with its
+            own figures.
+        warnings: what outputs lose that the figures of all together would hide, and the tensors
+            to blame.
+        layers: a row per quantized tensor, the most damaged first, with local and accumulated
+            SQNR in dB.
+        passes: what passes that change the model's function cost on one batch, and what
+            quantization does; None if there are none.
     """
 
     def __init__(
@@ -84,9 +91,11 @@ class Comparison:
         self.passes = scores.passes
 
     def require(self, **bounds: float) -> Comparison:
-        """Raise GateError for each metric that is worse than its bound: `require(sqnr_db=20)`; returns itself.
+        """Raise GateError for each metric that is worse than its bound: `require(sqnr_db=20)`;
+        returns itself.
 
-        A bound is the least that a metric may be, or the most where less is better: `require(mae=0.1, top1_drop=0.01)`.
+        A bound is the least that a metric may be, or the most where less is better:
+        `require(mae=0.1, top1_drop=0.01)`.
 
         Of one output or part: `require(**{"sqnr_db[0.scores]": 30})`.
 
@@ -158,7 +167,8 @@ class Comparison:
         )
 
     def __repr__(self) -> str:
-        return f"Comparison({', '.join(f'{name}={value:.6g}' for name, value in self.metrics.items())})"
+        metrics = [f"{name}={value:.6g}" for name, value in self.metrics.items()]
+        return f"Comparison({', '.join(metrics)})"
 
     def _repr_html_(self) -> str:
         shown = html_table(tables.damage_table(self.layers, View()))
@@ -217,9 +227,10 @@ class Result:
 
         Args:
             data: as in `calibrate`; None for those that were given there, or to `load`.
-            evaluate: `evaluate(model, data)` gives a dict of metrics; without it top-1 accuracy or perplexity is found
-                where the data have targets.
-            lower_is_better: names of metrics of `evaluate` of which less is better, where the name does not say so.
+            evaluate: `evaluate(model, data)` gives a dict of metrics; without it top-1 accuracy
+                or perplexity is found where the data have targets.
+            lower_is_better: names of metrics of `evaluate` of which less is better, where the
+                name does not say so.
             higher_is_better: names of those of which more is better.
 
         Raises:
@@ -236,8 +247,8 @@ class Result:
         return Comparison(scores, self._calibrated, batches.stamp)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the result folder, as the shell does: the same files, byte for byte, but run.json and run.log, and
-        reports without the commands that would make them again.
+        """Write the result folder, as the shell does: the same files, byte for byte, but
+        run.json and run.log, and reports without the commands that would make them again.
 
         Raises:
             ResultError: it cannot be written, is in use, or holds results of another model.
@@ -252,7 +263,9 @@ class Result:
             write_report(open_written(place, READ))
 
     def _is_in(self, place: Path) -> bool:
-        """Whether the folder is the one that was loaded, and nobody has replaced its results."""
+        """Whether the folder is the one that was loaded, and nobody has replaced its
+        results.
+        """
         opened = self._opened
         if opened is None or opened.folder.resolve() != place.resolve():
             return False
@@ -297,23 +310,28 @@ class Result:
         onnx_weights: str = "uint8",
         gguf_template: str | os.PathLike[str] = "",
     ) -> Verification:
-        """Write the network for another runtime and verify the file: "onnx", "pt2", "pt2_float" or "safetensors".
+        """Write the network for another runtime and verify the file: "onnx", "pt2", "pt2_float"
+        or "safetensors".
 
-        Engines for language models load what is written of a model of transformers: "compressed-tensors", a folder, and
-        "gguf", a file, whose scales are rounded to halfs.
+        Engines for language models load what is written of a model of transformers:
+        "compressed-tensors", a folder, and "gguf", a file, whose scales are rounded to halfs.
 
         Args:
             data: to verify it with; as in `test`.
-            pt2_activations: the integers of activations in a .pt2: "uint8" for torch's compiler, "int8" for ExecuTorch.
-            onnx_profile: "exact" rounds in an .onnx as the config says, "fast" as ONNX Runtime's fastest kernels do.
-            onnx_weights: 8-bit weights in an .onnx are "uint8" for any CPU, or "int8" for those with VNNI, faster.
+            pt2_activations: the integers of activations in a .pt2: "uint8" for torch's
+                compiler, "int8" for ExecuTorch.
+            onnx_profile: "exact" rounds in an .onnx as the config says, "fast" as ONNX
+                Runtime's fastest kernels do.
+            onnx_weights: 8-bit weights in an .onnx are "uint8" for any CPU, or "int8" for those
+                with VNNI, faster.
             gguf_template: a .gguf of the same model, whose keys and tokenizer another keeps.
 
         Raises:
             DataError: there are no data.
-            UsageError: there is no such target, its packages are missing, or it cannot express this config; or
-                there are no such integers.
-            VerificationError: the file does not compute what test mode does; it is not left there.
+            UsageError: there is no such target, its packages are missing, or it cannot express
+                this config; or there are no such integers.
+            VerificationError: the file does not compute what test mode does; it is not left
+                there.
         """
         if target not in EXPORTERS:
             raise UsageError(
@@ -348,7 +366,10 @@ class Result:
         return self._batches if data is None else load_batches(data, module=self._model)
 
     def __repr__(self) -> str:
-        return f"Result({len(self._calibrated.solution.tensors)} tensors of {self._calibrated.graph.model} quantized)"
+        return (
+            f"Result({len(self._calibrated.solution.tensors)} tensors of "
+            f"{self._calibrated.graph.model} quantized)"
+        )
 
     def _repr_html_(self) -> str:
         return f"<p>{self!r}</p>{self.plan._repr_html_()}"

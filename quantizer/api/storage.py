@@ -1,4 +1,5 @@
-"""A quantized model's state in a folder: integer codes in model.safetensors, what they mean in quantizer.json.
+"""A quantized model's state in a folder: integer codes in model.safetensors, what they mean in
+quantizer.json.
 
 Holds data only, no code: a float model of the same architecture takes it up.
 """
@@ -42,13 +43,15 @@ from quantizer.numerics.codes import pack
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write `model.safetensors` and `quantizer.json`; what is there stays until both are written.
+    """Write `model.safetensors` and `quantizer.json`; what is there stays until both are
+    written.
 
-    The tensors are those of `model.state_dict()`, a tied one once; a quantized parameter is stored as its codes, those
-    of fewer than 8 bits packed (`numerics.codes.pack`). The JSON has `layers`, class,
-    operator and the spec of each tensor by path and role; `shared`, the further paths of these layers; `codes`, shape
-    and dtype of each parameter stored as codes; `ties`, the further names of a tensor; `biases`, the layers that an
-    algorithm gave one; `rectified`, those that quantize their output after a ReLU; and checksums.
+    The tensors are those of `model.state_dict()`, a tied one once; a quantized parameter is
+    stored as its codes, those of fewer than 8 bits packed (`numerics.codes.pack`). The JSON has
+    `layers`, class, operator and the spec of each tensor by path and role; `shared`, the
+    further paths of these layers; `codes`, shape and dtype of each parameter stored as codes;
+    `ties`, the further names of a tensor; `biases`, the layers that an algorithm gave one;
+    `rectified`, those that quantize their output after a ReLU; and checksums.
 
     Raises:
         ModelError: the model is not quantized, or has state that is no tensor.
@@ -108,7 +111,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Give a float model the state of a saved one, in place; its weights may be of any value, or on the meta device.
+    """Give a float model the state of a saved one, in place; its weights may be of any value,
+    or on the meta device.
 
     Raises:
         ModelError: `model` is no float module.

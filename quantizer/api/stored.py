@@ -1,4 +1,5 @@
-"""A saved model's files, read and checked: in themselves, then against the model that is to take them up.
+"""A saved model's files, read and checked: in themselves, then against the model that is to
+take them up.
 
 Changes nothing: what comes of it is complete, and only has to be put in its places.
 """
@@ -36,7 +37,9 @@ INSERTED: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "input_scale": (InputScale, ("axis",)),
     "rotation": (InputRotation, ()),
 }
-"""Class and constants of each operator that algorithms insert; a layer is made of the size of its weight and these."""
+"""Class and constants of each operator that algorithms insert; a layer is made of the size of
+its weight and these.
+"""
 DAMAGE = (
     LookupError,
     TypeError,
@@ -62,7 +65,9 @@ Quantized = Mapping[tuple[str, str], QuantizedTensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """A saved model: quantizer.json and the tensors of model.safetensors, by the names of the model's `state_dict`."""
+    """A saved model: quantizer.json and the tensors of model.safetensors, by the names of the
+    model's `state_dict`.
+    """
 
     path: Path
     described: Mapping[str, Any]
@@ -87,7 +92,8 @@ class Stored:
         for path in self.described["biases"]:
             if path not in modules or not lacks_bias(modules[path]):
                 raise self._another(
-                    f"{path} is no layer without a bias, as it was when an algorithm gave it one"
+                    f"{path} is no layer without a bias, as it was when an algorithm gave it "
+                    "one"
                 )
         own = {
             *model.state_dict(),
@@ -113,7 +119,8 @@ class Stored:
                 operator_of(module),
             ):
                 raise self._another(
-                    f"{where} is a {layer['class']} in the file and {a_kind(module)} in the model"
+                    f"{where} is a {layer['class']} in the file and {a_kind(module)} in the "
+                    "model"
                 )
 
     def _check_shared(self, now: Mapping[str, str]) -> None:
@@ -124,11 +131,14 @@ class Stored:
                 one, other = (path, then[path]) if path in then else (now[path], path)
                 places = ("file", "model") if path in then else ("model", "file")
                 raise self._another(
-                    f"{one} and {other} are one layer in the {places[0]} and are not in the {places[1]}"
+                    f"{one} and {other} are one layer in the {places[0]} and are not in the "
+                    f"{places[1]}"
                 )
 
     def quantized(self, model: nn.Module) -> Quantized:
-        """How the layers' tensors are quantized, but for their codes; scales are what a quantizer can work with."""
+        """How the layers' tensors are quantized, but for their codes; scales are what a
+        quantizer can work with.
+        """
         made = {}
         rectified = self.described["rectified"]
         if strange := [
@@ -163,7 +173,9 @@ class Stored:
         return made
 
     def values(self, model: nn.Module, quantized: Quantized) -> dict[str, Tensor]:
-        """The model's own tensors, of its names, kinds and shapes, those that were stored as codes decoded."""
+        """The model's own tensors, of its names, kinds and shapes, those that were stored as
+        codes decoded.
+        """
         own, values = model.state_dict(), dict[str, Tensor]()
         learned, kinds = (
             {name for name, _ in model.named_parameters()},
@@ -186,7 +198,8 @@ class Stored:
                 )
             if value.shape != wanted.shape:
                 raise self._another(
-                    f"{name} is {list(value.shape)} in the file and {list(wanted.shape)} in the model"
+                    f"{name} is {list(value.shape)} in the file and {list(wanted.shape)} in "
+                    "the model"
                 )
             if value.is_floating_point() and bool(
                 (~value.isfinite() if name in learned else value.isnan()).any()

@@ -1,4 +1,6 @@
-"""`quantizer analyze`: what each weight's width costs, and the config with the best widths under a budget."""
+"""`quantizer analyze`: what each weight's width costs, and the config with the best widths
+under a budget.
+"""
 
 import json
 import math
@@ -72,7 +74,8 @@ class AnalyzeOptions(Options):
         "Bits to choose from, also float16, bfloat16.", default="2,3,4,8", metavar="LIST"
     )
     passes: str | None = option(
-        "Measure the output's noise at the smallest width, measure it at every width, or predict it from gradients.  "
+        "Measure the output's noise at the smallest width, measure it at every width, or "
+        "predict it from gradients.  "
         f"[default: network; over {MANY} weights fast]",
         type=click.Choice(engine.PASSES),
     )
@@ -80,7 +83,8 @@ class AnalyzeOptions(Options):
         "Also measure each quantized tensor: alone, and all others without it.", default=False
     )
     metric: str | None = option(
-        "Leave the fewest bytes in float for which this holds in test runs, e.g. 'top1_drop<=0.005'.",
+        "Leave the fewest bytes in float for which this holds in test runs, e.g. "
+        "'top1_drop<=0.005'.",
         metavar="TEST",
     )
     apply: bool = option("Write the changed config into --config_file.", default=False)
@@ -99,15 +103,16 @@ BUDGETS = ("budget", "size", "max_mb")
     kind=AnalyzeOptions,
 )
 def analyze(options: AnalyzeOptions) -> None:
-    """Measure how much each weight loses at each bit width; with a budget, choose widths and write a config with them.
+    """Measure how much each weight loses at each bit width; with a budget, choose widths and
+    write a config with them.
 
-    If one width for all weights turns out to be better, the config has that one. Without -o FILE the config is printed,
-    and the table goes to standard error. With --metric layers stay in float instead, as few as test runs allow.
+    If one width for all weights turns out to be better, the config has that one. Without -o
+    FILE the config is printed, and the table goes to standard error. With --metric layers stay
+    in float instead, as few as test runs allow.
 
-    \b
-    quantizer analyze --config_file net.json --model my_model.py
-    quantizer analyze --budget 4 --config net.json --model my_model.py -o mix.json
-    quantizer analyze --metric 'sqnr_db>=20' --config net.json --model my_model.py
+    \b quantizer analyze --config_file net.json --model my_model.py quantizer analyze --budget 4
+    --config net.json --model my_model.py -o mix.json quantizer analyze --metric 'sqnr_db>=20'
+    --config net.json --model my_model.py
     """
     widths, budget = parse_choices(options.choices), parse_budget(options)
     changes = options.metric or budget
@@ -151,17 +156,17 @@ def analyze(options: AnalyzeOptions) -> None:
     for table in result.tables(view):
         console.print(table)
     for line in (*result.notes(view), *result.lines):
-        console.print(
-            Text(one_line(line)), soft_wrap=True
-        )  # a path is one line however long, and no markup
+        # A path is one line however long, and no markup
+        console.print(Text(one_line(line)), soft_wrap=True)
     if not on_stdout:
         click.echo(result.text, nl=False)
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found on a graph, and with a budget the widths picked; `text` is the file that is written, `content`
-    what --json prints, `lines` what people see below the table."""
+    """What was found on a graph, and with a budget the widths picked; `text` is the file that
+    is written, `content` what --json prints, `lines` what people see below the table.
+    """
 
     graph: Graph
     content: dict[str, Any]
@@ -244,7 +249,9 @@ def parse_budget(options: AnalyzeOptions) -> Budget | None:
 
 
 def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
-    """What is analyzed; the calibration whose report takes up what is found is of the same model."""
+    """What is analyzed; the calibration whose report takes up what is found is of the same
+    model.
+    """
     seed_everything(options.seed)
     read = session.read_config(options.config_file)
     loaded = session.open_model(options)

@@ -1,4 +1,6 @@
-"""The parts of `quantizer analyze` that calibrate: what each tensor costs the output, what has to stay in float."""
+"""The parts of `quantizer analyze` that calibrate: what each tensor costs the output, what has
+to stay in float.
+"""
 
 import json
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,6 @@
-"""What shells offer for options that are names of layers. Imports no torch, as people wait for it."""
+"""What shells offer for options that are names of layers. Imports no torch, as people wait for
+it.
+"""
 
 import contextlib
 import json
@@ -15,7 +17,9 @@ _PLAN = SetKind("plan.json", changed="", missing="", again="")
 
 
 def layers_of_model(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Layers of `--model`, once a command has traced it; without one, of the model traced last in this folder."""
+    """Layers of `--model`, once a command has traced it; without one, of the model traced last
+    in this folder.
+    """
     return [
         name for name in known_layers(ctx.params.get("model")) if name.startswith(incomplete)
     ]

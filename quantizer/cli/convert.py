@@ -1,4 +1,6 @@
-"""`quantizer convert`: a config file in the other form, if that form can say it. Imports no torch."""
+"""`quantizer convert`: a config file in the other form, if that form can say it. Imports no
+torch.
+"""
 
 import json
 
@@ -23,13 +25,12 @@ from quantizer.errors import UsageError
 )
 @output_option(default="-", help="Write to FILE, not to the screen.")
 def convert(file: str, to: Form | None, output: str) -> int:
-    """Write a config in the other form. If that form cannot express it, print why and write nothing.
+    """Write a config in the other form. If that form cannot express it, print why and write
+    nothing.
 
     Exit code 0: written; 1: the other form cannot express it; 2: the file is not valid.
 
-    \b
-    quantizer convert net.json
-    quantizer convert net.json --to hierarchical -o other.json
+    \b quantizer convert net.json quantizer convert net.json --to hierarchical -o other.json
     """
     result = load_config(file)
     config = result.require()

@@ -29,7 +29,8 @@ class DiffOptions(Options):
     """Those of commands about a model, and its own."""
 
     fail_on: str | None = option(
-        "Exit with 1 if a figure of the second is worse by a thousandth or more: of the outputs and each part, metrics "
+        "Exit with 1 if a figure of the second is worse by a thousandth or more: of the "
+        "outputs and each part, metrics "
         "of which it is known whether less or more is better, the size of the weights.",
         type=click.Choice(["worse"]),
     )
@@ -40,13 +41,12 @@ class DiffOptions(Options):
 @click.argument("second", type=Place())
 @takes("fail_on", *TABLE, *_OF_MODELS, "json", kind=DiffOptions)
 def diff(first: str, second: str, options: DiffOptions) -> None:
-    """Show what differs between two configs or two result folders, layer by layer: specs, scales, SQNR.
+    """Show what differs between two configs or two result folders, layer by layer: specs,
+    scales, SQNR.
 
     Two configs are compared value by value; with --model, by what they do to each layer of it.
 
-    \b
-    quantizer diff net.json other.json
-    quantizer diff net.json other.json --model my_model.py
+    \b quantizer diff net.json other.json quantizer diff net.json other.json --model my_model.py
     quantizer diff quantize_result other_result --fail-on worse
     """
     are_folders = [Path(place).is_dir() for place in (first, second)]

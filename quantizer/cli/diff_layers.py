@@ -1,4 +1,6 @@
-"""The part of `quantizer diff` about layers: two result folders, or what two configs do to a model."""
+"""The part of `quantizer diff` about layers: two result folders, or what two configs do to a
+model.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""`quantizer doctor`: machine, config, data and model in one pass, before anything takes long."""
+"""`quantizer doctor`: machine, config, data and model in one pass, before anything takes
+long.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -33,12 +35,13 @@ STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red
     "memory",
 )
 def doctor(options: Options) -> None:
-    """Check machine, config, data and model in one pass: what would be slow, wrong or left in float, with the remedy.
+    """Check machine, config, data and model in one pass: what would be slow, wrong or left in
+    float, with the remedy.
 
-    Without --model the machine and the config alone are looked at. The exit code is 1 if there is an error.
+    Without --model the machine and the config alone are looked at. The exit code is 1 if there
+    is an error.
 
-    \b
-    quantizer doctor --config_file net.json --model my_model.py
+    \b quantizer doctor --config_file net.json --model my_model.py
     """
     with session.notes_on_stderr(True), redirect_stdout(sys.stderr):
         found = list(_checks(options))
@@ -107,7 +110,10 @@ def _model(options: Options, config: Config | None) -> Iterator[Check]:
     original = traced.graph
     lengths = f", {len(original.lengths)} open lengths" if original.lengths else ""
     values = sum(each.numel() for each in loaded.module.parameters())
-    text = f"{loaded.name} can be traced: {len(original.nodes)} layers{lengths}, {values / 1e6:.2f} million parameters"
+    text = (
+        f"{loaded.name} can be traced: {len(original.nodes)} layers{lengths}, "
+        f"{values / 1e6:.2f} million parameters"
+    )
     yield Check("model", "ok", text)
     if config is None:
         return
@@ -116,5 +122,9 @@ def _model(options: Options, config: Config | None) -> Iterator[Check]:
     data = footprint.Data(traced.size, traced.batches or 1, options.memory)
     yield from checkup.room(peaks_of(plan, config, data, traced, finetuned=False).items())
     if plan.corrected:
-        text = f"biases of {len(plan.corrected)} layers are corrected, which takes a second pass over the data"
+        text = (
+            f"biases of {len(plan.corrected)} layers are corrected, which takes a second "
+            "pass "
+            "over the data"
+        )
         yield Check("plan", "note", text, "include_bias_corr: false where that takes too long")

@@ -1,4 +1,6 @@
-"""What test mode does besides, if asked: `--exact` runs the DPU's integers, `--deploy` writes for other runtimes."""
+"""What test mode does besides, if asked: `--exact` runs the DPU's integers, `--deploy` writes
+for other runtimes.
+"""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +31,11 @@ def require_dpu(device: str) -> None:
         UsageError: the folder is calibrated for another device.
     """
     if device != "DPU":
-        said = f"--exact runs the integer arithmetic of the DPU, and this was calibrated for the {device}"
+        said = (
+            "--exact runs the integer arithmetic of the DPU, and this was calibrated for "
+            "the "
+            f"{device}"
+        )
         raise UsageError(said, help='calibrate with "target_device": "DPU"')
 
 
@@ -42,7 +48,9 @@ def run_exact(
     *,
     place: Path | None,
 ) -> Outcome:
-    """Run the batches again in integers; adds the metric `exact_equal` and a table, and writes exact.json."""
+    """Run the batches again in integers; adds the metric `exact_equal` and a table, and writes
+    exact.json.
+    """
     with Stage(progress(quiet=options.quiet), "exact", batches.total) as stage:
         found = compare_exact(
             graph, info.solution, stage.counted(batch.to("cpu") for batch in batches)
@@ -82,7 +90,8 @@ def _lines(found: ExactComparison) -> list[RenderableType]:
 
 
 def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
-    """Refuse before the run what no target of `--deploy` can express; one that can is written all the same.
+    """Refuse before the run what no target of `--deploy` can express; one that can is written
+    all the same.
 
     Raises:
         UsageError: why the first of them cannot.
@@ -105,7 +114,8 @@ def deploy(
     *,
     place: Path | None,
 ) -> Outcome:
-    """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the outcome.
+    """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the
+    outcome.
 
     Args:
         options: of the run.
@@ -113,8 +123,8 @@ def deploy(
         given: what exporters are given.
         total: how many batches there are to verify with, if that is known.
 
-    A target that fails does not keep the others from being written, nor what was measured from being shown; the first
-    failure is the outcome's error, whatever it is.
+    A target that fails does not keep the others from being written, nor what was measured from
+    being shown; the first failure is the outcome's error, whatever it is.
 
     Raises:
         ResultError: the folder cannot be written, or leads out of the result folder.

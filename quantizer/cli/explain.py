@@ -1,4 +1,6 @@
-"""`quantizer explain`: the page of a code or of a config key, the list of them, or what holds for one layer."""
+"""`quantizer explain`: the page of a code or of a config key, the list of them, or what holds
+for one layer.
+"""
 
 import importlib
 import re
@@ -39,15 +41,13 @@ def _completed(ctx: click.Context, parameter: click.Parameter, incomplete: str) 
 @click.argument("name", metavar="[CODE|KEY|LAYER]", required=False, shell_complete=_completed)
 @takes("no_cache", *LOOK)
 def explain(name: str | None, options: Options) -> int | None:
-    """Explain a code such as QZ301, a config key such as round_mode, or, with --model, the settings of one layer.
+    """Explain a code such as QZ301, a config key such as round_mode, or, with --model, the
+    settings of one layer.
 
     Without a name: the list of all codes and keys.
 
-    \b
-    quantizer explain
-    quantizer explain QZ301
-    quantizer explain round_mode
-    quantizer explain --config_file net.json --model my_model.py layer1.conv1
+    \b quantizer explain quantizer explain QZ301 quantizer explain round_mode quantizer explain
+    --config_file net.json --model my_model.py layer1.conv1
     """
     if name is None:
         click.echo(contents(), nl=False)

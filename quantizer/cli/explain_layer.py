@@ -1,4 +1,6 @@
-"""`quantizer explain --model M LAYER`: what holds for one layer, in the file's words, and where the file says it."""
+"""`quantizer explain --model M LAYER`: what holds for one layer, in the file's words, and where
+the file says it.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -83,10 +85,8 @@ def _values(tensor: TensorPlan, document: Document, form: str) -> dict[str, tupl
     }
     found = {str(path[-1]): (document.at(*path), origin) for origin, path in paths.items()}
     for path in list(paths.values()):
-        element = (
-            *path[:-1],
-            "mx_element_dtype",
-        )  # it decides the number format together with dtype
+        # It decides the number format together with dtype
+        element = (*path[:-1], "mx_element_dtype")
         if path[-1] == "dtype" and pointer_to(*element) in document:
             found["mx_element_dtype"] = (
                 document.at(*element),

@@ -1,4 +1,6 @@
-"""A run's events at the shell: bars on a terminal, a line every ten seconds elsewhere, messages and findings."""
+"""A run's events at the shell: bars on a terminal, a line every ten seconds elsewhere, messages
+and findings.
+"""
 
 import logging
 import os
@@ -18,7 +20,9 @@ EVERY_S = 10.0
 
 
 def progress(*, quiet: bool) -> Events:
-    """Who shows how far a run is: a bar on a terminal, but never in CI, else lines; or nobody."""
+    """Who shows how far a run is: a bar on a terminal, but never in CI, else lines; or
+    nobody.
+    """
     if quiet:
         return NOBODY
     return (
@@ -34,7 +38,9 @@ def followed(sources: Mapping[str, str], *, quiet: bool) -> Forked:
 
 
 class Messages(Events):
-    """Prints findings with the lines of the config that they are about; logs the rest, which prints it, too."""
+    """Prints findings with the lines of the config that they are about; logs the rest, which
+    prints it, too.
+    """
 
     def __init__(self, sources: Mapping[str, str], *, quiet: bool) -> None:
         self._sources, self._quiet = sources, quiet

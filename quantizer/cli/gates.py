@@ -47,7 +47,9 @@ class Gate:
 
     @property
     def is_of_outputs(self) -> bool:
-        """Whether it depends on the network's outputs if there is such a figure, as of `sqnr_db[0.boxes]`."""
+        """Whether it depends on the network's outputs if there is such a figure, as of
+        `sqnr_db[0.boxes]`.
+        """
         return "[" in self.metric or self.metric == ROWS_KEPT
 
     def figure(self, metrics: Mapping[str, float]) -> str:
@@ -94,13 +96,18 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
     """Refuse gates that ask for other metrics than `known`.
 
     Raises:
-        UsageError: naming the closest one; or, of a loss of quality, how to declare what is better.
+        UsageError: naming the closest one; or, of a loss of quality, how to declare what is
+            better.
     """
     for gate in gates:
         if gate.metric not in known:
             base = gate.metric.removesuffix(DROP)
             if gate.metric.endswith(DROP) and f"{base}_float" in known:
-                text = f"{gate.option} {gate.text!r}: whether less or more of {base!r} is better is not known"
+                text = (
+                    f"{gate.option} {gate.text!r}: whether less or more of {base!r} is "
+                    "better "
+                    "is not known"
+                )
                 raise UsageError(text, help=how_to_declare(base))
             near = closest(gate.metric, known)
             help_ = (
@@ -121,7 +128,9 @@ def require_known_parts(gates: Iterable[Gate], outputs: Sequence[Output]) -> Non
 
 
 def about_all(gates: Iterable[Gate]) -> list[Gate]:
-    """Return the gates that are about no single output or part: their names are known without the network."""
+    """Return the gates that are about no single output or part: their names are known without
+    the network.
+    """
     return [gate for gate in gates if not gate.is_of_outputs]
 
 
@@ -152,7 +161,8 @@ def names_in_test(
     Args:
         metrics: what is measured on both networks.
         options: of the run.
-        directions: which of the metrics are better when they are lower, as far as that is declared.
+        directions: which of the metrics are better when they are lower, as far as that is
+            declared.
     """
     names = {*FIGURES, *paired(dict.fromkeys(metrics, BOTH), directions)}
     if options.exact:

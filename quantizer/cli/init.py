@@ -38,7 +38,8 @@ STRATEGIES = {
     "--strategy",
     type=click.Choice(list(STRATEGIES)),
     metavar="NAME",
-    help="Write the hierarchical form: weights only, activations in calibrated (static) or run-time (dynamic) ranges, "
+    help="Write the hierarchical form: weights only, activations in calibrated (static) or "
+    "run-time (dynamic) ranges, "
     f"an algorithm, or a type of blocks of llama.cpp: {', '.join(STRATEGIES)}.",
 )
 @click.option(
@@ -89,7 +90,8 @@ def init(
         )
     write_text(output, text)
     click.echo(
-        f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` explains a key",
+        f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` "
+        "explains a key",
         err=True,
     )
     if proposed:
@@ -108,7 +110,9 @@ def _proposed(strategy: str | None, options: Options) -> str | None:
 
 
 def _listing() -> str:
-    """Each preset with its comment, which says when to use it; a line each, unless a terminal is too narrow."""
+    """Each preset with its comment, which says when to use it; a line each, unless a terminal
+    is too narrow.
+    """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     formatter = click.HelpFormatter(indent_increment=0, width=width)
     formatter.write_dl(
@@ -118,7 +122,9 @@ def _listing() -> str:
 
 
 def _text(device: str | None, strategy: str | None, preset: str | None) -> str:
-    """The text of the preset; it names its schema by the address, as the preset's path does not hold elsewhere."""
+    """The text of the preset; it names its schema by the address, as the preset's path does not
+    hold elsewhere.
+    """
     if strategy and preset:
         raise UsageError("--strategy and --preset both name a preset", help="give one of them")
     name = preset or (STRATEGIES[strategy] if strategy else DEVICES[device or "CPU"])

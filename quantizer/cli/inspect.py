@@ -1,4 +1,6 @@
-"""`quantizer inspect`: the layers of a model, with the names a config may use, and what can be quantized."""
+"""`quantizer inspect`: the layers of a model, with the names a config may use, and what can be
+quantized.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -52,18 +54,18 @@ COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 def inspect(
     options: Options, target: str | None, algorithms: bool, gate: tuple[str, ...]
 ) -> None:
-    """List each layer's name, operator and output shape, what is quantized, and why the rest is not.
+    """List each layer's name, operator and output shape, what is quantized, and why the rest is
+    not.
 
-    Without a config it lists the network as it is, and all that can be quantized. With --target DPU, or a config for
-    the DPU, it lists what the device can run instead; with --algorithms, the blocks and groups of layers that
-    algorithms find, by the names that scaling_layers and inside_layer_modules take. With -o FILE.py it also writes the
-    network as readable code, as calibration does.
+    Without a config it lists the network as it is, and all that can be quantized. With --target
+    DPU, or a config for the DPU, it lists what the device can run instead; with --algorithms,
+    the blocks and groups of layers that algorithms find, by the names that scaling_layers and
+    inside_layer_modules take. With -o FILE.py it also writes the network as readable code, as
+    calibration does.
 
-    \b
-    quantizer inspect --model my_model.py
-    quantizer inspect --filter 'layer1.*' --model my_model.py
-    quantizer inspect --target DPU --model my_model.py
-    quantizer inspect --algorithms --model my_model.py
+    \b quantizer inspect --model my_model.py quantizer inspect --filter 'layer1.*' --model
+    my_model.py quantizer inspect --target DPU --model my_model.py quantizer inspect
+    --algorithms --model my_model.py
     """
     gates = [parse_gate(text) for text in gate]
     read = config_to_look(options.config_file)
@@ -127,7 +129,8 @@ def inspect(
 
 
 def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) -> None:
-    """What the graph shows; with a config that names parts of it, what each of its algorithms finds.
+    """What the graph shows; with a config that names parts of it, what each of its algorithms
+    finds.
 
     Raises:
         ConfigError: a name that the model does not have, or that does not fit.
@@ -171,5 +174,6 @@ def _show_support(
         say(f"limits: {source}")
     on, off, pieces = metrics.values()
     click.echo(
-        f"{on} of {on + off} operators run on the DPU ({NAME}), in {pieces} subgraph{'' if pieces == 1 else 's'}"
+        f"{on} of {on + off} operators run on the DPU ({NAME}), in {pieces} "
+        f"subgraph{'' if pieces == 1 else 's'}"
     )

@@ -1,4 +1,6 @@
-"""Ctrl-C and its kin: an exception where there is something to put in order, and an end at once where there is not."""
+"""Ctrl-C and its kin: an exception where there is something to put in order, and an end at once
+where there is not.
+"""
 
 import os
 import signal
@@ -15,11 +17,15 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143} | (
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, handled like Ctrl-C wherever it strikes, the user's own code included."""
+    """SIGTERM or SIGHUP, handled like Ctrl-C wherever it strikes, the user's own code
+    included.
+    """
 
 
 def handled() -> None:
-    """From now on SIGTERM and SIGHUP are what Ctrl-C is, but for those that are ignored, as nohup has it."""
+    """From now on SIGTERM and SIGHUP are what Ctrl-C is, but for those that are ignored, as
+    nohup has it.
+    """
     for number in CODES:
         if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _terminated)
@@ -27,7 +33,9 @@ def handled() -> None:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Meanwhile the process ends where it is: an import may swallow an exception, or make another error of it."""
+    """Meanwhile the process ends where it is: an import may swallow an exception, or make
+    another error of it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

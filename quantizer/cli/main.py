@@ -1,4 +1,6 @@
-"""The command `quantizer`: finds the subcommand, and turns every error into a sentence and an exit code."""
+"""The command `quantizer`: finds the subcommand, and turns every error into a sentence and an
+exit code.
+"""
 
 import errno
 import importlib
@@ -101,7 +103,8 @@ Exit codes: 0 done, 1 check failed (a config has errors, a --gate is not met),
 6 out of memory, 40 a lost rank, 70 internal error, 130 interrupted,
 143 terminated.
 
-Each option can be set by a variable: QUANTIZER_SEED=1, or for a command QUANTIZER_PLAN_MODEL=my_model.py."""
+Each option can be set by a variable: QUANTIZER_SEED=1, or for a command
+QUANTIZER_PLAN_MODEL=my_model.py."""
 
 
 class LazyCommands(GroupedCommand, click.Group):
@@ -169,14 +172,12 @@ class LazyCommands(GroupedCommand, click.Group):
 def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
     """Post-training quantization of PyTorch models, driven by one JSON file.
 
-    \b
-    quantizer init -o net.json
-    quantizer plan --config_file net.json --model my_model.py
-    quantizer --quant_mode calib --config_file net.json --model my_model.py
-    quantizer --quant_mode test --config_file net.json --model my_model.py
+    \b quantizer init -o net.json quantizer plan --config_file net.json --model my_model.py
+    quantizer --quant_mode calib --config_file net.json --model my_model.py quantizer
+    --quant_mode test --config_file net.json --model my_model.py
 
-    my_model.py is a file of yours with two functions: model() returns a torch.nn.Module, calibration_data() an
-    iterable of batches.
+    my_model.py is a file of yours with two functions: model() returns a torch.nn.Module,
+    calibration_data() an iterable of batches.
     """
     ctx.color = {"always": True, "never": False}.get(
         color, False if os.environ.get("NO_COLOR") else None
@@ -209,9 +210,8 @@ def main() -> NoReturn:
             "what was to be printed is lost; results in files are whole",
         )
         code = code or ResultError.exit_code
-    if (
-        code and torchrun.is_used()
-    ):  # exchanges with a lost rank are pending, and would keep the interpreter waiting
+    # Exchanges with a lost rank are pending, and would keep the interpreter waiting
+    if code and torchrun.is_used():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -219,7 +219,9 @@ def main() -> NoReturn:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run one command line and return its exit code; every error is printed on standard error."""
+    """Run one command line and return its exit code; every error is printed on standard
+    error.
+    """
     with torchrun.one_voice(arguments), imported_once():
         return _run(arguments)
 
@@ -279,7 +281,11 @@ def _call(arguments: list[str]) -> Any:
             raise
         most = memory.peak()
         has = f"; this process had {memory.in_words(most)}" if most else ""
-        help_ = "use a smaller --batch_size or --memory; `quantizer plan` with the same options says what a run takes"
+        help_ = (
+            "use a smaller --batch_size or --memory; `quantizer plan` with the same "
+            "options "
+            "says what a run takes"
+        )
         raise OutOfMemoryError(f"there is no more memory{has}", help=help_) from error
 
 
@@ -303,7 +309,9 @@ def _show(message: str, help_text: str | None) -> None:
 
 
 def _internal_error(error: Exception, arguments: list[str]) -> int:
-    """Tell the error in a sentence; its traceback goes to run.log beside the results, or with --debug to the screen."""
+    """Tell the error in a sentence; its traceback goes to run.log beside the results, or with
+    --debug to the screen.
+    """
     details = printable.lines("".join(traceback.format_exception(error)))
     where = "run it again with --debug to see the traceback"
     if "--debug" in arguments:
@@ -330,7 +338,9 @@ def _append(path: Path, text: str) -> None:
 
 
 def _output_dir(arguments: list[str]) -> Path | None:
-    """The result folder of a run, if it is there already: an internal error makes no folders."""
+    """The result folder of a run, if it is there already: an internal error makes no
+    folders.
+    """
     context = cli.make_context("quantizer", list(arguments), resilient_parsing=True)
     places = [context.params.get(name) for name in ("report_dir", "output_dir")]
     folder = Path(next(filter(None, places), "quantize_result"))

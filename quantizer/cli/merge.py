@@ -1,4 +1,6 @@
-"""`quantizer merge`: the statistics of result folders that were calibrated apart become one calibration."""
+"""`quantizer merge`: the statistics of result folders that were calibrated apart become one
+calibration.
+"""
 
 from pathlib import Path
 
@@ -38,13 +40,14 @@ from quantizer.sources.data import Batches
     output="The result folder to write.  [default: quantize_result]",
 )
 def merge(folders: tuple[str, ...], options: Options) -> None:
-    """Make one calibration of result folders that were calibrated on different data, with one model and one config.
+    """Make one calibration of result folders that were calibrated on different data, with one
+    model and one config.
 
-    Ranges and histograms are those of a single run over all batches, in the order of the folders. Result folders are
-    data: no code runs because one of them names it, so the model is an option.
+    Ranges and histograms are those of a single run over all batches, in the order of the
+    folders. Result folders are data: no code runs because one of them names it, so the model is
+    an option.
 
-    \b
-    quantizer merge monday tuesday --model my_model.py -o both
+    \b quantizer merge monday tuesday --model my_model.py -o both
     """
     if len(folders) < 2:
         raise UsageError("merge needs two result folders or more")
@@ -90,7 +93,10 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
         opened = results.open_written(folder, READ)
         commands = remember(opened, "merge", words_of_merge(options, places))
         write_report(opened, commands=commands)
-    said = f"{len(job.plan.tensors)} tensors calibrated on {job.calibration.batches} batches; results: {folder}"
+    said = (
+        f"{len(job.plan.tensors)} tensors calibrated on {job.calibration.batches} batches; "
+        f"results: {folder}"
+    )
     found = {
         "tensors": len(job.plan.tensors),
         "batches": job.calibration.batches,

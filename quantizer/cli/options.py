@@ -1,4 +1,6 @@
-"""Commands and their options: `--help` in groups, below options without one, and those about a model as one value."""
+"""Commands and their options: `--help` in groups, below options without one, and those about a
+model as one value.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ class GroupedCommand(click.Command):
                 groups[getattr(parameter, "group", "")].append(record)
         for group, rows in filter(operator.itemgetter(1), groups.items()):
             with formatter.section(group or "Options"):
-                # The width of a column is that of its longest name, so one name as wide as allowed aligns all sections.
+                # The width of a column is that of its longest name, so one name as wide as
+                # allowed aligns all sections.
                 (name, text), *rest = rows
                 formatter.write_dl(
                     [(name.ljust(NAMES_WIDTH), text), *rest], col_max=NAMES_WIDTH
@@ -71,7 +74,8 @@ command = functools.partial(click.command, cls=GroupedCommand, context_settings=
 
 
 def write_text(path: str, text: str, *, encoding: str = "utf-8") -> None:
-    """Write `text` where `--output` says, whole or not at all; newlines are written as they are.
+    """Write `text` where `--output` says, whole or not at all; newlines are written as they
+    are.
 
     Raises:
         UsageError: the place cannot be written.
@@ -92,11 +96,17 @@ def word_of(name: str) -> str:
 
 
 def option(
-    help: str, *others: str, default: Any = None, group: str = "", **settings: Any
-) -> Any:  # noqa: A002
-    """A field that is an option of its name, under the heading `group`; `others` are more spellings.
+    help: str,  # noqa: A002
+    *others: str,
+    default: Any = None,
+    group: str = "",
+    **settings: Any,
+) -> Any:
+    """A field that is an option of its name, under the heading `group`; `others` are more
+    spellings.
 
-    A field that is False by default is a flag, one that is () may be repeated; any other default is shown.
+    A field that is False by default is a flag, one that is () may be repeated; any other
+    default is shown.
     """
     if default is False:
         settings["is_flag"] = True
@@ -126,7 +136,8 @@ class Options:
     )
     config_file: str | None = _file("The JSON config.", "--config", type=click.Path())
     model: str | None = _file(
-        "file.py with model(), file.py:factory, package.module:factory, a Hugging Face folder or a .pt2.",
+        "file.py with model(), file.py:factory, package.module:factory, a Hugging Face folder "
+        "or a .pt2.",
         group="Model",
         metavar="MODEL",
     )
@@ -187,19 +198,22 @@ class Options:
         "For texts: tokens between the starts of samples.  [default: --seq_len]", group="Data"
     )
     fast_finetune: str | None = option(
-        "Calibration also learns how to round the weights (adaround, if none is named), and their scales (adaquant).",
+        "Calibration also learns how to round the weights (adaround, if none is named), and "
+        "their scales (adaquant).",
         is_flag=False,
         flag_value=FINETUNE_MODES[0],
         type=click.Choice(FINETUNE_MODES),
         group="Algorithm",
     )
     dpu_accuracy: str | None = option(
-        "On the DPU, high equalizes layers, corrects biases and finetunes, in about four times the time.",
+        "On the DPU, high equalizes layers, corrects biases and finetunes, in about four "
+        "times the time.",
         type=click.Choice(LEVELS),
         group="Algorithm",
     )
     memory: int | None = option(
-        "Activations that calibration keeps in memory, such as 8GB; more go to files.  [default: half of what is free]",
+        "Activations that calibration keeps in memory, such as 8GB; more go to files.  "
+        "[default: half of what is free]",
         type=memory_size,
         metavar="SIZE",
         group="Algorithm",
@@ -214,7 +228,8 @@ class Options:
         "The result folder.", default="quantize_result", group="Output", metavar="DIR"
     )
     report_dir: str | None = _file(
-        "Test mode writes its report, log and exports here, and leaves the result folder as it is.",
+        "Test mode writes its report, log and exports here, and leaves the result folder as "
+        "it is.",
         group="Output",
         metavar="DIR",
     )
@@ -222,7 +237,8 @@ class Options:
         "Replace results of another model in it.", default=False, group="Output"
     )
     deploy: tuple[str, ...] = option(
-        "Test mode also writes the network for another runtime, to DIR/export; may be repeated.",
+        "Test mode also writes the network for another runtime, to DIR/export; may be "
+        "repeated.",
         default=(),
         type=click.Choice(list(EXPORTERS)),
         group="Output",
@@ -249,7 +265,8 @@ class Options:
         "A .gguf of the same model: --deploy gguf keeps its keys and tokenizer.", group="Output"
     )
     for_: tuple[str, ...] = option(
-        "Refuse what --deploy TARGET cannot hold before anything is calibrated; may be repeated.",
+        "Refuse what --deploy TARGET cannot hold before anything is calibrated; may be "
+        "repeated.",
         default=(),
         type=click.Choice(list(EXPORTERS)),
         group="Output",
@@ -261,7 +278,8 @@ class Options:
         group="Output",
     )
     names: str | None = option(
-        "Name layers in tables by module path or exactly.  [default: path on a terminal, else exact]",
+        "Name layers in tables by module path or exactly.  [default: path on a terminal, else "
+        "exact]",
         type=click.Choice(["path", "exact"]),
         group="Output",
     )
@@ -330,14 +348,17 @@ MODEL = (
     "max_unpacked",
 )
 LOOK = ("config_file", *MODEL, "output", "json")
-"""Those of a command that looks at a model, which `MODEL` say; `TABLE` are those of a table of layers."""
+"""Those of a command that looks at a model, which `MODEL` say; `TABLE` are those of a table of
+layers.
+"""
 TABLE = ("names", "top")
 
 
 def takes(
     *names: str, kind: type[Options] = Options, **helps: str
 ) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator that adds options, in this order; the command gets them as one argument, `options`.
+    """A decorator that adds options, in this order; the command gets them as one argument,
+    `options`.
 
     `helps` are texts that replace those of single options.
     """

@@ -1,4 +1,6 @@
-"""The type of options and arguments that name a place: one that the system refuses to look at is told at once."""
+"""The type of options and arguments that name a place: one that the system refuses to look at
+is told at once.
+"""
 
 import errno
 import os
@@ -34,8 +36,8 @@ class Place(click.Path):
         """Return the text of the path.
 
         Raises:
-            QuantizerError: nobody can look at the place: its name is too long, a folder on the way is locked, or links
-                lead in a circle.
+            QuantizerError: nobody can look at the place: its name is too long, a folder on the
+                way is locked, or links lead in a circle.
         """
         text = str(super().convert(value, param, ctx))
         name = param.name if param is not None and param.name is not None else ""

@@ -42,13 +42,13 @@ _MB = 1e6
     for_="Tell what --deploy TARGET cannot hold; may be repeated.",
 )
 def plan(options: Options) -> None:
-    """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration
-    takes.
+    """Show how many layers each rule matches, each tensor's spec, the size before and after,
+    and the memory calibration takes.
 
-    Only the first batches are read, for their shapes. Algorithms do not run; names in their settings are checked.
+    Only the first batches are read, for their shapes. Algorithms do not run; names in their
+    settings are checked.
 
-    \b
-    quantizer plan --config_file net.json --model my_model.py
+    \b quantizer plan --config_file net.json --model my_model.py
     """
     require_extras(options.for_)
     with session.notes_on_stderr(options.json):
@@ -113,7 +113,9 @@ def peaks_of(
 
 
 def _show_refused(refused: dict[str, list[Refusal]], model: str, view: View) -> None:
-    """Say for each target which tensors it cannot hold, layer by layer; `model` stands for what is about all."""
+    """Say for each target which tensors it cannot hold, layer by layer; `model` stands for what
+    is about all.
+    """
     for target, rows in refused.items():
         click.echo(
             f"\n--deploy {target} can hold {'all but these:' if rows else 'all of them'}"
@@ -134,18 +136,21 @@ def _show(
     console.print()
     before, after = content["weight_bytes"].values()
     click.echo(
-        f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> {after / _MB:.2f} MB"
+        f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> "
+        f"{after / _MB:.2f} MB"
     )
     click.echo(share_left(content["float_parameters"]))
     if algorithms:
         inserts = any(algorithm.stage == "rescale" for algorithm in algorithms)
         hidden = "; layers that it inserts are not in the table" if inserts else ""
         click.echo(
-            f"calibration runs {', then '.join(algorithm.name for algorithm in algorithms)}{hidden}"
+            "calibration runs "
+            f"{', then '.join(algorithm.name for algorithm in algorithms)}{hidden}"
         )
     size, activations = content["peak_activation_bytes"].values()
     click.echo(
-        f"calibration keeps up to {activations / _MB:.1f} MB of activations at batch size {size}"
+        f"calibration keeps up to {activations / _MB:.1f} MB of activations at batch size "
+        f"{size}"
     )
     peaks = {
         mode: memory.in_words(peak)

@@ -1,4 +1,6 @@
-"""What `quantizer init --model` says of a preset and a model that do not suit each other. Imports torch."""
+"""What `quantizer init --model` says of a preset and a model that do not suit each other.
+Imports torch.
+"""
 
 from quantizer.cli.options import Options
 from quantizer.cli.traced_model import traced_model
@@ -18,8 +20,11 @@ def proposal(strategy: str | None, options: Options) -> str | None:
     if strategy not in STATIC or not layers:
         return None
     return (
-        f"{len(layers)} linear layers read what a normalization makes, for example {layers[0]}: some of "
-        "its channels are far larger than the others, to which one static range leaves few codes. `--strategy dynamic` "
-        "finds a range for each token, `--strategy smoothquant` moves the large channels into the weights; "
+        f"{len(layers)} linear layers read what a normalization makes, for example "
+        f"{layers[0]}: some of "
+        "its channels are far larger than the others, to which one static range leaves few "
+        "codes. `--strategy dynamic` "
+        "finds a range for each token, `--strategy smoothquant` moves the large channels into "
+        "the weights; "
         "either loses less"
     )

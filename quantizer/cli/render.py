@@ -1,4 +1,6 @@
-"""Shows diagnostics: text with excerpts, JSON, GitHub annotations, SARIF. Changes none of them."""
+"""Shows diagnostics: text with excerpts, JSON, GitHub annotations, SARIF. Changes none of
+them.
+"""
 
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +32,9 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def render_text(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
-    """`file:line:column: error CODE: message`, the source line with a caret, and what to do; at most 50 findings."""
+    """`file:line:column: error CODE: message`, the source line with a caret, and what to do; at
+    most 50 findings.
+    """
     shown = [_text(diagnostic, sources) for diagnostic in diagnostics[:MAX_SHOWN]]
     if len(diagnostics) > MAX_SHOWN:
         shown.append(f"… and {len(diagnostics) - MAX_SHOWN} more")
@@ -43,7 +47,9 @@ def render_json(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -
 
 
 def render_github(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
-    """GitHub Actions workflow commands (docs.github.com, "Workflow commands", setting an error message)."""
+    """GitHub Actions workflow commands (docs.github.com, "Workflow commands", setting an error
+    message).
+    """
     return "\n".join(map(_github, diagnostics))
 
 
@@ -112,7 +118,9 @@ def _excerpt(
 
 
 def _printable(text: str) -> str:
-    """Text that cannot steer the terminal, character for character as long, so that carets stay in place."""
+    """Text that cannot steer the terminal, character for character as long, so that carets stay
+    in place.
+    """
     shown = "".join(c if c.isprintable() else " " if c == "\t" else REPLACED for c in text)
     return shown if one_line(shown) == shown else shown.replace("#", REPLACED)
 

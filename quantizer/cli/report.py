@@ -36,14 +36,13 @@ class ReportOptions(Options):
 @click.argument("folder", default="quantize_result", type=Place(), metavar="[DIR]")
 @takes("json", "plots", "plots_as", "tensorboard", kind=ReportOptions)
 def report(folder: str, options: ReportOptions) -> None:
-    """Write report.html and report.json into a result folder again; calibration and test mode write them as well.
+    """Write report.html and report.json into a result folder again; calibration and test mode
+    write them as well.
 
-    The page is one file that loads nothing: what each layer loses, how its values are distributed, whether there was
-    enough data. No model and no data are needed.
+    The page is one file that loads nothing: what each layer loses, how its values are
+    distributed, whether there was enough data. No model and no data are needed.
 
-    \b
-    quantizer report
-    quantizer report quantize_result --plots drawings
+    \b quantizer report quantizer report quantize_result --plots drawings
     """
     if not options.plots:
         refuse_typed(["plots_as"], "it says what files --plots DIR writes")

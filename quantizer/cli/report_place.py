@@ -1,4 +1,6 @@
-"""Where test mode writes what it finds: beside the calibration, to `--report_dir`, or nowhere."""
+"""Where test mode writes what it finds: beside the calibration, to `--report_dir`, or
+nowhere.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -23,10 +25,12 @@ def report_place(
     """Lock the folder that test mode writes to; of several ranks the first does that alone.
 
     Yields:
-        The folder, and what run.json is to say besides. None where nothing can or shall be written.
+        The folder, and what run.json is to say besides. None where nothing can or shall be
+            written.
 
     Raises:
-        ResultError: the folder is in use, holds other results by now, or is for the results of another run.
+        ResultError: the folder is in use, holds other results by now, or is for the results of
+            another run.
     """
     folder = opened.folder
     place = Path(options.report_dir) if options.report_dir else folder

@@ -1,7 +1,7 @@
 """Keeps in run.json the commands that make a result folder again, for the report.
 
-They belong to one calibration, which they name by the checksum of quant_info.json, and have a checksum
-of their own. Commands of another calibration are dropped, and so are edited ones.
+They belong to one calibration, which they name by the checksum of quant_info.json, and have a
+checksum of their own. Commands of another calibration are dropped, and so are edited ones.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def _option_words(options: Options, names: Collection[str]) -> list[str]:
 
 
 def without_folders(word: str) -> str:
-    """Return an absolute path relative to the working directory, or its name if it lies elsewhere.
+    """Return an absolute path relative to the working directory, or its name if it lies
+    elsewhere.
 
     Other words stay as they are.
 
@@ -95,7 +96,8 @@ def without_folders(word: str) -> str:
 def remember(
     opened: OpenedResults, mode: str, words: Sequence[str], place: Path | None = None
 ) -> dict[str, list[str]]:
-    """Add a command to those that made some results, and write them into run.json with a checksum.
+    """Add a command to those that made some results, and write them into run.json with a
+    checksum.
 
     Args:
         opened: the results.

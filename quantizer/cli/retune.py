@@ -1,4 +1,6 @@
-"""`quantizer retune`: new scales from what calibration has kept, without the model and without data."""
+"""`quantizer retune`: new scales from what calibration has kept, without the model and without
+data.
+"""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -69,14 +71,14 @@ class RetuneOptions(Options):
     output="Write the config with the change to FILE.",
 )
 def retune(folder: str, options: RetuneOptions) -> None:
-    """Find scales of activations anew from what calibration has kept: no model, no data, no waiting.
+    """Find scales of activations anew from what calibration has kept: no model, no data, no
+    waiting.
 
-    The result is that of a calibration with the changed config, to the last bit. What was not kept cannot be had: the
-    error says what that is.
+    The result is that of a calibration with the changed config, to the last bit. What was not
+    kept cannot be had: the error says what that is.
 
-    \b
-    quantizer retune --method maxmin
-    quantizer retune --percentage 99 --layer 'layer1.*' -o net.json
+    \b quantizer retune --method maxmin quantizer retune --percentage 99 --layer 'layer1.*' -o
+    net.json
     """
     change = Change(options.method, options.percentage, options.statistic)
     if change == Change():
@@ -100,9 +102,8 @@ def retune(folder: str, options: RetuneOptions) -> None:
             check_owner(target, before.header["model"], overwrite=options.overwrite)
             found.write(target)
             opened, commands = open_written(target, READ), None
-            if (
-                command is not None
-            ):  # the result is that of a calibration with the changed config
+            # The result is that of a calibration with the changed config
+            if command is not None:
                 changed = with_config(command, Path(found.config.source).name)
                 commands = remember(opened, "calib", changed)
             write_report(opened, commands=commands)

@@ -70,7 +70,9 @@ FAULT_HELP = (
 )
 
 RAISING = ("fast_finetune", "dpu_accuracy")
-"""Options of calibration that test mode takes as well, to say that the results were made with them."""
+"""Options of calibration that test mode takes as well, to say that the results were made with
+them.
+"""
 
 
 DECIDING = (
@@ -92,7 +94,8 @@ def run(options: Options) -> int:
     require_choices(options.target_choices, options.deploy)
     if options.for_ and options.quant_mode != "calib":
         raise UsageError(
-            "--for goes with calib mode and with `quantizer plan`: it looks ahead of a calibration"
+            "--for goes with calib mode and with `quantizer plan`: it looks ahead of a "
+            "calibration"
         )
     if options.report_dir and options.quant_mode != "test":
         raise UsageError(
@@ -100,7 +103,8 @@ def run(options: Options) -> int:
         )
     if options.exact and options.quant_mode != "test":
         raise UsageError(
-            "--exact goes with test mode: it runs the integers of the network that was calibrated"
+            "--exact goes with test mode: it runs the integers of the network that was "
+            "calibrated"
         )
     for name in RAISING:
         if getattr(options, name) and options.quant_mode == "float":
@@ -117,7 +121,8 @@ def run(options: Options) -> int:
         )
     require_extras((*options.deploy, *options.for_))
     seed_everything(options.seed)
-    # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
+    # With --json, stdout is for the result alone: what the user's own code prints goes to
+    # stderr.
     with (
         torchrun.joined(options) as (ranks, own),
         session.notes_on_stderr(own.quiet),
@@ -138,9 +143,8 @@ def run(options: Options) -> int:
         for line in met(gates, outcome.metrics):
             print(line)
     not_met = failed(gates, outcome.metrics)
-    if (
-        options.quant_mode == "test" and outcome.error is None
-    ):  # their names are known, but nothing has these figures
+    # Their names are known, but nothing has these figures
+    if options.quant_mode == "test" and outcome.error is None:
         not_met += [
             f"{gate.text} (not measured)"
             for gate in gates
@@ -183,8 +187,10 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
     metrics = measure(loaded.module, batches, device, follower, "float", evaluator)
     if not metrics:
         raise UsageError(
-            "there is nothing to measure: no evaluate(model, data), and the data have no targets",
-            help="add evaluate() to the model's file, give --evaluate, or data with (input, target) pairs",
+            "there is nothing to measure: no evaluate(model, data), and the data have no "
+            "targets",
+            help="add evaluate() to the model's file, give --evaluate, or data with (input, "
+            "target) pairs",
         )
     return Outcome(metrics, {"metrics": metrics}, _lines(metrics))
 
@@ -354,7 +360,9 @@ def _deciding(options: Options) -> dict[str, Any]:
 
 @contextmanager
 def _opened(folder: Path, options: Options, ranks: Ranks) -> Iterator[dict[str, Any]]:
-    """The result folder, to write; of several ranks the first does that alone. Gives what run.json says besides."""
+    """The result folder, to write; of several ranks the first does that alone. Gives what
+    run.json says besides.
+    """
     if ranks.is_first:
         with locked(folder), runlog.recorded(folder, options, ranks.world_size) as noted:
             yield noted
@@ -373,7 +381,8 @@ def _confirm(options: Options, job: Job) -> None:
     """What is checked and shown once the plan is made.
 
     Raises:
-        UsageError: data are needed, and there are none; or a target of `--for` cannot hold what is planned.
+        UsageError: data are needed, and there are none; or a target of `--for` cannot hold what
+            is planned.
         OutOfMemoryError: the machine does not have the memory.
         ResultError: a checkpoint is of another mode of finetuning.
     """
@@ -393,7 +402,8 @@ def _confirm(options: Options, job: Job) -> None:
         check_checkpoint(job.checkpoints, job.fast_finetune)
         if not job.needs_data:
             logger.warning(
-                "--resume has no effect: this config is calibrated without data, so nothing can be resumed"
+                "--resume has no effect: this config is calibrated without data, so nothing "
+                "can be resumed"
             )
         elif not job.checkpoints.exist():
             logger.warning(
@@ -442,7 +452,9 @@ def _report(
     place: Path | None,
     commands: Mapping[str, list[str]],
 ) -> Outcome:
-    """Write what test mode found, and which gates hold, if there is a place; say what to show of it."""
+    """Write what test mode found, and which gates hold, if there is a place; say what to show
+    of it.
+    """
     compared = scores.comparison
     rows = tables.layer_rows(
         compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()}

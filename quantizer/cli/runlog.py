@@ -1,4 +1,6 @@
-"""run.json and run.log: how a run began, what it reported, how it ended; alone they differ between equal runs."""
+"""run.json and run.log: how a run began, what it reported, how it ended; alone they differ
+between equal runs.
+"""
 
 import logging
 import platform
@@ -28,7 +30,9 @@ _IMPORTS = memory.peak()
 
 @contextmanager
 def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[str, Any]]:
-    """Write both files when the body ends, in whatever way it ends; gives what is to be in run.json besides."""
+    """Write both files when the body ends, in whatever way it ends; gives what is to be in
+    run.json besides.
+    """
     noted: dict[str, Any] = {}
     started = time.time()
     outcome, log = "done", ""

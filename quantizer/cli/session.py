@@ -1,4 +1,6 @@
-"""What the commands about a model share: load it, trace it, plan it, and tell the user what was found on the way."""
+"""What the commands about a model share: load it, trace it, plan it, and tell the user what was
+found on the way.
+"""
 
 import logging
 import os
@@ -57,7 +59,8 @@ def read_config(path: str | None) -> ReadConfig:
     """
     if path is None:
         logger.info(
-            "no --config_file: the built-in default for the DPU holds; `quantizer init --list` shows others"
+            "no --config_file: the built-in default for the DPU holds; `quantizer init "
+            "--list` shows others"
         )
         return ReadConfig(default_config(), (), {})
     result = load_config(path)
@@ -67,7 +70,8 @@ def read_config(path: str | None) -> ReadConfig:
 def config_as_asked(
     path: str | None, level: str | None, mode: str | None = None
 ) -> tuple[ReadConfig, str | None]:
-    """The config of a run with `--dpu_accuracy level` and `--fast_finetune mode`, and how it finetunes.
+    """The config of a run with `--dpu_accuracy level` and `--fast_finetune mode`, and how it
+    finetunes.
 
     Raises:
         ConfigError: with all findings, when it cannot be used.
@@ -93,15 +97,15 @@ def open_model(options: Options) -> LoadedModel:
     )
     device = device_of(options)
     if device.type == "cuda":
-        torch.backends.cudnn.allow_tf32 = (
-            False  # else a convolution of float32 has the precision of float16
-        )
+        # Else a convolution of float32 has the precision of float16
+        torch.backends.cudnn.allow_tf32 = False
     placed(loaded.module, device)
     return loaded
 
 
 def device_of(options: Options) -> torch.device:
-    """The device of `--device`; cpu for commands without one. "auto" is a GPU where there is one.
+    """The device of `--device`; cpu for commands without one. "auto" is a GPU where there is
+    one.
 
     Raises:
         UsageError: no such device here.
@@ -129,10 +133,12 @@ def open_data(
     evaluation: bool = False,
     seq_len: int | None = None,
 ) -> Batches:
-    """The batches of `--data` (in test mode of `--eval_data` first), else those the model's file offers.
+    """The batches of `--data` (in test mode of `--eval_data` first), else those the model's
+    file offers.
 
-    Failing these, and not for an evaluation, one example input that has the right shape: some configs need no data.
-    `seq_len` is the length of texts' windows where `--seq_len` is not given.
+    Failing these, and not for an evaluation, one example input that has the right shape: some
+    configs need no data. `seq_len` is the length of texts' windows where `--seq_len` is not
+    given.
 
     Raises:
         UsageError: there are none, or options that do not go with them.
@@ -168,13 +174,13 @@ def read_windows(
     Failing that as long as `calibrated` says, else 512 tokens or as many as the model can.
 
     Raises:
-        UsageError: the lengths do not fit each other or the model, or the data given are no texts.
+        UsageError: the lengths do not fit each other or the model, or the data given are no
+            texts.
     """
     named = [name for name in ("tokenizer", "stride", "seq_len") if getattr(options, name)]
     if given is None and loaded.calibration_data is None and loaded.example is not None:
-        named = [
-            name for name in named if name != "seq_len"
-        ]  # the example input has a length, too
+        # The example input has a length, too
+        named = [name for name in named if name != "seq_len"]
     if named and (given is None or find_files(given)[0] != TEXTS):
         raise UsageError(
             f"--{named[0]} is for texts, and the data are not texts",
@@ -200,10 +206,14 @@ def batch_size(options: Options, batches: Batches) -> int:
 
 
 def missing_data() -> UsageError:
-    """What to do without data. A config that only rounds weights, or finds ranges as it runs, needs but a shape."""
+    """What to do without data. A config that only rounds weights, or finds ranges as it runs,
+    needs but a shape.
+    """
     remedy = (
-        "give --data, or add calibration_data() to the model's file; a config without static activations and without "
-        "algorithms needs an input's shape alone: --data random:1x3x224x224, or example_input() in the model's file"
+        "give --data, or add calibration_data() to the model's file; a config without static "
+        "activations and without "
+        "algorithms needs an input's shape alone: --data random:1x3x224x224, or "
+        "example_input() in the model's file"
     )
     return UsageError("Missing option '--data'", help=remedy)
 
@@ -211,7 +221,9 @@ def missing_data() -> UsageError:
 def trace_model(
     options: Options, loaded: LoadedModel, batches: Batches, *, compared: bool = False
 ) -> Graph:
-    """The model's graph, traced on the first batch, and perhaps compared with the model on it."""
+    """The model's graph, traced on the first batch, and perhaps compared with the model on
+    it.
+    """
     first = batches.first().to(device_of(options))
     with memory.importing("torch._dynamo"):  # which torch does to export
         return traced(loaded.module, first, compared=compared)
@@ -222,7 +234,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a config for a traced graph; warnings and notes go to stderr.
 
-    `graph` is what the passes, and algorithms after them, made of `original`; without it the passes run here.
+    `graph` is what the passes, and algorithms after them, made of `original`; without it the
+    passes run here.
 
     Raises:
         ConfigError: a selector matches nothing, or values conflict once merged.
@@ -254,7 +267,9 @@ def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that does not cut lines when it is not a terminal: layer names must survive a pipe."""
+    """A console that does not cut lines when it is not a terminal: layer names must survive a
+    pipe.
+    """
     stream = sys.stderr if stderr else sys.stdout
     given = os.environ.get("COLUMNS", "")
     width = None if stream.isatty() else (int(given) if given.isdecimal() else 0) or 1000
@@ -276,7 +291,9 @@ class _OneLine(logging.Formatter):
 
 @contextmanager
 def notes_on_stderr(quiet: bool) -> Iterator[None]:
-    """Show the package's own log records (which file was imported, which column was taken) on stderr."""
+    """Show the package's own log records (which file was imported, which column was taken) on
+    stderr.
+    """
     logger = logging.getLogger("quantizer")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
@@ -295,10 +312,11 @@ def notes_on_stderr(quiet: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`metrics` are what gates may ask for, `content` is what --json prints, `shown` what people see instead.
+    """`metrics` are what gates may ask for, `content` is what --json prints, `shown` what
+    people see instead.
 
-    `error` is what went wrong after that; it is raised when all is shown. `report` are the values of report.json, if
-    there is one.
+    `error` is what went wrong after that; it is raised when all is shown. `report` are the
+    values of report.json, if there is one.
     """
 
     metrics: Mapping[str, float]

@@ -1,4 +1,5 @@
-"""Standard output and error that never end a run: closed ones lead nowhere, and what cannot be written is noted.
+"""Standard output and error that never end a run: closed ones lead nowhere, and what cannot be
+written is noted.
 
 Imports little, as it is the first thing that runs.
 """
@@ -15,7 +16,9 @@ ERRORS = "backslashreplace"
 
 
 class Outlet(io.FileIO):
-    """A descriptor of which the first failure is noted in `failure`; what comes after it is dropped."""
+    """A descriptor of which the first failure is noted in `failure`; what comes after it is
+    dropped.
+    """
 
     failure: OSError | None = None
 
@@ -38,7 +41,9 @@ class Outlet(io.FileIO):
 
     @property
     def lost(self) -> OSError | None:
-        """The failure, unless it is that the reader has gone, as `head` does when it has seen enough."""
+        """The failure, unless it is that the reader has gone, as `head` does when it has seen
+        enough.
+        """
         if self.failure is None or self.failure.errno == errno.EPIPE:
             return None
         return self.failure
@@ -53,7 +58,9 @@ class _Text(io.TextIOWrapper):
 
 
 def open_closed() -> None:
-    """Open the null device in place of standard streams that are closed: files would get their numbers."""
+    """Open the null device in place of standard streams that are closed: files would get their
+    numbers.
+    """
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
         os.set_inheritable(descriptor, True)
@@ -62,7 +69,9 @@ def open_closed() -> None:
 
 
 def install() -> Outlet:
-    """Put streams of this module in place of Python's; return what standard output writes to."""
+    """Put streams of this module in place of Python's; return what standard output writes
+    to.
+    """
     sys.stderr = _over(Outlet(2, "w", closefd=False), sys.stderr, "<stderr>", by_line=True)
     output = Outlet(1, "w", closefd=False)
     sys.stdout = _over(output, sys.stdout, "<stdout>", by_line=output.isatty())
@@ -70,7 +79,9 @@ def install() -> Outlet:
 
 
 def _over(outlet: Outlet, before: Any, name: str, *, by_line: bool) -> io.TextIOWrapper:
-    """Return a stream with the encoding of the one before it, which is None if it was closed."""
+    """Return a stream with the encoding of the one before it, which is None if it was
+    closed.
+    """
     encoding = getattr(before, "encoding", None) or "utf-8"
     at_once = bool(getattr(before, "write_through", False))
     outlet.name = name

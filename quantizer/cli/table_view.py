@@ -1,4 +1,6 @@
-"""How a command shows its tables of layers: for eyes on a terminal, for programs everywhere else."""
+"""How a command shows its tables of layers: for eyes on a terminal, for programs everywhere
+else.
+"""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -58,7 +60,8 @@ def filtered_view(options: Options, graph: Graph, original: Graph) -> View:
 
 
 def config_to_look(path: str | None) -> session.ReadConfig:
-    """The config of `--config_file`; without one, all that can be quantized in the network as it is.
+    """The config of `--config_file`; without one, all that can be quantized in the network as
+    it is.
 
     Raises:
         ConfigError: with all findings, when it cannot be used.

@@ -1,4 +1,6 @@
-"""Joins the ranks that torchrun has started, if it has; only rank 0 is heard. Imports torch.distributed only then."""
+"""Joins the ranks that torchrun has started, if it has; only rank 0 is heard. Imports
+torch.distributed only then.
+"""
 
 import os
 import sys
@@ -38,7 +40,8 @@ def is_used() -> bool:
 
 @contextmanager
 def joined(options: Options) -> Iterator[tuple[Ranks, Options]]:
-    """The ranks of this run, and the options of this one: its own GPU, and no notes from any but the first.
+    """The ranks of this run, and the options of this one: its own GPU, and no notes from any
+    but the first.
 
     Raises:
         RankError: not all of them come.
@@ -66,7 +69,9 @@ def joined(options: Options) -> Iterator[tuple[Ranks, Options]]:
 
 @contextmanager
 def one_voice(arguments: list[str]) -> Iterator[None]:
-    """All ranks but the first print nothing, unless they are debugged; none ends before the first has printed all."""
+    """All ranks but the first print nothing, unless they are debugged; none ends before the
+    first has printed all.
+    """
     with ExitStack() as stack:
         if is_used() and os.environ["RANK"] != "0" and "--debug" not in arguments:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))

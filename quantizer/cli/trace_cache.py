@@ -1,6 +1,8 @@
-"""Traces of earlier commands, in the user's cache folder: `plan` and its like need a model's structure, no values.
+"""Traces of earlier commands, in the user's cache folder: `plan` and its like need a model's
+structure, no values.
 
-A trace is taken from there while all that it came from is as it was: code, files, variables. Files hold JSON alone.
+A trace is taken from there while all that it came from is as it was: code, files, variables.
+Files hold JSON alone.
 """
 
 import contextlib
@@ -77,7 +79,9 @@ def keep(asked: Asked, entry: dict[str, Any]) -> None:
 
 
 def known_layers(model: str | None) -> list[str]:
-    """The module paths of the layers in the latest trace of a model, or of any in this working directory."""
+    """The module paths of the layers in the latest trace of a model, or of any in this working
+    directory.
+    """
     with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
         found = folder().glob(f"{_digest(os.getcwd(), model)}-*.json" if model else "*.json")
         for place in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -88,14 +92,18 @@ def known_layers(model: str | None) -> list[str]:
 
 
 def environment() -> str:
-    """A digest of the Python that runs, of its folder and of the variables, but for those that shells change."""
+    """A digest of the Python that runs, of its folder and of the variables, but for those that
+    shells change.
+    """
     variables = {name: value for name, value in os.environ.items() if name not in PASSING}
     return _digest(sys.version, os.getcwd(), variables)
 
 
 @contextmanager
 def kept_notes() -> Iterator[list[tuple[int, str]]]:
-    """What this package says meanwhile, as (level, text), to say it again when nothing is done anew."""
+    """What this package says meanwhile, as (level, text), to say it again when nothing is done
+    anew.
+    """
     notes: list[tuple[int, str]] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: notes.append((record.levelno, record.getMessage()))  # type: ignore[method-assign]
@@ -110,7 +118,8 @@ def kept_notes() -> Iterator[list[tuple[int, str]]]:
 def say_again(notes: list[list[Any]]) -> None:
     """Log what was said when the trace was made, and that it is not new."""
     logger.info(
-        "the model was traced before, and nothing it came from has changed; --no_cache traces it anew"
+        "the model was traced before, and nothing it came from has changed; --no_cache traces "
+        "it anew"
     )
     for level, text in notes:
         logger.log(int(level), "%s", text)

@@ -1,4 +1,6 @@
-"""What the commands that only look at a model know of it: its trace, from this run or an earlier one."""
+"""What the commands that only look at a model know of it: its trace, from this run or an
+earlier one.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -21,9 +23,9 @@ from quantizer.sources.user_code import split_spec
 
 @dataclass(frozen=True)
 class TracedModel:
-    """The graph, how many samples the first batch had, how many `batches` there are, what a batch of test mode has, and
-    what batches fill; `base` is the memory of the process that traced. From the cache, tensors have shapes and no
-    values.
+    """The graph, how many samples the first batch had, how many `batches` there are, what a
+    batch of test mode has, and what batches fill; `base` is the memory of the process that
+    traced. From the cache, tensors have shapes and no values.
     """
 
     graph: Graph
@@ -37,7 +39,8 @@ class TracedModel:
 def traced_model(
     options: Options, *, values: bool = False, tested: bool = False
 ) -> TracedModel:
-    """The model of `--model`, traced on the first batch; unless its `values` are needed, perhaps not anew.
+    """The model of `--model`, traced on the first batch; unless its `values` are needed,
+    perhaps not anew.
 
     `tested` asks for the size of test mode's batches, too, which may read other data.
 
@@ -107,7 +110,9 @@ def _from_entry(entry: Mapping[str, Any], tested: bool) -> TracedModel | None:
 
 
 def _test_size(options: Options, loaded: LoadedModel, size: int) -> int:
-    """How many samples a batch of test mode has: that of calibration, unless the model's file offers other data."""
+    """How many samples a batch of test mode has: that of calibration, unless the model's file
+    offers other data.
+    """
     if options.data or loaded.evaluation_data in (None, loaded.calibration_data):
         return size
     batches = session.open_data(options, loaded, evaluation=True)

@@ -1,4 +1,6 @@
-"""`quantizer validate`: checks config files and says all that is wrong with them. Imports no torch."""
+"""`quantizer validate`: checks config files and says all that is wrong with them. Imports no
+torch.
+"""
 
 from difflib import unified_diff
 
@@ -79,7 +81,9 @@ def _difference(name: str) -> str:
 
 
 def _verdict(diagnostics: tuple[Diagnostic, ...], fixes: int) -> str:
-    """In a few words: what was fixed, whether the file is valid, what is left, and how much of it --fix would fix."""
+    """In a few words: what was fixed, whether the file is valid, what is left, and how much of
+    it --fix would fix.
+    """
     counts = {
         kind: sum(found.severity == kind for found in diagnostics)
         for kind in ("error", "warning")

@@ -1,4 +1,6 @@
-"""The schemas' part on algorithms, made from their settings; docs/generate.py writes it into the files for editors."""
+"""The schemas' part on algorithms, made from their settings; docs/generate.py writes it into
+the files for editors.
+"""
 
 import types
 from collections.abc import Mapping
@@ -27,7 +29,9 @@ _OF_ITEMS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "help
 
 
 def form_schema(form: Form) -> Mapping[str, Any]:
-    """The schema of a form with every algorithm of the table in it; shared, so never to be changed."""
+    """The schema of a form with every algorithm of the table in it; shared, so never to be
+    changed.
+    """
     return _form_schema(form, tuple(entry_kinds(form)))
 
 
@@ -80,7 +84,9 @@ def _definitions(form: Form, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def algorithm_schema(kind: type[AlgoConfig]) -> Mapping[str, Any]:
-    """What an entry of one algorithm may hold; its description is the first paragraph of the docstring."""
+    """What an entry of one algorithm may hold; its description is the first paragraph of the
+    docstring.
+    """
     hints, said = get_type_hints(kind), settings_of(kind)
     defaults = {each.name: each.default for each in fields(kind)}
     return {
@@ -120,9 +126,8 @@ def _entry(key: str, hint: Any, default: Any, meant: Setting) -> dict[str, Any]:
         if get_origin(member) is list:
             same = {word: words[word] for word in _OF_ITEMS if word in words}
             found |= {"items": {"type": _json_type(get_args(member)[0]), **same}}
-            found |= (
-                {"minItems": 1} if default is not None else {}
-            )  # where null may stand, an empty list says as much
+            # Where null may stand, an empty list says as much
+            found |= {"minItems": 1} if default is not None else {}
         elif get_origin(member) is Literal:
             about: dict[str, Any] = {
                 word: words[word] for word in ("title", "help") if word in words

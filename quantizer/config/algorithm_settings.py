@@ -1,5 +1,7 @@
-"""How an algorithm's settings are declared: a dataclass is the one definition that file keys, defaults, schema, pages
-and the Python API come from. Knows no algorithm; `algorithms.py` is the table of them."""
+"""How an algorithm's settings are declared: a dataclass is the one definition that file keys,
+defaults, schema, pages and the Python API come from. Knows no algorithm; `algorithms.py` is the
+table of them.
+"""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -14,14 +16,15 @@ A = TypeVar("A", bound="AlgoConfig")
 
 @dataclass
 class AlgoConfig:
-    """Settings of an algorithm that changes weights: of one that finds codes or ranges of weights unless it is a
-    `PreQuantOptConfig`, too.
+    """Settings of an algorithm that changes weights: of one that finds codes or ranges of
+    weights unless it is a `PreQuantOptConfig`, too.
 
-    `stage` says whether it rescales (the float function stays) or rounds weights, `run` names its function as
-    "module:function", or `switch` the setting that has a pass over the graph do it, `needs_data` says whether it reads
-    the calibration data. `matrices` is how many float32 matrices of inputs x inputs of the deepest layer it has in
-    memory at its worst moment, and `networks` how many networks it runs side by side. `eases_activations` says that it
-    changes weights for the sake of activations that are quantized.
+    `stage` says whether it rescales (the float function stays) or rounds weights, `run` names
+    its function as "module:function", or `switch` the setting that has a pass over the graph do
+    it, `needs_data` says whether it reads the calibration data. `matrices` is how many float32
+    matrices of inputs x inputs of the deepest layer it has in memory at its worst moment, and
+    `networks` how many networks it runs side by side. `eases_activations` says that it changes
+    weights for the sake of activations that are quantized.
     """
 
     name: str = ""
@@ -37,7 +40,9 @@ class AlgoConfig:
 
 @dataclass
 class PreQuantOptConfig(AlgoConfig):
-    """Settings of an algorithm that changes weights before they are quantized; both lists of a config take it."""
+    """Settings of an algorithm that changes weights before they are quantized; both lists of a
+    config take it.
+    """
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,10 @@ class Setting:
         needs: a switch that has to be on for this one to be on.
         decided_by: the field of the weights' specification that decides instead of it.
         unread: why nothing reads it, if nothing does.
-        is_part: whether it switches a part of the algorithm, which does nothing with all its parts off.
-        is_searched: whether more than a number is a choice by the error of outputs, that of weights included.
+        is_part: whether it switches a part of the algorithm, which does nothing with all its
+            parts off.
+        is_searched: whether more than a number is a choice by the error of outputs, that of
+            weights included.
         keywords: of its entry in the schema, such as `minimum`.
     """
 
@@ -70,7 +77,9 @@ ALIASES: dict[str, str] = {}
 """Other spellings of these names."""
 
 SHARED: dict[str, Setting] = {}
-"""Settings that several algorithms have, by name; a field that says nothing of itself is one of these."""
+"""Settings that several algorithms have, by name; a field that says nothing of itself is one of
+these.
+"""
 
 
 def setting(
@@ -99,16 +108,18 @@ def algorithm(
     networks: int = 1,
     eases_activations: bool = False,
 ) -> Callable[[type[A]], type[A]]:
-    """A decorator that enters the settings of an algorithm into `ALGORITHMS`, under the default of their `name`.
+    """A decorator that enters the settings of an algorithm into `ALGORITHMS`, under the default
+    of their `name`.
 
     Args:
         run: "module:function", imported when the algorithm runs.
         aliases: other spellings of its name.
-        matrices, networks: what it takes of memory, as `AlgoConfig` says; for the prediction of `quantizer plan`.
+        matrices, networks: what it takes of memory, as `AlgoConfig` says; for the prediction of
+            `quantizer plan`.
         eases_activations: whether it has nothing to gain where no activations are quantized.
 
-    Raises (where the class is defined):
-        ValueError: the name is taken, or nothing is said of a setting.
+    Raises (where the class is defined): ValueError: the name is taken, or nothing is said of a
+    setting.
     """
 
     def enter(kind: type[A]) -> type[A]:
@@ -158,5 +169,7 @@ def read_keys(kind: type[AlgoConfig]) -> list[str]:
 
 
 def finds_codes(kind: type[AlgoConfig]) -> bool:
-    """Whether the algorithm finds codes or ranges of weights, and so has nothing to do where none are quantized."""
+    """Whether the algorithm finds codes or ranges of weights, and so has nothing to do where
+    none are quantized.
+    """
     return not issubclass(kind, PreQuantOptConfig)

@@ -1,4 +1,6 @@
-"""Reads entries of `algo_config`, `pre_quant_opt_config` and `algorithms`, and writes them. Checks nothing."""
+"""Reads entries of `algo_config`, `pre_quant_opt_config` and `algorithms`, and writes them.
+Checks nothing.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ Path = tuple[str | int, ...]
 
 
 def read_algorithms(view: ValidDocument, *blocks: str) -> tuple[Algorithm, ...]:
-    """The entries of the blocks in order; one algorithm may stand without a list. Unknown ones are left out."""
+    """The entries of the blocks in order; one algorithm may stand without a list. Unknown ones
+    are left out.
+    """
     paths = (_entries(view, block) for block in blocks)
     return tuple(entry for path in itertools.chain(*paths) if (entry := _entry(view, path)))
 
@@ -29,7 +33,8 @@ def read_names(view: ValidDocument, *blocks: str) -> tuple[tuple[str, Place | No
 
 
 def written(settings: AlgoConfig) -> dict[str, Any]:
-    """The entry of a file that says the same as settings, with every default that something reads.
+    """The entry of a file that says the same as settings, with every default that something
+    reads.
 
     >>> written(ALGORITHMS["rotation"](seed=3))
     {'name': 'rotation', 'residual': True, 'values': True, 'online': True, 'seed': 3}
@@ -81,7 +86,9 @@ def _unread(
 
 
 def _sound(view: ValidDocument, *path: str | int) -> Any:
-    """A value; of a list the items that are not wrong, of a group of layers the members that something reads."""
+    """A value; of a list the items that are not wrong, of a group of layers the members that
+    something reads.
+    """
     value = view.get(*path)
     if isinstance(value, list):
         return [_sound(view, *item) for item in _items(view, *path)]

@@ -1,7 +1,9 @@
-"""The table of algorithms that a config may list: a row is a dataclass of settings with the field names of the file.
+"""The table of algorithms that a config may list: a row is a dataclass of settings with the
+field names of the file.
 
-Source of names, order and defaults (but that of `static_groups`) in SmoothQuantConfig, AWQConfig and GPTQConfig, up to
-additions: AMD Quark for PyTorch, `quark.torch.quantization.config.config`. Imports no torch.
+Source of names, order and defaults (but that of `static_groups`) in SmoothQuantConfig,
+AWQConfig and GPTQConfig, up to additions: AMD Quark for PyTorch,
+`quark.torch.quantization.config.config`. Imports no torch.
 """
 
 import json
@@ -58,10 +60,12 @@ SHARED |= {
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _HEADS,
     "model_decoder_layers": Setting(
-        "The module that holds the decoder's blocks, such as model.layers; null: found on the graph."
+        "The module that holds the decoder's blocks, such as model.layers; null: found on the "
+        "graph."
     ),
     "inside_layer_modules": Setting(
-        "Names of the layers of a block, relative to it, in the order in which they are rounded; null or []: found on "
+        "Names of the layers of a block, relative to it, in the order in which they are "
+        "rounded; null or []: found on "
         "the graph.",
         keywords=_LAYERS,
     ),
@@ -74,7 +78,8 @@ SHARED |= {
         keywords=_LAYERS,
     ),
     "damp_percent": Setting(
-        "Share of the mean diagonal added to the Hessian; where that is not enough, ten times as much, up to 1.",
+        "Share of the mean diagonal added to the Hessian; where that is not enough, ten times "
+        "as much, up to 1.",
         keywords={"exclusiveMinimum": 0, "maximum": 1},
     ),
     "desc_act": Setting(
@@ -82,15 +87,18 @@ SHARED |= {
         needs="static_groups",
     ),
     "static_groups": Setting(
-        "Whether the scales of groups are found before the first weight is rounded; false means that a group's scales "
+        "Whether the scales of groups are found before the first weight is rounded; false "
+        "means that a group's scales "
         "are found when its first column is reached, which goes without desc_act only."
     ),
     "true_sequential": Setting(
-        "Whether each layer sees the rounded ones before it in its block; with false a block's inputs are collected "
+        "Whether each layer sees the rounded ones before it in its block; with false a "
+        "block's inputs are collected "
         "once, from the blocks before."
     ),
     "block_size": Setting(
-        "Columns that are rounded before the rest of the weight is updated; changes the speed, and the result only in "
+        "Columns that are rounded before the rest of the weight is updated; changes the "
+        "speed, and the result only in "
         "the last digits.",
         keywords={"minimum": 1},
     ),
@@ -105,14 +113,17 @@ SHARED |= {
 )
 @dataclass
 class SmoothQuantConfig(PreQuantOptConfig):
-    """SmoothQuant (arXiv 2211.10438): the range of activations is moved into the weights; the float network computes
-    the same."""
+    """SmoothQuant (arXiv 2211.10438): the range of activations is moved into the weights; the
+    float network computes the same.
+    """
 
     name: str = "smoothquant"
     alpha: float | list[float] | Literal["auto"] = setting(
         1.0,
-        "How much of the difficulty moves into the weights, 0 to 1; a list to choose from for each group of layers, or "
-        '"auto" for 0, 0.1, …, 1. Recommended: 0.5, as in the paper; 1 is the default of the format.',
+        "How much of the difficulty moves into the weights, 0 to 1; a list to choose from for "
+        "each group of layers, or "
+        '"auto" for 0, 0.1, …, 1. Recommended: 0.5, as in the paper; 1 is the default of the '
+        "format.",
         is_searched=True,
         minimum=0,
         maximum=1,
@@ -136,8 +147,10 @@ class SmoothQuantConfig(PreQuantOptConfig):
 )
 @dataclass
 class RotationConfig(PreQuantOptConfig):
-    """Rotation (QuaRot, arXiv 2404.00456): activations are multiplied by Hadamard matrices, which spread outliers over
-    all channels; the float network computes the same. Not part of the documented format."""
+    """Rotation (QuaRot, arXiv 2404.00456): activations are multiplied by Hadamard matrices,
+    which spread outliers over all channels; the float network computes the same. Not part of
+    the documented format.
+    """
 
     name: str = "rotation"
     residual: bool = setting(
@@ -148,7 +161,8 @@ class RotationConfig(PreQuantOptConfig):
     )
     online: bool = setting(
         True,
-        "Whether to rotate the inputs of layers that nothing else can rotate, by an operator of its own.",
+        "Whether to rotate the inputs of layers that nothing else can rotate, by an operator "
+        "of its own.",
         is_part=True,
     )
     seed: int = setting(0, "Draws the signs of the Hadamard matrices.", minimum=0)
@@ -158,8 +172,9 @@ class RotationConfig(PreQuantOptConfig):
 @algorithm(run="quantizer.algorithms.awq:awq", stage="rescale", matrices=3)
 @dataclass
 class AWQConfig(AlgoConfig):
-    """AWQ (arXiv 2306.00978): input channels that matter are scaled up before weights are rounded, and ranges are
-    clipped."""
+    """AWQ (arXiv 2306.00978): input channels that matter are scaled up before weights are
+    rounded, and ranges are clipped.
+    """
 
     name: str = "awq"
     bit: int = 4
@@ -193,8 +208,9 @@ class ColumnRounding(AlgoConfig):
 @algorithm(run="quantizer.algorithms.gptq:gptq", stage="round", matrices=5)
 @dataclass
 class GPTQConfig(ColumnRounding):
-    """GPTQ (arXiv 2210.17323): weights are rounded one column after another, each making up for the error of those
-    before."""
+    """GPTQ (arXiv 2210.17323): weights are rounded one column after another, each making up for
+    the error of those before.
+    """
 
     name: str = "gptq"
     bit: int = 4
@@ -213,8 +229,9 @@ class GPTQConfig(ColumnRounding):
 @algorithm(run="quantizer.algorithms.gptq:gptaq", stage="round", matrices=7, networks=2)
 @dataclass
 class GPTAQConfig(ColumnRounding):
-    """GPTAQ (arXiv 2504.02692): GPTQ that also makes up for the error of a layer's inputs. Not part of the documented
-    format."""
+    """GPTAQ (arXiv 2504.02692): GPTQ that also makes up for the error of a layer's inputs. Not
+    part of the documented format.
+    """
 
     name: str = "gptaq"
     alpha: float = setting(
@@ -236,8 +253,9 @@ class GPTAQConfig(ColumnRounding):
 @algorithm(run="quantizer.algorithms.gptq:qronos", stage="round", matrices=7, networks=2)
 @dataclass
 class QronosConfig(ColumnRounding):
-    """Qronos (arXiv 2505.11695): GPTQ on columns that are first fitted to what the float network computes. Not part of
-    the documented format."""
+    """Qronos (arXiv 2505.11695): GPTQ on columns that are first fitted to what the float
+    network computes. Not part of the documented format.
+    """
 
     name: str = "qronos"
     alpha: float = setting(
@@ -266,10 +284,11 @@ def _only(value: Any, why: str) -> dict[str, Any]:
 @checked
 @dataclass
 class CLEConfig(PreQuantOptConfig):
-    """Cross-layer equalization (arXiv 1906.04721): the channels of a layer and of the next one get equal ranges; the
-    float network computes the same.
+    """Cross-layer equalization (arXiv 1906.04721): the channels of a layer and of the next one
+    get equal ranges; the float network computes the same.
 
-    What `include_cle` is in the layered form. It comes before all algorithms, so it is the first of its list.
+    What `include_cle` is in the layered form. It comes before all algorithms, so it is the
+    first of its list.
 
     Source of the names: AMD Quark, `CLEConfig`.
     """
@@ -284,15 +303,18 @@ class CLEConfig(PreQuantOptConfig):
     )
     cle_steps: int = setting(
         -1,
-        "How often all pairs of layers are equalized: -1, until no factor changes by more than a percent.",
+        "How often all pairs of layers are equalized: -1, until no factor changes by more "
+        "than a percent.",
         **_only(
             -1,
-            "cle_steps: pairs of layers are equalized until no factor changes by more than a percent, -1",
+            "cle_steps: pairs of layers are equalized until no factor changes by more than a "
+            "percent, -1",
         ),
     )
     cle_scale_append_bias: bool = setting(
         True,
-        "Whether the range of outputs, which a folded norm or the bias promises, counts as that of the weights does.",
+        "Whether the range of outputs, which a folded norm or the bias promises, counts as "
+        "that of the weights does.",
         **_only(True, "cle_scale_append_bias: the range of a channel's outputs always counts"),
     )
     cle_scale_use_threshold: bool = setting(
@@ -314,7 +336,8 @@ class CLEConfig(PreQuantOptConfig):
         "When there is nothing more to do; that is a percent, whatever the number of layers.",
         **_only(
             None,
-            "cle_total_layer_diff_threshold: equalization ends when no factor changes by more than a percent",
+            "cle_total_layer_diff_threshold: equalization ends when no factor changes by more "
+            "than a percent",
         ),
     )
 
@@ -324,5 +347,7 @@ SWITCHES: dict[str, type[AlgoConfig]] = {CLEConfig().name: CLEConfig}
 
 
 def entry_kinds(form: Form) -> dict[str, type[AlgoConfig]]:
-    """What the lists of a form may hold, by name; the layered form has switches for some of it."""
+    """What the lists of a form may hold, by name; the layered form has switches for some of
+    it.
+    """
     return {**ALGORITHMS, **(SWITCHES if form == "hierarchical" else {})}

@@ -1,4 +1,6 @@
-"""Older and newer spellings of the hierarchical form's words, turned into its own, with a note for each."""
+"""Older and newer spellings of the hierarchical form's words, turned into its own, with a note
+for each.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -37,13 +39,19 @@ TYPES: Mapping[str, str] = {
     "Conv2DTranspose": "ConvTranspose2d",
     "Dense": "Linear",
 }
-"""Layer types in the words of other frameworks. (`Conv1D` is a class of its own in transformers, so it stays.)"""
+"""Layer types in the words of other frameworks. (`Conv1D` is a class of its own in
+transformers, so it stays.)
+"""
 
 
 def other_spelling(key: str, path: Sequence[str | int]) -> str:
-    """The form's word for a key of the block at `path`; the key itself, if it is no other spelling.
+    """The form's word for a key of the block at `path`; the key itself, if it is no other
+    spelling.
 
-    >>> other_spelling("dynamic", ("global_quant_config", "weight")), other_spelling("dynamic", ())
+    >>> (
+    ...     other_spelling("dynamic", ("global_quant_config", "weight")),
+    ...     other_spelling("dynamic", ()),
+    ... )
     ('is_dynamic', 'dynamic')
     """
     table = (
@@ -57,7 +65,9 @@ def other_spelling(key: str, path: Sequence[str | int]) -> str:
 
 
 def _is_two_stages(value: Any, path: Path) -> bool:
-    """Whether it is the spec of a tensor in groups, and a spec of its scales that is a `scale_format`."""
+    """Whether it is the spec of a tensor in groups, and a spec of its scales that is a
+    `scale_format`.
+    """
     if not (path and path[-1] in ROLE_OF and isinstance(value, list) and len(value) == 2):
         return False
     first, second = value
@@ -72,7 +82,9 @@ def _is_two_stages(value: Any, path: Path) -> bool:
 
 
 def canonical(document: Document) -> tuple[Document, tuple[Diagnostic, ...]]:
-    """The document in the form's own words, every value still at its place, and a note for each word replaced."""
+    """The document in the form's own words, every value still at its place, and a note for each
+    word replaced.
+    """
     notes: list[Diagnostic] = []
     moved: dict[str, str] = {}
 
@@ -90,9 +102,8 @@ def canonical(document: Document) -> tuple[Document, tuple[Diagnostic, ...]]:
         moved[pointer_to(*new)] = pointer_to(*old)
         if isinstance(value, dict):
             words = {key: other_spelling(key, new) for key in value}
-            words = {
-                key: key if word in value else word for key, word in words.items()
-            }  # with both, each stays
+            # With both, each stays
+            words = {key: key if word in value else word for key, word in words.items()}
             return {
                 replaced(key, word, *old, key, key=True): copy(
                     value[key], (*old, key), (*new, word)

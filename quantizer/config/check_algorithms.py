@@ -1,6 +1,8 @@
-"""Checks what the algorithms of a file mean: their order, their device, and settings that contradict each other.
+"""Checks what the algorithms of a file mean: their order, their device, and settings that
+contradict each other.
 
-Knows no algorithm by name: what there is to check of one is in its settings."""
+Knows no algorithm by name: what there is to check of one is in its settings.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,8 +24,9 @@ def check_algorithms(config: Config) -> Iterator[Diagnostic]:
     for entry in entries:
         if config.settings.target_device == "DPU":
             text = (
-                f"{entry.name} is not for the DPU: after calibration its scales are moved into the limits of \
-shifters, which would undo what the algorithm found"
+                f"{entry.name} is not for the DPU: after calibration its scales are moved "
+                "into the limits of "
+                f"shifters, which would undo what the algorithm found"
             )
             help_ = "remove it, or write another target_device"
             related = related_to(config.settings.places.get("target_device"), "for this device")
@@ -42,7 +45,9 @@ shifters, which would undo what the algorithm found"
 
 
 def _order(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
-    """One algorithm rounds, and none rescales after it, nor after one that leaves ranges of the scaled weights."""
+    """One algorithm rounds, and none rescales after it, nor after one that leaves ranges of the
+    scaled weights.
+    """
     before: Algorithm | None = None
     for entry in entries:
         name, rounds = entry.name, entry.stage == "round"
@@ -63,14 +68,20 @@ def _order(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
 
 
 def _repeated(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
-    """A part that an entry before has done: two rotations, say, spread an outlier no better than one."""
+    """A part that an entry before has done: two rotations, say, spread an outlier no better
+    than one.
+    """
     first: dict[tuple[str, str], Algorithm] = {}
     for entry in entries:
         on = [(entry.name, key) for key in _parts(entry) if entry.value(key)]
         again = [part for part in on if part in first]
         if again:
             keys = listed(key for _, key in again)
-            text = f"{keys} of {entry.name} is done by an entry before, and nothing is gained by doing it again"
+            text = (
+                f"{keys} of {entry.name} is done by an entry before, and nothing is gained "
+                "by "
+                "doing it again"
+            )
             related = related_to(first[again[0]].place, "done here")
             yield Diagnostic(
                 "QZ128",
@@ -120,7 +131,11 @@ def _decided_elsewhere(entry: Algorithm, weights: dict[str, Sourced]) -> Iterato
         has_no_groups = name == "group_size" and _value(weights, "qscheme") != "per_group"
         found = -1 if has_no_groups else _value(weights, name)
         if stated.value != found:
-            text = f"{key} {quoted(stated.value)} is not what the weights' specification says: it decides"
+            text = (
+                f"{key} {quoted(stated.value)} is not what the weights' specification "
+                "says: "
+                "it decides"
+            )
             source = weights.get("qscheme" if found == -1 else name, weights.get(name))
             related = related_to(
                 source.place if source else None, f"here it is {quoted(found)}"
@@ -164,8 +179,9 @@ def _for_nothing(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
         and not any(_quantizes(config, role) for role in ACTIVATIONS)
     ):
         text = (
-            f"{entry.name} makes activations easier to quantize and weights harder, and no activations are quantized: \
-it costs a pass over the data and cannot help"
+            f"{entry.name} makes activations easier to quantize and weights harder, and no "
+            "activations are quantized: "
+            f"it costs a pass over the data and cannot help"
         )
         help_ = (
             "remove it, or quantize activations; awq scales channels for the sake of weights"

@@ -1,4 +1,6 @@
-"""Checks what a file of the hierarchical form means: each level merged with the global one, against the rule book."""
+"""Checks what a file of the hierarchical form means: each level merged with the global one,
+against the rule book.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,7 +41,9 @@ class _Scope(Words):
         return next((self.raw[key].place for key in keys if key in self.raw), None)
 
     def places(self, named: Iterable[Place | None]) -> list[Place]:
-        """The places of values in conflict, those of this level first; of a file's levels, this one asks for it."""
+        """The places of values in conflict, those of this level first; of a file's levels, this
+        one asks for it.
+        """
         stated = {sourced.place for sourced in self.own.values()}
         found = dict.fromkeys(place for place in named if place)
         if not stated.intersection(found) and (dtype := self.own.get("dtype")) and dtype.place:
@@ -134,7 +138,10 @@ def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
             "QZ122", text, "is_dynamic", help_='write "is_dynamic": false', severity="note"
         )
     if scope.scheme == "per_channel" and scope.is_per_token:
-        text = "dynamic per_channel is read as per_token: each row (for convolutions, each sample) has a scale"
+        text = (
+            "dynamic per_channel is read as per_token: each row (for convolutions, each "
+            "sample) has a scale"
+        )
         help_ = 'write "qscheme": "per_token"'
         yield scope.finding(
             "QZ122", text, "qscheme", "observer_cls", help_=help_, severity="note"
@@ -144,13 +151,23 @@ def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
 
 
 def _groups_of_channels(scope: _Scope) -> Iterator[Diagnostic]:
-    """With PerChannelMinMaxObserver, `ch_axis` is that of the channels which are cut into groups."""
+    """With PerChannelMinMaxObserver, `ch_axis` is that of the channels which are cut into
+    groups.
+    """
     axis, instead = scope.value("ch_axis"), '"observer_cls": "PerGroupMinMaxObserver"'
     if not scope.is_channel_axis:
-        text = "PerChannelMinMaxObserver divides the channels of weights into groups; it cannot group activations"
+        text = (
+            "PerChannelMinMaxObserver divides the channels of weights into groups; it "
+            "cannot "
+            "group activations"
+        )
         yield scope.finding("QZ117", text, "observer_cls", help_=f"write {instead}")
     elif axis in (0, 1) and "ch_axis" in scope.own:
-        text = f"with PerChannelMinMaxObserver, ch_axis {axis} is the channel axis: groups run along axis {1 - axis}"
+        text = (
+            f"with PerChannelMinMaxObserver, ch_axis {axis} is the channel axis: groups "
+            "run "
+            f"along axis {1 - axis}"
+        )
         yield scope.finding(
             "QZ122",
             text,
@@ -240,14 +257,20 @@ def _devices(levels: Hierarchical) -> Iterator[Diagnostic]:
 
 
 def _passes(levels: Hierarchical) -> Iterator[Diagnostic]:
-    """Passes over the graph run before all algorithms, whatever the order that the file says."""
+    """Passes over the graph run before all algorithms, whatever the order that the file
+    says.
+    """
     first: tuple[str, Place | None] | None = None
     seen = set[str]()
     for name, place in levels.listed:
         if name not in SWITCHES:
             first = first or (name, place)
         elif first:
-            text = f"{name} changes the float network before all algorithms, and here it comes after {first[0]}"
+            text = (
+                f"{name} changes the float network before all algorithms, and here it "
+                "comes "
+                f"after {first[0]}"
+            )
             related = related_to(first[1], "comes first here")
             yield Diagnostic(
                 "QZ330", text, place, help=f"write {name} before {first[0]}", related=related

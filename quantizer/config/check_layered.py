@@ -1,4 +1,6 @@
-"""Checks what a file of the layered form means: the rules on every merged spec, and parameters that nothing reads."""
+"""Checks what a file of the layered form means: the rules on every merged spec, and parameters
+that nothing reads.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +46,9 @@ def check_layered(layered: Layered) -> Iterator[Diagnostic]:
 
 @dataclass(frozen=True)
 class _Scope:
-    """What the file says about one tensor role of all layers, or of the layers of one entry: blocks, widest first."""
+    """What the file says about one tensor role of all layers, or of the layers of one entry:
+    blocks, widest first.
+    """
 
     role: Role
     blocks: tuple[Fields, ...]
@@ -78,7 +82,9 @@ def _scopes(layered: Layered) -> Iterator[_Scope]:
 def _conflict(
     conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None
 ) -> Diagnostic | None:
-    """An error at the value written last, a warning at the idle value; None if one is missing, which is reported."""
+    """An error at the value written last, a warning at the idle value; None if one is missing,
+    which is reported.
+    """
     named = [merged[name].place for name in conflict.fields if name in merged]
     places = [place for place in named if place]
     if len(places) < len(conflict.fields):
@@ -99,14 +105,18 @@ def _conflict(
 
 
 def inherits_float(blocks: Sequence[Fields]) -> Iterator[tuple[Fields, Sourced]]:
-    """The blocks that inherit a floating-point datatype from a wider one, and that datatype; the widest comes first."""
+    """The blocks that inherit a floating-point datatype from a wider one, and that datatype;
+    the widest comes first.
+    """
     stating = [at for at, block in enumerate(blocks) if "dtype" in block]
     if stating and (dtype := blocks[stating[-1]]["dtype"]).value != "int":
         yield from ((block, dtype) for block in blocks[stating[-1] + 1 :])
 
 
 def refused_under_float(block: Fields, dtype: Sourced) -> Diagnostic | None:
-    """The finding for a block's parameters that an inherited floating-point datatype makes dead, if it has any."""
+    """The finding for a block's parameters that an inherited floating-point datatype makes
+    dead, if it has any.
+    """
     place = min((sourced.place for sourced in block.values() if sourced.place), default=None)
     if not place or not dtype.place:
         return None
@@ -121,7 +131,9 @@ def refused_under_float(block: Fields, dtype: Sourced) -> Diagnostic | None:
 
 
 def _small_percentage(scope: _Scope) -> Iterator[Diagnostic]:
-    """A percentage that clips more than half of the values: most likely a fraction was meant."""
+    """A percentage that clips more than half of the values: most likely a fraction was
+    meant.
+    """
     found, percentage = scope.merged.get("percentage"), scope.spec.percentage
     if found and scope.reads("percentage") and percentage < LEAST_PERCENTAGE:
         meant = LEAST_PERCENTAGE <= percentage * 100 <= 100
@@ -155,7 +167,9 @@ def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:
 
 
 def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
-    """Parameters that no spec reads, one finding per block; an overall block has to be complete, read or not."""
+    """Parameters that no spec reads, one finding per block; an overall block has to be
+    complete, read or not.
+    """
     refused = {
         found.place
         for scope in scopes
@@ -207,7 +221,9 @@ def _overall_per_channel(level: Level) -> Iterator[Diagnostic]:
 
 
 def _unlisted(layered: Layered, level: Level) -> Iterator[Diagnostic]:
-    """Tensor blocks for roles that the level does not quantize; at the top a layer entry may still quantize them."""
+    """Tensor blocks for roles that the level does not quantize; at the top a layer entry may
+    still quantize them.
+    """
     listing = [level] if level.pointer else [level, *layered.layers]
     for role in level.tensor:
         if not any(role in each.quantized for each in listing):
@@ -226,7 +242,10 @@ def _repeated(levels: Iterable[Level]) -> Iterator[Diagnostic]:
         selector = level.selector
         earlier = first.setdefault((selector.kind, selector.text), level)
         if earlier is not level and selector.place and earlier.selector.place:
-            text = f'this is a second entry for "{selector.text[:60]}", which overrides the first, key by key'
+            text = (
+                f'this is a second entry for "{selector.text[:60]}", which overrides the '
+                "first, key by key"
+            )
             related = related_to(earlier.selector.place, "first here")
             yield Diagnostic(
                 "QZ109",

@@ -1,6 +1,9 @@
-"""Checks a file against its schema and says what is wrong in sentences: types, options, unknown and missing keys.
+"""Checks a file against its schema and says what is wrong in sentences: types, options, unknown
+and missing keys.
 
-The rules in it are for editors; here they are left to `check_layered`, which sees merged specs."""
+The rules in it are for editors; here they are left to `check_layered`, which sees merged
+specs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ MAX_FINDINGS = 1000
 
 
 def check_structure(document: Document) -> list[Diagnostic]:
-    """What in the file differs from the schema of its form: at most one finding per value, key or block."""
+    """What in the file differs from the schema of its form: at most one finding per value, key
+    or block.
+    """
     found: dict[tuple[str, str], Diagnostic] = {}
     errors = _validator(form_of(document.value), tuple(ALGORITHMS)).iter_errors(document.value)
     diagnostics = (diagnostic for error in errors for diagnostic in _explain(document, error))
@@ -54,15 +59,16 @@ def _validator(form: Form, algorithms: tuple[str, ...]) -> Validator:
     from jsonschema.validators import extend
 
     checker: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
-    return checker(
-        {key: entry for key, entry in form_schema(form).items() if key != "allOf"}
-    )  # the rules
+    # The rules
+    return checker({key: entry for key, entry in form_schema(form).items() if key != "allOf"})
 
 
 def _unique_items(
     _: Validator, wanted: bool, items: Any, schema: Any
 ) -> Iterator[ValidationError]:
-    """Each repeated item; jsonschema's own check compares all pairs, which a long list turns into minutes."""
+    """Each repeated item; jsonschema's own check compares all pairs, which a long list turns
+    into minutes.
+    """
     from jsonschema.exceptions import ValidationError
 
     seen: set[str] = set()
@@ -195,4 +201,7 @@ def _kind(value: Any) -> str:
 def _selector_help(entry: Any) -> str:
     if isinstance(entry, str):
         return 'write "layer_name": null, or "layer_type": null to select by name'
-    return 'write "layer_type": "torch.nn.Conv2d", or a "layer_name" that `quantizer inspect` prints'
+    return (
+        'write "layer_type": "torch.nn.Conv2d", or a "layer_name" that `quantizer inspect` '
+        "prints"
+    )

@@ -12,7 +12,8 @@ NAMED = ("layer_name", "layer_type")
 
 
 def compared(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
-    """By JSON pointer the values that differ once both files are complete; None where one has none.
+    """By JSON pointer the values that differ once both files are complete; None where one has
+    none.
 
     Raises:
         ValueError: they are of different forms.

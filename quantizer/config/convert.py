@@ -1,4 +1,6 @@
-"""A config of either file form as a document of the other form, and what that form has no words for."""
+"""A config of either file form as a document of the other form, and what that form has no words
+for.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -22,7 +24,9 @@ WRITERS: Mapping[Form, Callable[[Config], Converted]] = {
 
 
 def converted(config: Config, form: Form) -> Converted:
-    """The document of `form` that says the same, checked as any file of that form is; errors say why there is none."""
+    """The document of `form` that says the same, checked as any file of that form is; errors
+    say why there is none.
+    """
     found = WRITERS[form](config)
     is_written = all(finding.severity != "error" for finding in found.findings)
     refused = _refused(config, form, found) if is_written else ()
@@ -30,7 +34,9 @@ def converted(config: Config, form: Form) -> Converted:
 
 
 def _refused(config: Config, form: Form, found: Converted) -> Iterator[Diagnostic]:
-    """What a file of the form with this document would be refused for, at the places of the source."""
+    """What a file of the form with this document would be refused for, at the places of the
+    source.
+    """
     for wrong in check_document(Document.of(found.document, config.source)).diagnostics:
         if wrong.severity == "error":
             text = f"the {form} form would refuse it, {wrong.code}: {wrong.message}"
@@ -40,7 +46,9 @@ def _refused(config: Config, form: Form, found: Converted) -> Iterator[Diagnosti
 
 
 def _origin(config: Config, found: Converted, place: Place | None) -> Place | None:
-    """Where in the source that comes from which stands at a place of the document; the first rule, if nothing says."""
+    """Where in the source that comes from which stands at a place of the document; the first
+    rule, if nothing says.
+    """
     pointer = place.pointer if place else ""
     inside = [
         origin

@@ -1,5 +1,6 @@
-"""What the two directions of `quantizer convert` share: findings, and rules whose layers the file alone does not tell
-apart."""
+"""What the two directions of `quantizer convert` share: findings, and rules whose layers the
+file alone does not tell apart.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,13 +27,16 @@ WEIGHTED = (
 """The operators with weights of their own, which is whom a global configuration is about."""
 
 _TYPES = {word.replace("_", "") for word in WEIGHTED} | {"rnn"}
-"""They, as the last part of a type's name in small letters: the class has the letters of the function."""
+"""They, as the last part of a type's name in small letters: the class has the letters of the
+function.
+"""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """The document; findings: an error for what it cannot express, a warning for what depends on the model or the data;
-    and for parts of the document, by pointer, the place of the source that they come from.
+    """The document; findings: an error for what it cannot express, a warning for what depends
+    on the model or the data; and for parts of the document, by pointer, the place of the source
+    that they come from.
     """
 
     document: dict[str, Any]
@@ -55,8 +59,9 @@ def may_differ(text: str, place: Place | None) -> Diagnostic:
 def pooled(role: Role, place: Place | None) -> Diagnostic:
     """One range of several batches is found in another way."""
     text = (
-        f"from several batches of {role}, the layered form takes the largest range, the hierarchical form finds one \
-range for all of them"
+        f"from several batches of {role}, the layered form takes the largest range, the "
+        "hierarchical form finds one "
+        f"range for all of them"
     )
     return Diagnostic(
         "QZ125", text, place, "warning", help="with a MinMax observer they are the same"
@@ -66,8 +71,9 @@ range for all of them"
 def joined(place: Place | None) -> Diagnostic:
     """Where an output is quantized that only a concatenation reads."""
     text = (
-        "an output that only a concatenation reads is quantized before it in the hierarchical form, and in the \
-layered form only where the concatenation is"
+        "an output that only a concatenation reads is quantized before it in the hierarchical "
+        "form, and in the "
+        "layered form only where the concatenation is"
     )
     return may_differ(text, place)
 
@@ -75,14 +81,17 @@ layered form only where the concatenation is"
 def normalized(place: Place | None) -> Diagnostic:
     """Whether a residual stream is quantized."""
     text = (
-        "sums that normalizations alone read, the residual stream of a transformer, stay float in the layered form, \
-and are quantized in the hierarchical form"
+        "sums that normalizations alone read, the residual stream of a transformer, stay "
+        "float in the layered form, "
+        "and are quantized in the hierarchical form"
     )
     return may_differ(text, place)
 
 
 def once(findings: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """One finding for each reason, at the first of its places; the next ones are related, but for a long list's end."""
+    """One finding for each reason, at the first of its places; the next ones are related, but
+    for a long list's end.
+    """
     first: dict[tuple[str, str], Diagnostic] = {}
     for found in findings:
         known = first.setdefault((found.code, found.message), found)
@@ -107,10 +116,11 @@ def overlapping(
     merged: Callable[[Sequence[ConfigRule]], Specs],
     keys: Mapping[Role, str],
 ) -> Iterator[Diagnostic]:
-    """Rules that say less of a layer than a weaker one that may be about it, too; `rules` are weakest first.
+    """Rules that say less of a layer than a weaker one that may be about it, too; `rules` are
+    weakest first.
 
-    `merged` is what holds for a layer that several rules match, `keys` the file's words for roles. In the other form
-    entries are complete, so nothing is inherited there.
+    `merged` is what holds for a layer that several rules match, `keys` the file's words for
+    roles. In the other form entries are complete, so nothing is inherited there.
     """
     seen: dict[str, list[ConfigRule]] = {}  # many rules say the same
     inherited: dict[tuple[str, str], list[Role]] = {}
@@ -142,7 +152,8 @@ def _content(rule: ConfigRule) -> str:
 def _inherits(
     wider: ConfigRule, rule: ConfigRule, roles: Sequence[Role], keys: Mapping[Role, str]
 ) -> Diagnostic | None:
-    """The finding for a rule that takes something of these tensors over from a wider one, if a layer may have both.
+    """The finding for a rule that takes something of these tensors over from a wider one, if a
+    layer may have both.
 
     Two modules may have one activation, where one is fused into the other.
     """
@@ -170,7 +181,10 @@ def by_strength(rules: Iterable[ConfigRule]) -> list[ConfigRule]:
 def specificity(text: str) -> int:
     """Of a name selector: how specific it is; 0 is a pattern, 1 a module path, 2 a layer name.
 
-    >>> [specificity(text) for text in ("layer?.*", "re:fc", "layer1.0", "Net::Net/Linear[fc]/linear")]
+    >>> [
+    ...     specificity(text)
+    ...     for text in ("layer?.*", "re:fc", "layer1.0", "Net::Net/Linear[fc]/linear")
+    ... ]
     [0, 0, 1, 2]
     """
     if text.startswith(("re:", "kind:")) or "*" in text or "?" in text:
@@ -179,7 +193,9 @@ def specificity(text: str) -> int:
 
 
 def is_weighted(selector: Selector) -> bool:
-    """Whether all layers that a selector can match have weights of their own, as its words alone show."""
+    """Whether all layers that a selector can match have weights of their own, as its words
+    alone show.
+    """
     if selector.kind == "type":
         return _type_word(selector) in _TYPES
     operator = selector.text.rpartition("/")[2].partition(".")[0]
@@ -191,7 +207,9 @@ def _type_word(selector: Selector) -> str:
 
 
 def are_apart(selector: Selector, other: Selector) -> bool:
-    """Whether no layer is matched by both: two operators, or two modules of which neither is inside the other."""
+    """Whether no layer is matched by both: two operators, or two modules of which neither is
+    inside the other.
+    """
     if selector.kind == other.kind == "type":
         return (
             is_weighted(selector)

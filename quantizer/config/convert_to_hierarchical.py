@@ -51,13 +51,17 @@ _WORDS = {name: word for word, name in FIELDS.items()}
 _BLOCKS = {"type": "layer_type_quant_config", "name": "layer_quant_config"}
 
 EVERY, INPUTS = "*", r"re:.*(::input_\d+|/quant_stub(\.\d+)?)"
-"""Names for all layers of any network, and for its inputs and the places where it is quantized from."""
+"""Names for all layers of any network, and for its inputs and the places where it is quantized
+from.
+"""
 
 
 def to_hierarchical(config: Config) -> Converted:
-    """Entries that say the same of all operators with weights, where there are no others, become the global level.
+    """Entries that say the same of all operators with weights, where there are no others,
+    become the global level.
 
-    What the top of the file says of activations and of the network's inputs becomes patterns that all networks match.
+    What the top of the file says of activations and of the network's inputs becomes patterns
+    that all networks match.
     """
     file = _Layered(config)
     blocks: dict[str, dict[str, Any]] = {block: {} for block in _BLOCKS.values()}
@@ -67,9 +71,8 @@ def to_hierarchical(config: Config) -> Converted:
         if level is None:
             excluded[text] = place
         else:
-            blocks[block].pop(
-                text, None
-            )  # of two entries for the same layers the second one holds, at its place
+            # Of two entries for the same layers the second one holds, at its place
+            blocks[block].pop(text, None)
             blocks[block][text] = level
             origins[pointer_to(block, text)] = place
     passes = [
@@ -145,8 +148,9 @@ class _Layered:
                 yield _BLOCKS["name"], text, _level(stated), self.overall.roles_place
 
     def entry(self, rule: ConfigRule) -> tuple[str, str, dict[str, Any] | None, Place | None]:
-        """The same for an entry, which says of each tensor that anything quantizes what becomes of it; without a level
-        it is excluded."""
+        """The same for an entry, which says of each tensor that anything quantizes what becomes
+        of it; without a level it is excluded.
+        """
         selector, stated = rule.selector, self.merged([rule])
         off = {
             KEY_OF[role]: {"dtype": "float32"} for role in self._spoken if role not in stated
@@ -155,7 +159,9 @@ class _Layered:
         return _BLOCKS[selector.kind], selector.text, level, selector.place
 
     def _is_excluded(self, rule: ConfigRule) -> bool:
-        """Whether nothing of its layers is quantized, by no entry that is stronger here: `exclude` is the strongest."""
+        """Whether nothing of its layers is quantized, by no entry that is stronger here:
+        `exclude` is the strongest.
+        """
         if rule.roles or rule.selector.kind == "type":
             return False
         ordered = by_strength(self.entries)
@@ -170,7 +176,9 @@ class _Layered:
         )
 
     def _for_all_weighted(self, entries: Sequence[ConfigRule]) -> list[ConfigRule]:
-        """The entries that say the same of each operator with weights, present or not: together a global level."""
+        """The entries that say the same of each operator with weights, present or not: together
+        a global level.
+        """
         optional = {
             rule.selector.text: rule
             for rule in entries
@@ -205,8 +213,9 @@ def _findings(file: _Layered) -> Iterator[Diagnostic]:
     )
     if file.overall.roles and any(role in PARAMETERS for role in file.everywhere):
         text = (
-            "global_quant_config applies to layers with weights of their own: norms that cannot be folded, and \
-trained tensors in expressions, stay in float"
+            "global_quant_config applies to layers with weights of their own: norms that "
+            "cannot be folded, and "
+            "trained tensors in expressions, stay in float"
         )
         yield may_differ(text, file.overall.roles_place)
     if (
@@ -249,8 +258,9 @@ def _selectors(file: _Layered) -> Iterator[Diagnostic]:
             and not alike(wide["activation"], own.get("activation"))
         ):
             text = (
-                "layer_type: what the top of the file says of activation becomes a pattern for all names, which \
-overrides types"
+                "layer_type: what the top of the file says of activation becomes a pattern "
+                "for all names, which "
+                "overrides types"
             )
             yield inexpressible(
                 text,
@@ -273,7 +283,9 @@ def _not_hierarchical(stated: Mapping[Role, Fields]) -> Iterator[Diagnostic]:
 
 
 def _limits(spec: QuantizationSpec) -> Iterator[tuple[str, str]]:
-    """The fields of integers that the hierarchical form has no word for; their values, and what it has."""
+    """The fields of integers that the hierarchical form has no word for; their values, and what
+    it has.
+    """
     if dtype_word(spec) is None:
         sign = "" if spec.signed and spec.symmetric else "u"
         yield (

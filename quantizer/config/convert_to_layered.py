@@ -64,13 +64,17 @@ _LIMITS: Mapping[str, tuple[Callable[[Any, Role], bool], str]] = {
         "the layered form has no rounding to the next code below",
     ),
 }
-"""For each field of a spec that has values the layered form lacks, whether it can express one, and why it cannot.
+"""For each field of a spec that has values the layered form lacks, whether it can express one,
+and why it cannot.
 
-Rows of tokens are dynamic, which says it."""
+Rows of tokens are dynamic, which says it.
+"""
 
 
 def to_layered(config: Config) -> Converted:
-    """The network as a whole is left in float, and an entry per operator with weights stands for the global block."""
+    """The network as a whole is left in float, and an entry per operator with weights stands
+    for the global block.
+    """
     rules = {
         kind: [rule for rule in config.rules if rule.selector.kind in kind] for kind in _KINDS
     }
@@ -103,7 +107,9 @@ def to_layered(config: Config) -> Converted:
 
 
 _KINDS = (("weighted",), ("type", "name"), ("exclude",))
-"""The kinds of selectors of the global rule, of those for types and names, and of those that exclude."""
+"""The kinds of selectors of the global rule, of those for types and names, and of those that
+exclude.
+"""
 
 _NOTHING: Mapping[str, Any] = {
     "quantizable_data_type": [],
@@ -147,7 +153,9 @@ def _entries(
 
 
 def _said(specs: Sequence[QuantizationSpec]) -> set[str]:
-    """The words that no entry leaves to a default, as others, which may match the same layers, say something else."""
+    """The words that no entry leaves to a default, as others, which may match the same layers,
+    say something else.
+    """
     rules = {spec.symmetric_scale for spec in specs if spec.has_symmetric_scale}
     kinds = {spec.dtype for spec in specs}
     return {
@@ -187,7 +195,11 @@ def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Iterator[Diag
             yield pooled(role, stated["statistic"].place)
         axis = stated.get("ch_axis")
         if axis and axis.value == 0 and stated["qscheme"].value == "per_channel":
-            text = "per_channel means output channels, which in transposed convolutions are axis 1, not 0"
+            text = (
+                "per_channel means output channels, which in transposed convolutions are "
+                "axis "
+                "1, not 0"
+            )
             yield may_differ(text, axis.place)
         if role == "activation":
             yield joined(stated["dtype"].place if "dtype" in stated else None)
@@ -218,12 +230,18 @@ def _overridden(
 
 
 def _inherited(everywhere: ConfigRule, layers: Sequence[ConfigRule]) -> Iterator[Diagnostic]:
-    """What an entry takes over from the global block, which is about layers with weights alone."""
+    """What an entry takes over from the global block, which is about layers with weights
+    alone.
+    """
     for rule in layers:
         own, both = specs_of(_merged(rule)), specs_of(_merged(everywhere, rule))
         roles = [role for role in both if not alike(both[role], own.get(role))]
         if roles and not is_weighted(rule.selector):
             keys = listed(KEY_OF[role] for role in roles)
-            text = f"{everywhere.label} is about layers with weights of their own; the layered form gives its {keys} to \
-all layers that this selects"
+            text = (
+                f"{everywhere.label} is about layers with weights of their own; the "
+                "layered "
+                f"form gives its {keys} to "
+                f"all layers that this selects"
+            )
             yield may_differ(text, rule.selector.place)

@@ -1,4 +1,6 @@
-"""Findings about a config file as values: a code, a sentence, a place. Nothing here prints or exits."""
+"""Findings about a config file as values: a code, a sentence, a place. Nothing here prints or
+exits.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +14,11 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a key or value stands: `line` and `column` count from 1; `length` is in characters (the caret's width).
+    """Where a key or value stands: `line` and `column` count from 1; `length` is in characters
+    (the caret's width).
 
-    In a config without text `file` is the path of the value (`Config.exclude[0]`), and `line` is 0.
+    In a config without text `file` is the path of the value (`Config.exclude[0]`), and `line`
+    is 0.
     """
 
     file: str
@@ -40,9 +44,10 @@ class Edit:
 class Fix:
     """Edits that may remove a finding, and the sentence that offers them.
 
-    `is_known`: it is the one known answer, which `--fix` writes; otherwise it is an example. `touches` are the pointers
-    of the members that it writes. What is inside the block at `uncovers`, which nothing could read before, was wrong
-    before, too. A fix of a later `turn` depends on what those of earlier ones write.
+    `is_known`: it is the one known answer, which `--fix` writes; otherwise it is an example.
+    `touches` are the pointers of the members that it writes. What is inside the block at
+    `uncovers`, which nothing could read before, was wrong before, too. A fix of a later `turn`
+    depends on what those of earlier ones write.
     """
 
     help: str
@@ -55,10 +60,11 @@ class Fix:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One finding. `related` are the other places of the same conflict, each with its own remark.
+    """One finding. `related` are the other places of the same conflict, each with its own
+    remark.
 
-    `fixes` are candidates, the best first. In a loaded file they have been tried: one that is known and holds is left,
-    and `help` offers it, or an example that holds.
+    `fixes` are candidates, the best first. In a loaded file they have been tried: one that is
+    known and holds is left, and `help` offers it, or an example that holds.
     """
 
     code: str
@@ -77,7 +83,9 @@ def related_to(place: Place | None, remark: str) -> tuple[tuple[Place, str], ...
 
 
 class ConfigError(UsageError):
-    """A config cannot be used: `diagnostics` say why; `sources` maps a file's shown name to its text, for excerpts."""
+    """A config cannot be used: `diagnostics` say why; `sources` maps a file's shown name to its
+    text, for excerpts.
+    """
 
     def __init__(
         self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None
@@ -106,7 +114,9 @@ def pointing_into(sources: Mapping[str, str]) -> Iterator[None]:
 
 
 def in_order(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The findings sorted by place, those of one cause (same code, same place) once, with all related places."""
+    """The findings sorted by place, those of one cause (same code, same place) once, with all
+    related places.
+    """
     once: dict[tuple[str, Place | None, Severity], Diagnostic] = {}
     for found in diagnostics:
         first = once.setdefault((found.code, found.place, found.severity), found)

@@ -1,4 +1,6 @@
-"""A JSON document that knows where each of its keys and values stands, and which are sound. Knows no form."""
+"""A JSON document that knows where each of its keys and values stands, and which are sound.
+Knows no form.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Text:
-    """A file's text under the name shown to the user; `encoding` is "utf-8", or "utf-8-sig" after a byte order mark."""
+    """A file's text under the name shown to the user; `encoding` is "utf-8", or "utf-8-sig"
+    after a byte order mark.
+    """
 
     name: str
     text: str
@@ -27,7 +31,9 @@ class Text:
         return [0, *(at + 1 for at, character in enumerate(self.text) if character == "\n")]
 
     def place(self, span: Span, pointer: str = "") -> Place:
-        """The place of the characters `span[0]` to `span[1]`; of several lines only the first counts."""
+        """The place of the characters `span[0]` to `span[1]`; of several lines only the first
+        counts.
+        """
         start, end = span
         line = bisect_right(self._line_starts, start)
         line_end = (
@@ -45,7 +51,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file. `values` and `keys` map a JSON pointer (RFC 6901) to the span of its value and of its key.
+    """A parsed file. `values` and `keys` map a JSON pointer (RFC 6901) to the span of its value
+    and of its key.
 
     `dotted` names the places of a document without text.
     """
@@ -60,7 +67,11 @@ class Document:
     def of(cls, value: Mapping[str, Any], name: str) -> Document:
         """A document of a Python value, which has no text: its places print as `name.key.key`.
 
-        >>> str(Document.of({"layer_quant_config": {"fc.0": 1}}, "Config").place("/layer_quant_config/fc.0"))
+        >>> str(
+        ...     Document.of({"layer_quant_config": {"fc.0": 1}}, "Config").place(
+        ...         "/layer_quant_config/fc.0"
+        ...     )
+        ... )
         'Config.layer_quant_config["fc.0"]'
         """
         paths = {pointer_to(*path): path for path in _paths(value)}
@@ -69,7 +80,9 @@ class Document:
         return cls(Text(name, ""), value, nowhere, nowhere, dotted)
 
     def place(self, pointer: str, *, key: bool = False) -> Place:
-        """Where the value (or the key) of `pointer` stands; an array's item has no key, so its value is taken."""
+        """Where the value (or the key) of `pointer` stands; an array's item has no key, so its
+        value is taken.
+        """
         if self.dotted:
             return Place(self.dotted[pointer], 0, 0, pointer=pointer)
         span = self.keys.get(pointer, self.values[pointer]) if key else self.values[pointer]
@@ -90,7 +103,9 @@ class Document:
 
 @dataclass(frozen=True)
 class ValidDocument:
-    """A document, and the pointers of values that are wrong: they are left out, so that the rest can be checked."""
+    """A document, and the pointers of values that are wrong: they are left out, so that the
+    rest can be checked.
+    """
 
     document: Document
     ignored: frozenset[str]

@@ -1,4 +1,6 @@
-"""The number formats of the hierarchical form by the words that its files have for them. No tensors."""
+"""The number formats of the hierarchical form by the words that its files have for them. No
+tensors.
+"""
 
 from dataclasses import dataclass
 
@@ -13,9 +15,13 @@ INTEGERS = {
 
 
 def dtype_word(spec: QuantizationSpec) -> str | None:
-    """The word for integer codes, if there is one; codes from 0 to 2^b-1 have the unsigned one where it exists.
+    """The word for integer codes, if there is one; codes from 0 to 2^b-1 have the unsigned one
+    where it exists.
 
-    >>> dtype_word(QuantizationSpec(bit_width=3, symmetric=False)), dtype_word(QuantizationSpec(bit_width=7))
+    >>> (
+    ...     dtype_word(QuantizationSpec(bit_width=3, symmetric=False)),
+    ...     dtype_word(QuantizationSpec(bit_width=7)),
+    ... )
     ('int3', None)
     """
     is_signed = spec.signed and spec.symmetric
@@ -26,7 +32,9 @@ def dtype_word(spec: QuantizationSpec) -> str | None:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format with a shared exponent: the values that share it and how it is found where the file does not say."""
+    """A format with a shared exponent: the values that share it and how it is found where the
+    file does not say.
+    """
 
     group_size: int
     scale_type: ScaleKind = "e8m0"
@@ -39,9 +47,13 @@ BLOCK_FORMATS = {
     "mx6": BlockFormat(16, "microexponent"),
     "mx9": BlockFormat(16, "microexponent"),
 }
-"""The dtypes that always are block formats. Source of 32: OCP Microscaling Formats v1.0, section 5; of 16: "With Shared
-Microexponents, A Little Shifting Goes a Long Way" (arXiv 2302.08007), table 2. bfp16's exponent is one up where the
-largest value would round beyond it."""
+"""The dtypes that always are block formats. Source of 32: OCP Microscaling Formats v1.0,
+section 5; of 16: "With Shared Microexponents, A Little Shifting Goes a Long Way" (arXiv
+2302.08007), table 2. bfp16's exponent is one up where the largest value would round beyond
+it.
+"""
 
 GROUP_SIZES = {"e8m0": 32, "e4m3": 16}
-"""The values that share a scale of a `scale_format`, where neither the file nor the dtype says."""
+"""The values that share a scale of a `scale_format`, where neither the file nor the dtype
+says.
+"""

@@ -1,4 +1,6 @@
-"""Tries proposed fixes on a copy of the file, against all rules: only those that hold are offered and written."""
+"""Tries proposed fixes on a copy of the file, against all rules: only those that hold are
+offered and written.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,20 +14,22 @@ Check = Callable[[Text], Sequence[Diagnostic]]
 
 MAX_TRIALS = 200
 MAX_CHECKED = 1_000_000
-"""Characters that the trials of one file may check in all; a trial of a long file takes as long as its check."""
+"""Characters that the trials of one file may check in all; a trial of a long file takes as long
+as its check.
+"""
 
 
 def tried(source: Text, found: Sequence[Diagnostic], check: Check) -> tuple[Diagnostic, ...]:
-    """The findings, each with the first of its fixes that removes it and, together with the others, adds no error.
+    """The findings, each with the first of its fixes that removes it and, together with the
+    others, adds no error.
 
     The help of a finding offers that fix; without one it stays as it is.
     """
     candidates = {at: iter(finding.fixes) for at, finding in enumerate(found)}
     sound = _sound(source, found, candidates, check)
     known = {at: fix for at, fix in sound.items() if fix.is_known}
-    if len(known) < len(
-        sound
-    ):  # the examples are not written, so the others have to hold without them
+    # The examples are not written, so the others have to hold without them
+    if len(known) < len(sound):
         known = _sound(source, found, {at: iter((fix,)) for at, fix in known.items()}, check)
     helps = {at: fix.help for at, fix in sound.items() if at in known or not fix.is_known}
     return tuple(
@@ -52,7 +56,9 @@ def _sound(
     candidates: Mapping[int, Iterator[Fix]],
     check: Check,
 ) -> dict[int, Fix]:
-    """One candidate for each finding, all of which hold together; none for a finding whose candidates all fail."""
+    """One candidate for each finding, all of which hold together; none for a finding whose
+    candidates all fail.
+    """
     trials = min(MAX_TRIALS, MAX_CHECKED // (len(source.text) + 1))
     chosen = {at: fix for at, fixes in candidates.items() if (fix := next(fixes, None))}
     for trial in range(trials):
@@ -71,7 +77,9 @@ def _sound(
 def _blamed(
     before: Sequence[Diagnostic], after: Sequence[Diagnostic], chosen: Mapping[int, Fix]
 ) -> set[int]:
-    """The findings whose fix does not remove them, or adds an error: of several, the one that is easiest to replace."""
+    """The findings whose fix does not remove them, or adds an error: of several, the one that
+    is easiest to replace.
+    """
     left = {_cause(finding) for finding in after if finding.severity == "error"}
     blamed = {at for at in chosen if _cause(before[at]) in left} | _rivals(chosen)
     known = {_cause(finding) for finding in before}
@@ -114,7 +122,9 @@ def _cause(finding: Diagnostic) -> tuple[str, str | None]:
 
 
 def _is_uncovered(finding: Diagnostic, pointers: Sequence[str], fixes: Iterable[Fix]) -> bool:
-    """Whether an error is inside what was not read before, or is the value itself, whatever stands around it."""
+    """Whether an error is inside what was not read before, or is the value itself, whatever
+    stands around it.
+    """
     members = [fix.uncovers for fix in fixes if fix.uncovers is not None]
     is_value = finding.code.startswith("QZ10") and pointers[:1] != [] and pointers[0] in members
     return is_value or any(
@@ -128,5 +138,7 @@ def _meet(pointer: str, other: str) -> bool:
 
 
 def _doubt(fix: Fix) -> tuple[bool, int, int]:
-    """Examples are given up first, then what depends on other fixes, then what stands further down."""
+    """Examples are given up first, then what depends on other fixes, then what stands further
+    down.
+    """
     return not fix.is_known, fix.turn, fix.edits[0].start

@@ -1,4 +1,6 @@
-"""Tells the two file forms apart by their keys, and gives the blocks of their schemas. Reads no file."""
+"""Tells the two file forms apart by their keys, and gives the blocks of their schemas. Reads no
+file.
+"""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -28,7 +30,8 @@ LAYERED_BLOCKS = frozenset(
 
 
 def form_of(value: Mapping[str, Any]) -> Form:
-    """The form of a file: hierarchical with a key of that form, or its required one misspelt, and no overall block.
+    """The form of a file: hierarchical with a key of that form, or its required one misspelt,
+    and no overall block.
 
     >>> form_of({"exclude": []}), form_of({"global_quant_confg": {}}), form_of({})
     ('hierarchical', 'hierarchical', 'layered')

@@ -1,4 +1,6 @@
-"""Translates the hierarchical form (global, layer type, layer name, exclude) into `Config`. Its words end here."""
+"""Translates the hierarchical form (global, layer type, layer name, exclude) into `Config`. Its
+words end here.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,9 +53,11 @@ _KINDS: Mapping[str, Literal["type", "name"]] = {
 
 @dataclass(frozen=True)
 class Level:
-    """One `QuantizationConfig`: whom it is about, and what it states of each role's spec, in the form's words.
+    """One `QuantizationConfig`: whom it is about, and what it states of each role's spec, in
+    the form's words.
 
-    `wider` is what the global level states, of all roles that it has; nothing for that level itself.
+    `wider` is what the global level states, of all roles that it has; nothing for that level
+    itself.
     """
 
     selector: Selector
@@ -92,8 +96,8 @@ class Level:
 class Hierarchical:
     """The file level by level, the global one first, then types, then names, and as a config.
 
-    Its rules: nothing is quantized; then what each level adds; then what is excluded. `listed` are the names of its
-    algorithms, in the order in which they stand.
+    Its rules: nothing is quantized; then what each level adds; then what is excluded. `listed`
+    are the names of its algorithms, in the order in which they stand.
     """
 
     document: Document
@@ -103,14 +107,17 @@ class Hierarchical:
     ignored: frozenset[str] = frozenset()
 
     def is_wrong(self, key: str) -> bool:
-        """Whether a value of this key is wrong somewhere, so that its absence here says nothing."""
+        """Whether a value of this key is wrong somewhere, so that its absence here says
+        nothing.
+        """
         return any(pointer.endswith(f"/{key}") for pointer in self.ignored)
 
 
 def translate(document: Document, ignored: Collection[str] = ()) -> Hierarchical:
     """Translate a document in the form's own words.
 
-    `ignored` are pointers whose values are wrong: they are left out, so that the rest can be checked.
+    `ignored` are pointers whose values are wrong: they are left out, so that the rest can be
+    checked.
     """
     file = _Translator(document, frozenset(ignored))
     levels = tuple(file.levels())

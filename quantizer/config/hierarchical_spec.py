@@ -1,4 +1,6 @@
-"""A spec of the hierarchical form, merged over the levels, in the fields of `QuantizationSpec`. Checks nothing."""
+"""A spec of the hierarchical form, merged over the levels, in the fields of `QuantizationSpec`.
+Checks nothing.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ FIELDS_OF_KEYS: Mapping[str, str] = {
 """The field of `QuantizationSpec` that a key decides, where its name differs."""
 
 FULL_BITS = 8
-"""From so many bits on, the largest magnitude has a code of its own unless the file says otherwise."""
+"""From so many bits on, the largest magnitude has a code of its own unless the file says
+otherwise.
+"""
 
 METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "PerTensorMinMaxObserver": ("maxmin", ("per_tensor",)),
@@ -44,7 +48,9 @@ METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "PerBlockMXObserver": ("maxmin", ("per_group",)),
     "PerBlockBFPObserver": ("maxmin", ("per_group",)),
 }
-"""Each observer's method, and the schemes that it supports; the first is meant where the file names none."""
+"""Each observer's method, and the schemes that it supports; the first is meant where the file
+names none.
+"""
 
 
 def observer_word(spec: QuantizationSpec) -> str | None:
@@ -61,7 +67,8 @@ def observer_word(spec: QuantizationSpec) -> str | None:
 
 
 def specification(spec: QuantizationSpec) -> dict[str, Any]:
-    """The spec in the form's words, every key written, so that nothing of a wider level shows through.
+    """The spec in the form's words, every key written, so that nothing of a wider level shows
+    through.
 
     >>> specification(QuantizationSpec(dtype="bfloat16"))
     {'dtype': 'bfloat16'}
@@ -87,12 +94,16 @@ PARAMETERS = frozenset({"weights", "bias"})
 
 INTEGERS_ONLY = frozenset({"symmetric", "symmetric_scale", "round_method"})
 KINDRED = INTEGERS_ONLY | {"mx_element_dtype", "scale_calculation_mode", "scale_format"}
-"""Keys that mean something for integers only, or for floating-point formats only, or not the same for both."""
+"""Keys that mean something for integers only, or for floating-point formats only, or not the
+same for both.
+"""
 
 
 @dataclass(frozen=True)
 class Words:
-    """A spec of one role in the form's words: what a level states, or what holds where levels are merged."""
+    """A spec of one role in the form's words: what a level states, or what holds where levels
+    are merged.
+    """
 
     role: Role
     raw: Fields
@@ -130,7 +141,9 @@ class Words:
 
     @property
     def scheme(self) -> str:
-        """The granularity as the file says it, or as its observer or block format implies it."""
+        """The granularity as the file says it, or as its observer or block format implies
+        it.
+        """
         implied = METHODS[self.observer][1][0] if self.observer in METHODS else "per_tensor"
         return str(
             self.value(
@@ -141,17 +154,23 @@ class Words:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether each row of an activation has a scale; "per_channel" means this too where it is dynamic."""
+        """Whether each row of an activation has a scale; "per_channel" means this too where it
+        is dynamic.
+        """
         is_dynamic = self.value("is_dynamic") is True and self.role not in PARAMETERS
         return self.scheme == "per_token" or (self.scheme == "per_channel" and is_dynamic)
 
     @property
     def is_channel_axis(self) -> bool:
-        """Whether `ch_axis` names the channels that are cut into groups, not the axis along which groups run."""
+        """Whether `ch_axis` names the channels that are cut into groups, not the axis along
+        which groups run.
+        """
         return self.role in PARAMETERS and self.observer == "PerChannelMinMaxObserver"
 
     def fields(self) -> dict[str, Sourced]:
-        """The fields that differ from those of a default `QuantizationSpec`, or that the file states."""
+        """The fields that differ from those of a default `QuantizationSpec`, or that the file
+        states.
+        """
         if self.dtype in CAST_ONLY:
             return {"dtype": self.raw["dtype"]}
         return self._with_symmetric_scale(
@@ -200,7 +219,9 @@ class Words:
         return {"scale_type": _mapped(stated, ScaleType[stated.value].value)} if stated else {}
 
     def _with_symmetric_scale(self, fields: dict[str, Sourced]) -> dict[str, Sourced]:
-        """The fields, and for integers the rule for symmetric scales, which the file states or the dtype implies."""
+        """The fields, and for integers the rule for symmetric scales, which the file states or
+        the dtype implies.
+        """
         if self.dtype not in INTEGERS:
             return fields
         usual = _mapped(self.raw["dtype"], usual_symmetric_scale(QuantizationSpec.of(fields)))
@@ -235,7 +256,9 @@ class Words:
         return fields
 
     def _range(self) -> dict[str, Sourced]:
-        """How the range is found; parameters do not change, so theirs is found once, whatever `is_dynamic` says."""
+        """How the range is found; parameters do not change, so theirs is found once, whatever
+        `is_dynamic` says.
+        """
         fields = {}
         if "is_dynamic" in self.raw and self.role not in PARAMETERS:
             fields["is_dynamic"] = self.raw["is_dynamic"]
@@ -253,8 +276,8 @@ class Words:
     def over(self, wider: Words) -> Words:
         """What holds where a level states these words, key by key over a wider one.
 
-        Words about another kind of format are not inherited, and an inherited axis stays the axis that the wider level
-        means, whatever `ch_axis` names in this one.
+        Words about another kind of format are not inherited, and an inherited axis stays the
+        axis that the wider level means, whatever `ch_axis` names in this one.
         """
         kept = Words(self.role, {**wider.raw, **self.raw})
         foreign = KINDRED if is_foreign(wider._kind, kept._kind) else frozenset()
@@ -283,16 +306,22 @@ class Words:
 
     @property
     def _axis(self) -> str | None:
-        """What `ch_axis` names: the "channels", or the axis "along" which groups run; None where nothing reads it."""
+        """What `ch_axis` names: the "channels", or the axis "along" which groups run; None
+        where nothing reads it.
+        """
         if self.scheme not in ("per_channel", "per_group") or self.is_per_token:
             return None
         return "channels" if self.scheme == "per_channel" or self.is_channel_axis else "along"
 
 
 def usual_symmetric_scale(spec: QuantizationSpec) -> SymmetricScale:
-    """The rule for a spec whose file states none: with few bits the last half step costs more than it is worth.
+    """The rule for a spec whose file states none: with few bits the last half step costs more
+    than it is worth.
 
-    >>> usual_symmetric_scale(QuantizationSpec(bit_width=4)), usual_symmetric_scale(QuantizationSpec(bit_width=8))
+    >>> (
+    ...     usual_symmetric_scale(QuantizationSpec(bit_width=4)),
+    ...     usual_symmetric_scale(QuantizationSpec(bit_width=8)),
+    ... )
     ('half_range', 'quant_max')
     """
     return (
@@ -301,7 +330,8 @@ def usual_symmetric_scale(spec: QuantizationSpec) -> SymmetricScale:
 
 
 def usual_statistic(method: str) -> str:
-    """What the observers of activations do with several batches: those that need counts see all batches as one.
+    """What the observers of activations do with several batches: those that need counts see all
+    batches as one.
 
     >>> usual_statistic("percentile"), usual_statistic("maxmin")
     ('pooled', 'max')
@@ -310,9 +340,14 @@ def usual_statistic(method: str) -> str:
 
 
 def is_foreign(dtype: str | None, other: str | None) -> bool:
-    """Whether one of two internal dtypes is an integer format and the other a scaled floating-point format.
+    """Whether one of two internal dtypes is an integer format and the other a scaled
+    floating-point format.
 
-    >>> is_foreign("int", "fp8_e4m3"), is_foreign("fp4", "fp8_e4m3"), is_foreign("int", "float16")
+    >>> (
+    ...     is_foreign("int", "fp8_e4m3"),
+    ...     is_foreign("fp4", "fp8_e4m3"),
+    ...     is_foreign("int", "float16"),
+    ... )
     (True, False, False)
     """
     scaled = {dtype, other} - CAST_ONLY - {None}
@@ -320,7 +355,9 @@ def is_foreign(dtype: str | None, other: str | None) -> bool:
 
 
 def turned(axis: Sourced, role: Role) -> Sourced | None:
-    """For the channel axis of a weight the axis along which its groups run, and back; None where that is open."""
+    """For the channel axis of a weight the axis along which its groups run, and back; None
+    where that is open.
+    """
     known = role == "weights" and axis.value in (0, 1)
     return Sourced(1 - axis.value, axis.place) if known else None
 

@@ -1,4 +1,6 @@
-"""Translates the layered form (overall, tensor, layer blocks) into `Config`, and specs back into its words."""
+"""Translates the layered form (overall, tensor, layer blocks) into `Config`, and specs back
+into its words.
+"""
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -40,7 +42,9 @@ FIELDS = {
 
 OPTIONAL = {
     "percentage": "only the percentile method reads `percentage`",
-    "symmetric_scale": "only symmetric signed integers with a float scale and all their codes read `symmetric_scale`",
+    "symmetric_scale": "only symmetric signed integers with a float scale and all their codes "
+    "read "
+    "`symmetric_scale`",
 }
 """The words that a complete block may lack, and who reads them."""
 
@@ -55,7 +59,9 @@ _SETTINGS = frozenset(field.name for field in fields(Settings)) - {"places"}
 
 @dataclass(frozen=True)
 class Level:
-    """One part of the file that says something about all roles and about single ones: the top, or a layer entry."""
+    """One part of the file that says something about all roles and about single ones: the top,
+    or a layer entry.
+    """
 
     selector: Selector
     label: str
@@ -84,7 +90,9 @@ class Level:
 
 @dataclass(frozen=True)
 class Layered:
-    """The file in the field's words, level by level, and as a config, whose rules are in the file's order."""
+    """The file in the field's words, level by level, and as a config, whose rules are in the
+    file's order.
+    """
 
     document: Document
     config: Config
@@ -95,7 +103,8 @@ class Layered:
 def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
     """Translate a document of the layered form.
 
-    `ignored` are pointers whose values are wrong: they are left out, so that the rest can be checked.
+    `ignored` are pointers whose values are wrong: they are left out, so that the rest can be
+    checked.
     """
     file = _Translator(document, frozenset(ignored))
     top, layers = (
@@ -150,9 +159,8 @@ class _Translator(ValidDocument):
         if roles and None in (
             self.get(*path, "quantizable_data_type", at) for at in range(len(roles))
         ):
-            roles = (
-                None  # with one of them misspelt, nothing is known of those that are not there
-            )
+            # With one of them misspelt, nothing is known of those that are not there
+            roles = None
         return Level(
             selector=selector,
             label=label,
@@ -182,8 +190,8 @@ class _Translator(ValidDocument):
 def parameters(spec: QuantizationSpec, said: Collection[str] = ()) -> dict[str, Any]:
     """A complete block that says the same as a spec of integers, or one without a scale.
 
-    `said` are the words, of "datatype" and "symmetric_scale", that it says with their default as well, as another block
-    may say something else.
+    `said` are the words, of "datatype" and "symmetric_scale", that it says with their default
+    as well, as another block may say something else.
     """
     if spec.dtype in CAST_ONLY:
         return {"datatype": spec.dtype}
@@ -202,7 +210,9 @@ def entry(
     specs: Mapping[Role, QuantizationSpec],
     said: Collection[str] = (),
 ) -> dict[str, Any]:
-    """A complete layer entry: an overall block, and what differs from it for single roles; `said` as above."""
+    """A complete layer entry: an overall block, and what differs from it for single roles;
+    `said` as above.
+    """
     by_role = {role: parameters(specs[role], said) for role in ROLES if role in specs}
     overall = dict(
         next(
@@ -228,8 +238,10 @@ def entry(
 def with_entries(
     document: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A copy of the document with these layer entries, by the name of their layer, in place of those of the same names
-    and behind all others; comments ("//" keys) of replaced ones stay."""
+    """A copy of the document with these layer entries, by the name of their layer, in place of
+    those of the same names and behind all others; comments ("//" keys) of replaced ones
+    stay.
+    """
     changed = copy.deepcopy(dict(document))
     known = changed.get("layer_quantize_config") or []
     written = [each for each in known if each.get("layer_name") not in entries]
@@ -247,6 +259,8 @@ def with_entries(
 def specified(
     document: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec]
 ) -> dict[str, Any]:
-    """What an entry of this document says to give a layer's tensors these specs, whatever wider blocks say."""
+    """What an entry of this document says to give a layer's tensors these specs, whatever wider
+    blocks say.
+    """
     rules = {"symmetric_scale"} if "symmetric_scale" in str(document) else set()
     return entry({}, specs, {"datatype", *rules})

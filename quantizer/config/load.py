@@ -1,6 +1,9 @@
-"""From a path to a checked `Config`, or to a fixed text: the door of this room. What is in a file never raises.
+"""From a path to a checked `Config`, or to a fixed text: the door of this room. What is in a
+file never raises.
 
-A document of either form is checked against its schema; then what the sound part of it means is checked."""
+A document of either form is checked against its schema; then what the sound part of it means is
+checked.
+"""
 
 import json
 import os
@@ -23,14 +26,18 @@ from quantizer.config.read import parse_document, read_text
 from quantizer.config.resources import load_resource
 
 MANY = 200
-"""From so many structural errors on, what the file means is not looked at: most of it is not there."""
+"""From so many structural errors on, what the file means is not looked at: most of it is not
+there.
+"""
 
 Findings = tuple[Diagnostic, ...]
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a file gave: the config if it can be used, and every finding; `sources` has the text for excerpts."""
+    """What a file gave: the config if it can be used, and every finding; `sources` has the text
+    for excerpts.
+    """
 
     config: Config | None
     diagnostics: tuple[Diagnostic, ...]
@@ -61,7 +68,9 @@ def load_text(source: Text) -> LoadResult:
 
 
 def check_document(document: Document) -> LoadResult:
-    """Check a parsed document; the part of it that is sound is checked for conflicts even if another part is not."""
+    """Check a parsed document; the part of it that is sound is checked for conflicts even if
+    another part is not.
+    """
     config, found = checked(document)
     sources = {} if document.dotted else {document.source.name: document.source.text}
     return LoadResult(config, _with_fixes(document, found), sources, document)
@@ -81,7 +90,9 @@ def fixed(source: Text) -> tuple[Text, int]:
 
 
 def checked(document: Document) -> tuple[Config | None, Findings]:
-    """The config, if the document makes one, and every finding, by place; proposed fixes are not tried."""
+    """The config, if the document makes one, and every finding, by place; proposed fixes are
+    not tried.
+    """
     form = form_of(document.value)
     known, notes = canonical(document) if form == "hierarchical" else (document, ())
     structure = [*notes, *check_structure(known)]
@@ -129,7 +140,9 @@ def _wrong_patterns(rules: Iterable[ConfigRule]) -> Iterator[Diagnostic]:
 
 
 def _with_fixes(document: Document, found: Findings) -> Findings:
-    """The findings with the fixes that hold. A document without text is written as one to try them."""
+    """The findings with the fixes that hold. A document without text is written as one to try
+    them.
+    """
     if not document.dotted:
         return tried(document.source, found, _findings)
     if not any(finding.fixes for finding in found):
@@ -157,12 +170,13 @@ def _findings(source: Text) -> Findings:
 
 
 def default_config() -> Config:
-    """The config that holds when no file is given: DPU, power-of-two scales. The file check does not apply to it.
+    """The config that holds when no file is given: DPU, power-of-two scales. The file check
+    does not apply to it.
 
     It is the ready config for the DPU with equalization and without narrow ranges.
 
-    Source: Vitis AI, quantization configuration, table "Default Configurations", with `half_up` for activations as the
-    restrictions of the same page ask.
+    Source: Vitis AI, quantization configuration, table "Default Configurations", with `half_up`
+    for activations as the restrictions of the same page ask.
     """
     ready = {
         key: value

@@ -1,4 +1,6 @@
-"""The keys that a file lacks, and what to write for them, after the members that are there and laid out like them."""
+"""The keys that a file lacks, and what to write for them, after the members that are there and
+laid out like them.
+"""
 
 import itertools
 import json
@@ -37,7 +39,9 @@ Members = dict[str, Any]
 
 
 def missing_keys(value: Mapping[str, Any], path: Path) -> tuple[str, ...]:
-    """The required keys that the object at `path` lacks. A misspelt key is there: it is reported as unknown."""
+    """The required keys that the object at `path` lacks. A misspelt key is there: it is
+    reported as unknown.
+    """
     here, (required, known) = value_at(value, path), _keys(value, path)
     missing = [key for key in required if key not in here]
     misspelt = {
@@ -123,10 +127,12 @@ def _preset(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _parameters(
     value: Mapping[str, Any], level: Mapping[str, Any], missing: Sequence[str]
 ) -> Iterator[Members]:
-    """What to add to `level`, the file or one of its layer entries, so that its overall block states what is missing.
+    """What to add to `level`, the file or one of its layer entries, so that its overall block
+    states what is missing.
 
-    First what holds there anyway, of each tensor role by itself: for a layer entry what the top of the file says, for
-    the top what the ready config does. What follows differs from it in one value, then in two.
+    First what holds there anyway, of each tensor role by itself: for a layer entry what the top
+    of the file says, for the top what the ready config does. What follows differs from it in
+    one value, then in two.
     """
     blocks = [
         _blocks(source)
@@ -162,7 +168,9 @@ def _parameters(
 def _overall(
     missing: Sequence[str], own: Members, wide: Mapping[str, Any], datatypes: Sequence[Any]
 ) -> Members:
-    """Under a floating-point datatype of the top an empty block has that, and one about integers has to say so."""
+    """Under a floating-point datatype of the top an empty block has that, and one about
+    integers has to say so.
+    """
     if _is_cast(wide["datatype"]) and not own:
         return {"datatype": wide["datatype"]}
     is_said = "datatype" in own or not any(map(_is_cast, datatypes))
@@ -177,7 +185,9 @@ def _is_cast(datatype: Any) -> bool:
 def _aside(
     first: Members, found: Mapping[str, Any], wide: Mapping[str, Any], own: Members
 ) -> Members:
-    """What a role's block has to state, so that the overall values `first` do not replace what holds for the role."""
+    """What a role's block has to state, so that the overall values `first` do not replace what
+    holds for the role.
+    """
     read = first.keys() if found["datatype"] == "int" else first.keys() & {"datatype"}
     return {
         word: found[word]
@@ -196,7 +206,9 @@ def _changes(first: Members) -> Iterator[Members]:
 
 
 def _options(word: str) -> list[Any]:
-    """The values that may stand for a wider block's; how precise and what kind of numbers is not for us to change."""
+    """The values that may stand for a wider block's; how precise and what kind of numbers is
+    not for us to change.
+    """
     if word in ("datatype", "bit_width"):
         return []
     options: list[Any] = block_of("layered", "parameters")["properties"][word].get(
@@ -214,7 +226,9 @@ def _blocks(level: Mapping[str, Any]) -> tuple[Members, dict[str, Members]]:
 
 
 def _examples(value: Mapping[str, Any], path: Path, key: str) -> Iterator[tuple[Members, bool]]:
-    """Values for a key of the hierarchical form or of an algorithm; the one that all wider levels state is known."""
+    """Values for a key of the hierarchical form or of an algorithm; the one that all wider
+    levels state is known.
+    """
     if key == "name":
         yield from (
             ({key: name}, False)
@@ -233,7 +247,9 @@ def _examples(value: Mapping[str, Any], path: Path, key: str) -> Iterator[tuple[
 
 
 def _wider_dtypes(value: Mapping[str, Any], path: Path) -> tuple[str, ...]:
-    """The dtypes that the levels above a spec state for the same tensor: the global one, and for a name all types."""
+    """The dtypes that the levels above a spec state for the same tensor: the global one, and
+    for a name all types.
+    """
     level, tensor = path[0], path[-1]
     types = value.get("layer_type_quant_config") if level == "layer_quant_config" else {}
     above = [value.get("global_quant_config") if level != "global_quant_config" else {}]
@@ -246,7 +262,9 @@ def _wider_dtypes(value: Mapping[str, Any], path: Path) -> tuple[str, ...]:
 def _insertions(
     document: Document, path: Path, members: Mapping[str, Any]
 ) -> tuple[tuple[Edit, ...], tuple[str, ...]]:
-    """The edits that add members to the object at `path` and to blocks in it, and the pointers of what is new."""
+    """The edits that add members to the object at `path` and to blocks in it, and the pointers
+    of what is new.
+    """
     here = value_at(document.value, path)
     new = {key: member for key, member in members.items() if key not in here}
     edits = [_insertion(document, path, new)] if new else []

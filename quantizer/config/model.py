@@ -1,4 +1,6 @@
-"""What a config says, as frozen values in the field's words. No tensors, no files, no file's spelling."""
+"""What a config says, as frozen values in the field's words. No tensors, no files, no file's
+spelling.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ScaleMode = Literal["floor", "even", "ceil"]
 SymmetricScale = Literal["quant_max", "half_range"]
 Statistic = Literal["modal", "max", "mean", "median", "pooled"]
 POOLED: Literal["pooled"] = "pooled"
-"""The statistic of observers that see all batches as one, as those of the hierarchical form do."""
+"""The statistic of observers that see all batches as one, as those of the hierarchical form
+do.
+"""
 
 PAIR = 2
 """Values that share a microexponent."""
@@ -35,22 +39,26 @@ CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 class QuantizationSpec:
     """How one tensor is quantized; every axis is independent of the others.
 
-    `dtype` is "int" (then `bit_width`, `signed`, `symmetric` and `narrow_range` give its codes) or the name of a
-    floating-point format, with a scale ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16",
-    "mx6", "mx9") or without one (`CAST_ONLY`; "float32" = left alone); formats may be registered at run time, so it is
-    any string. `method` finds the range, `percentage` is read by the percentile method only, `statistic` reduces the
-    batches' ranges to one, or, "pooled", finds one for all of them, as the auto method always does; a dynamic tensor's
-    range is found each time it is made.
+    `dtype` is "int" (then `bit_width`, `signed`, `symmetric` and `narrow_range` give its codes)
+    or the name of a floating-point format, with a scale ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2",
+    "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6", "mx9") or without one (`CAST_ONLY`; "float32"
+    = left alone); formats may be registered at run time, so it is any string. `method` finds
+    the range, `percentage` is read by the percentile method only, `statistic` reduces the
+    batches' ranges to one, or, "pooled", finds one for all of them, as the auto method always
+    does; a dynamic tensor's range is found each time it is made.
 
-    `ch_axis` goes with `qscheme`: the axis whose indices have a scale each ("per_channel"), the axis that groups of
-    `group_size` values run along ("per_group"; the last group may be shorter in block formats only), the axis that one
-    row of values runs along ("per_token"). A stack of tensors, each `group_size` long in the first axis, has a scale
-    for each of them ("per_tensor"), or for each of their channels ("per_channel"). `scale_type` is "float",
-    "poweroftwo", or "e8m0", the shared exponent of a block format, found by `scale_mode` ("floor", "even" or "ceil");
-    powers of two are at least 2^-`finest_position` where the device asks for that. Two more are of groups only: "e4m3",
-    a number of fp8_e4m3 times one float of the tensor, and "microexponent", a shared exponent that is one less for some
-    pairs of values. `symmetric_scale` is what symmetric integers whose scale is no power of two divide their largest
-    magnitude by: "quant_max", or "half_range", (quant_max - quant_min) / 2, which cuts half a step off it.
+    `ch_axis` goes with `qscheme`: the axis whose indices have a scale each ("per_channel"), the
+    axis that groups of `group_size` values run along ("per_group"; the last group may be
+    shorter in block formats only), the axis that one row of values runs along ("per_token"). A
+    stack of tensors, each `group_size` long in the first axis, has a scale for each of them
+    ("per_tensor"), or for each of their channels ("per_channel"). `scale_type` is "float",
+    "poweroftwo", or "e8m0", the shared exponent of a block format, found by `scale_mode`
+    ("floor", "even" or "ceil"); powers of two are at least 2^-`finest_position` where the
+    device asks for that. Two more are of groups only: "e4m3", a number of fp8_e4m3 times one
+    float of the tensor, and "microexponent", a shared exponent that is one less for some pairs
+    of values. `symmetric_scale` is what symmetric integers whose scale is no power of two
+    divide their largest magnitude by: "quant_max", or "half_range", (quant_max - quant_min) /
+    2, which cuts half a step off it.
     """
 
     dtype: str = "int"
@@ -90,7 +98,9 @@ class QuantizationSpec:
 
     @property
     def has_symmetric_scale(self) -> bool:
-        """Whether `symmetric_scale` changes the scale: one more code is negative, and the scale may be any float."""
+        """Whether `symmetric_scale` changes the scale: one more code is negative, and the scale
+        may be any float.
+        """
         negative_end = self.signed and self.symmetric and not self.narrow_range
         return self.dtype == "int" and negative_end and self.scale_type in ("float", "e4m3")
 
@@ -155,8 +165,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Selector:
-    """Which layers a rule is about: all, those with weights of their own, those of a type, those a name pattern finds,
-    or those it excludes.
+    """Which layers a rule is about: all, those with weights of their own, those of a type,
+    those a name pattern finds, or those it excludes.
 
     `required` False means that it may match none.
     """
@@ -169,11 +179,13 @@ class Selector:
 
 @dataclass(frozen=True)
 class ConfigRule:
-    """One block of a config: for the selected layers, which roles are quantized and which spec fields are set.
+    """One block of a config: for the selected layers, which roles are quantized and which spec
+    fields are set.
 
-    `label` is the block's path in the file (`layer_quantize_config[1]`). `roles` None means that this block does not
-    say; `adds` are roles that it quantizes besides those that wider blocks do. `fields[role][field]` uses the field
-    names of `QuantizationSpec`, `ch_axis` only where the file has it (a layer knows the axis of its output channels).
+    `label` is the block's path in the file (`layer_quantize_config[1]`). `roles` None means
+    that this block does not say; `adds` are roles that it quantizes besides those that wider
+    blocks do. `fields[role][field]` uses the field names of `QuantizationSpec`, `ch_axis` only
+    where the file has it (a layer knows the axis of its output channels).
     """
 
     selector: Selector
@@ -186,9 +198,11 @@ class ConfigRule:
 
 @dataclass(frozen=True)
 class ScalingLayer:
-    """One entry of `scaling_layers`, with names relative to a block: layers that read one value are scaled together.
+    """One entry of `scaling_layers`, with names relative to a block: layers that read one value
+    are scaled together.
 
-    `prev_op` makes that value, `inp` is one of the layers whose input it is; an empty name means: found on the graph.
+    `prev_op` makes that value, `inp` is one of the layers whose input it is; an empty name
+    means: found on the graph.
     """
 
     layers: tuple[str, ...]
@@ -199,11 +213,13 @@ class ScalingLayer:
 
 @dataclass(frozen=True)
 class Names:
-    """The parts of a model that an algorithm's settings name; None means that they are found on the graph.
+    """The parts of a model that an algorithm's settings name; None means that they are found on
+    the graph.
 
-    `blocks` is the module that holds the decoder's blocks, `inside` the layers of a block in the order in which they
-    are processed, `scaling` the groups that are scaled together, `embeddings` are layers that must exist and no more.
-    `places` has the file's place of each field that is set.
+    `blocks` is the module that holds the decoder's blocks, `inside` the layers of a block in
+    the order in which they are processed, `scaling` the groups that are scaled together,
+    `embeddings` are layers that must exist and no more. `places` has the file's place of each
+    field that is set.
     """
 
     blocks: str | None = None
@@ -224,10 +240,11 @@ _NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm as a file lists it: its class, its entry's path, and each stated key with where it is.
+    """An algorithm as a file lists it: its class, its entry's path, and each stated key with
+    where it is.
 
-    `groups` are the places of the groups in `scaling_layers`; `unread` are keys that say something which nothing reads,
-    each with the reason and its first place.
+    `groups` are the places of the groups in `scaling_layers`; `unread` are keys that say
+    something which nothing reads, each with the reason and its first place.
     """
 
     kind: type[AlgoConfig]
@@ -297,10 +314,11 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Config:
-    """A validated config: settings, and rules in the file's order (overall first, then tensor, then layers).
+    """A validated config: settings, and rules in the file's order (overall first, then tensor,
+    then layers).
 
-    `source` is the file as it was shown to the user, `text` what it holds, `document` the parsed JSON, for
-    `config.resolved.json`; `algorithms` change the weights, in this order.
+    `source` is the file as it was shown to the user, `text` what it holds, `document` the
+    parsed JSON, for `config.resolved.json`; `algorithms` change the weights, in this order.
     """
 
     settings: Settings

@@ -1,4 +1,6 @@
-"""The pages of the config's keys and of the codes, made from the schemas; docs/config and docs/rules.md hold them."""
+"""The pages of the config's keys and of the codes, made from the schemas; docs/config and
+docs/rules.md hold them.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +32,9 @@ _PLACES: Mapping[Form, Mapping[str, str]] = {
         "a tensor's specification": "spec",
     },
 }
-"""Where keys stand: the block in words, and its definition in the schema ("" is the file itself)."""
+"""Where keys stand: the block in words, and its definition in the schema ("" is the file
+itself).
+"""
 
 _FIELDS: Mapping[Form, Mapping[str, str]] = {"layered": FIELDS, "hierarchical": FIELDS_OF_KEYS}
 
@@ -62,7 +66,9 @@ def setting_page(key: str) -> str:
 
 
 def key_page(key: str) -> str:
-    """The page of a config key in Markdown: what it does, options, default, example, conflicts; for each form."""
+    """The page of a config key in Markdown: what it does, options, default, example, conflicts;
+    for each form.
+    """
     if key in entry_kinds("hierarchical"):
         return "\n\n".join([f"# {key}", *_algorithm_sections(key)]) + "\n"
     pages = {form: list(_key_sections(key, form)) for form in FORMS if key in _keys(form)}
@@ -126,7 +132,8 @@ def _algorithm_sections(name: str) -> Iterator[str]:
     rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
     for key, entry in _settings(name).items():
         rows.append(
-            f"| `{key}` | {_values(entry)} | `{json.dumps(entry['default'])}` | {entry['description']} |"
+            f"| `{key}` | {_values(entry)} | `{json.dumps(entry['default'])}` | "
+            f"{entry['description']} |"
         )
     yield "\n".join(rows)
     if "scaling_layers" in _settings(name):
@@ -148,7 +155,9 @@ def _settings(name: str) -> Mapping[str, Any]:
 
 
 def _values(entry: Mapping[str, Any]) -> str:
-    """The types of a setting in words, or its options, and its range; the one value that is supported."""
+    """The types of a setting in words, or its options, and its range; the one value that is
+    supported.
+    """
     if "code" in entry:
         return json.dumps(entry["default"])
     types = entry["type"] if isinstance(entry["type"], list) else [entry["type"]]
@@ -185,18 +194,24 @@ def contents() -> str:
 def rules_page() -> str:
     """All codes in one page."""
     intro = (
-        "# Codes\n\nEvery finding has a code: QZ0xx syntax, QZ1xx values, QZ2xx device restrictions, QZ3xx conflicts, "
+        "# Codes\n\nEvery finding has a code: QZ0xx syntax, QZ1xx values, QZ2xx device "
+        "restrictions, QZ3xx conflicts, "
         "QZ4xx selectors.\n`quantizer explain QZ301` prints a section of this page.\n\n"
-        "`quantizer validate --fix` writes what has one known answer: misspelt keys and words, quoted numbers, "
-        "`True` and `False`, trailing\ncommas, missing keys. Fixes are tried first: the help line offers, and `--fix` "
-        "writes, only what removes its finding and breaks\nno rule together with the rest of the file. `--diff` shows "
+        "`quantizer validate --fix` writes what has one known answer: misspelt keys and "
+        "words, quoted numbers, "
+        "`True` and `False`, trailing\ncommas, missing keys. Fixes are tried first: the help "
+        "line offers, and `--fix` "
+        "writes, only what removes its finding and breaks\nno rule together with the rest of "
+        "the file. `--diff` shows "
         "the changes and writes nothing."
     )
     return "\n\n".join([intro, *map(_code_section, all_codes())]) + "\n"
 
 
 def _worked_example(name: str) -> Iterator[str]:
-    """A change of one ready config, the commands to see its effect, and what they print before and after it."""
+    """A change of one ready config, the commands to see its effect, and what they print before
+    and after it.
+    """
     example = load_resource("schemas", "worked_examples.json").get(name)
     if example is None:
         return
@@ -240,7 +255,9 @@ def _rules_of(key: str, form: Form) -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def _keys(form: Form) -> Mapping[str, tuple[Mapping[str, Any], str]]:
-    """The keys of a form that have a page: each with its entry in the schema, and in words where it may stand."""
+    """The keys of a form that have a page: each with its entry in the schema, and in words
+    where it may stand.
+    """
     definitions = block_of(form)["definitions"]
     found: dict[str, tuple[Mapping[str, Any], str]] = {}
     for where, block in _PLACES[form].items():

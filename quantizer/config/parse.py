@@ -1,5 +1,7 @@
-"""The JSON grammar (RFC 8259) with positions. Goes on after what it can understand (comments, trailing commas,
-duplicate keys, NaN), so that one run shows all of it; stops at what it cannot."""
+"""The JSON grammar (RFC 8259) with positions. Goes on after what it can understand (comments,
+trailing commas, duplicate keys, NaN), so that one run shows all of it; stops at what it
+cannot.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""A config's document with other range methods for activations, in the file's own form. Knows no tensors."""
+"""A config's document with other range methods for activations, in the file's own form. Knows
+no tensors.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -28,7 +30,9 @@ _LEVELS = {
     "layer_type_quant_config": 2,
     "layer_quant_config": 2,
 }
-"""How many steps of a path lead to a level of the file, by the first; other paths are at the top."""
+"""How many steps of a path lead to a level of the file, by the first; other paths are at the
+top.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,11 @@ def in_place(
     changed: Mapping[Key, Restated],
     others: Iterable[tuple[str, Mapping[str, str]]],
 ) -> tuple[dict[str, Any], Paths] | None:
-    """The document with the new words at the levels that say the old ones, and the path of each new word.
+    """The document with the new words at the levels that say the old ones, and the path of each
+    new word.
 
-    None where such a level also speaks of activations that stay as they are: `others`, their roles and origins.
+    None where such a level also speaks of activations that stay as they are: `others`, their
+    roles and origins.
     """
     levels = {
         (*key, field): _level(document, each, field)
@@ -97,7 +103,9 @@ def by_layer(
     layers: Mapping[str, Mapping[Role, QuantizationSpec]],
     changed: Mapping[Key, Restated],
 ) -> tuple[dict[str, Any], Paths]:
-    """The document with an entry of its own for each of `layers`, which has the specs of all its tensors."""
+    """The document with an entry of its own for each of `layers`, which has the specs of all
+    its tensors.
+    """
     paths = dict[Field, Path | None]()
     if form_of(document) == "layered":
         said = {name: specified(document, specs) for name, specs in layers.items()}
@@ -118,9 +126,8 @@ def by_layer(
     value = copy.deepcopy(dict(document))
     named = value.setdefault("layer_quant_config", {})
     for (layer, tensor), each in changed.items():
-        own = named.pop(
-            layer, {}
-        )  # and to the end: of equally specific entries the last one holds
+        # And to the end: of equally specific entries the last one holds
+        own = named.pop(layer, {})
         key = KEY_OF[base_role(tensor)]
         named[layer] = {**own, key: {**(own.get(key) or {}), **specification(each.after)}}
         paths[layer, tensor, None] = ("layer_quant_config", layer, key)
@@ -128,7 +135,9 @@ def by_layer(
 
 
 def _level(document: Document, tensor: Restated, field: str) -> Path:
-    """The level that says a field, or where none does, the method; the top if all is by default."""
+    """The level that says a field, or where none does, the method; the top if all is by
+    default.
+    """
     found = (
         _level_of(document, tensor.origins.get(name, "")) for name in (field, "method", "dtype")
     )

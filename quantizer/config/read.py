@@ -1,4 +1,6 @@
-"""Reads a file into a `Document`. Every fault of syntax or encoding is a diagnostic; only `ConfigError` escapes."""
+"""Reads a file into a `Document`. Every fault of syntax or encoding is a diagnostic; only
+`ConfigError` escapes.
+"""
 
 import os
 from pathlib import Path
@@ -18,22 +20,25 @@ def read_document(path: str | os.PathLike[str]) -> Document:
 
 
 def read_text(path: str | os.PathLike[str]) -> Text:
-    """The text of the file `path`, in UTF-8 (a byte order mark is accepted), at most 1 MB; or a `ConfigError`."""
+    """The text of the file `path`, in UTF-8 (a byte order mark is accepted), at most 1 MB; or a
+    `ConfigError`.
+    """
     return _decode(os.fspath(path), _read_bytes(path))
 
 
 def parse_document(source: Text) -> Document:
     """Parse a JSON object that is nested at most 64 deep.
 
-    It has no duplicate keys, no comments, no trailing commas and no NaN or Infinity. `ConfigError` lists all that is
-    wrong.
+    It has no duplicate keys, no comments, no trailing commas and no NaN or Infinity.
+    `ConfigError` lists all that is wrong.
     """
     parser = Parser(source)
     value = parser.parse()
     if not parser.problems and not isinstance(value, dict):
         parser.report(
             "QZ009",
-            f"the file contains {'an array' if isinstance(value, list) else 'a single value'}, not an object",
+            "the file contains "
+            f"{'an array' if isinstance(value, list) else 'a single value'}, not an object",
             (parser.start, parser.start + 1),
             "a config begins with { and ends with }",
         )
@@ -80,7 +85,9 @@ def _decode(name: str, data: bytes) -> Text:
 
 
 def _undecodable(name: str, data: bytes, at: int, message: str) -> ConfigError:
-    """The finding at the line and column of byte `at`; in the excerpt a mark stands for what is not UTF-8."""
+    """The finding at the line and column of byte `at`; in the excerpt a mark stands for what is
+    not UTF-8.
+    """
     shown = Text(name, data.decode("utf-8-sig", errors="replace"))
     start = len(data[:at].decode("utf-8-sig", errors="replace"))
     found = Diagnostic(

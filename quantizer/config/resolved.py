@@ -1,4 +1,6 @@
-"""The config as it took effect, in the words of its file form: every global switch written out, comments gone."""
+"""The config as it took effect, in the words of its file form: every global switch written out,
+comments gone.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -24,8 +26,9 @@ _FIXED_DEFAULTS = {"is_dynamic": False, "round_method": "half_even", "scale_type
 def resolved_document(config: Config) -> dict[str, Any]:
     """A document that means the same as `config` and leaves nothing to defaults.
 
-    Blocks of the layered form are complete in a valid file, so only the switches need filling in. In the hierarchical
-    form what a narrower level does not state is written as null, since it inherits.
+    Blocks of the layered form are complete in a valid file, so only the switches need filling
+    in. In the hierarchical form what a narrower level does not state is written as null, since
+    it inherits.
     """
     document = _without_comments(config.document)
     if config.form == "hierarchical":
@@ -37,7 +40,9 @@ def resolved_document(config: Config) -> dict[str, Any]:
 
 
 def _lists(config: Config, *keys: str) -> dict[str, Any]:
-    """The lists of algorithms that are not empty, each with all its settings as they took effect."""
+    """The lists of algorithms that are not empty, each with all its settings as they took
+    effect.
+    """
     lists = {
         key: [
             written(each.settings) for each in config.algorithms if each.label.startswith(key)
@@ -53,14 +58,18 @@ def _lists(config: Config, *keys: str) -> dict[str, Any]:
 
 
 def _passes(entries: Any) -> Iterator[dict[str, Any]]:
-    """The passes over the graph among the entries of a list, or in the one that stands without a list."""
+    """The passes over the graph among the entries of a list, or in the one that stands without
+    a list.
+    """
     for entry in [entries] if isinstance(entries, Mapping) else entries or ():
         if entry["name"] in SWITCHES:
             yield written(SWITCHES[entry["name"]]())
 
 
 def _hierarchical(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Every level with every key of every spec; at the global level with the defaults that hold there."""
+    """Every level with every key of every spec; at the global level with the defaults that hold
+    there.
+    """
     read = {key: document.get(key) or default for key, default in _TOP.items()}
     return read | {
         "global_quant_config": _level(document["global_quant_config"], filled=True)
@@ -78,7 +87,9 @@ def _level(level: Mapping[str, Any], *, filled: bool) -> dict[str, Any]:
 
 
 def _spec(spec: Mapping[str, Any], filled: bool) -> dict[str, Any]:
-    """All keys; a default that follows from other keys stays null, or narrower levels would inherit it as a word."""
+    """All keys; a default that follows from other keys stays null, or narrower levels would
+    inherit it as a word.
+    """
     stated = {key: spec.get(key) for key in SPEC_KEYS}
     if not filled or stated["dtype"] in CAST_ONLY:
         return stated

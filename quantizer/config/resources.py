@@ -1,4 +1,6 @@
-"""Finds the schemas and presets, in a checkout and in an installed wheel alike. Reads nothing else."""
+"""Finds the schemas and presets, in a checkout and in an installed wheel alike. Reads nothing
+else.
+"""
 
 import json
 from functools import cache
@@ -13,7 +15,8 @@ _PACKAGE = Path(__file__).parents[1]
 def resource(folder: str, name: str) -> Path:
     """The shipped file `folder/name`; folders are "schemas" and "configs".
 
-    A wheel has them inside the package; in a checkout they lie beside it, where editors and readers look for them.
+    A wheel has them inside the package; in a checkout they lie beside it, where editors and
+    readers look for them.
     """
     for root in (_PACKAGE, _PACKAGE.parent):
         if (root / folder / name).is_file():

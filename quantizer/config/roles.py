@@ -1,4 +1,6 @@
-"""The words for a layer's tensors: "weights", "bias", "activation", "input", with a suffix where it has several."""
+"""The words for a layer's tensors: "weights", "bias", "activation", "input", with a suffix
+where it has several.
+"""
 
 from typing import cast
 

@@ -1,4 +1,6 @@
-"""The device restrictions and conflicts of one spec, rows of schemas/quantization_spec.schema.json; and all codes."""
+"""The device restrictions and conflicts of one spec, rows of
+schemas/quantization_spec.schema.json; and all codes.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ _CONTEXT = ("tensor", "target_device")
 
 @dataclass(frozen=True)
 class Conflict:
-    """One broken rule: `fields` are fields of `QuantizationSpec`, the one that the message is about first.
+    """One broken rule: `fields` are fields of `QuantizationSpec`, the one that the message is
+    about first.
 
-    `on_device` says that the device counts too; a warning, and a rule that is `beside` another, names devices only to
-    keep quiet where an error speaks.
+    `on_device` says that the device counts too; a warning, and a rule that is `beside` another,
+    names devices only to keep quiet where an error speaks.
     """
 
     code: str
@@ -35,7 +38,8 @@ class Conflict:
 
 @cache
 def spec_rules() -> Mapping[str, Mapping[str, Any]]:
-    """The rules of the spec schema by code; of each `title`, `description`, `help`, `if` and `then`.
+    """The rules of the spec schema by code; of each `title`, `description`, `help`, `if` and
+    `then`.
 
     A rule with a `form` is about files of that form only, and its help is in that form's words.
     """
@@ -45,7 +49,9 @@ def spec_rules() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def all_codes() -> Mapping[str, Mapping[str, Any]]:
-    """Every code in order, with `title`, `description` and `help`: the rules, and those of schemas/codes.json."""
+    """Every code in order, with `title`, `description` and `help`: the rules, and those of
+    schemas/codes.json.
+    """
     return dict(sorted({**load_resource("schemas", "codes.json"), **spec_rules()}.items()))
 
 
@@ -53,10 +59,11 @@ def all_codes() -> Mapping[str, Mapping[str, Any]]:
 def conflicts(
     spec: QuantizationSpec, role: Role, device: str, form: str = "layered"
 ) -> tuple[Conflict, ...]:
-    """The rules that `spec` breaks as the spec of a `role` tensor on `device` ("DPU", "CPU", "GPU", "IPU").
+    """The rules that `spec` breaks as the spec of a `role` tensor on `device` ("DPU", "CPU",
+    "GPU", "IPU").
 
-    `form` is that of the file. Formats without a scale break none, and other floating-point formats none of those
-    about integers.
+    `form` is that of the file. Formats without a scale break none, and other floating-point
+    formats none of those about integers.
 
     >>> spec = QuantizationSpec(symmetric=False, signed=False, method="mse")
     >>> [conflict.code for conflict in conflicts(spec, "activation", "CPU")]

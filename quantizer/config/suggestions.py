@@ -1,4 +1,6 @@
-"""What to write instead of a wrong key or value, the likeliest first. Reads the schema; finds no errors itself."""
+"""What to write instead of a wrong key or value, the likeliest first. Reads the schema; finds
+no errors itself.
+"""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -42,7 +44,9 @@ _BLOCKS: Mapping[Form, Mapping[str, str]] = {
         "a tensor's specification, such as weight": "spec",
     },
 }
-"""The blocks whose keys have values of their own, as messages call them, and their names in the schema."""
+"""The blocks whose keys have values of their own, as messages call them, and their names in the
+schema.
+"""
 
 _ENTRIES = {
     "tensor_quantize_config": "tensor_quantize_config",
@@ -115,7 +119,9 @@ def _is_switch(key: str, value: Any) -> bool:
 
 
 def value_fixes(document: Document, path: Path, schema: Mapping[str, Any]) -> Iterator[Fix]:
-    """What to write for the value at `path`, whose entry in the schema is `schema`: what it means, then examples."""
+    """What to write for the value at `path`, whose entry in the schema is `schema`: what it
+    means, then examples.
+    """
     key = next((part for part in reversed(path) if isinstance(part, str)), "")
     pointer, value, form = (
         pointer_to(*path),
@@ -163,7 +169,9 @@ def value_fixes(document: Document, path: Path, schema: Mapping[str, Any]) -> It
 
 
 def help_for_key(key: str, known: Collection[str], here: Collection[str], form: Form) -> str:
-    """The block where a key that is not known here belongs, or the key in `here` that it repeats, or all known keys."""
+    """The block where a key that is not known here belongs, or the key in `here` that it
+    repeats, or all known keys.
+    """
     if key in _COUNTERPARTS[form]:
         return f'in this form it is "{_COUNTERPARTS[form][key]}"'
     homes = [home for home, keys in _homes(form).items() if key in keys]
@@ -200,7 +208,9 @@ def _synonym(value: str, words: Collection[str]) -> str | None:
 def _literals(
     document: Document, path: Path, schema: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[Edit, ...]]]:
-    """The literal of the wanted type that a value of another type means, as it is shown and as it is written."""
+    """The literal of the wanted type that a value of another type means, as it is shown and as
+    it is written.
+    """
     value, types = value_at(document.value, path), schema.get("type", ())
     wanted = {types} if isinstance(types, str) else {*types}
     start, end = document.values[pointer_to(*path)]

@@ -1,4 +1,6 @@
-"""Checks the fields of public dataclasses against their annotations, in sentences. Knows no field by name."""
+"""Checks the fields of public dataclasses against their annotations, in sentences. Knows no
+field by name.
+"""
 
 import dataclasses
 import difflib
@@ -68,7 +70,9 @@ def check(value: Any) -> None:
 
 
 def _misfit(where: str, found: dict[Any, Any], keys: Any, values: Any) -> tuple[str, Any, Any]:
-    """The first key or value of a dict that is not of its type: where it is, itself, and its type."""
+    """The first key or value of a dict that is not of its type: where it is, itself, and its
+    type.
+    """
     for key, item in found.items():
         if not fits(key, keys):
             return f"a key of {where}", key, keys
@@ -78,10 +82,16 @@ def _misfit(where: str, found: dict[Any, Any], keys: Any, values: Any) -> tuple[
 
 
 def fits(value: Any, hint: Any, *, within: bool = False) -> bool:
-    """Whether a value is of an annotated type, and `within` dataclasses their fields; True and False are no numbers, an
-    int is a float.
+    """Whether a value is of an annotated type, and `within` dataclasses their fields; True and
+    False are no numbers, an int is a float.
 
-    >>> fits(1, float), fits(True, int), fits(["a"], list[str]), fits(None, int | None), fits((1, "a"), tuple[int, ...])
+    >>> (
+    ...     fits(1, float),
+    ...     fits(True, int),
+    ...     fits(["a"], list[str]),
+    ...     fits(None, int | None),
+    ...     fits((1, "a"), tuple[int, ...]),
+    ... )
     (True, False, True, True, False)
     """
     inner = functools.partial(fits, within=within)

@@ -1,4 +1,6 @@
-"""The enumerations of the hierarchical form, by the names its files and its Python API use. No tensors."""
+"""The enumerations of the hierarchical form, by the names its files and its Python API use. No
+tensors.
+"""
 
 from enum import Enum
 
@@ -11,8 +13,10 @@ class _Named(Enum):
 
 
 class Dtype(_Named):
-    """Number formats. `mx` is a block format whose elements `mx_element_dtype` names, `mx6` and `mx9` are others with
-    exponents of pairs; `float32` (ours) leaves a tensor in float that a wider level quantizes."""
+    """Number formats. `mx` is a block format whose elements `mx_element_dtype` names, `mx6` and
+    `mx9` are others with exponents of pairs; `float32` (ours) leaves a tensor in float that a
+    wider level quantizes.
+    """
 
     int2 = "int2"
     int3 = "int3"
@@ -40,7 +44,9 @@ class Dtype(_Named):
 
 
 class QSchemeType(_Named):
-    """How many scales a tensor has; `per_token` (ours) gives each row of features one, in convolutions each sample."""
+    """How many scales a tensor has; `per_token` (ours) gives each row of features one, in
+    convolutions each sample.
+    """
 
     per_tensor = "per_tensor"
     per_channel = "per_channel"
@@ -49,7 +55,9 @@ class QSchemeType(_Named):
 
 
 class RoundType(_Named):
-    """`round`: ties away from zero; `floor`: toward minus infinity; `half_even`, `half_up`, `half_down`: ties only."""
+    """`round`: ties away from zero; `floor`: toward minus infinity; `half_even`, `half_up`,
+    `half_down`: ties only.
+    """
 
     round = "std_round"
     floor = "floor"

@@ -1,4 +1,6 @@
-"""A config file's document with other widths for the weights of single layers, in the file's own form. No tensors."""
+"""A config file's document with other widths for the weights of single layers, in the file's
+own form. No tensors.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -15,11 +17,11 @@ Specs = Mapping[Role, QuantizationSpec]
 
 
 def patched(document: Mapping[str, Any], layers: Mapping[str, Specs]) -> dict[str, Any]:
-    """The document with an entry for each of `layers`, which maps a layer's name to the specs of all its tensors that
-    are quantized, that of "weights" as it shall be.
+    """The document with an entry for each of `layers`, which maps a layer's name to the specs
+    of all its tensors that are quantized, that of "weights" as it shall be.
 
-    The layered form needs complete entries, so there the other tensors are said again; in the hierarchical form an
-    entry says the weights' dtype alone. Comments ("//" keys) stay.
+    The layered form needs complete entries, so there the other tensors are said again; in the
+    hierarchical form an entry says the weights' dtype alone. Comments ("//" keys) stay.
 
     Raises:
         UsageError: the form has no word for a width.
@@ -28,9 +30,8 @@ def patched(document: Mapping[str, Any], layers: Mapping[str, Specs]) -> dict[st
         changed = copy.deepcopy(dict(document))
         for name, specs in layers.items():
             named = changed.setdefault("layer_quant_config", {})
-            own = named.pop(
-                name, {}
-            )  # and to the end: of equally specific entries the last one holds
+            # And to the end: of equally specific entries the last one holds
+            own = named.pop(name, {})
             named[name] = {**own, "weight": _weight(own.get("weight") or {}, specs["weights"])}
         return changed
     return with_entries(

@@ -1,4 +1,6 @@
-"""Small words of messages: how a value is quoted, what is closest to a misspelt word. No rules, no places."""
+"""Small words of messages: how a value is quoted, what is closest to a misspelt word. No rules,
+no places.
+"""
 
 import difflib
 import json
@@ -60,12 +62,17 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def misspelt(word: str, known: Iterable[str]) -> str | None:
-    """The one known word that differs from `word` in case and punctuation, or in a slip of typing; None if none does.
+    """The one known word that differs from `word` in case and punctuation, or in a slip of
+    typing; None if none does.
 
-    A slip is a letter added, left out, replaced or swapped with its neighbour; a long word may have two. Another digit
-    is another word, and so is an unsigned format.
+    A slip is a letter added, left out, replaced or swapped with its neighbour; a long word may
+    have two. Another digit is another word, and so is an unsigned format.
 
-    >>> misspelt("bit_widht", ["bit_width"]), misspelt("cpu", ["CPU", "GPU"]), misspelt("int7", ["int8"])
+    >>> (
+    ...     misspelt("bit_widht", ["bit_width"]),
+    ...     misspelt("cpu", ["CPU", "GPU"]),
+    ...     misspelt("int7", ["int8"]),
+    ... )
     ('bit_width', 'CPU', None)
     >>> misspelt("uint2", ["int2"]) is None
     True
@@ -91,12 +98,16 @@ def _letters(word: str) -> str:
 
 
 def _format(word: str) -> tuple[str, bool]:
-    """What makes another number format of a word: its digits, and whether it begins with the u of unsigned."""
+    """What makes another number format of a word: its digits, and whether it begins with the u
+    of unsigned.
+    """
     return "".join(filter(str.isdigit, word)), word[:1] in "uU"
 
 
 def _slips(word: str, known: str) -> int:
-    """Letters to add, leave out, replace or swap with a neighbour (the optimal string alignment distance)."""
+    """Letters to add, leave out, replace or swap with a neighbour (the optimal string alignment
+    distance).
+    """
     rows = [list(range(len(known) + 1))]
     for i, letter in enumerate(word):
         row = [i + 1]

@@ -14,7 +14,8 @@ def require_alike(ranks: Ranks, facts: Mapping[str, Any], place: str) -> None:
 
     Args:
         ranks: the processes of the run.
-        facts: what decides the result, by a word for it; of a mapping the first entry that differs is named.
+        facts: what decides the result, by a word for it; of a mapping the first entry that
+            differs is named.
         place: names the exchange in errors.
 
     Raises:

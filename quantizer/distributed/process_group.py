@@ -1,4 +1,6 @@
-"""Several processes joined by torch.distributed: exchanges that notice when another rank has stopped or is lost."""
+"""Several processes joined by torch.distributed: exchanges that notice when another rank has
+stopped or is lost.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,19 @@ T = TypeVar("T")
 PART = 1 << 24  # elements summed at once
 NEVER = timedelta(days=30)  # a collective waits as long as the other ranks show signs of life
 POLL_S = 0.0005
-HELP = "see what it printed, and whether its machine had enough memory; --resume goes on from the last checkpoint"
+HELP = (
+    "see what it printed, and whether its machine had enough memory; --resume goes on from "
+    "the last checkpoint"
+)
 
 
 class ProcessGroup(Ranks):
     """The ranks that torchrun has started, joined; see `Ranks`.
 
-    A thread of each rank counts up a number in the group's store and reads those of the others: a rank whose number
-    stands still for `timeout` seconds is lost. So a rank may compute as long as it likes, and one that is stopped or
-    cut off does not keep the others waiting. Through the store a rank also tells the others of its error.
+    A thread of each rank counts up a number in the group's store and reads those of the others:
+    a rank whose number stands still for `timeout` seconds is lost. So a rank may compute as
+    long as it likes, and one that is stopped or cut off does not keep the others waiting.
+    Through the store a rank also tells the others of its error.
 
     Args:
         url: where ranks meet: "env://", as torchrun says, or "file://…?rank=0&world_size=2".
@@ -118,7 +124,9 @@ class ProcessGroup(Ranks):
         return torch.cat(parts).view(tensor.shape) if mine else tensor.new_empty(0)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error that this one stops with; the first that is told counts."""
+        """Tell the other ranks of an error that this one stops with; the first that is told
+        counts.
+        """
         self.failed = error
         if error is self._error or isinstance(error, RankError | KeyboardInterrupt):
             return
@@ -129,9 +137,8 @@ class ProcessGroup(Ranks):
         }
         said["code"] = QuantizerError.exit_code
         if isinstance(error, QuantizerError):
-            if not self.is_first or isinstance(
-                error, DataError
-            ):  # of other errors of rank 0 there is nothing to tell
+            # Of other errors of rank 0 there is nothing to tell
+            if not self.is_first or isinstance(error, DataError):
                 error.message = f"rank {self.rank}: {error.message}"
             said |= {"message": error.message, "help": error.help, "code": error.exit_code}
         with contextlib.suppress(RuntimeError):  # there is nobody any more
@@ -139,8 +146,9 @@ class ProcessGroup(Ranks):
                 self._store.set("error", json.dumps(said))
 
     def leave(self) -> None:
-        """The run is over: rank 0 says so once all is printed, and the others end after it, as torchrun ends all ranks
-        when one has failed."""
+        """The run is over: rank 0 says so once all is printed, and the others end after it, as
+        torchrun ends all ranks when one has failed.
+        """
         if self.is_first:
             with contextlib.suppress(RuntimeError):
                 self._store.add("left", 1)
@@ -154,9 +162,8 @@ class ProcessGroup(Ranks):
             dist.destroy_process_group()
 
     def _unpacked(self, content: Tensor, length: int) -> Any:
-        return _Unpickler(
-            ctypes.string_at(content.data_ptr(), length), self._device
-        ).load()  # without numpy
+        # Without numpy
+        return _Unpickler(ctypes.string_at(content.data_ptr(), length), self._device).load()
 
     def _run(self, collective: Callable[..., Any], *given: Any) -> None:
         """A collective that ends when another rank has stopped, and on Ctrl-C."""
@@ -216,12 +223,16 @@ class ProcessGroup(Ranks):
         )
 
     def _compare(self, places: list[str]) -> None:
-        """Ranks that are not at the same exchange have read other data, or have another config or version."""
+        """Ranks that are not at the same exchange have read other data, or have another config
+        or version.
+        """
         other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
         if other is not None:
             raise RankError(
-                f"the ranks do not do the same: rank 0 is at {places[0]}, rank {other} at {places[other]}",
-                help="give all ranks the same model, config and data, in the same order; quantizer deals out batches",
+                f"the ranks do not do the same: rank 0 is at {places[0]}, rank {other} at "
+                f"{places[other]}",
+                help="give all ranks the same model, config and data, in the same order; "
+                "quantizer deals out batches",
             )
 
     def _meet(self) -> None:
@@ -253,8 +264,9 @@ def _packed(value: Any) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors as their bytes, and says which are on a GPU; torch's own way is slow for small ones. Those of
-    another class say themselves how they are sent."""
+    """Sends tensors as their bytes, and says which are on a GPU; torch's own way is slow for
+    small ones. Those of another class say themselves how they are sent.
+    """
 
     def persistent_id(
         self, value: Any
@@ -262,9 +274,8 @@ class _Pickler(pickle.Pickler):
         if type(value) not in (Tensor, nn.Parameter):
             return None
         own = value.detach().cpu().contiguous()
-        content = ctypes.string_at(
-            own.data_ptr(), own.numel() * own.element_size()
-        )  # without numpy
+        # Without numpy
+        content = ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())
         return own.dtype, tuple(own.shape), content, value.device.type != "cpu"
 
 

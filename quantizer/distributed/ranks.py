@@ -1,4 +1,6 @@
-"""What a run asks of the processes it has, and the answers of a single one. Imports no torch.distributed."""
+"""What a run asks of the processes it has, and the answers of a single one. Imports no
+torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _NONE: Any = object()
 
 
 class Ranks:
-    """The processes of a run, as one of them sees them; this class is a run of one process, with nothing to exchange.
+    """The processes of a run, as one of them sees them; this class is a run of one process,
+    with nothing to exchange.
 
     All ranks go through the same exchanges in the same order. `place` names one in errors.
 
@@ -69,10 +72,11 @@ class Ranks:
         return value
 
     def sum(self, tensor: Tensor, place: str, to: int | None = None) -> Tensor:
-        """The sum over ranks, on all of them, or at rank `to` alone, while the others get a tensor without values.
+        """The sum over ranks, on all of them, or at rank `to` alone, while the others get a
+        tensor without values.
 
-        Added up in float64 in the order of ranks and rounded once to the tensor's dtype, so that the same number of
-        ranks gives the same bits; NaN stays NaN.
+        Added up in float64 in the order of ranks and rounded once to the tensor's dtype, so
+        that the same number of ranks gives the same bits; NaN stays NaN.
 
         Raises:
             RankError: a rank is lost, or at another place.
@@ -80,7 +84,9 @@ class Ranks:
         return tensor
 
     def by_cost(self, costs: Sequence[float]) -> list[int]:
-        """The rank that does each piece of work: the dearest first, each to whoever has least to do so far."""
+        """The rank that does each piece of work: the dearest first, each to whoever has least
+        to do so far.
+        """
         load, owners = [0.0] * self.world_size, [0] * len(costs)
         for piece in sorted(range(len(costs)), key=lambda at: -costs[at]):
             owners[piece] = min(range(self.world_size), key=load.__getitem__)

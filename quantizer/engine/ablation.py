@@ -1,4 +1,6 @@
-"""What each quantized tensor does to the network's output: it alone quantized, and all quantized but it."""
+"""What each quantized tensor does to the network's output: it alone quantized, and all
+quantized but it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from quantizer.sources.batches import Batch, naming_batch
 
 @dataclass(frozen=True)
 class Effect:
-    """Of one tensor, batch by batch: the noise at the output when it alone is quantized, and when all others are."""
+    """Of one tensor, batch by batch: the noise at the output when it alone is quantized, and
+    when all others are.
+    """
 
     key: Key
     alone: tuple[float, ...]
@@ -33,9 +37,11 @@ class Effect:
 
 @dataclass(frozen=True)
 class Ablation:
-    """All tensors in execution order; `signal` and `noise` are the outputs', with everything quantized, by batch.
+    """All tensors in execution order; `signal` and `noise` are the outputs', with everything
+    quantized, by batch.
 
-    Each output and part counts alike (`OutputMeasure`); `sqnr_db` is that of the worst, with everything quantized.
+    Each output and part counts alike (`OutputMeasure`); `sqnr_db` is that of the worst, with
+    everything quantized.
     """
 
     effects: tuple[Effect, ...]
@@ -48,13 +54,16 @@ class Ablation:
         return decibel(math.fsum(self.signal), math.fsum(effect.alone))
 
     def gain_db(self, effect: Effect) -> float:
-        """By how much output SQNR rises when this tensor is left in float; below 0 where errors cancel."""
+        """By how much output SQNR rises when this tensor is left in float; below 0 where errors
+        cancel.
+        """
         return decibel(math.fsum(self.noise), math.fsum(effect.without))
 
     @property
     def floor_db(self) -> float | None:
-        """What differences of gains mean nothing below: how far those of two halves of the data are apart, in the
-        median over tensors; None with a single batch."""
+        """What differences of gains mean nothing below: how far those of two halves of the data
+        are apart, in the median over tensors; None with a single batch.
+        """
         if len(self.signal) < 2:
             return None
         apart = [abs(self._half(effect, 0) - self._half(effect, 1)) for effect in self.effects]
@@ -75,11 +84,13 @@ def ablate(
     *,
     measure: OutputMeasure | None = None,
 ) -> Ablation:
-    """Measure every tensor that `quantized` quantizes, or those of `keys`; `reference` has the same nodes in float.
+    """Measure every tensor that `quantized` quantizes, or those of `keys`; `reference` has the
+    same nodes in float.
 
-    For each batch and tensor what comes after it runs twice. The noise of all tensors, and of all but one, is that
-    against `user`, the model itself, where `reference` computes another function; that of one alone is against
-    `reference`, as it would be lost in what else differs.
+    For each batch and tensor what comes after it runs twice. The noise of all tensors, and of
+    all but one, is that against `user`, the model itself, where `reference` computes another
+    function; that of one alone is against `reference`, as it would be lost in what else
+    differs.
 
     Args:
         after_tensor: called when one is done.
@@ -131,7 +142,9 @@ def ablate(
 
 @contextlib.contextmanager
 def _tensor_of(layer: Layer, other: Layer, role: str) -> Iterator[None]:
-    """A layer with one tensor as another layer has it, for a while: a parameter, or what quantizes an activation."""
+    """A layer with one tensor as another layer has it, for a while: a parameter, or what
+    quantizes an activation.
+    """
     if is_parameter(role):
         name = parameter_name(role)
         kept, given = layer.get_parameter(name), other.get_parameter(name)

@@ -34,11 +34,15 @@ Each runs what lies between the two layers of a pair twice, and the second layer
 """
 VALUES = QuantizationSpec(bit_width=8, symmetric=False, signed=False, is_dynamic=True)
 WEIGHTS = QuantizationSpec(bit_width=8, is_dynamic=True)
-"""Eight bits for the input and for the weight of the second layer of a pair, with one scale each."""
+"""Eight bits for the input and for the weight of the second layer of a pair, with one scale
+each.
+"""
 LEAST_DB = -100.0
 """The least SQNR that is recorded, where nothing is left of a signal."""
 Record = Mapping[str, Any]
-"""As quant_info.json has it: `batches`, and in `layers` both figures and the decision by first layer."""
+"""As quant_info.json has it: `batches`, and in `layers` both figures and the decision by first
+layer.
+"""
 NOTHING: Record = {}
 """The record of a network without such layers, and of a calibration without data."""
 
@@ -53,7 +57,9 @@ class _Energies:
 
     @property
     def is_absorbed(self) -> bool:
-        """Whether absorbing changes the output no more than eight bits do, which NaN does not say."""
+        """Whether absorbing changes the output no more than eight bits do, which NaN does not
+        say.
+        """
         return self.absorbing <= self.eight_bits
 
 
@@ -63,8 +69,8 @@ def decide(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Rec
     Args:
         original: the model as traced.
         settings: of the config, which says whether biases are absorbed at all.
-        batches: calibration data on the graph's device. The first `CHECKED_BATCHES` are read if any
-            layer can absorb, else none.
+        batches: calibration data on the graph's device. The first `CHECKED_BATCHES` are read if
+            any layer can absorb, else none.
 
     Raises:
         DataError: the network cannot run a batch.
@@ -108,7 +114,8 @@ def refusals(record: Record) -> list[str]:
         eight_bits = _in_words(row["eight_bits_db"])
         sentences.append(
             f"the high biases of {name} stay: on {record['batches']} calibration batches, "
-            f"absorbing them leaves {absorbing} of the output of {row['into']}, and 8 bits {eight_bits}"
+            f"absorbing them leaves {absorbing} of the output of {row['into']}, and 8 bits "
+            f"{eight_bits}"
         )
     return sentences
 

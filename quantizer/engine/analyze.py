@@ -1,4 +1,6 @@
-"""Which widths the weights of single layers may have, what each costs, and the best choice under a budget of size."""
+"""Which widths the weights of single layers may have, what each costs, and the best choice
+under a budget of size.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,11 +37,17 @@ from quantizer.plan.size import parameter_bytes, weight_bytes
 from quantizer.sources.batches import Batch
 
 NOISE_BATCHES = 4
-"""How many batches the network's output is compared on: each costs half a pass for every layer, or eight gradients."""
+"""How many batches the network's output is compared on: each costs half a pass for every layer,
+or eight gradients.
+"""
 POINTS = 24
-"""Budgets between the smallest widths and the largest, of which a curve shows the best choice."""
+"""Budgets between the smallest widths and the largest, of which a curve shows the best
+choice.
+"""
 PASSES = ("network", "every", "fast")
-"""How the noise at the output is found: measured at the smallest width, measured at every width, or from gradients."""
+"""How the noise at the output is found: measured at the smallest width, measured at every
+width, or from gradients.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What was measured: `rows` in execution order; `kept` says why other quantized weights stay as they are.
+    """What was measured: `rows` in execution order; `kept` says why other quantized weights
+    stay as they are.
 
     `energy` is that of the network's output. `rest` are the bytes of all other weights.
     """
@@ -92,7 +101,9 @@ class Analysis:
         return decibel(self.energy, noise)
 
     def total(self, chosen: Sequence[int]) -> float:
-        """Predicted noise of a choice: as if the layers' noises had nothing to do with each other."""
+        """Predicted noise of a choice: as if the layers' noises had nothing to do with each
+        other.
+        """
         return math.fsum(row.noise[at] for row, at in zip(self.rows, chosen, strict=True))
 
     def bytes(self, chosen: Sequence[int]) -> int:
@@ -108,7 +119,9 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Budget:
-    """One of: `bits` per analysed weight, without scales; `share` of all weights' size in the config; `max_bytes`."""
+    """One of: `bits` per analysed weight, without scales; `share` of all weights' size in the
+    config; `max_bytes`.
+    """
 
     bits: float | None = None
     share: float | None = None
@@ -184,7 +197,9 @@ def few(batches: Callable[[], Iterable[Batch]]) -> Iterable[Batch]:
 
 
 def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
-    """The weights of linear and convolution layers that become integers; and why other quantized ones do not count."""
+    """The weights of linear and convolution layers that become integers; and why other
+    quantized ones do not count.
+    """
     sharing: dict[str, list[str]] = {}
     for node in plan.graph.nodes:
         for path in node.params.values():
@@ -222,7 +237,10 @@ def _why_kept(plan: Plan, name: str) -> str | None:
     if tensor is None:
         return "not quantized"
     if tensor.spec.dtype != "int":
-        return f"its format is {tensor.spec.dtype}, and only integers with a scale have other widths"
+        return (
+            f"its format is {tensor.spec.dtype}, and only integers with a scale have other "
+            "widths"
+        )
     return None
 
 
@@ -253,8 +271,10 @@ def chosen(found: Analysis, budget: Budget) -> tuple[int, ...]:
     if picked is None:
         least = [found.bits.index(min(found.bits))] * len(found.rows)
         raise GateError(
-            f"the budget cannot be met: the smallest choice takes {found.mean_bits(least):.4g} bits per weight, "
-            f"{found.bytes(least) / 1e6:.4g} MB with all other weights ({found.rest / 1e6:.4g} MB) and scales",
+            "the budget cannot be met: the smallest choice takes "
+            f"{found.mean_bits(least):.4g} bits per weight, "
+            f"{found.bytes(least) / 1e6:.4g} MB with all other weights "
+            f"({found.rest / 1e6:.4g} MB) and scales",
             help="raise the budget, or give smaller widths in --choices",
         )
     return picked
@@ -270,7 +290,9 @@ def uniform(found: Analysis, budget: Budget) -> tuple[int, ...] | None:
 
 
 def curve(found: Analysis) -> list[tuple[int, ...]]:
-    """The best choices under ever larger budgets of bytes, from the smallest widths to the largest."""
+    """The best choices under ever larger budgets of bytes, from the smallest widths to the
+    largest.
+    """
     least, most = (
         found.rest + sum(pick(row.sizes) for row in found.rows) for pick in (min, max)
     )
@@ -281,7 +303,9 @@ def curve(found: Analysis) -> list[tuple[int, ...]]:
 
 
 def _costs(found: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
-    """What each row costs at each width, and how much there is: in bits without scales, or in bytes with them."""
+    """What each row costs at each width, and how much there is: in bits without scales, or in
+    bytes with them.
+    """
     if budget.bits is not None:
         values = sum(row.values for row in found.rows)
         return [[row.values * bits for bits in found.bits] for row in found.rows], math.floor(
@@ -295,7 +319,9 @@ def _costs(found: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
 def measured(
     plan: Plan, found: Analysis, picked: Sequence[int], batches: Callable[[], Iterable[Batch]]
 ) -> float:
-    """Energy of the noise of the network's output when all weights have the widths of a choice, on the few batches."""
+    """Energy of the noise of the network's output when all weights have the widths of a choice,
+    on the few batches.
+    """
     network = Network(plan.graph)
     weights: dict[str, Tensor] = {}
     for row, at in zip(found.rows, picked, strict=True):
@@ -304,7 +330,9 @@ def measured(
 
 
 def _alike(network: Network, batches: Callable[[], Iterable[Batch]]) -> OutputsOf:
-    """Return the outputs of a run with all of their parts counting alike, as on the first batch."""
+    """Return the outputs of a run with all of their parts counting alike, as on the first
+    batch.
+    """
     outputs = output_parts(network.graph)
     leaves = [part for output in outputs for part in output.parts]
     first = next(iter(batches()), None) if len(leaves) > 1 else None
@@ -317,7 +345,9 @@ def _alike(network: Network, batches: Callable[[], Iterable[Batch]]) -> OutputsO
 def specs_of(
     plan: Plan, found: Analysis, picked: Sequence[int]
 ) -> dict[str, dict[Role, QuantizationSpec]]:
-    """For each layer whose width is not the config's, the specs of all its tensors, its weights' as chosen."""
+    """For each layer whose width is not the config's, the specs of all its tensors, its
+    weights' as chosen.
+    """
     changed: dict[str, dict[Role, QuantizationSpec]] = {}
     for row, at in zip(found.rows, picked, strict=True):
         for name, own in zip(row.candidate.layers, row.candidate.specs, strict=True):
@@ -335,7 +365,9 @@ def specs_of(
 def differing(
     before: Plan, after: Plan, changed: Mapping[str, Mapping[Role, QuantizationSpec]]
 ) -> list[str]:
-    """The tensors that differ after a patch and should not: all but the weights of `changed` stay as they were."""
+    """The tensors that differ after a patch and should not: all but the weights of `changed`
+    stay as they were.
+    """
     wanted = {key: tensor.spec for key, tensor in before.tensors.items()}
     for name, specs in changed.items():
         wanted[name, "weights"] = specs["weights"]

@@ -1,4 +1,6 @@
-"""Runs the float network over the calibration data and shows each planned tensor to its observer; keeps no values."""
+"""Runs the float network over the calibration data and shows each planned tensor to its
+observer; keeps no values.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,12 @@ Observable = Network | ModuleTree
 
 @dataclass
 class Calibration:
-    """Observers by (layer, role), mean outputs of the layers to correct, and how many batches they have seen.
+    """Observers by (layer, role), mean outputs of the layers to correct, and how many batches
+    they have seen.
 
-    Tensors with one source and one spec have one observer in common, such as a value that several layers read. Where
-    it keeps ranges alone, `histograms` has the distribution of the source's values, over all batches.
+    Tensors with one source and one spec have one observer in common, such as a value that
+    several layers read. Where it keeps ranges alone, `histograms` has the distribution of the
+    source's values, over all batches.
     """
 
     plan: Plan
@@ -58,7 +62,9 @@ class Calibration:
     batches: int = 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All statistics, keys `<layer>|<role>|<name>`; mean outputs have the role "output", histograms "histogram"."""
+        """All statistics, keys `<layer>|<role>|<name>`; mean outputs have the role "output",
+        histograms "histogram".
+        """
         return {
             f"{layer}|{role}|{name}": tensor
             for (layer, role), found in self._parts().items()
@@ -140,7 +146,9 @@ class Calibration:
         )
 
     def _shape_of(self, key: Key) -> tuple[int, ...] | None:
-        """The shape of the value that is observed, as far as the graph has one; the batch counts as 1."""
+        """The shape of the value that is observed, as far as the graph has one; the batch
+        counts as 1.
+        """
         tensor = self.plan.tensors.get(key)
         node = (
             self.plan.graph.by_name[tensor.source]
@@ -166,7 +174,9 @@ class Calibration:
         } | self._histograms()
 
     def _parts(self) -> dict[Key, Observer | ChannelMean]:
-        """What has statistics to keep, each once; groups of weights have so many that they are found anew."""
+        """What has statistics to keep, each once; groups of weights have so many that they are
+        found anew.
+        """
         owners = {id(observer): key for key, observer in reversed(self.observers.items())}
         kept = {
             key: self.observers[key]
@@ -184,10 +194,12 @@ class Calibration:
 
 
 def start(plan: Plan) -> Calibration:
-    """Observers for all tensors of the plan whose scale stays; weights and biases are observed here, once.
+    """Observers for all tensors of the plan whose scale stays; weights and biases are observed
+    here, once.
 
     Raises:
-        ModelError: NaN or Inf in a weight or a bias, whatever its format (layer and tensor are named).
+        ModelError: NaN or Inf in a weight or a bias, whatever its format (layer and tensor are
+            named).
     """
     _warn_of_saturation(plan)
     nodes = plan.graph.by_name
@@ -201,9 +213,8 @@ def start(plan: Plan) -> Calibration:
             with _located(tensor, ModelError):
                 if tensor.spec.is_scaled:
                     calibration.observers[key] = Observer(tensor.spec)
-                    calibration.observers[key].observe(
-                        parameter
-                    )  # refuses NaN and infinity itself
+                    # Refuses NaN and infinity itself
+                    calibration.observers[key].observe(parameter)
                     calibration.observers[key].set_aside(partial(beside, parameter))
                 else:
                     check_finite(parameter)
@@ -218,14 +229,17 @@ def start(plan: Plan) -> Calibration:
 
 
 def _warn_of_saturation(plan: Plan) -> None:
-    """Of parameters with values that a cast without a scale cuts to the largest of its format."""
+    """Of parameters with values that a cast without a scale cuts to the largest of its
+    format.
+    """
     for tensor in plan.tensors.values():
         if is_parameter(tensor.role) and not tensor.spec.is_scaled:
             value = plan.parameter((tensor.layer, tensor.role))
             largest, dtype = format_named(tensor.spec.dtype).largest, tensor.spec.dtype
             if count := int((value.isfinite() & (value.abs() > largest)).sum()):
                 logger.warning(
-                    f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are beyond {largest:g}, the "
+                    f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are "
+                    f"beyond {largest:g}, the "
                     f"largest of {dtype}, and become it; bfloat16 has float32's range"
                 )
 
@@ -248,10 +262,12 @@ def _warn_of_zeros(observers: Mapping[Key, Observer]) -> None:
 def run(calibration: Calibration, network: Observable, batches: Iterable[Batch]) -> None:
     """Observe every batch.
 
-    A plan that needs no data may be given no batches; tensors without a scale to find are looked at all the same.
+    A plan that needs no data may be given no batches; tensors without a scale to find are
+    looked at all the same.
 
     Raises:
-        DataError: no batch though the plan needs data, or NaN or Inf in a tensor (layer and batch are named).
+        DataError: no batch though the plan needs data, or NaN or Inf in a tensor (layer and
+            batch are named).
     """
     watching = watchers(calibration)
     for batch in batches:
@@ -295,7 +311,9 @@ def check_finite(value: Tensor) -> None:
 
 
 def watchers(calibration: Calibration) -> Watchers:
-    """Who looks at each node's value: every observer once, and where there is none, whether it is finite."""
+    """Who looks at each node's value: every observer once, and where there is none, whether it
+    is finite.
+    """
     watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {
         name: {} for name in calibration.means
     }

@@ -1,4 +1,6 @@
-"""A calibrated network beside the float one: fresh from the pipeline, or from a result folder. What test mode runs."""
+"""A calibrated network beside the float one: fresh from the pipeline, or from a result folder.
+What test mode runs.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +51,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Calibrated:
-    """`original` is the model as traced; `settings` and `solution` are what calibration ran with and found."""
+    """`original` is the model as traced; `settings` and `solution` are what calibration ran
+    with and found.
+    """
 
     original: Graph
     settings: Settings
@@ -63,7 +67,9 @@ class Calibrated:
 
     @cached_property
     def graph(self) -> Graph:
-        """The graph that was planned, with the layers that algorithms inserted; scales of positions fix lengths."""
+        """The graph that was planned, with the layers that algorithms inserted; scales of
+        positions fix lengths.
+        """
         graph = inserted(self.passed, self.solution.insertions)
         return (
             graph.replaced(lengths=())
@@ -82,24 +88,32 @@ class Calibrated:
 
     @cached_property
     def float_as_run(self) -> Graph:
-        """The float graph with all that passes change in the function, those for a device included."""
+        """The float graph with all that passes change in the function, those for a device
+        included.
+        """
         graph = inserted(self.passed, self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
 
     @cached_property
     def user_graph(self) -> Graph | None:
-        """The model as traced, where the function of `float_graph` is another; outputs are compared with its."""
+        """The model as traced, where the function of `float_graph` is another; outputs are
+        compared with its.
+        """
         return self.original if self.float_graph.deviations else None
 
     @cached_property
     def passed(self) -> Graph:
-        """The model's graph after the passes, which both have in common where no pass is for a device alone."""
+        """The model's graph after the passes, which both have in common where no pass is for a
+        device alone.
+        """
         refused = absorption.refused(self.solution.absorption)
         return run_passes(self.original, self.settings, refused=refused)
 
     @cached_property
     def outputs(self) -> tuple[Output, ...]:
-        """What the network returns that outputs are compared with, by the names of the user's model."""
+        """What the network returns that outputs are compared with, by the names of the user's
+        model.
+        """
         return parts_named_as(self.user_graph or self.float_graph, self.original)
 
     def network(self) -> Network:
@@ -108,7 +122,8 @@ class Calibrated:
 
 
 def traced(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
-    """The module's graph, perhaps `compared` with the module; layers that wait for a first input get their shapes.
+    """The module's graph, perhaps `compared` with the module; layers that wait for a first
+    input get their shapes.
 
     Raises:
         ModelError: it cannot be traced, or the graph computes something else.
@@ -129,10 +144,12 @@ def traced(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
 def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) -> Calibrated:
     """The calibration of `info` for a model that `original` is a trace of, on `batch`.
 
-    Its inputs may have other sizes than those calibrated with, if these change nothing but sizes.
+    Its inputs may have other sizes than those calibrated with, if these change nothing but
+    sizes.
 
     Raises:
-        ResultError: the model is not the calibrated one; the first layer or tensor that differs is named.
+        ResultError: the model is not the calibrated one; the first layer or tensor that differs
+            is named.
     """
     shapes = info.header["inputs"]
     ranks = [leaf.dim() for _, leaf in batch.tensors()]
@@ -152,7 +169,11 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
             calibrated = traced(module, replace(batch, args=call[0], kwargs=call[1]))
         except (ModelError, DataError) as error:
             check_model(info, original)
-            said = f"calibrated with inputs of the shapes {shapes}, which the model cannot take: {error.message}"
+            said = (
+                f"calibrated with inputs of the shapes {shapes}, which the model cannot "
+                "take: "
+                f"{error.message}"
+            )
             raise ResultError(said, help="calibrate again") from error
     check_model(info, calibrated)
     _say_other_torch(info)
@@ -171,14 +192,17 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
 
 
 def _say_other_torch(info: QuantInfo) -> None:
-    """Warn of a calibration by another version of torch; whether it was built for GPUs makes no difference."""
+    """Warn of a calibration by another version of torch; whether it was built for GPUs makes no
+    difference.
+    """
     then, now = (
         str(version).partition("+")[0]
         for version in (info.header.get("torch"), torch.__version__)
     )
     if then != now:
         logger.warning(
-            "calibrated with torch %s, and this is %s: outputs may differ in their last bits, codes by a step",
+            "calibrated with torch %s, and this is %s: outputs may differ in their last bits, "
+            "codes by a step",
             then,
             now,
         )
@@ -194,15 +218,16 @@ def stored_config(opened: OpenedResults) -> Config:
     stored = read_json(file)
     for level in (None, *LEVELS):
         rules = raised(default_config(), level)
-        if stored == resolved_document(
-            rules
-        ):  # the built-in default is none that a file could state
+        # The built-in default is none that a file could state
+        if stored == resolved_document(rules):
             return rules
     return check_document(Document.of(stored, str(file.path))).require()
 
 
 def window_length(shapes: Shapes) -> int | None:
-    """How many tokens the only input [b, s] had, if there was such a one; one number for each sample is no text."""
+    """How many tokens the only input [b, s] had, if there was such a one; one number for each
+    sample is no text.
+    """
     only = shapes[0] if len(shapes) == 1 else None
     return only[1] if only is not None and len(only) == 2 and only[1] != 1 else None
 
@@ -254,10 +279,12 @@ def call_of_shapes(
 
 
 def check_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
-    """Refuse sizes of inputs that a calibration does not hold for, of one model traced with both.
+    """Refuse sizes of inputs that a calibration does not hold for, of one model traced with
+    both.
 
     Raises:
-        ResultError: they change more than sizes, or there is a scale for each of those that differ.
+        ResultError: they change more than sizes, or there is a scale for each of those that
+            differ.
     """
     for why in _differences(calibrated, now, solution):
         shapes = [input_shapes(graph) for graph in (calibrated, now)]

@@ -1,4 +1,6 @@
-"""A result folder as it lies there, without the model: what it says of activations, and how it gets other scales."""
+"""A result folder as it lies there, without the model: what it says of activations, and how it
+gets other scales.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class CalibratedFolder:
     """A result folder, and what it says of activations whose scales are found on data.
 
     Raises:
-        ResultError: it is incomplete, damaged, or something in it depends on the scales of activations.
+        ResultError: it is incomplete, damaged, or something in it depends on the scales of
+            activations.
     """
 
     def __init__(self, place: Path) -> None:
@@ -80,7 +83,9 @@ class CalibratedFolder:
 
     @property
     def document(self) -> Document:
-        """The config that it was calibrated with, as far as there is a file; else as it took effect."""
+        """The config that it was calibrated with, as far as there is a file; else as it took
+        effect.
+        """
         if file := self.plan.get("config"):
             return parse_document(Text(file["name"], file["text"]))
         said = (
@@ -106,9 +111,15 @@ class CalibratedFolder:
         if self.header["settings"]["target_device"] == "DPU":
             yield "scales for the DPU are aligned with each other, layer by layer"
         if self.header["settings"]["include_bias_corr"]:
-            yield "bias correction needs the outputs of the quantized network, whose scales change"
+            yield (
+                "bias correction needs the outputs of the quantized network, whose scales "
+                "change"
+            )
         if self.header.get("fast_finetune"):
-            yield "fast finetuning needs the values that layers read, and statistics do not hold them"
+            yield (
+                "fast finetuning needs the values that layers read, and statistics do not "
+                "hold them"
+            )
         if not self.header["batches"]:
             yield "it was quantized without data, so there is nothing to retune"
 
@@ -128,8 +139,8 @@ class CalibratedFolder:
         statistics: Mapping[tuple[str, str], Mapping[str, Tensor]],
         config: Config,
     ) -> None:
-        """Write the same calibration with other entries of quant_info.json and plan.json for single tensors; what is
-        there stays until all is written.
+        """Write the same calibration with other entries of quant_info.json and plan.json for
+        single tensors; what is there stays until all is written.
         """
         header = {**self.header, "files": dict(self.header["files"])}
         tensors: dict[str, Tensor] = dict(deferred_shards(WEIGHTS, self.opened.files))
@@ -160,9 +171,8 @@ class CalibratedFolder:
         }
         for row in self.plan["layers"]:
             _replan(row, planned, left)
-        plan = {
-            name: value for name, value in self.plan.items() if name != "rules"
-        }  # whom they reach, the model says
+        # Whom they reach, the model says
+        plan = {name: value for name, value in self.plan.items() if name != "rules"}
         plan["config"] = {"name": Path(config.source).name, "text": config.text}
         with results.replaced_results(place) as new:
             written = {
@@ -183,7 +193,9 @@ class CalibratedFolder:
     def _joins(
         self, entries: Mapping[str, Mapping[str, Json]]
     ) -> tuple[dict[str, Json], set[Key]]:
-        """What quant_info.json says of joins with these entries, and the tensors that they do without."""
+        """What quant_info.json says of joins with these entries, and the tensors that they do
+        without.
+        """
         widths: dict[Key, float] = {}
         for layer, roles in entries.items():
             for role, entry in roles.items():
@@ -212,7 +224,9 @@ def _is_ranged(entry: Json) -> bool:
 
 
 def _replan(row: Json, planned: Mapping[Key, Json], left: Container[Key]) -> None:
-    """Put the tensors of a row of plan.json where they belong now: quantized, or left by joins."""
+    """Put the tensors of a row of plan.json where they belong now: quantized, or left by
+    joins.
+    """
     known = {**row.pop("tensors", {}), **row.pop("left_by_joins", {})}
     for role, tensor in known.items():
         key = (row["name"], role)

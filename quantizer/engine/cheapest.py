@@ -1,4 +1,6 @@
-"""Which layers have to stay in float for a metric to hold, the fewest bytes first; found by test runs."""
+"""Which layers have to stay in float for a metric to hold, the fewest bytes first; found by
+test runs.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,16 @@ from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 
 PRUNED = 12
-"""Among so many layers, each is tried without, as one may have been in the way of those that matter."""
+"""Among so many layers, each is tried without, as one may have been in the way of those that
+matter.
+"""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Layers that are quantized together, what their tensors cost the output, and the bytes that they take in float."""
+    """Layers that are quantized together, what their tensors cost the output, and the bytes
+    that they take in float.
+    """
 
     layers: tuple[str, ...]
     noise: float
@@ -25,7 +31,9 @@ class Part:
 
 
 def parts(plan: Plan, found: Ablation) -> list[Part]:
-    """All that can be left in float, those first that gain most for a byte of weights and of one sample's values."""
+    """All that can be left in float, those first that gain most for a byte of weights and of
+    one sample's values.
+    """
     owner = {
         name: name for key in plan.tensors for name in (key[0], *plan.tensors[key].members)
     }
@@ -58,12 +66,13 @@ def parts(plan: Plan, found: Ablation) -> list[Part]:
 def cheapest(
     candidates: Sequence[Part], holds: Callable[[Sequence[Part]], bool]
 ) -> list[Part] | None:
-    """The first few candidates with which the metric holds, and of these none that it holds without; None if it does
-    not even with all.
+    """The first few candidates with which the metric holds, and of these none that it holds
+    without; None if it does not even with all.
 
     Args:
         candidates: as `parts` orders them.
-        holds: a test run with these in float. It is called some log2(n) times, and once more for each of a few.
+        holds: a test run with these in float. It is called some log2(n) times, and once more
+            for each of a few.
     """
     if holds([]):
         return []

@@ -1,4 +1,6 @@
-"""What interrupted stages of a run need to go on: files of one folder, consistent after a stop at any write."""
+"""What interrupted stages of a run need to go on: files of one folder, consistent after a stop
+at any write.
+"""
 
 import hashlib
 import json
@@ -29,24 +31,26 @@ from quantizer.errors import DataError, QuantizerError, ResultError
 from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 EVERY_S = 30.0  # seconds of work that a kill may cost
-FORMAT = 5  # 3: which values were out of memory; 4: files by digest, a checksum; 5: histograms of samples have weights
+# 3: which values were out of memory; 4: files by digest, a checksum; 5: histograms of samples
+# have weights
+FORMAT = 5
 AGAIN = "run without --resume"
 T = TypeVar("T")
 
 
 class Checkpoint:
-    """`checkpoint.<name>.json`, written last, names the files of tensors, which are called by their digest: each is the
-    one that it was, or not there. A save writes only tensors that are new.
+    """`checkpoint.<name>.json`, written last, names the files of tensors, which are called by
+    their digest: each is the one that it was, or not there. A save writes only tensors that are
+    new.
 
-    A changed tensor must be another object: tensors are told apart by identity. Each comes back on its own device, and
-    out of memory if it was.
+    A changed tensor must be another object: tensors are told apart by identity. Each comes back
+    on its own device, and out of memory if it was.
     """
 
     def __init__(self, folder: Path, name: str, key: Mapping[str, Any]) -> None:
         self._info, self._key = folder / f"checkpoint.{name}.json", {"format": FORMAT, **key}
-        self._stored: dict[
-            int, tuple[Tensor, str, str]
-        ] = {}  # by id: the tensor, its file's digest, its name there
+        # By id: the tensor, its file's digest, its name there
+        self._stored: dict[int, tuple[Tensor, str, str]] = {}
 
     def save(self, snapshot: Snapshot) -> None:
         """Write it; a stop in the middle leaves the snapshot before."""
@@ -123,7 +127,9 @@ def _whereabouts(tensor: Tensor) -> tuple[str, bool]:
 
 
 def _placed(stored: DeferredTensor, device: str, is_deferred: bool) -> Tensor:
-    """A stored tensor where it was; one out of memory is in another file, as the checkpoint goes before it does."""
+    """A stored tensor where it was; one out of memory is in another file, as the checkpoint
+    goes before it does.
+    """
     if not isinstance(device, str):
         raise ValueError(f"{device!r} is no device")
     tensor = stored.load().to(torch.device(device))
@@ -131,7 +137,8 @@ def _placed(stored: DeferredTensor, device: str, is_deferred: bool) -> Tensor:
 
 
 class Checkpoints(Events):
-    """The checkpoints of a run's stages in one folder. Follows the run's events: saves at boundaries and when it stops.
+    """The checkpoints of a run's stages in one folder. Follows the run's events: saves at
+    boundaries and when it stops.
 
     Args:
         folder: the result folder.
@@ -180,17 +187,22 @@ class Checkpoints(Events):
             self._save(stage)
 
     def stopped(self, stage: Stage, error: BaseException | None) -> None:
-        """Save what a stop would lose. Where the data are the reason, a run with other data cannot go on from it."""
+        """Save what a stop would lose. Where the data are the reason, a run with other data
+        cannot go on from it.
+        """
         resumable = isinstance(error, (KeyboardInterrupt, QuantizerError))
         if stage.snapshot is None or not resumable or not stage.done or not self._news:
             return
         if isinstance(error, DataError) and stage.needs_same_data:
             return
-        done = self._save(stage).state.get(
-            "batches", stage.done
-        )  # which several ranks exchange now and then only
+        # Which several ranks exchange now and then only
+        done = self._save(stage).state.get("batches", stage.done)
         of_all = f" of {stage.total}" if stage.total and stage.unit != "batches" else ""
-        text = f"{stage.name} stopped after {done}{of_all} {stage.unit}; --resume goes on from there"
+        text = (
+            f"{stage.name} stopped after {done}{of_all} {stage.unit}; --resume goes on "
+            "from "
+            "there"
+        )
         stage.events.message(logging.WARNING, text)
 
     def _save(self, stage: Stage) -> Snapshot:
@@ -202,7 +214,9 @@ class Checkpoints(Events):
 
 
 def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
-    """Of nested dicts, tuples and registered dataclasses; `data` is the fingerprint of what it was found on."""
+    """Of nested dicts, tuples and registered dataclasses; `data` is the fingerprint of what it
+    was found on.
+    """
     leaves, structure = pytree.tree_flatten(value)
     tensors = {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -216,7 +230,9 @@ def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
 
 
 def shared(snapshot: Snapshot, ranks: Ranks, place: str) -> Snapshot:
-    """Rank 0's on all ranks, tensor by tensor, so that none has more of them in memory than it keeps there."""
+    """Rank 0's on all ranks, tensor by tensor, so that none has more of them in memory than it
+    keeps there.
+    """
     names, state = ranks.broadcast((list(snapshot.tensors), snapshot.state), place)
     own = snapshot.tensors if ranks.is_first else dict.fromkeys(names, torch.empty(0))
     return Snapshot(
@@ -241,9 +257,8 @@ def value_of(snapshot: Snapshot, kind: type[T]) -> T:
         if strange := sorted(
             {*filter(None, _types(json.loads(structure)[1]))} - {*_CONTAINERS, *_registered}
         ):
-            raise ValueError(
-                f"it holds a {strange[0]}"
-            )  # torch imports the module that some types name
+            # Torch imports the module that some types name
+            raise ValueError(f"it holds a {strange[0]}")
         value = pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
         if not fits(value, kind, within=True):
             raise ValueError("its values are of other kinds")

@@ -1,4 +1,6 @@
-"""What a run would stumble over, found before it: each finding is a fact, how bad it is, and the remedy."""
+"""What a run would stumble over, found before it: each finding is a fact, how bad it is, and
+the remedy.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,15 @@ EXTRAS = {
 READ = 64
 """Batches that are looked at."""
 FEW = 100
-"""Samples of images; a statistic over fewer is uncertain. Texts have hundreds of tokens in each."""
+"""Samples of images; a statistic over fewer is uncertain. Texts have hundreds of tokens in
+each.
+"""
 WIDE = 30.0
 """A standard deviation beyond which inputs are probably not normalized as in training."""
 SPREAD = 10.0
-"""How many times wider than the narrowest the widest channel of a weight may be for one scale to serve both."""
+"""How many times wider than the narrowest the widest channel of a weight may be for one scale
+to serve both.
+"""
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,10 @@ def _digest(batch: Batch) -> str:
 def plan(found: Plan) -> Iterator[Check]:
     """What would be left float, wrong or slow."""
     before, after = weight_bytes(found)
-    text = f"{len(found.tensors)} tensors would be quantized, weights {before / 1e6:.2f} to {after / 1e6:.2f} MB"
+    text = (
+        f"{len(found.tensors)} tensors would be quantized, weights {before / 1e6:.2f} to "
+        f"{after / 1e6:.2f} MB"
+    )
     yield Check(
         "plan",
         "ok" if found.tensors else "error",
@@ -197,7 +206,11 @@ def plan(found: Plan) -> Iterator[Check]:
         )
     shared = [name for name in _one_scale(found) if _spread(found, name) > SPREAD]
     if shared:
-        text = f"one scale for channels whose ranges differ more than {SPREAD:g} times: weights of {shortened(shared, 3)}"
+        text = (
+            f"one scale for channels whose ranges differ more than {SPREAD:g} times: "
+            "weights "
+            f"of {shortened(shared, 3)}"
+        )
         yield Check("plan", "warning", text, "per_channel: true for weights, or include_cle")
     tokens = [node for node in found.graph.nodes if node.op == "input" and not node.is_float]
     static = [key for key, tensor in found.tensors.items() if tensor.is_calibrated]
@@ -222,7 +235,9 @@ def _one_scale(found: Plan) -> Iterator[str]:
 
 
 def _spread(found: Plan, name: str) -> float:
-    """The widest range of an output channel of a weight, as a multiple of the narrowest that is not zero."""
+    """The widest range of an output channel of a weight, as a multiple of the narrowest that is
+    not zero.
+    """
     node = found.graph.by_name[name]
     if not node.row.is_linear_or_convolution:
         return 1.0

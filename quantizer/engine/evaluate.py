@@ -1,4 +1,6 @@
-"""Float and quantized network on the same batches, node by node: what each tensor and the output lose."""
+"""Float and quantized network on the same batches, node by node: what each tensor and the
+output lose.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ APART = 16
 class LayerNoise:
     """`local`: only this tensor is quantized; `accumulated`: the whole network is.
 
-    Where far values set the range of a batch, both are about the others; but not where they are the ends of a function
-    that saturates (`is_bounded`).
+    Where far values set the range of a batch, both are about the others; but not where they are
+    the ends of a function that saturates (`is_bounded`).
     """
 
     layer: str
@@ -52,7 +54,9 @@ class LayerNoise:
     is_bounded: bool = False
 
     def add(self, x: Tensor, local: Tensor, accumulated: Tensor | None = None) -> None:
-        """Take in one batch of the exact values, with those that either quantization makes of them."""
+        """Take in one batch of the exact values, with those that either quantization makes of
+        them.
+        """
         others = None if self.is_bounded else beside_far_values(x)
         if others is not None:
             x, local = x[others], local[others]
@@ -70,7 +74,9 @@ class LayerNoise:
 
 @dataclass
 class Score:
-    """What targets say of one network: how many samples it ranks right, or how well it predicts tokens."""
+    """What targets say of one network: how many samples it ranks right, or how well it predicts
+    tokens.
+    """
 
     labelled: int = 0
     correct: int = 0
@@ -101,11 +107,13 @@ class Score:
 
 @dataclass
 class Comparison:
-    """What a paired run found; figures about classes are absent when the output or the data has none.
+    """What a paired run found; figures about classes are absent when the output or the data has
+    none.
 
-    `outputs` has the figures of each output and of its parts. `quantization` has those against the float network that
-    was quantized, where outputs are compared with another one, the user's model. `spoiled` is the first batch where the
-    quantized network alone gives NaN or infinity.
+    `outputs` has the figures of each output and of its parts. `quantization` has those against
+    the float network that was quantized, where outputs are compared with another one, the
+    user's model. `spoiled` is the first batch where the quantized network alone gives NaN or
+    infinity.
     """
 
     layers: list[LayerNoise]
@@ -136,10 +144,12 @@ class Comparison:
             score.merge(its_score)
 
     def metrics(self) -> dict[str, float]:
-        """The figures that gates and reports use; of outputs that are no numbers there are none.
+        """The figures that gates and reports use; of outputs that are no numbers there are
+        none.
 
-        SQNR and cosine are the lowest of all outputs and parts; those together have a "pooled" one. Of integers there
-        is the lowest share of equal values, and of constants, where no output has an SQNR.
+        SQNR and cosine are the lowest of all outputs and parts; those together have a "pooled"
+        one. Of integers there is the lowest share of equal values, and of constants, where no
+        output has an SQNR.
         """
         found: dict[str, float] = {}
         lowest, cosine = worst(self.outputs), lowest_cosine(self.outputs)
@@ -189,14 +199,18 @@ class Comparison:
 
     @property
     def first_spoiled(self) -> str | None:
-        """The first layer whose values quantization makes NaN or infinity, if they are compared."""
+        """The first layer whose values quantization makes NaN or infinity, if they are
+        compared.
+        """
         rows = (row for row in self.layers if row.accumulated is not None)
         return next(
             (row.layer for row in rows if not math.isfinite(row.accumulated.error)), None
         )  # type: ignore[union-attr]
 
     def pairs(self) -> dict[str, dict[str, float]]:
-        """Top-1 accuracy or perplexity of both networks, where the data has labels or is text."""
+        """Top-1 accuracy or perplexity of both networks, where the data has labels or is
+        text.
+        """
         before, after = (score.metrics() for score in self.scores)
         return {
             name: {"float": value, "quantized": after[name]} for name, value in before.items()
@@ -204,7 +218,9 @@ class Comparison:
 
 
 def measure(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
-    """Top-1 accuracy of one model on labelled batches, perplexity on text; nothing when the data has no targets."""
+    """Top-1 accuracy of one model on labelled batches, perplexity on text; nothing when the
+    data has no targets.
+    """
     score = Score()
     for batch in batches:
         output = pytree.tree_leaves(model(*batch.args, **batch.kwargs))[0]
@@ -221,7 +237,8 @@ def over_batches(
 ) -> None:
     """Run something on each batch of this rank's share, without gradients.
 
-    `exchange` is called on all ranks alike, now and then and at the end, with the number of batches that are done.
+    `exchange` is called on all ranks alike, now and then and at the end, with the number of
+    batches that are done.
 
     Raises:
         DataError: there is no batch; or `run` says so, and the batch is named.
@@ -252,16 +269,18 @@ def compare(
 ) -> Comparison:
     """Run both networks on each batch, once, on the rank that it belongs to.
 
-    What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
+    What is found is added up batch by batch in their order, so the number of ranks cannot be
+    seen.
 
     Args:
         reference: the float network, with the nodes of the quantized one.
         quantized: what is compared with it.
         batches: of data, on the networks' device.
         ranks: who share the batches.
-        user: the model itself, where `reference` computes another function. Outputs are compared
-            with those of this network then.
-        outputs: of the network that outputs are compared with, by name; as its graph names them, if None.
+        user: the model itself, where `reference` computes another function. Outputs are
+            compared with those of this network then.
+        outputs: of the network that outputs are compared with, by name; as its graph names
+            them, if None.
 
     Raises:
         DataError: no batch at all, or an output that is not finite.
@@ -293,7 +312,8 @@ def compare(
             for quantizer, at in taps.get(name, ()):
                 _require_same_shape(name, x, y)
                 noise = found[-1].layers[at]
-                # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
+                # What the quantizer hands on: a layer quantizes its own input after the value
+                # that both networks made.
                 handed_on = y if noise.layer == name else quantizer(y.clone())
                 noise.add(x, quantizer(x.clone()), handed_on)  # a copy, which it may overwrite
         expected, outputs, passed = compared.figures((left, right), recorders, batch)
@@ -328,17 +348,22 @@ def _taps(quantized: Network) -> tuple[list[Key], dict[str, list[tuple[nn.Module
 
 
 def _require_same_shape(what: str, x: Tensor, y: Tensor) -> None:
-    """Refuse values of which quantization changes how many there are, as it does behind `nonzero`."""
+    """Refuse values of which quantization changes how many there are, as it does behind
+    `nonzero`.
+    """
     if x.shape != y.shape:
         raise ModelError(
-            f"{what}: the float network makes {list(x.shape)}, the quantized one {list(y.shape)}: sizes that depend on "
+            f"{what}: the float network makes {list(x.shape)}, the quantized one "
+            f"{list(y.shape)}: sizes that depend on "
             "values leave nothing to compare",
             help="quantize the model up to the layer that selects, and select outside of it",
         )
 
 
 def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
-    """The noise of weights and biases, which needs no data. A correction of a bias is no noise, so it is left out."""
+    """The noise of weights and biases, which needs no data. A correction of a bias is no noise,
+    so it is left out.
+    """
     rows = []
     for name, role, quantizer in quantized.quantizers():
         if is_parameter(role):
@@ -364,7 +389,9 @@ def _classes(
     reference: Sequence[Tensor],
     quantized: Sequence[Tensor],
 ) -> None:
-    """Find which classes the first floating-point output ranks highest, and whether the quantized one is finite."""
+    """Find which classes the first floating-point output ranks highest, and whether the
+    quantized one is finite.
+    """
     result.batches = 1
     pairs = [(x, y) for x, y in zip(reference, quantized, strict=True) if x.is_floating_point()]
     for part in leaves(result.outputs):

@@ -1,4 +1,6 @@
-"""What a run reports while it works: its stages, how far each is, what the user should know. Shows nothing itself."""
+"""What a run reports while it works: its stages, how far each is, what the user should know.
+Shows nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What an interrupted stage needs to go on: tensors by name, and `state`, which JSON can hold."""
+    """What an interrupted stage needs to go on: tensors by name, and `state`, which JSON can
+    hold.
+    """
 
     tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
@@ -96,21 +100,27 @@ class Events:
         """A unit is done; `stage.snapshot` shows a consistent state now."""
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """Something to log at a level of `logging`; `finding` is what it is about in the config."""
+        """Something to log at a level of `logging`; `finding` is what it is about in the
+        config.
+        """
 
     def stopped(self, stage: Stage, error: BaseException | None) -> None:
         """A stage ends, complete or with an error."""
 
 
 class Logged(Events):
-    """Messages go to the package's logger, progress nowhere: for Python, where the application owns the terminal."""
+    """Messages go to the package's logger, progress nowhere: for Python, where the application
+    owns the terminal.
+    """
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
         logger.log(level, "%s", text)
 
 
 class Forked(Events):
-    """Several followers as one, in order; a stop goes to the last one first, as things are closed."""
+    """Several followers as one, in order; a stop goes to the last one first, as things are
+    closed.
+    """
 
     def __init__(self, *followers: Events) -> None:
         self._followers = followers

@@ -1,6 +1,8 @@
-"""Runs a calibrated network in the DPU's integers beside the float simulation, and compares them code for code.
+"""Runs a calibrated network in the DPU's integers beside the float simulation, and compares
+them code for code.
 
-Codes, int32 accumulators, shifts with the rounding of each tensor's spec. It executes and compares; it decides nothing.
+Codes, int32 accumulators, shifts with the rounding of each tensor's spec. It executes and
+compares; it decides nothing.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -26,7 +28,8 @@ from quantizer.sources.batches import Batch
 
 @dataclass
 class LayerCodes:
-    """One tensor's codes against the simulation's: how many, how many differ, and by at most how many steps.
+    """One tensor's codes against the simulation's: how many, how many differ, and by at most
+    how many steps.
 
     `position` is the fix position of codes of the DPU.
     """
@@ -53,7 +56,9 @@ class LayerCodes:
 
 @dataclass
 class ExactComparison:
-    """What a run in integers found: why layers ran in float, and the first batch in which an accumulator overflowed."""
+    """What a run in integers found: why layers ran in float, and the first batch in which an
+    accumulator overflowed.
+    """
 
     layers: list[LayerCodes] = field(default_factory=list)
     floats: dict[str, str] = field(default_factory=dict)
@@ -102,7 +107,8 @@ def compare_exact(
 
 
 def require_wide(graph: Graph, solution: Solution) -> None:
-    """Refuse half precision: it rounds a sum to 11 or 8 bits before its quantizer does, so integers cannot follow.
+    """Refuse half precision: it rounds a sum to 11 or 8 bits before its quantizer does, so
+    integers cannot follow.
 
     Raises:
         UsageError: naming the first such layer.
@@ -111,14 +117,17 @@ def require_wide(graph: Graph, solution: Solution) -> None:
         dtype = graph.by_name[name].dtype
         if dtype in (torch.float16, torch.bfloat16):
             raise UsageError(
-                f"--exact compares codes, and {name} computes in {str(dtype).removeprefix('torch.')}, "
+                f"--exact compares codes, and {name} computes in "
+                f"{str(dtype).removeprefix('torch.')}, "
                 "which rounds sums before they are quantized",
                 help="--exact needs a float32 model: calibrate and test model.float()",
             )
 
 
 class _IntegerNetwork:
-    """The graph in integers: `plain` computes on codes in float64, `simulation` runs what has no integer form."""
+    """The graph in integers: `plain` computes on codes in float64, `simulation` runs what has
+    no integer form.
+    """
 
     def __init__(self, graph: Graph, solution: Solution, result: ExactComparison) -> None:
         graph, solution = graph.on(torch.device("cpu")).in_memory(), solution.in_memory()
@@ -135,7 +144,9 @@ class _IntegerNetwork:
                 self._put_codes(*key, position)
 
     def _put_codes(self, name: str, role: str, position: int) -> None:
-        """Weight codes in the plain layer; the bias beside it, as it is added at a position of its own."""
+        """Weight codes in the plain layer; the bias beside it, as it is added at a position of
+        its own.
+        """
         layer, key = self.plain.layers[name], parameter_name(role)
         codes = (
             self.simulation.layers[name].get_parameter(key).detach().double() * 2.0**position
@@ -147,7 +158,9 @@ class _IntegerNetwork:
             layer.register_parameter(key, nn.Parameter(codes, requires_grad=False))
 
     def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
-        """Its value, in integers or in float where it has no integer form: `Fixed` where it has codes."""
+        """Its value, in integers or in float where it has no integer form: `Fixed` where it has
+        codes.
+        """
         if node.op == "input":
             return self._codes_of((node.name, "input"), self.simulation.run_node(node, values))
         output, rule, why = (node.name, "activation"), rule_of(node), self._why_float(node)
@@ -191,7 +204,9 @@ class _IntegerNetwork:
         return "" if has_position else "its output has no single power-of-two scale"
 
     def _own_codes(self, node: Node, call: Mapping[str, Any]) -> dict[str, Any]:
-        """The layer's own view of what it reads, where the config quantizes "input" on its own."""
+        """The layer's own view of what it reads, where the config quantizes "input" on its
+        own.
+        """
         found = {}
         for index, (name, value) in enumerate(call.items()):
             key = (node.name, f"input_{index}" if index else "input")

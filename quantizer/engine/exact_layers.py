@@ -1,7 +1,8 @@
-"""What each layer is in integers: from codes and positions to a wide result, before it is shifted to the layer's codes.
+"""What each layer is in integers: from codes and positions to a wide result, before it is
+shifted to the layer's codes.
 
-An operator without a row here, and one whose tensors have no power-of-two scale, runs in float. Values are exact; only
-hardswish rounds inside, as the device does.
+An operator without a row here, and one whose tensors have no power-of-two scale, runs in float.
+Values are exact; only hardswish rounds inside, as the device does.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,16 +38,19 @@ class Fixed:
         return self.codes * 2.0 ** (position - self.position)
 
     def float(self, dtype: torch.dtype | None) -> Tensor:
-        """The values in the dtype that the simulation has them in, float32 if it is not known."""
+        """The values in the dtype that the simulation has them in, float32 if it is not
+        known.
+        """
         return (self.codes * 2.0**-self.position).to(dtype or torch.float32)
 
 
 @dataclass
 class IntegerCall:
-    """One layer about to run: `layer` computes in float64 and has codes as its weight and no bias.
+    """One layer about to run: `layer` computes in float64 and has codes as its weight and no
+    bias.
 
-    `inputs` are the arguments, with `Fixed` for what has codes; `bias` the codes of the bias. `overflowed` is set when
-    an accumulator leaves int32, which then wraps as a register does.
+    `inputs` are the arguments, with `Fixed` for what has codes; `bias` the codes of the bias.
+    `overflowed` is set when an accumulator leaves int32, which then wraps as a register does.
     """
 
     node: Node
@@ -93,7 +97,9 @@ def _reads(*names: str) -> Callable[[Callable[..., Fixed | None]], IntegerRule]:
 
 
 def _accumulate(step: IntegerCall) -> Fixed | None:
-    """Products at position fw + fi, the bias shifted to it; the finer of the two positions keeps both exact."""
+    """Products at position fw + fi, the bias shifted to it; the finer of the two positions
+    keeps both exact.
+    """
     x = step.inputs.get("input")
     if not isinstance(x, Fixed) or step.weight_position is None:
         return None
@@ -123,7 +129,9 @@ def _multiply(step: IntegerCall, a: Fixed, b: Fixed) -> Fixed:
 
 
 def _join(step: IntegerCall) -> Fixed | None:
-    """Every part shifted to the finest position of all; the shift to the output's position rounds each as it would."""
+    """Every part shifted to the finest position of all; the shift to the output's position
+    rounds each as it would.
+    """
     parts = step.inputs.get("tensors", [])
     if not all(isinstance(part, Fixed) for part in parts):
         return None
@@ -132,7 +140,9 @@ def _join(step: IntegerCall) -> Fixed | None:
 
 
 def _moved(step: IntegerCall) -> Any:
-    """Operators that move or select codes, or take the largest; several outputs stay several."""
+    """Operators that move or select codes, or take the largest; several outputs stay
+    several.
+    """
     fixed = [value for value in step.inputs.values() if isinstance(value, Fixed)]
     if len(fixed) != 1 or (step.node.op == "pad" and step.node.attrs.get("value")):
         return None
@@ -143,9 +153,8 @@ def _moved(step: IntegerCall) -> Any:
     found, position = step.layer(**inputs), fixed[0].position
     if isinstance(found, Tensor):
         return Fixed(found, position)
-    return [
-        Fixed(part, position) if part.is_floating_point() else part for part in found
-    ]  # indices have no codes
+    # Indices have no codes
+    return [Fixed(part, position) if part.is_floating_point() else part for part in found]
 
 
 def _pick(step: IntegerCall) -> Any:
@@ -187,7 +196,8 @@ def _leaky_relu(step: IntegerCall, x: Fixed) -> Fixed | None:
 
 @_reads("input")
 def _average(step: IntegerCall, x: Fixed) -> Fixed:
-    # The layer's own factor is m / 2^s: in float64 it makes the sum times m at s more fraction bits.
+    # The layer's own factor is m / 2^s: in float64 it makes the sum times m at s more fraction
+    # bits.
     shift = int(step.node.attrs["shift"])
     return step.accumulated(step.layer(input=x.codes) * 2.0**shift, x.position + shift)
 

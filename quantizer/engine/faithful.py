@@ -1,6 +1,8 @@
-"""Compares, once and on few samples, what a traced network computes with what the model itself does.
+"""Compares, once and on few samples, what a traced network computes with what the model itself
+does.
 
-A trace is one call of the model: numbers that are drawn or counted in Python, and modes that it changes, are frozen.
+A trace is one call of the model: numbers that are drawn or counted in Python, and modes that it
+changes, are frozen.
 """
 
 import logging
@@ -37,9 +39,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
-    """Look whether the module computes the same in each call, and what its trace does; its state stays as it is.
+    """Look whether the module computes the same in each call, and what its trace does; its
+    state stays as it is.
 
-    A model whose weights stay in their files is not run, and one that fails is left to calibration.
+    A model whose weights stay in their files is not run, and one that fails is left to
+    calibration.
 
     Raises:
         ModelError: it keeps something from call to call, or the trace computes something else.
@@ -63,17 +67,26 @@ def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
             return
         state.restore()
         layer = _first_difference(module, graph, call)
-    text = f"the trace of {name} computes something else than {name}: outputs differ by {found:.2g} of their size"
+    text = (
+        f"the trace of {name} computes something else than {name}: outputs differ by "
+        f"{found:.2g} of their size"
+    )
     text += f", first at {layer}" if layer else ""
     if found <= FAR:
         logger.warning("%s", text)
         return
-    remedy = "a trace freezes what forward() counts, draws or looks up in Python: compute it from the inputs instead"
+    remedy = (
+        "a trace freezes what forward() counts, draws or looks up in Python: compute it "
+        "from "
+        "the inputs instead"
+    )
     raise ModelError(text, help=remedy)
 
 
 def _small(graph: Graph, batch: Batch) -> Call:
-    """A call with few samples and tokens, where there may be fewer; of tensors that nobody else has."""
+    """A call with few samples and tokens, where there may be fewer; of tensors that nobody else
+    has.
+    """
     inputs = [node for node in graph.nodes if node.op == "input"]
     is_open = all(node.shape[0] is None for node in inputs if node.shape)
     few = batch.first(FEW) if is_open else batch
@@ -117,8 +130,9 @@ class _FirstOfEqual(TorchFunctionMode):
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Return how far tensors are from others: the largest share of any of them.
 
-    Of floating-point values it is the root of the squared error as a share of that of the values, of others the root of
-    the share that differs. An output that is nothing but rounding beside the largest one counts as that large.
+    Of floating-point values it is the root of the squared error as a share of that of the
+    values, of others the root of the share that differs. An output that is nothing but rounding
+    beside the largest one counts as that large.
 
     >>> boxes, scores = torch.tensor([300.0, 400.0]), torch.tensor([3.0, 4.0])
     >>> distance([boxes, scores], [boxes, torch.tensor([3.0, 4.5])])
@@ -147,13 +161,17 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 
 def _mean_square(tensor: Tensor) -> float:
-    """The mean square of the values, in which NaN and infinity have no part; 0 if there are none."""
+    """The mean square of the values, in which NaN and infinity have no part; 0 if there are
+    none.
+    """
     finite = torch.nan_to_num(tensor.double(), posinf=0.0, neginf=0.0)
     return float(finite.square().mean()) if tensor.numel() else 0.0
 
 
 def _is_near(found: float, output: Sequence[Tensor]) -> bool:
-    """Whether a distance is what another order of additions makes of the number of digits that there are."""
+    """Whether a distance is what another order of additions makes of the number of digits that
+    there are.
+    """
     digits = [torch.finfo(each.dtype).eps for each in output if each.is_floating_point()]
     return found <= math.sqrt(max(digits, default=0.0))
 
@@ -161,7 +179,8 @@ def _is_near(found: float, output: Sequence[Tensor]) -> bool:
 def _say_what_changes(
     module: nn.Module, graph: Graph, call: Call, state: ModuleState, first: list[Tensor]
 ) -> None:
-    """Tell random numbers, with which a model can be quantized, from what is kept from call to call.
+    """Tell random numbers, with which a model can be quantized, from what is kept from call to
+    call.
 
     Raises:
         ModelError: something is kept.
@@ -170,20 +189,30 @@ def _say_what_changes(
     state.restore()
     if _is_near(distance(first, _output(module, call, seed=2)), first):
         what = f"{shortened(kept)} in forward()" if kept else "something in forward()"
-        text = f"{name} gives another output when it is called again on the same batch: it changes {what}"
-        remedy = "a traced network keeps nothing from call to call: compute a new value from the inputs instead"
+        text = (
+            f"{name} gives another output when it is called again on the same batch: it "
+            f"changes {what}"
+        )
+        remedy = (
+            "a traced network keeps nothing from call to call: compute a new value from "
+            "the "
+            "inputs instead"
+        )
         raise ModelError(text, help=remedy)
     layer = _first_random(graph, call)
     where = f", first at {layer}" if layer else ", which its trace has frozen"
     logger.warning(
-        "%s gives another output in each call on the same batch: it draws random numbers in evaluation mode%s; "
+        "%s gives another output in each call on the same batch: it draws random numbers in "
+        "evaluation mode%s; "
         "comparisons with the float model hold these, too",
         *(name, where),
     )
 
 
 def _first_random(graph: Graph, call: Call) -> str:
-    """The first layer that computes something else with other random numbers; "" if there is none."""
+    """The first layer that computes something else with other random numbers; "" if there is
+    none.
+    """
     sums: list[dict[str, float]] = [{}, {}]
     for seed, found in enumerate(sums):
         _watch(graph, call, seed, partial(_add_up, found))
@@ -198,7 +227,9 @@ def _add_up(found: dict[str, float], name: str, value: Tensor) -> None:
 
 
 def _first_difference(module: nn.Module, graph: Graph, call: Call) -> str:
-    """The first layer, of those that are called once, where the module makes something else; "" if there is none."""
+    """The first layer, of those that are called once, where the module makes something else; ""
+    if there is none.
+    """
     made: dict[str, list[Tensor]] = {}
 
     def keep(path: str, _part: nn.Module, _args: Any, output: Any) -> None:

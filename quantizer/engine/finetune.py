@@ -1,4 +1,6 @@
-"""Fast finetuning of a whole solution: both networks side by side, and a last look at what they return."""
+"""Fast finetuning of a whole solution: both networks side by side, and a last look at what they
+return.
+"""
 
 import dataclasses
 import logging
@@ -38,15 +40,21 @@ FEW_SAMPLES = 32
 
 
 def finetune_weights(job: Job) -> None:
-    """The step of the pipeline that learns how to round the weights, unless the output becomes worse.
+    """The step of the pipeline that learns how to round the weights, unless the output becomes
+    worse.
 
     Raises:
-        DataError: a layer's outputs are not finite, or the data are not the same when they are read again.
+        DataError: a layer's outputs are not finite, or the data are not the same when they are
+            read again.
     """
     mode, found, graph = job.fast_finetune or "", job.solution, job.plan.graph
     data = job.batches.fingerprint or {}
     if (samples := data.get("samples", 0)) < FEW_SAMPLES:
-        text = f"finetuning on {samples} samples: weights fit these and not others; give it at least {FEW_SAMPLES}"
+        text = (
+            f"finetuning on {samples} samples: weights fit these and not others; give it "
+            "at "
+            f"least {FEW_SAMPLES}"
+        )
         job.events.message(logging.WARNING, text)
     digest = fingerprint.tensor_digest
     scales = fingerprint.digest(
@@ -78,9 +86,8 @@ def finetune_weights(job: Job) -> None:
 
     saved = {"saved_as": "finetune", "snapshot": lambda: snapshot_of(dict(layers))}
     with job.stage("fast finetune", len(graph.nodes), "layers", **saved) as stage:
-        stage.advance(
-            0, at_boundary=True
-        )  # from now on, this run can be resumed in this mode alone
+        # From now on, this run can be resumed in this mode alone
+        stage.advance(0, at_boundary=True)
         read = partial(job.read_again, "fast finetuning", "leave --fast_finetune out")
         store = ActivationStore(job.memory)
         made = finetune(
@@ -94,9 +101,11 @@ def finetune_weights(job: Job) -> None:
 
 @dataclass(frozen=True)
 class Finetuned:
-    """What finetuning made of a solution, and the noise of the network's output over the calibration data.
+    """What finetuning made of a solution, and the noise of the network's output over the
+    calibration data.
 
-    `plain` counts layers whose quantized weights it does not learn: groups, floating-point formats, more bits.
+    `plain` counts layers whose quantized weights it does not learn: groups, floating-point
+    formats, more bits.
     """
 
     solution: Solution
@@ -114,7 +123,11 @@ class Finetuned:
     def summary(self) -> str:
         """One line: how much of the layers' errors is left, and what the output gained."""
         if not self.layers:
-            return "there is nothing to finetune: no layer has integer weights of at most 8 bits with a scale per channel"
+            return (
+                "there is nothing to finetune: no layer has integer weights of at most 8 "
+                "bits "
+                "with a scale per channel"
+            )
         figures = (
             f"output SQNR on the calibration data {self.before.worst} -> {self.after.worst} dB"
         )
@@ -139,7 +152,8 @@ class Finetuned:
 
 
 def as_asked(config: Config, level: str | None, mode: str | None) -> tuple[Config, str | None]:
-    """The config and the mode of finetuning of a run with `--dpu_accuracy level` and `--fast_finetune mode`.
+    """The config and the mode of finetuning of a run with `--dpu_accuracy level` and
+    `--fast_finetune mode`.
 
     Raises:
         UsageError: the level goes with the DPU alone, or the mode does not go with the config.
@@ -159,7 +173,8 @@ def _check_mode(mode: str | None, config: Config) -> None:
         )
     if mode == "adaquant" and config.settings.target_device == "DPU":
         raise UsageError(
-            "--fast_finetune adaquant changes the scales of weights, and the DPU's are aligned to its shifters",
+            "--fast_finetune adaquant changes the scales of weights, and the DPU's are "
+            "aligned to its shifters",
             help="use --fast_finetune adaround",
         )
 
@@ -174,7 +189,8 @@ def check_checkpoint(checkpoints: Checkpoints, mode: str | None) -> None:
     if stored and stored != mode:
         given = f"--fast_finetune {mode}" if mode else "no --fast_finetune"
         raise ResultError(
-            f"the checkpoint in {checkpoints.folder} was finetuning with {stored}, and this run has {given}",
+            f"the checkpoint in {checkpoints.folder} was finetuning with {stored}, and this "
+            f"run has {given}",
             help=f"add --fast_finetune {stored}, or run without --resume",
         )
 
@@ -204,10 +220,12 @@ def finetune(
     done: Mapping[str, FinetunedLayer],
     after_layer: Callable[[Mapping[str, FinetunedLayer]], None],
 ) -> Finetuned:
-    """Weights, and with "adaquant" their scales, for which the quantized network is nearer to the float one.
+    """Weights, and with "adaquant" their scales, for which the quantized network is nearer to
+    the float one.
 
-    `batches` opens a pass over the calibration data, on the graph's device; there are two. `store` keeps the values of
-    both networks. `done` holds what an interrupted run had found. The errors are those of `fast_finetune`.
+    `batches` opens a pass over the calibration data, on the graph's device; there are two.
+    `store` keeps the values of both networks. `done` holds what an interrupted run had found.
+    The errors are those of `fast_finetune`.
     """
     outputs, store = list[Any](), store or ActivationStore()
     plain = placed(quantized_network(graph, found), graph.device)

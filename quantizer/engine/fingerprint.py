@@ -1,4 +1,6 @@
-"""What a calibration was made of, so that results are never used with something else. Hashes contents, not files."""
+"""What a calibration was made of, so that results are never used with something else. Hashes
+contents, not files.
+"""
 
 import hashlib
 import json
@@ -28,7 +30,9 @@ def weights(graph: Graph) -> dict[str, str]:
 
 
 def layers(graph: Graph) -> dict[str, str]:
-    """A digest per layer: operator, constants and what it reads; devices are left out, so results move between them."""
+    """A digest per layer: operator, constants and what it reads; devices are left out, so
+    results move between them.
+    """
     found = {}
     for node in graph.nodes:
         attrs = {
@@ -43,7 +47,9 @@ def layers(graph: Graph) -> dict[str, str]:
 
 
 def input_shapes(graph: Graph) -> list[list[int | None] | None]:
-    """The shape of each input, in the order of the call; None for the batch, and for what is no tensor."""
+    """The shape of each input, in the order of the call; None for the batch, and for what is no
+    tensor.
+    """
     return [
         None if node.shape is None else list(node.shape)
         for node in graph.nodes
@@ -67,8 +73,8 @@ def config(value: Config) -> str:
 
 
 def decisions(plan: Plan) -> str:
-    """A digest of what a plan decided: the settings, and the spec of each tensor. Where it was said does not count, nor
-    what calibration decided of joins.
+    """A digest of what a plan decided: the settings, and the spec of each tensor. Where it was
+    said does not count, nor what calibration decided of joins.
     """
     settings = {key: value for key, value in asdict(plan.settings).items() if key != "places"}
     return decided(
@@ -88,7 +94,9 @@ def decided(settings: Mapping[str, Any], specs: Mapping[Key, QuantizationSpec]) 
 
 
 def first_difference(stored: Mapping[str, str], current: Mapping[str, str]) -> str | None:
-    """The first name, in the current order, whose digest is new or changed; else a stored name that is gone."""
+    """The first name, in the current order, whose digest is new or changed; else a stored name
+    that is gone.
+    """
     for name, digest in current.items():
         if stored.get(name) != digest:
             return name

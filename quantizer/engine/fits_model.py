@@ -1,4 +1,6 @@
-"""Stored values against the graph of the model that they are for: what does not fit a layer is refused, by its name."""
+"""Stored values against the graph of the model that they are for: what does not fit a layer is
+refused, by its name.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -185,12 +187,18 @@ def qparams_fault(
             or high > spec.quant_max
             or (spec.symmetric and spec.signed and (low or high))
         ):
-            return f"its zero point is not between {spec.quant_min} and {spec.quant_max}, or not 0 where it has to be"
+            return (
+                f"its zero point is not between {spec.quant_min} and {spec.quant_max}, or "
+                "not "
+                "0 where it has to be"
+            )
     return None
 
 
 def _channels(graph: Graph, node: Node) -> tuple[int, ...] | None:
-    """The shape of a bias of a layer, a batch norm that could not fold included; None for one that cannot have any."""
+    """The shape of a bias of a layer, a batch norm that could not fold included; None for one
+    that cannot have any.
+    """
     if node.is_multiplying:
         return channels_of(node, graph.weight(node))[:1]
     scales = (
@@ -200,7 +208,9 @@ def _channels(graph: Graph, node: Node) -> tuple[int, ...] | None:
 
 
 def _unlike(graph: Graph, layer: str, key: str, value: Tensor) -> str | None:
-    """Why a tensor cannot stand for a layer's parameter; one that an algorithm gave it is a bias."""
+    """Why a tensor cannot stand for a layer's parameter; one that an algorithm gave it is a
+    bias.
+    """
     node = graph.by_name.get(layer)
     if node is None:
         return "there is no such layer"
@@ -221,7 +231,8 @@ def check_adjustment(
     specs: Mapping[tuple[str, str], QuantizationSpec],
     what: str,
 ) -> None:
-    """Refuse what a checkpoint says that algorithms have found, where it does not fit the model.
+    """Refuse what a checkpoint says that algorithms have found, where it does not fit the
+    model.
 
     Raises:
         ResultError: naming the layer.

@@ -1,5 +1,6 @@
-"""How much memory a calibration or a test will take at its worst moment, on top of what is resident; and whether there
-is as much. It counts what is large: weights, activations, Gram matrices.
+"""How much memory a calibration or a test will take at its worst moment, on top of what is
+resident; and whether there is as much. It counts what is large: weights, activations, Gram
+matrices.
 """
 
 import logging
@@ -25,11 +26,15 @@ COPIES = 4
 SEARCHED = 8
 """In float32, while scales of it are searched for, with what each leaves of it."""
 IN_COLUMNS = 14
-"""In float32, while it is rounded column by column: float, rounded, transposed and ordered, with errors, the scale and
-the zero point of each value, and a second solution; of all layers with one input together, which are solved as one."""
+"""In float32, while it is rounded column by column: float, rounded, transposed and ordered,
+with errors, the scale and the zero point of each value, and a second solution; of all layers
+with one input together, which are solved as one.
+"""
 HOLES = 1.65
-"""The heap of the C library, with the holes that values of different sizes leave in it within a pass, is so many times
-as large as what is alive, but where large blocks are mapped. Measured on images: 1.5 to 2.5."""
+"""The heap of the C library, with the holes that values of different sizes leave in it within a
+pass, is so many times as large as what is alive, but where large blocks are mapped. Measured on
+images: 1.5 to 2.5.
+"""
 MAPPED = 32 << 20
 """Blocks from here on, as logits are, glibc always maps."""
 PLANE = 2
@@ -40,7 +45,9 @@ SURE = 1.2
 
 @dataclass(frozen=True)
 class Data:
-    """What activations depend on: how many `batches` there are, of what `size`, and their budget of memory."""
+    """What activations depend on: how many `batches` there are, of what `size`, and their
+    budget of memory.
+    """
 
     size: int
     batches: int = 1
@@ -50,8 +57,8 @@ class Data:
 def calibration_bytes(
     plan: Plan, config: Config, data: Data, *, finetuned: bool = False
 ) -> int:
-    """What calibration adds to a process that has the model, its graph and its plan: its hungriest step, and what the
-    steps before it leave.
+    """What calibration adds to a process that has the model, its graph and its plan: its
+    hungriest step, and what the steps before it leave.
     """
     graph, algorithms, rounded = plan.graph, config.algorithms, _rounded(plan)
     steps = [_weights_bytes(graph, rounded)]
@@ -65,15 +72,16 @@ def calibration_bytes(
     if finetuned or plan.corrected:
         steps.append(_layer_by_layer_bytes(graph, data, both=finetuned))
     left = 0
-    if (
-        not graph.is_deferred
-    ):  # codes of one byte, and another float weight for each algorithm that changes it
+    # Codes of one byte, and another float weight for each algorithm that changes it
+    if not graph.is_deferred:
         left = _values(graph, rounded) * (1 + 4 * (len(algorithms) + finetuned))
     return left + max(steps)
 
 
 def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: int) -> int:
-    """What test mode adds to a process that has the model and its graph: two networks in step."""
+    """What test mode adds to a process that has the model and its graph: two networks in
+    step.
+    """
     rounded = {name for name, role in specs if is_parameter(role)}
     alive, most = alive_bytes(graph, size), 0
     for node in (each for each in graph.nodes if each.op != "input"):
@@ -82,14 +90,15 @@ def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: 
         value = value_bytes(graph, node.name, size)
         subtracted = 2 * after + 3 * value  # quantized, and subtracted from the float one
         most = max(most, _in_heap(graph, step, value, 2), _in_heap(graph, subtracted, value, 5))
-    left = (
-        0 if graph.is_deferred else 5 * _values(graph, rounded)
-    )  # codes, and what they stand for
+    # Codes, and what they stand for
+    left = 0 if graph.is_deferred else 5 * _values(graph, rounded)
     return left + max(_weights_bytes(graph, rounded), most)
 
 
 class Base(NamedTuple):
-    """What a process has `resident`, and the most that it ever had; None where the system does not say."""
+    """What a process has `resident`, and the most that it ever had; None where the system does
+    not say.
+    """
 
     resident: int | None
     peak: int | None
@@ -102,8 +111,9 @@ class Base(NamedTuple):
 
 
 def peak_with(more: int, base: Base | None = None) -> int | None:
-    """The peak of this process, or of the one that had `base`, if it takes so much on top of what is resident now; None
-    where that is not known."""
+    """The peak of this process, or of the one that had `base`, if it takes so much on top of
+    what is resident now; None where that is not known.
+    """
     now, before = base or Base.now()
     return None if now is None or before is None else max(before, now + more)
 
@@ -112,16 +122,24 @@ def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
     """Warn if there is not that much left; swap may help, and other processes may end.
 
     Raises:
-        OutOfMemoryError: the machine, or the control group of this process, does not have it at all.
+        OutOfMemoryError: the machine, or the control group of this process, does not have it at
+            all.
     """
     peak, free, total = peak_with(more), memory.available(), memory.total()
     if peak is None or free is None or total is None or more <= free:
         return
     help_ = "; or ".join(remedies)
     if peak > SURE * total:
-        text = f"{mode} would take about {memory.in_words(peak)} of memory, and there are {memory.in_words(total)}"
+        text = (
+            f"{mode} would take about {memory.in_words(peak)} of memory, and there are "
+            f"{memory.in_words(total)}"
+        )
         raise OutOfMemoryError(text, help=help_)
-    text = f"{mode} takes about {memory.in_words(more)} more memory, and {memory.in_words(free)} are free: {help_}"
+    text = (
+        f"{mode} takes about {memory.in_words(more)} more memory, and "
+        f"{memory.in_words(free)} "
+        f"are free: {help_}"
+    )
     logger.warning("%s", text)
 
 
@@ -147,7 +165,9 @@ def _values(graph: Graph, layers: Collection[str]) -> int:
 
 
 def _weights_bytes(graph: Graph, rounded: Collection[str]) -> int:
-    """Of the largest weight while it is rounded, and of the largest that is only read from its file."""
+    """Of the largest weight while it is rounded, and of the largest that is only read from its
+    file.
+    """
     paths = [path for name in rounded for path in graph.by_name[name].params.values()]
     found = COPIES * max((graph.tensors[path].nbytes for path in paths), default=0)
     return max(
@@ -188,7 +208,9 @@ def _pass_bytes(graph: Graph, data: Data, upto: int | None = None) -> int:
 def _algorithm_bytes(
     graph: Graph, rounded: Collection[str], algorithm: Algorithm, data: Data
 ) -> int:
-    """Of one that sums up Gram matrices: what it keeps of all batches, and the matrices and weights of a group."""
+    """Of one that sums up Gram matrices: what it keeps of all batches, and the matrices and
+    weights of a group.
+    """
     groups: dict[str, list[Node]] = {}
     for node in (graph.by_name[name] for name in rounded):
         if node.is_multiplying and _depth(graph, node) <= DEEPEST:
@@ -198,9 +220,8 @@ def _algorithm_bytes(
         sizes = [graph.weight(node).numel() for node in nodes]
         matrix = max(_groups(node) * _depth(graph, node) ** 2 for node in nodes)
         kind, searched = algorithm.kind, SEARCHED * max(sizes)
-        if (
-            algorithm.stage == "round"
-        ):  # first the matrix is factored, then weights are rounded with what is left of it
+        # First the matrix is factored, then weights are rounded with what is left of it
+        if algorithm.stage == "round":
             factored = kind.matrices * matrix + COPIES * sum(sizes)
             searched = max(factored, (1 + kind.networks) * matrix + IN_COLUMNS * sum(sizes))
         else:
@@ -216,7 +237,9 @@ def _algorithm_bytes(
 
 
 def _layer_by_layer_bytes(graph: Graph, data: Data, *, both: bool) -> int:
-    """Of a network that computes a node for all batches before the next one, or of both networks so."""
+    """Of a network that computes a node for all batches before the next one, or of both
+    networks so.
+    """
     alive, most, before = alive_bytes(graph, data.size), 0, 0
     for node in graph.nodes:
         during, after = alive[node.name]
@@ -251,6 +274,8 @@ def _read_bytes(graph: Graph, node: Node) -> int:
 
 
 def _in_heap(graph: Graph, alive: int, value: int, copies: int = 1) -> int:
-    """What is resident for so many bytes alive, among them copies of a value of so many bytes."""
+    """What is resident for so many bytes alive, among them copies of a value of so many
+    bytes.
+    """
     mapped = alive if graph.is_deferred else copies * value if value >= MAPPED else 0
     return mapped + int(HOLES * (alive - mapped))

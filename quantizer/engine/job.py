@@ -1,4 +1,6 @@
-"""What a calibration is asked to do, and what its steps have found so far. Each step of the pipeline fills in more."""
+"""What a calibration is asked to do, and what its steps have found so far. Each step of the
+pipeline fills in more.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,13 @@ class Job:
         facts: what else the results depend on, for checkpoints.
         findings: on the config, from reading it.
         ranks: the processes that share the work.
-        memory: bytes of the network's values that may stay in memory; None for half of what is free.
+        memory: bytes of the network's values that may stay in memory; None for half of what is
+            free.
         statistics: what calibrations before have seen, in their order, instead of data.
-        absorption: which layers take up high biases, as `engine.absorption` records it; None until data have decided.
-        levels: by how much channels are levelled, as `engine.level_channels` records it; None until data have decided.
+        absorption: which layers take up high biases, as `engine.absorption` records it; None
+            until data have decided.
+        levels: by how much channels are levelled, as `engine.level_channels` records it; None
+            until data have decided.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
         plan, adjustment, calibration, joins, solution, is_finetuned: found by the steps.
     """
@@ -89,14 +94,18 @@ class Job:
 
     @property
     def needs_data(self) -> bool:
-        """Whether batches are read for their values, and not only the first one for its shape."""
+        """Whether batches are read for their values, and not only the first one for its
+        shape.
+        """
         return (
             self.plan.needs_data or self.fast_finetune is not None or self.algorithms_need_data
         )
 
     @property
     def header(self) -> dict[str, Any]:
-        """What results say of the run: the model, the seed, the data, and whether weights are finetuned."""
+        """What results say of the run: the model, the seed, the data, and whether weights are
+        finetuned.
+        """
         return {
             **self.made_of,
             "seed": self.seed,
@@ -125,7 +134,8 @@ class Job:
         }
 
     def restored(self, saved_as: str, **more: Any) -> Snapshot | None:
-        """What a stopped run has left of a stage, where this one resumes it; `more` is what else that depends on.
+        """What a stopped run has left of a stage, where this one resumes it; `more` is what
+        else that depends on.
 
         Raises:
             ResultError: it is damaged, or belongs to another run.
@@ -163,6 +173,7 @@ class Job:
         yield from self.read()
         if seen is not None and self.batches.fingerprint != seen:
             raise DataError(
-                f"{self.batches.label} gives other batches when it is read again, and {step} reads it more than once",
+                f"{self.batches.label} gives other batches when it is read again, and {step} "
+                "reads it more than once",
                 help=f"draw random crops and orders from a fixed seed, or {remedy}",
             )

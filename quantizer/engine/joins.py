@@ -1,4 +1,6 @@
-"""Decides after calibration which joins have one scale for all their parts, and which leave each part its own."""
+"""Decides after calibration which joins have one scale for all their parts, and which leave
+each part its own.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,15 @@ FEW_BITS = 4.0
 """A part of a join that has fewer than this is told."""
 _FAR = {
     "own": "each part keeps its own",
-    "scaled": "parts are multiplied with powers of two, which the weights that read them take back",
+    "scaled": "parts are multiplied with powers of two, which the weights that read them take "
+    "back",
 }
 
 
 def decide_joins(job: Job) -> None:
-    """Decide on all joins of the job's plan, and bring to one range what would lose too much on one scale."""
+    """Decide on all joins of the job's plan, and bring to one range what would lose too much on
+    one scale.
+    """
     waiting = job.plan
     first = _decisions(job.calibration)
     scaled = _scale_parts(job, first)
@@ -47,12 +52,16 @@ def decide_joins(job: Job) -> None:
 
 
 def decided(calibration: Calibration) -> Calibration:
-    """Return the calibration with the joins of its plan decided, as far as that changes no weights."""
+    """Return the calibration with the joins of its plan decided, as far as that changes no
+    weights.
+    """
     return replace(calibration, plan=joins.decided(calibration.plan, _decisions(calibration)))
 
 
 def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
-    """How each open join is quantized. What was observed of tensors that are not stays, for whoever decides anew."""
+    """How each open join is quantized. What was observed of tensors that are not stays, for
+    whoever decides anew.
+    """
     decisions: dict[str, JoinDecision] = {}
     for join in calibration.plan.joins:
         lost = joins.lost_bits(join, _widths(join, calibration.observers))
@@ -61,7 +70,9 @@ def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
 
 
 def _scale_parts(job: Job, decisions: Mapping[str, JoinDecision]) -> list[str]:
-    """Scale the parts of joins that have lost too much, as far as it can be done; return these joins."""
+    """Scale the parts of joins that have lost too much, as far as it can be done; return these
+    joins.
+    """
     far = [
         join
         for join in job.plan.joins
@@ -100,7 +111,9 @@ def _by_join(scalings: Iterable[Scaling]) -> list[list[Scaling]]:
 
 
 def _is_seen(job: Job, scalings: Sequence[Scaling]) -> bool:
-    """Whether calibration has seen what is quantized after these factors; the job stays as it is."""
+    """Whether calibration has seen what is quantized after these factors; the job stays as it
+    is.
+    """
     more = scaled_joins.adjustment(job.plan.graph, scalings)
     plan = job.target.plan(job.config, more)
     return scaled_joins.is_seen(job.calibration, plan, scalings, more.insertions)
@@ -143,11 +156,17 @@ def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
         )
     else:
         remedy = f"remove the entry for {join.name}, and each part keeps its own scale"
-    return f"{join.name} has one scale for all that it joins, which leaves {bits} to {smallest}: {remedy}"
+    return (
+        f"{join.name} has one scale for all that it joins, which leaves {bits} to "
+        f"{smallest}: "
+        f"{remedy}"
+    )
 
 
 def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, float]:
-    """How wide the ranges of a join's tensors are, from the lowest code to the highest, of the widest channel."""
+    """How wide the ranges of a join's tensors are, from the lowest code to the highest, of the
+    widest channel.
+    """
     widths: dict[Key, float] = {}
     for key in (join.single or join.inputs[0], *join.sources):
         observer = observers.get(key)
@@ -173,14 +192,19 @@ def decided_again(
         after = joins.decide(before.join, joins.lost_bits(before.join, widths), before.gains)
         is_far = before.lost_db <= CLOSE_DB < after.lost_db
         if is_far and before.join.scalable and not before.join.is_single:
-            text = f"{name} joins what has ranges too different for one scale now, and weights would have to change"
+            text = (
+                f"{name} joins what has ranges too different for one scale now, and "
+                "weights "
+                "would have to change"
+            )
             raise ResultError(text, help="calibrate again with the other config")
         decisions[name] = before if before.scale == "scaled" else after
     return decisions
 
 
 def _gains(join: JoinPlan, graph: Graph) -> dict[str, dict[str, float]]:
-    """How much the squared error of each part weighs in each product: as the squared weights that it meets.
+    """How much the squared error of each part weighs in each product: as the squared weights
+    that it meets.
 
     Where there is no such weight, all parts count alike.
     """
@@ -202,9 +226,8 @@ def _weight_gains(join: JoinPlan, graph: Graph, layer: str) -> dict[str, float]:
         squares = by_channel(node, weight).square().sum((1, 3)).flatten()
     count = sum(length for _, length in runs)
     if len(squares) != count:
-        squares = squares.mean().expand(
-            count
-        )  # parts are rows, which all meet the same weights
+        # Parts are rows, which all meet the same weights
+        squares = squares.mean().expand(count)
     gains: dict[str, float] = {}
     first = 0
     for key, length in runs:

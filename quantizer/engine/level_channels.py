@@ -1,9 +1,11 @@
-"""Levels the channels of a value that one scale cannot serve: factors that the next layer's weights take back.
+"""Levels the channels of a value that one scale cannot serve: factors that the next layer's
+weights take back.
 
-Where each output of a layer reads one channel alone, as in a depthwise convolution, a channel that is a thousandth of
-the widest has no bits left, and nothing else makes up for it. Such a channel is multiplied with a power of two in the
-layer that makes it, and divided by it in the layer that reads it. Powers of two change no float value. Ranges are
-those of the first calibration batches, and the factors are recorded in the results.
+Where each output of a layer reads one channel alone, as in a depthwise convolution, a channel
+that is a thousandth of the widest has no bits left, and nothing else makes up for it. Such a
+channel is multiplied with a power of two in the layer that makes it, and divided by it in the
+layer that reads it. Powers of two change no float value. Ranges are those of the first
+calibration batches, and the factors are recorded in the results.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ from quantizer.sources.batches import Batch, naming_batch
 CHECKED_BATCHES = 4
 """How many of the first calibration batches say how wide channels are."""
 LOST_BITS = 4
-"""Channels are levelled where one that matters loses more bits than this on the scale of all."""
+"""Channels are levelled where one that matters loses more bits than this on the scale of
+all.
+"""
 HEARD_BITS = 8
-"""A channel whose products are this many bits smaller than the largest is left as it is: nobody hears it."""
+"""A channel whose products are this many bits smaller than the largest is left as it is: nobody
+hears it.
+"""
 LARGEST_EXPONENT = 24
 """Levels of more would not leave float32 exact where outputs are added up."""
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
@@ -39,9 +45,11 @@ Exponents = Mapping[str, Sequence[int]]
 
 
 def candidates(plan: Plan) -> list[Pair]:
-    """Return pairs of layers whose channels are read one by one, at scales of their own, from a value with one scale.
+    """Return pairs of layers whose channels are read one by one, at scales of their own, from a
+    value with one scale.
 
-    There are none if the weights of no first layer are far apart: calibration is not to read data in vain.
+    There are none if the weights of no first layer are far apart: calibration is not to read
+    data in vain.
     """
     graph = plan.graph
     if not any(_reads_one_by_one(graph, node) for node in graph.nodes):
@@ -64,7 +72,9 @@ def _reads_one_by_one(graph: Graph, node: Node) -> bool:
 
 
 def _has_one_scale(plan: Plan, pair: Pair) -> bool:
-    """Whether the value between two layers is quantized to integers of one scale, which calibration finds."""
+    """Whether the value between two layers is quantized to integers of one scale, which
+    calibration finds.
+    """
     keys = [(pair.second.name, "input")]
     keys += [(node.name, "activation") for node in (*pair.between, pair.first)]
     tensors = [plan.tensors[key] for key in keys if key in plan.tensors]
@@ -112,8 +122,8 @@ def decide(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
 
     Args:
         plan: of the network, whose graph has the weights.
-        batches: calibration data on the graph's device. The first `CHECKED_BATCHES` are read if any pair of layers is a
-            candidate, else none.
+        batches: calibration data on the graph's device. The first `CHECKED_BATCHES` are read if
+            any pair of layers is a candidate, else none.
 
     Raises:
         DataError: the network cannot run a batch.
@@ -128,9 +138,8 @@ def decide(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
         pair.second.name: loaded(plan.graph.weight(pair.second)).detach() for pair in pairs
     }
     exponents: dict[str, list[int]] = {}
-    for pair in reversed(
-        pairs
-    ):  # factors of a later pair change what the channels of an earlier one are worth
+    # Factors of a later pair change what the channels of an earlier one are worth
+    for pair in reversed(pairs):
         columns = _column_sizes(weights[pair.second.name], pair)
         count, _ = channels_of(pair.first, plan.graph.weight(pair.first))
         levels = _exponents(ranges[pair.second.name], columns, pair, count)
@@ -171,8 +180,8 @@ def _channel_ranges(
 
 
 def _exponents(ranges: Tensor, columns: Tensor, pair: Pair, count: int) -> list[int]:
-    """The exponent of each of the first layer's `count` output channels, of which the second may read some; zeros if no
-    channel that matters has lost too much.
+    """The exponent of each of the first layer's `count` output channels, of which the second
+    may read some; zeros if no channel that matters has lost too much.
     """
     columns = columns.to(ranges.device)
     origins = torch.tensor(pair.channels)
@@ -228,6 +237,7 @@ def sentence(exponents: Exponents) -> str:
     """Return what the user should hear of levelled channels."""
     largest = max(max(map(abs, row)) for row in exponents.values())
     return (
-        f"the channels of {shortened(list(exponents), 3)} have ranges too different for one scale: they are multiplied "
+        f"the channels of {shortened(list(exponents), 3)} have ranges too different for one "
+        "scale: they are multiplied "
         f"with powers of two, up to 2^{largest}, which the weights of the next layer take back"
     )

@@ -1,4 +1,6 @@
-"""What to say of a quantized network that is far from its float one: where the loss begins, and what helps most."""
+"""What to say of a quantized network that is far from its float one: where the loss begins, and
+what helps most.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from quantizer.plan.model import Key
 LOW_DB = 15.0
 """Output SQNR below which no network here kept its accuracy."""
 TRIED = 8
-"""Tensors that are tried in float on one batch: each costs what comes after it. First those of what the first layer
-below LOW_DB reads, whose own SQNR is high if a few values are far larger than the others, then those of the lowest.
+"""Tensors that are tried in float on one batch: each costs what comes after it. First those of
+what the first layer below LOW_DB reads, whose own SQNR is high if a few values are far larger
+than the others, then those of the lowest.
 """
 LEAST_DB = 0.1
 """What is gained by less is not worth a word."""
@@ -29,7 +32,9 @@ def lost_to_passes(passes: PassLoss | None) -> frozenset[str]:
 
 
 def remark_on_passes(passes: PassLoss | None) -> str | None:
-    """Return a sentence on passes that alone leave less than LOW_DB of an output; None if they do not."""
+    """Return a sentence on passes that alone leave less than LOW_DB of an output; None if they
+    do not.
+    """
     if passes is None or passes.passes.db >= LOW_DB:
         return None
     names = ", ".join(passes.names)
@@ -39,14 +44,15 @@ def remark_on_passes(passes: PassLoss | None) -> str | None:
         else f"the model's output {passes.passes.name}"
     )
     return (
-        f"before anything is quantized, {names} leave {passes.passes.db:.1f} dB of {output} on one batch: "
+        f"before anything is quantized, {names} leave {passes.passes.db:.1f} dB of {output} "
+        "on one batch: "
         "switch them off, or train the model with what they put in"
     )
 
 
 def remark(compared: Comparison, networks: Networks) -> str | None:
-    """A sentence on an output SQNR below LOW_DB: the first tensor, in execution order, that has less, and which one to
-    leave in float.
+    """A sentence on an output SQNR below LOW_DB: the first tensor, in execution order, that has
+    less, and which one to leave in float.
 
     Args:
         compared: what the test found.
@@ -63,7 +69,10 @@ def remark(compared: Comparison, networks: Networks) -> str | None:
     said = f"{what} is {lowest.sqnr_db:.1f} dB, and below {LOW_DB:g} few networks are of use"
     first = next((noise for noise in compared.layers if _reached(noise) < LOW_DB), None)
     if first is not None:
-        said += f". It is below that from the {first.role} of {first.layer} on ({_reached(first):.1f} dB)"
+        said += (
+            f". It is below that from the {first.role} of {first.layer} on "
+            f"({_reached(first):.1f} dB)"
+        )
     sources = (
         set(_sources(first.layer, networks.reference, compared)) if first is not None else set()
     )
@@ -74,17 +83,20 @@ def remark(compared: Comparison, networks: Networks) -> str | None:
     if best is not None:
         (layer, role), gain = best
         said += (
-            f". Of {len(tried)} tensors that were tried in float, the {role} of {layer} helps most: "
+            f". Of {len(tried)} tensors that were tried in float, the {role} of {layer} helps "
+            "most: "
             f"{gain:.1f} dB more on the first batch"
         )
     return (
-        said
-        + ". `quantizer analyze` measures all tensors, and with --metric what has to stay in float"
+        said + ". `quantizer analyze` measures all tensors, and with --metric what has to stay "
+        "in float"
     )
 
 
 def _reached(noise: LayerNoise) -> float:
-    """What is left at this tensor, where the whole network is quantized; weights have no such figure."""
+    """What is left at this tensor, where the whole network is quantized; weights have no such
+    figure.
+    """
     return noise.accumulated.sqnr_db if noise.accumulated is not None else float("inf")
 
 
@@ -103,7 +115,9 @@ def _sources(layer: str, reference: Network, compared: Comparison) -> Iterator[s
 
 
 def _most_helpful(tried: list[LayerNoise], networks: Networks) -> tuple[Key, float] | None:
-    """The tensor that the output gains most from when it is left in float, and how much, in dB; None if none helps."""
+    """The tensor that the output gains most from when it is left in float, and how much, in dB;
+    None if none helps.
+    """
     keys = {(noise.layer, noise.role) for noise in tried}
     pair = networks.reference, networks.quantized
     found = ablate(*pair, [networks.first], keys=keys, user=networks.user)

@@ -32,7 +32,8 @@ def not_measured(graph: Graph) -> Reasons:
 
 
 def not_measured_by_targets(first: Batch, graph: Graph | None = None) -> Reasons:
-    """Return the metrics that targets do not give in place of an `evaluate()`, with the reasons.
+    """Return the metrics that targets do not give in place of an `evaluate()`, with the
+    reasons.
 
     Args:
         first: the first batch of the evaluation data.
@@ -58,7 +59,9 @@ def not_measured_by_targets(first: Batch, graph: Graph | None = None) -> Reasons
 
 
 def _rank_of_first_float(graph: Graph) -> int | None:
-    """The number of axes of the first floating-point output; None if it is unknown, or there is none."""
+    """The number of axes of the first floating-point output; None if it is unknown, or there is
+    none.
+    """
     for name in references(graph.output):
         node = graph.by_name[name]
         if node.dtype is None or node.shape is None:
@@ -69,7 +72,9 @@ def _rank_of_first_float(graph: Graph) -> int | None:
 
 
 def _is_floating(node: Node) -> bool:
-    """Whether a value is compared as floating-point numbers, as the parts of complex ones are."""
+    """Whether a value is compared as floating-point numbers, as the parts of complex ones
+    are.
+    """
     return node.is_float or (node.dtype is not None and node.dtype.is_complex)
 
 

@@ -1,4 +1,6 @@
-"""Calibrations apart become one, as if a single run had seen all their batches, in the order of the folders."""
+"""Calibrations apart become one, as if a single run had seen all their batches, in the order of
+the folders.
+"""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +28,8 @@ def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
     """Refuse folders whose statistics do not make one calibration.
 
     Raises:
-        ResultError: they are of different models or configs, or what was found needs values that are gone.
+        ResultError: they are of different models or configs, or what was found needs values
+            that are gone.
     """
     first = infos[0]
     for info in infos[1:]:
@@ -51,7 +54,10 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
             yield f"{what} {name} differs"
     decisions = [absorption.refused(header.get("absorption", {})) for header in (first, other)]
     for name in sorted(decisions[0] ^ decisions[1]):
-        yield f"by the data of one, the high biases of {name} were absorbed, and not by those of the other"
+        yield (
+            f"by the data of one, the high biases of {name} were absorbed, and not by those "
+            "of the other"
+        )
     for key, what in {
         "config": "the configs decide otherwise",
         "algorithms": "the algorithms differ",
@@ -67,9 +73,14 @@ def _insufficient(header: Mapping[str, Any], config: Config) -> Iterator[str]:
     """Why statistics are not enough to find again what calibration found, in sentences."""
     for algorithm in config.algorithms:
         if algorithm.needs_data:
-            yield f"{algorithm.name} needs the values that layers read, and statistics do not hold them"
+            yield (
+                f"{algorithm.name} needs the values that layers read, and statistics do not "
+                "hold them"
+            )
     if header.get("fast_finetune"):
-        yield "fast finetuning needs the values that layers read, and statistics do not hold them"
+        yield (
+            "fast finetuning needs the values that layers read, and statistics do not hold them"
+        )
     if config.settings.include_bias_corr:
         yield "bias correction needs the outputs of the quantized network, whose scales change"
     if not header["batches"]:

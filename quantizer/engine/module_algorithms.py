@@ -1,4 +1,6 @@
-"""The config's algorithms on a module tree: they run on a trace of it, and what they find is written back by path."""
+"""The config's algorithms on a module tree: they run on a trace of it, and what they find is
+written back by path.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ PASSES = ("remove_dropout", "linear_from_matmul", "linear_of_experts")
 
 @dataclass(frozen=True)
 class Home:
-    """Where a parameter lives: a module's path, its attribute, whether a graph has it transposed, and of how many
-    experts, one below the other."""
+    """Where a parameter lives: a module's path, its attribute, whether a graph has it
+    transposed, and of how many experts, one below the other.
+    """
 
     path: str
     attribute: str
@@ -49,7 +52,9 @@ class Home:
 
 @dataclass(frozen=True)
 class TracedModules:
-    """A model, its trace, and the plan's layer for each node of the trace that multiplies by its weight."""
+    """A model, its trace, and the plan's layer for each node of the trace that multiplies by
+    its weight.
+    """
 
     model: nn.Module
     graph: Graph
@@ -80,7 +85,9 @@ class TracedModules:
 
     @cached_property
     def homes(self) -> dict[tuple[str, str], Home]:
-        """Of each parameter of the graph, by node and key; a tied one lives in the module that reads it."""
+        """Of each parameter of the graph, by node and key; a tied one lives in the module that
+        reads it.
+        """
         known = dict(self.model.named_parameters(remove_duplicate=False))
         found = {}
         for node in self.graph.nodes:
@@ -106,12 +113,16 @@ class TracedModules:
 
     @cached_property
     def shared(self) -> set[str]:
-        """Nodes with a parameter that another node takes from the same place: a module that is called twice."""
+        """Nodes with a parameter that another node takes from the same place: a module that is
+        called twice.
+        """
         uses = Counter(self.homes.values())
         return {name for (name, _), home in self.homes.items() if uses[home] > 1}
 
     def module_of(self, name: str) -> nn.Module | None:
-        """The module whose weight a layer multiplies, if it is that module's forward that does."""
+        """The module whose weight a layer multiplies, if it is that module's forward that
+        does.
+        """
         home = self.homes.get((name, "weight"))
         module = self.modules.get(home.path) if home else None
         if (
@@ -172,9 +183,8 @@ class TracedModules:
             if algorithm.stage == "round" or group.fold is not None or takes_insertions:
                 groups.append(group)
             elif all(self.graph.by_name[name].row.experts for name in group.layers):
-                groups.append(
-                    replace(group, is_fixed=True)
-                )  # its weights can be rounded all the same
+                # Its weights can be rounded all the same
+                groups.append(replace(group, is_fixed=True))
         for home in sorted(again, key=lambda home: home.path):
             logger.warning(
                 "%s runs more than once, so %s leaves it as it is", home.path, algorithm.name
@@ -182,7 +192,8 @@ class TracedModules:
         return replace(structure, groups=tuple(groups))
 
     def write(self, found: Adjustment) -> dict[str, Rounded]:
-        """Write what algorithms found into the model; returns rounded weights by layer of the plan.
+        """Write what algorithms found into the model; returns rounded weights by layer of the
+        plan.
 
         Weights that were rounded stand in the model as they were before that.
 
@@ -204,8 +215,10 @@ class TracedModules:
                 module = self.module_of(reader)
                 if module is None:
                     raise ModelError(
-                        f"{reader} is no layer of its own in the model, so nothing can be put before it",
-                        help="leave it out of the algorithm, or use the command line, which quantizes the trace",
+                        f"{reader} is no layer of its own in the model, so nothing can be put "
+                        "before it",
+                        help="leave it out of the algorithm, or use the command line, which "
+                        "quantizes the trace",
                     )
                 layer = build_layer(graph, graph.by_name[row.name])
                 layer.weight = nn.Parameter(row.weight.detach().clone(), requires_grad=False)
@@ -226,8 +239,10 @@ class TracedModules:
                     add_bias(module, tensor)
                 else:
                     raise ModelError(
-                        f"{name} has no {key} of its own in the model, and an algorithm would change it",
-                        help="leave the layer out of the algorithm, or use the command line, which quantizes the trace",
+                        f"{name} has no {key} of its own in the model, and an algorithm would "
+                        "change it",
+                        help="leave the layer out of the algorithm, or use the command line, "
+                        "which quantizes the trace",
                     )
         for home, (tensor, *_) in values.items():
             if _set(self.model, home, home.stored(tensor)):
@@ -250,7 +265,9 @@ def write_rounded(
 
 
 def _set(model: nn.Module, home: Home, value: Tensor) -> bool:
-    """Change a parameter, in its own memory no more; whether it was tied, and is a parameter of its own now."""
+    """Change a parameter, in its own memory no more; whether it was tied, and is a parameter of
+    its own now.
+    """
     module = model.get_submodule(home.path)
     parameter = module.get_parameter(home.attribute)
     holders = sum(

@@ -1,4 +1,6 @@
-"""Puts what a calibration found on a module tree, in place. Ties of parameters are kept where both ends agree."""
+"""Puts what a calibration found on a module tree, in place. Ties of parameters are kept where
+both ends agree.
+"""
 
 from collections import Counter, defaultdict
 
@@ -28,7 +30,8 @@ Use = tuple[nn.Module, str, QuantizedTensor]
 def attach(model: nn.Module, graph: Graph, solution: Solution) -> None:
     """Give the layers of `model` their quantizers; parameters are quantized once.
 
-    A tied parameter stays tied if all that hold it want the same. Else each that is quantized gets its own.
+    A tied parameter stays tied if all that hold it want the same. Else each that is quantized
+    gets its own.
     """
     modules = dict(model.named_modules())
     found = [
@@ -53,7 +56,9 @@ def role_in_module(node: Node, role: str) -> str:
 
 
 def put(module: nn.Module, path: str, role: str, tensor: QuantizedTensor) -> None:
-    """A quantizer in a role of the module at `path`; one of a parameter only says what was done to it."""
+    """A quantizer in a role of the module at `path`; one of a parameter only says what was done
+    to it.
+    """
     layer = make_quantizable(module, path)
     # The output of torch's own layers is fresh memory, which a quantizer may overwrite.
     inplace = role == "activation" and layer.float_class in OPERATORS

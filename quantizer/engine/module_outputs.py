@@ -1,4 +1,5 @@
-"""Where outputs of modules are quantized: where a traced network does it, after the ReLU that follows a layer.
+"""Where outputs of modules are quantized: where a traced network does it, after the ReLU that
+follows a layer.
 
 Looks at a trace and changes nothing.
 """
@@ -10,12 +11,18 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.plan.groups import layout
 
-_TRACE = "use quantizer.calibrate or the shell, which quantize a trace of the model, or leave its output_tensors out"
+_TRACE = (
+    "use quantizer.calibrate or the shell, which quantize a trace of the model, or leave "
+    "its "
+    "output_tensors out"
+)
 _FOLD = "fold the norm into the layer first (torch.nn.utils.fusion), "
 
 
 def kept_float(traced: TracedModules, settings: Settings) -> dict[str, str]:
-    """Return the plan's layers whose outputs stay float in a traced network, in each call, and why."""
+    """Return the plan's layers whose outputs stay float in a traced network, in each call, and
+    why.
+    """
     where = layout(run_passes(traced.graph, settings))
     reasons: dict[str, str] = {}
     quantized: set[str] = set()
@@ -32,10 +39,12 @@ def kept_float(traced: TracedModules, settings: Settings) -> dict[str, str]:
 def rectified(traced: TracedModules, settings: Settings) -> frozenset[str]:
     """The plan's layers whose outputs are quantized after a ReLU.
 
-    max(x, 0) may be taken twice, so these modules take it themselves, and the model's own changes nothing any more.
+    max(x, 0) may be taken twice, so these modules take it themselves, and the model's own
+    changes nothing any more.
 
     Raises:
-        UsageError: between a layer and where its output is quantized stands what its module cannot do.
+        UsageError: between a layer and where its output is quantized stands what its module
+            cannot do.
     """
     graph = run_passes(traced.graph, settings)
     where = layout(graph)
@@ -53,7 +62,10 @@ def rectified(traced: TracedModules, settings: Settings) -> frozenset[str]:
         rows = {each: traced.graph.by_name[each].row for each in between}
         for each, row in rows.items():
             if not row.rectifies and not (row.kind == "passthrough" and is_uniform):
-                text = f"{place}: the output of {name} is quantized after {each}, which its module does not do"
+                text = (
+                    f"{place}: the output of {name} is quantized after {each}, which its "
+                    "module does not do"
+                )
                 raise _refused(text, _FOLD if each in graph.absorbed else "")
         found.setdefault(name, set()).add(any(row.rectifies for row in rows.values()))
         if len(found[name]) > 1:

@@ -1,4 +1,6 @@
-"""The modules of a model where they stand, as the target of a calibration. What only a trace can do is refused."""
+"""The modules of a model where they stand, as the target of a calibration. What only a trace
+can do is refused.
+"""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -30,7 +32,10 @@ from quantizer.sources.weights import check_finite
 
 NEEDS_TRACE = {
     "include_cle": "equalizes neighbouring layers",
-    "include_bias_corr": "corrects biases layer by layer, on the inputs that quantized layers before it make",
+    "include_bias_corr": "corrects biases layer by layer, on the inputs that quantized layers "
+    "before "
+    "it "
+    "make",
     "convert_relu6_to_relu": "replaces operators",
     "convert_silu_to_hswish": "replaces operators",
 }
@@ -38,7 +43,8 @@ NEEDS_TRACE = {
 
 
 class ModuleTarget(Target):
-    """A model whose layers become quantized layers of the same classes. Whoever calls undoes a failure.
+    """A model whose layers become quantized layers of the same classes. Whoever calls undoes a
+    failure.
 
     Raises:
         ModelError: it is no module, compiled, quantized already, or has layers without weights.
@@ -75,9 +81,11 @@ class ModuleTarget(Target):
             between = sorted((rule.roles or frozenset()) & {"input", "activation"})
             if between:
                 raise UsageError(
-                    f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}, which are quantized "
+                    f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}, "
+                    "which are quantized "
                     "between operators, and modules in place do not show these",
-                    help='list "weights" and "bias" alone, or use quantizer.calibrate, which traces the model',
+                    help='list "weights" and "bias" alone, or use quantizer.calibrate, which '
+                    "traces the model",
                 )
 
     def plan(self, config: Config, more: Adjustment | None = None) -> Plan:
@@ -106,7 +114,9 @@ class ModuleTarget(Target):
         check_finite(self.model, besides={path.removesuffix(".T") for path in paths})
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
-        """How many layers each rule found, and what stays float although the config may be read otherwise."""
+        """How many layers each rule found, and what stays float although the config may be read
+        otherwise.
+        """
         for rule in plan.rules:
             layers = [name for name in rule.layers if plan.graph.by_name[name].params]
             yield (
@@ -120,7 +130,9 @@ class ModuleTarget(Target):
         yield (logging.WARNING if share > MUCH else logging.INFO), share_left(share)
 
     def _share_left(self, plan: Plan) -> float:
-        """The share of the model's parameters that stay float, those counted in that no layer of the graph has."""
+        """The share of the model's parameters that stay float, those counted in that no layer
+        of the graph has.
+        """
         sizes = [(id(parameter), parameter.numel()) for parameter in self.model.parameters()]
         modules, covered = dict(self.model.named_modules()), set[int]()
         for name, role in filter(lambda key: is_parameter(key[1]), plan.tensors):
@@ -149,7 +161,11 @@ class ModuleTarget(Target):
             ModelError: the model cannot be traced.
             UsageError: an output is quantized where its module does not reach.
         """
-        why = "output_tensors are quantized after the ReLU that follows a layer, which a trace of the model shows"
+        why = (
+            "output_tensors are quantized after the ReLU that follows a layer, which a "
+            "trace "
+            "of the model shows"
+        )
         traced = self._trace(plan, first, why, "leave output_tensors out")
         self._floats = kept_float(traced, plan.settings)
         plan = self._without_floats(plan)

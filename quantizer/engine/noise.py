@@ -18,7 +18,9 @@ SAMPLE = 8192
 
 @dataclass
 class Noise:
-    """Running energies over batches of a tensor x and its approximation y: |x|^2, |y|^2 and |x - y|^2."""
+    """Running energies over batches of a tensor x and its approximation y: |x|^2, |y|^2 and |x
+    - y|^2.
+    """
 
     signal: float = 0.0
     other: float = 0.0
@@ -55,9 +57,11 @@ class Noise:
 
 
 def beside_far_values(x: Tensor) -> Tensor | None:
-    """Return which values of `x` are not far ones, if a gap lies between these and far ones; None if there is none.
+    """Return which values of `x` are not far ones, if a gap lies between these and far ones;
+    None if there is none.
 
-    Far values, as sentinels are, set the range and have nearly all energy, so that they hide what the others lose.
+    Far values, as sentinels are, set the range and have nearly all energy, so that they hide
+    what the others lose.
 
     >>> import torch
     >>> beside_far_values(torch.tensor([0.5, -1.0, 1e4]))
@@ -74,7 +78,9 @@ def beside_far_values(x: Tensor) -> Tensor | None:
 
 
 def _is_apart(x: Tensor, middle: float) -> bool:
-    """Whether values below the middle of the range of magnitudes are not all zero, and far below."""
+    """Whether values below the middle of the range of magnitudes are not all zero, and far
+    below.
+    """
     magnitudes = x.abs()
     least = magnitudes[magnitudes < middle]
     return least.numel() > 0 and 0 < float(least.max()) < 2 * middle / GAP

@@ -181,7 +181,8 @@ class ComparedNetworks:
     Args:
         reference: the float network that was quantized.
         user: the user's model, where `reference` computes another function.
-        outputs: of the network that outputs are compared with; as its graph names them, if None.
+        outputs: of the network that outputs are compared with; as its graph names them, if
+            None.
     """
 
     def __init__(
@@ -215,8 +216,9 @@ class ComparedNetworks:
         recorders: tuple[Recorder, Recorder],
         batch: Batch,
     ) -> tuple[list[Tensor], list[OutputFigures], list[OutputFigures]]:
-        """Return what outputs were compared with, and the figures as in `empty`, of a batch that
-        both networks have run, watched by `recorders`."""
+        """Return what outputs were compared with, and the figures as in `empty`, of a batch
+        that both networks have run, watched by `recorders`.
+        """
         reference, quantized = executions[0].outputs(), executions[1].outputs()
         if self._user is None or self._passed is None:
             return reference, self._comparison.figures(reference, quantized, *recorders), []
@@ -313,8 +315,9 @@ def _matched(
 
 
 def _unmatched(order: RowOrder, recorder: Recorder) -> RowCounts | None:
-    """Return the counts of rows that were compared by place; None if what was reduced may have been rows, whose order
-    makes no difference then."""
+    """Return the counts of rows that were compared by place; None if what was reduced may have
+    been rows, whose order makes no difference then.
+    """
     if order.is_reduced:
         return None
     positions = recorder.values.get(order.node)

@@ -39,7 +39,9 @@ class OutputMeasure:
         self._noises: dict[str, float] = {}
 
     def of(self, outputs: Sequence[Output]) -> OutputMeasure:
-        """Return the same measure of another network, which has these outputs by the same names."""
+        """Return the same measure of another network, which has these outputs by the same
+        names.
+        """
         return OutputMeasure(outputs, self._only)
 
     def expect(self, execution: Execution) -> float:
@@ -108,7 +110,8 @@ def _weights(signals: dict[str, float]) -> dict[str, float]:
 
 
 class OutputNoises:
-    """The noise of each floating-point output, and of each of its parts that lie one after the other.
+    """The noise of each floating-point output, and of each of its parts that lie one after the
+    other.
 
     Args:
         outputs: of the network, as its graph names them.

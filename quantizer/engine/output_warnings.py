@@ -194,7 +194,10 @@ def _of_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
     order = figures.order
     name, layer = figures.whole.name, figures.whole.layer
     if order is not None and order.unmatched:
-        text = f"{name}: {order.unmatched} rows that are selected by values cannot be matched with those of the float "
+        text = (
+            f"{name}: {order.unmatched} rows that are selected by values cannot be matched "
+            "with those of the float "
+        )
         text += (
             "network, as it is not known where they were; its figures compare them by place, "
         )

@@ -1,4 +1,6 @@
-"""Measures what passes that change the float function cost, apart from what quantization costs."""
+"""Measures what passes that change the float function cost, apart from what quantization
+costs.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,17 @@ from quantizer.sources.batches import Batch
 LEAST_DB = -999.0
 """The SQNR of outputs that are not finite or have other shapes."""
 SAME_DB = 100.0
-"""The SQNR from which on a difference is that of float arithmetic, and the function is the same."""
+"""The SQNR from which on a difference is that of float arithmetic, and the function is the
+same.
+"""
 FIGURES = ("passes_db", "quantization_db", "together_db")
 """The names of the figures in files."""
 
 
 @dataclass(frozen=True)
 class WorstOutput:
-    """The SQNR, in dB, of the output or part that a change costs most; infinite where there is no difference.
+    """The SQNR, in dB, of the output or part that a change costs most; infinite where there is
+    no difference.
 
     `name` is that of the output or part, where there are several and one can be told.
     """
@@ -43,14 +48,16 @@ class WorstOutput:
 
 @dataclass(frozen=True)
 class PassLoss:
-    """What passes and quantization cost on one batch, each by the output or part that loses most.
+    """What passes and quantization cost on one batch, each by the output or part that loses
+    most.
 
     Args:
         names: the passes that have changed the function.
         passes: of the float network after all passes against the user's model.
         quantization: of the quantized network against that float network.
         together: of the quantized network against the user's model.
-        by_output: the SQNR of each output and part of `passes`, in dB; of an output with parts, its best one.
+        by_output: the SQNR of each output and part of `passes`, in dB; of an output with parts,
+            its best one.
     """
 
     names: tuple[str, ...]
@@ -79,11 +86,17 @@ class PassLoss:
 def sentence(figures: Mapping[str, Any]) -> str:
     """Return a sentence on figures as report.json has them.
 
-    >>> figures = {"names": ["a_pass"], "passes_db": 25.31, "quantization_db": 38.7, "together_db": 25.1}
+    >>> figures = {
+    ...     "names": ["a_pass"],
+    ...     "passes_db": 25.31,
+    ...     "quantization_db": 38.7,
+    ...     "together_db": 25.1,
+    ... }
     >>> sentence(figures)
     'passes: 25.3 dB, quantization: 38.7 dB, together 25.1 dB on one batch (a_pass)'
-    >>> sentence(figures | {"outputs": {"passes_db": "scores", "quantization_db": "boxes", "together_db": "scores"}})
-    'passes: 25.3 dB (scores), quantization: 38.7 dB (boxes), together 25.1 dB (scores) on one batch (a_pass)'
+    >>> outputs = {"passes_db": "a", "quantization_db": "b", "together_db": "a"}
+    >>> sentence(figures | {"outputs": outputs})
+    'passes: 25.3 dB (a), quantization: 38.7 dB (b), together 25.1 dB (a) on one batch (a_pass)'
     """
     outputs = figures.get("outputs", {})
     words: list[str] = []
@@ -142,7 +155,9 @@ class _Run:
 def _compared(
     outputs: Sequence[Output], reference: _Run, other: _Run
 ) -> list[OutputFigures] | None:
-    """Return the figures of outputs; None if they cannot be compared, as they are not finite or have other shapes."""
+    """Return the figures of outputs; None if they cannot be compared, as they are not finite or
+    have other shapes.
+    """
     comparison = OutputComparison(outputs)
     try:
         return comparison.figures(
@@ -153,7 +168,9 @@ def _compared(
 
 
 def _worst(figures: Sequence[OutputFigures] | None) -> WorstOutput:
-    """Return the output or part with the lowest SQNR; of those that are one value in float, what they lose together."""
+    """Return the output or part with the lowest SQNR; of those that are one value in float,
+    what they lose together.
+    """
     if figures is None:
         return WorstOutput(LEAST_DB)
     lowest = worst(figures)
@@ -167,7 +184,9 @@ def _worst(figures: Sequence[OutputFigures] | None) -> WorstOutput:
 def _by_output(
     figures: Sequence[OutputFigures] | None, outputs: Sequence[Output]
 ) -> dict[str, float]:
-    """Return the SQNR of each output and part; of an output with parts, the highest of these."""
+    """Return the SQNR of each output and part; of an output with parts, the highest of
+    these.
+    """
     if figures is None:
         names = [output.name for output in outputs]
         for output in outputs:

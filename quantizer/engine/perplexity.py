@@ -1,4 +1,6 @@
-"""Perplexity: how well a language model's logits predict the tokens of a text. Runs no model."""
+"""Perplexity: how well a language model's logits predict the tokens of a text. Runs no
+model.
+"""
 
 import math
 from dataclasses import dataclass
@@ -15,10 +17,12 @@ CHUNK = 1 << 22  # logits turned into float32 at a time: a vocabulary is long
 
 
 def next_tokens(batch: Batch) -> Tensor | None:
-    """The token that follows each position [b, s], -100 where none counts; None if the targets are no such tokens.
+    """The token that follows each position [b, s], -100 where none counts; None if the targets
+    are no such tokens.
 
-    Targets may be the input's own tokens, as transformers takes its labels, or these moved by one, as a model that is
-    trained on (x, y) pairs takes them; -100 stands for what is not scored.
+    Targets may be the input's own tokens, as transformers takes its labels, or these moved by
+    one, as a model that is trained on (x, y) pairs takes them; -100 stands for what is not
+    scored.
     """
     target = batch.target
     if target is None or target.dim() != 2 or target.is_floating_point():
@@ -39,7 +43,8 @@ class TokenLoss:
     tokens: int = 0
 
     def add(self, logits: Tensor, following: Tensor) -> None:
-        """Take in logits [b, s, vocabulary] of any float dtype and what `next_tokens` gives; computed in float32.
+        """Take in logits [b, s, vocabulary] of any float dtype and what `next_tokens` gives;
+        computed in float32.
 
         Raises:
             DataError: a token is not in the vocabulary.
@@ -47,7 +52,8 @@ class TokenLoss:
         rows, targets = logits.detach().flatten(0, 1), following.flatten().to(logits.device)
         if int(targets.max()) >= rows.shape[1]:
             raise DataError(
-                f"token {int(targets.max())} is a target, and the model's output has {rows.shape[1]} classes",
+                f"token {int(targets.max())} is a target, and the model's output has "
+                f"{rows.shape[1]} classes",
                 help="give the model's own tokenizer",
             )
         step = max(1, CHUNK // rows.shape[1])

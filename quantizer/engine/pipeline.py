@@ -1,6 +1,8 @@
-"""Calibration from top to bottom: what makes of a model, a config and data all that test mode needs.
+"""Calibration from top to bottom: what makes of a model, a config and data all that test mode
+needs.
 
-The shell, Python and quantization in place run these steps. Writing, testing and exporting come after them.
+The shell, Python and quantization in place run these steps. Writing, testing and exporting come
+after them.
 """
 
 import logging
@@ -36,7 +38,9 @@ from quantizer.sources.batches import Batch
 
 @dataclass(frozen=True)
 class Step:
-    """Reads what the steps before it have put into the job, and adds its own; `when` says whether it runs."""
+    """Reads what the steps before it have put into the job, and adds its own; `when` says
+    whether it runs.
+    """
 
     run: Callable[[Job], None]
     when: Callable[[Job], bool] = lambda job: True
@@ -71,7 +75,8 @@ def make_plan(job: Job) -> None:
 
 
 def check_absorption(job: Job) -> None:
-    """Decide on the first batches which layers absorb high biases, and plan again if any may not.
+    """Decide on the first batches which layers absorb high biases, and plan again if any may
+    not.
 
     Of several ranks the first decides. Without data batch norms are believed.
     """
@@ -88,9 +93,11 @@ def check_absorption(job: Job) -> None:
 
 
 def level_far_channels(job: Job) -> None:
-    """Level channels that one scale cannot serve, as the first batches show them, and plan again if there are any.
+    """Level channels that one scale cannot serve, as the first batches show them, and plan
+    again if there are any.
 
-    Of several ranks the first decides. The DPU has one scale for all weights of a layer, so nothing is levelled there.
+    Of several ranks the first decides. The DPU has one scale for all weights of a layer, so
+    nothing is levelled there.
     """
     if job.levels is None:
         levels: dict[str, list[int]] = {}
@@ -106,17 +113,23 @@ def level_far_channels(job: Job) -> None:
 
 
 def plan_again(job: Job) -> None:
-    """Decide anew on the graph that algorithms have changed; what there is to say was said before."""
+    """Decide anew on the graph that algorithms have changed; what there is to say was said
+    before.
+    """
     job.plan = job.target.plan(job.config)
 
 
 def start_observers(job: Job) -> None:
-    """Give every tensor that needs a scale an observer; those of weights and biases see their values now."""
+    """Give every tensor that needs a scale an observer; those of weights and biases see their
+    values now.
+    """
     job.calibration = calibrate.start(job.plan)
 
 
 def observe(job: Job) -> None:
-    """Run the float model over the data; resumed, over those that a stopped run has left. Observers see its values."""
+    """Run the float model over the data; resumed, over those that a stopped run has left.
+    Observers see its values.
+    """
     calibration, batches = job.calibration, job.batches
     seen: Any = None
     if restored := job.restored("calibration"):
@@ -146,9 +159,8 @@ def observe(job: Job) -> None:
         for count, batch in enumerate(job.read(), 1):
             if count > done:
                 yield batch
-                if (
-                    calibration.batches == count
-                ):  # several ranks exchange what they have seen now and then
+                # Several ranks exchange what they have seen now and then
+                if calibration.batches == count:
                     seen = batches.seen
                 stage.advance()
             elif count == done and batches.seen != seen:
@@ -234,7 +246,9 @@ def align_to_dpu(job: Job) -> None:
 def aligned(
     found: Solution, graph: Graph, settings: Settings
 ) -> tuple[Solution, tuple[Move, ...]]:
-    """The solution at aligned positions, with a note at each tensor that was moved, and the moves."""
+    """The solution at aligned positions, with a note at each tensor that was moved, and the
+    moves.
+    """
     positions, moves = align(
         graph,
         found.positions,
@@ -257,7 +271,8 @@ def correct_biases(job: Job) -> None:
     """Give each quantized layer the mean output back that it has in float.
 
     Raises:
-        DataError: a correction is not finite, or the data are not the same when they are read again.
+        DataError: a correction is not finite, or the data are not the same when they are read
+            again.
     """
     data = job.read_again("bias correction", "set include_bias_corr to false")
     graph, as_codes = job.plan.graph, job.plan.settings.target_device == "DPU"
@@ -278,7 +293,9 @@ def correct_biases(job: Job) -> None:
 
 
 def finetune(job: Job) -> None:
-    """Fast finetuning, which one rank does on all batches while the others wait for what it finds."""
+    """Fast finetuning, which one rank does on all batches while the others wait for what it
+    finds.
+    """
     ranks = job.ranks
     if ranks.is_first:
         job.ranks = ALONE
@@ -290,7 +307,9 @@ def finetune(job: Job) -> None:
 
 
 def finish(job: Job) -> None:
-    """Make codes of the quantized parameters: what is stored, run and exported from now on; or change the modules."""
+    """Make codes of the quantized parameters: what is stored, run and exported from now on; or
+    change the modules.
+    """
     job.solution = job.target.finished(job.solution)
 
 
@@ -327,8 +346,8 @@ def run(job: Job) -> Solution:
     """Run all steps; what they found on the way stays in the job.
 
     Raises:
-        ConfigError, UsageError, ModelError, DataError, ResultError: as the steps say. What a stopped run needs to go on
-            is saved where the job has checkpoints.
+        ConfigError, UsageError, ModelError, DataError, ResultError: as the steps say. What a
+            stopped run needs to go on is saved where the job has checkpoints.
     """
     for step in STEPS:
         if step.when(job):

@@ -22,8 +22,8 @@ from quantizer.plain_files import require_plain
 
 
 def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
-    """Write atomically, part by part if there are several, and return the sha256; a crash leaves the old file or the
-    new one.
+    """Write atomically, part by part if there are several, and return the sha256; a crash
+    leaves the old file or the new one.
 
     Raises:
         ResultError: the folder cannot be written or the disk is full.
@@ -44,7 +44,9 @@ def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
 
 
 def cannot_write(path: Path, error: OSError) -> ResultError:
-    """What to say of a file or folder that the system refused to write; of a full disk, how much of it is free."""
+    """What to say of a file or folder that the system refused to write; of a full disk, how
+    much of it is free.
+    """
     free, help_ = "", "choose another place"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = next(each for each in path.absolute().parents if each.exists())
@@ -85,9 +87,11 @@ def write_tensors(
 def _safetensors(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 ) -> Iterator[bytes]:
-    """The parts of a file: a header of JSON, then the values, the widest first, so that all are aligned.
+    """The parts of a file: a header of JSON, then the values, the widest first, so that all are
+    aligned.
 
-    Source: the format's description in the README of safetensors, which itself writes only what is all in memory.
+    Source: the format's description in the README of safetensors, which itself writes only what
+    is all in memory.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = (
@@ -122,8 +126,8 @@ def read_json(place: Path | OpenFile) -> Any:
 
 
 def _json(place: Path | OpenFile) -> Any:
-    """No result has NaN or infinity in it, what is not finite is null; nor halves of characters, but for those that
-    stand for bytes of a file's name.
+    """No result has NaN or infinity in it, what is not finite is null; nor halves of
+    characters, but for those that stand for bytes of a file's name.
     """
     text = _content(place).decode()
     value = json.loads(text, parse_constant=_refuse)

@@ -1,7 +1,8 @@
 """The result folder as a whole: its lock, and a set of files that takes the place of another.
 
-The new set is written aside, complete, then moved; a later start ends what a stop has left undone. So at every moment
-there is the old set or the new one, though the disk be full. Readers take either (`opened_files`) and move nothing.
+The new set is written aside, complete, then moved; a later start ends what a stop has left
+undone. So at every moment there is the old set or the new one, though the disk be full. Readers
+take either (`opened_files`) and move nothing.
 """
 
 import contextlib
@@ -34,7 +35,9 @@ OURS = re.compile(
     r"|(quant_info|checksums|plan|config\.resolved|algorithms|quantizer)\.json"
     r"|(report|analysis|exact|export/verify)\.json|report\.html|layers\.csv"
 )
-"""Names of files in a set that replaces another, or that go with one; code of a network has its model's name."""
+"""Names of files in a set that replaces another, or that go with one; code of a network has its
+model's name.
+"""
 CODE = re.compile(r"\w+\.py")
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 """What the system says of a disk, a folder and a file that may be read alone."""
@@ -46,8 +49,8 @@ class ReadOnlyError(ResultError):
 
 @contextmanager
 def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
-    """A folder to write files to that replace those of their names in `folder`, all of them or none; those of the names
-    `gone` are removed with that.
+    """A folder to write files to that replace those of their names in `folder`, all of them or
+    none; those of the names `gone` are removed with that.
 
     Raises:
         ResultError: something cannot be written; then all is as it was.
@@ -71,12 +74,14 @@ def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
 
 
 def settle(folder: Path) -> None:
-    """Finish a replacement that was stopped after its new set was complete. An incomplete one is left alone.
+    """Finish a replacement that was stopped after its new set was complete. An incomplete one
+    is left alone.
 
     For writers, who hold the lock. Nothing is moved before all names and places are checked.
 
     Raises:
-        ResultError: the folder holds something else under that name, or the list has what no writer puts there.
+        ResultError: the folder holds something else under that name, or the list has what no
+            writer puts there.
     """
     aside = folder / ASIDE
     if aside.is_symlink() or (aside.exists() and not aside.is_dir()):
@@ -101,7 +106,8 @@ def settle(folder: Path) -> None:
 
 
 def _require_ours(folder: Path, name: str) -> None:
-    """Refuse to move or remove a file that no writer of sets moves or removes, or that is in another folder.
+    """Refuse to move or remove a file that no writer of sets moves or removes, or that is in
+    another folder.
 
     Raises:
         ResultError: naming the file.
@@ -129,7 +135,9 @@ def _forget(folder: Path) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what stopped runs have left: temporary files, and a replacement that was not complete."""
+    """Remove what stopped runs have left: temporary files, and a replacement that was not
+    complete.
+    """
     settle(folder)
     _forget(folder)
     for place in (folder, folder / EXPORT):
@@ -137,7 +145,8 @@ def _clean(folder: Path) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse a folder with links among the files that we write: what is written to them would be written elsewhere.
+    """Refuse a folder with links among the files that we write: what is written to them would
+    be written elsewhere.
 
     Raises:
         ResultError: naming the first.
@@ -158,7 +167,8 @@ def _folders_in(folder: Path) -> Iterator[Path]:
 
 
 def _refuse_folders(folder: Path) -> None:
-    """Refuse a folder that holds a folder in place of a file, which could not be replaced at the end of a run.
+    """Refuse a folder that holds a folder in place of a file, which could not be replaced at
+    the end of a run.
 
     Raises:
         ResultError: naming the first.
@@ -180,8 +190,8 @@ def _refuse_folders(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel releases when the process ends in whatever way; what stopped runs have
-    left there is gone.
+    """Hold the folder's lock, which the kernel releases when the process ends in whatever way;
+    what stopped runs have left there is gone.
 
     Raises:
         ResultError: another process holds it, it cannot be made, or has links among its files.
@@ -213,7 +223,8 @@ def locked_as_opened(opened: OpenedFiles) -> Iterator[None]:
     """Hold the lock of the folder that these files were opened in, to write about them.
 
     Raises:
-        ResultError: as `locked` says, or another run has replaced the files since they were opened.
+        ResultError: as `locked` says, or another run has replaced the files since they were
+            opened.
     """
     with locked(opened.folder):
         if not opened.is_current():
@@ -223,7 +234,9 @@ def locked_as_opened(opened: OpenedFiles) -> Iterator[None]:
 
 
 def _take(handle: int, folder: Path) -> None:
-    """Lock the open file, if it is still the folder's: its last owner may have removed it in the meantime."""
+    """Lock the open file, if it is still the folder's: its last owner may have removed it in
+    the meantime.
+    """
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         raise ResultError(
             f"{folder / '.lock'} is no file, so it cannot be locked", help="remove it"
@@ -240,7 +253,8 @@ def _take(handle: int, folder: Path) -> None:
             f"{folder} is in use by another run{said}",
             help="wait for it or choose another --output_dir",
         )
-    # A full disk has no room for the text, which is for people alone: the lock holds without it.
+    # A full disk has no room for the text, which is for people alone: the lock holds without
+    # it.
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.write(handle, f"process {os.getpid()} on {platform.node()}".encode()[:OWNER])

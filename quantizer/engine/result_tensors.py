@@ -19,12 +19,16 @@ from quantizer.numerics.two_level import pack_scales
 from quantizer.opened_files import OpenedFiles
 
 RESCALED = "rescaled.safetensors"
-"""Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS` has codes or others."""
+"""Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS`
+has codes or others.
+"""
 TENSORS = (WEIGHTS, CORRECTIONS, GROUP_SCALES, RESCALED)
 
 
 def tensors_of(network: Network, found: Solution) -> dict[str, dict[str, Tensor]]:
-    """The files that a solution needs, each tensor by its name there; parameters that have codes are these, packed."""
+    """The files that a solution needs, each tensor by its name there; parameters that have
+    codes are these, packed.
+    """
     modules = network.module_names
     weights, scales = dict(network.state_dict()), dict[str, Tensor]()
     for (layer, role), tensor in found.tensors.items():
@@ -85,7 +89,8 @@ def header_of(network: Network, found: Solution) -> dict[str, Any]:
 def solution_of(
     opened: OpenedFiles, header: Mapping[str, Any], entries: Mapping[str, Any]
 ) -> Solution:
-    """The inverse of `tensors_of` and `header_of`, its tensors deferred; `entries` are those of quant_info.json.
+    """The inverse of `tensors_of` and `header_of`, its tensors deferred; `entries` are those of
+    quant_info.json.
 
     Raises:
         KeyError, TypeError, ValueError: something is not there.

@@ -1,4 +1,6 @@
-"""The result folder: what calibration leaves and how commands read it back. checksums.json is written last."""
+"""The result folder: what calibration leaves and how commands read it back. checksums.json is
+written last.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,19 @@ FORMAT = 6  # 5: histograms of samples have weights; 6: joins are decided by cal
 STATISTICS = "statistics.safetensors"
 ALGORITHMS = "algorithms.json"
 PLAN, RESOLVED = ORIGINS = ("plan.json", "config.resolved.json")
-"""Where decisions come from. quant_info.json does not name it: calibrations that decide the same may differ in it."""
+"""Where decisions come from. quant_info.json does not name it: calibrations that decide the
+same may differ in it.
+"""
 CHECKSUMS = "checksums.json"
 """Names every file of a calibration by its sha256. Readers open it first."""
 REPORT, ANALYSIS = SEALED = ("report.json", "analysis.json")
-"""What test mode and `analyze` found. Each has its own checksum, and the one of the calibration that it is about."""
+"""What test mode and `analyze` found. Each has its own checksum, and the one of the calibration
+that it is about.
+"""
 RUN_FILE, COMMANDS = "run.json", "commands"
-"""The facts of the last run, and the commands that have made the results. Nothing else of it is read."""
+"""The facts of the last run, and the commands that have made the results. Nothing else of it is
+read.
+"""
 TESTED = (*SEALED, "report.html", "layers.csv", "exact.json", "export/verify.json")
 """The same and what is made of it. It holds for one calibration only."""
 AGAIN = "run --quant_mode calib again"
@@ -75,7 +83,8 @@ KIND = SetKind(
 class OpenedResults:
     """A calibration in a folder: its files, open and checked, and quant_info.json as values.
 
-    Everything that is read of it is of this one calibration, whatever another run writes meanwhile.
+    Everything that is read of it is of this one calibration, whatever another run writes
+    meanwhile.
     """
 
     files: OpenedFiles
@@ -109,7 +118,9 @@ class OpenedResults:
 
     @cached_property
     def commands(self) -> dict[str, list[str]]:
-        """The commands that made these results, as words by mode; none where run.json is damaged or of others."""
+        """The commands that made these results, as words by mode; none where run.json is
+        damaged or of others.
+        """
         if RUN_FILE not in self.files:
             return {}
         try:
@@ -134,7 +145,8 @@ class OpenedResults:
         return checked_statistics(read_tensors(file), file.path)
 
     def about(self, name: str) -> dict[str, Any]:
-        """Return what a file of SEALED says of this calibration; nothing where there is none, or it is of another.
+        """Return what a file of SEALED says of this calibration; nothing where there is none,
+        or it is of another.
 
         Raises:
             ResultError: the file was changed since it was written.
@@ -177,7 +189,8 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
     """Refuse to write over the results of another model, or over code of the user's.
 
     Raises:
-        ResultError: the folder holds some, and `overwrite` is not set, or a file with the name of the network's code.
+        ResultError: the folder holds some, and `overwrite` is not set, or a file with the name
+            of the network's code.
     """
     code = folder / f"{model}.py"
     if code.is_file() and not is_emitted(code.read_text("utf-8", "replace")):
@@ -207,10 +220,11 @@ def write_results(
     run: Mapping[str, Any],
     origins: Mapping[str, Iterable[bytes] | bytes] | None = None,
 ) -> None:
-    """Write everything `test` needs, in place of what was there; that stays until all is written.
+    """Write everything `test` needs, in place of what was there; that stays until all is
+    written.
 
-    `run` goes into the header and is the same in equal runs: `fingerprint.model` at least, `Job.header` where there was
-    one. `origins` are files of ORIGINS in place of its own.
+    `run` goes into the header and is the same in equal runs: `fingerprint.model` at least,
+    `Job.header` where there was one. `origins` are files of ORIGINS in place of its own.
     """
     graph = calibration.plan.graph
     found = encoded(graph, found)
@@ -269,7 +283,9 @@ def _write(
 
 
 def write_info(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
-    """Write quant_info.json and checksums.json, after which the folder is a complete calibration."""
+    """Write quant_info.json and checksums.json, after which the folder is a complete
+    calibration.
+    """
     content = {"header": header, "tensors": entries}
     digest = write_json(
         folder / INFO, content | {"checksum": json_digest(content), "complete": True}
@@ -292,7 +308,8 @@ def write_copy(folder: Path, opened: OpenedResults) -> None:
 
 @contextmanager
 def replaced_results(folder: Path) -> Iterator[Path]:
-    """A folder for the files of a calibration, which take the place of those of another, and of what its tests found.
+    """A folder for the files of a calibration, which take the place of those of another, and of
+    what its tests found.
 
     Raises:
         ResultError: they cannot be written; then the other is as it was.
@@ -316,7 +333,9 @@ def _origins(plan: Plan, config: Config) -> dict[str, Iterable[bytes]]:
 
 
 def _planned(plan: Plan, config: Config) -> dict[str, Any]:
-    """plan.json: the plan, what it makes of the weights' size, and the file that its places are in."""
+    """plan.json: the plan, what it makes of the weights' size, and the file that its places are
+    in.
+    """
     before, after = weight_bytes(plan)
     paths = {"paths": path_names(plan.graph)}
     sizes = {"weight_bytes": {"float": before, "quantized": after}}
@@ -379,7 +398,9 @@ def _entry(
 def _join_entry(
     calibration: Calibration, network: Network, decision: JoinDecision
 ) -> dict[str, Any]:
-    """How a join was decided, with the tensors that are not quantized for it as they would be."""
+    """How a join was decided, with the tensors that are not quantized for it as they would
+    be.
+    """
     left: dict[str, dict[str, Any]] = {}
     for key in decision.left:
         tensor = QuantizedTensor(calibration.plan.left[key].spec).at(
@@ -392,7 +413,9 @@ def _join_entry(
 def joins_entry(
     decision: JoinDecision, left: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what quant_info.json says of a join; `left` are the entries of the tensors that it does without."""
+    """Return what quant_info.json says of a join; `left` are the entries of the tensors that it
+    does without.
+    """
     join = {
         key: value
         for key, value in asdict(decision.join).items()
@@ -421,7 +444,8 @@ def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
 
 
 def read_info(folder: Path) -> QuantInfo:
-    """Open the calibration in a folder, compare its files with their checksums and read its solution.
+    """Open the calibration in a folder, compare its files with their checksums and read its
+    solution.
 
     Raises:
         ResultError: missing, unfinished, from another format, or a file was changed since.
@@ -453,9 +477,11 @@ def open_results(folder: Path) -> OpenedResults:
 
 
 def open_written(folder: Path, names: Collection[str]) -> OpenedResults:
-    """Open quant_info.json and the files `names` of a calibration that this process wrote while it holds the lock.
+    """Open quant_info.json and the files `names` of a calibration that this process wrote while
+    it holds the lock.
 
-    What quant_info.json says is not checked again: for a large network that takes as long as writing it.
+    What quant_info.json says is not checked again: for a large network that takes as long as
+    writing it.
 
     Raises:
         ResultError: a file is missing or damaged.
@@ -486,7 +512,9 @@ def _listed(index: OpenFile) -> dict[str, str]:
 
 
 def _checked_info(files: OpenedFiles) -> dict[str, Any]:
-    """The content of quant_info.json, if calibration can have written it together with the other files."""
+    """The content of quant_info.json, if calibration can have written it together with the
+    other files.
+    """
     file = files[INFO]
     content: Any = read_json(file)
     if (

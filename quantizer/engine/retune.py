@@ -1,4 +1,6 @@
-"""New scales of activations from what calibration has kept, without the model and without data."""
+"""New scales of activations from what calibration has kept, without the model and without
+data.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,8 @@ class Retuned:
 
     @cached_property
     def entries(self) -> tuple[dict[Key, Json], Statistics]:
-        """The new entries of quant_info.json, and all statistics: exactly what a calibration with this config finds.
+        """The new entries of quant_info.json, and all statistics: exactly what a calibration
+        with this config finds.
 
         Raises:
             ResultError: what was kept does not say it; what is missing is named.
@@ -217,9 +220,14 @@ def _require_alike(folder: CalibratedFolder, changed: Mapping[Key, Restated]) ->
         ).add(key)
     for (source, _), keys in after.items():
         if keys not in before.values():
-            what = f"the value of {source} would be quantized once where it is quantized twice, or the other way round"
+            what = (
+                f"the value of {source} would be quantized once where it is quantized "
+                "twice, "
+                "or the other way round"
+            )
             raise ResultError(
-                f"{what}: {shortened([f'{role} of {layer}' for layer, role in sorted(keys)], 3)}",
+                f"{what}: "
+                f"{shortened([f'{role} of {layer}' for layer, role in sorted(keys)], 3)}",
                 help=AGAIN,
             )
 
@@ -231,7 +239,9 @@ def _document(
     *,
     whole: bool,
 ) -> tuple[dict[str, Any], Paths]:
-    """The config that says so: at the levels that say it now if all activations change, else layer by layer."""
+    """The config that says so: at the levels that say it now if all activations change, else
+    layer by layer.
+    """
     others = [
         (role, folder.planned[layer, role]["origins"])
         for layer, role in folder.quantized

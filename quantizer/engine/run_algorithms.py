@@ -1,4 +1,5 @@
-"""The step of the pipeline that runs the config's algorithms, one after the other: the only loop over them.
+"""The step of the pipeline that runs the config's algorithms, one after the other: the only
+loop over them.
 
 Each is a function that its settings name.
 """
@@ -44,7 +45,9 @@ from quantizer.observers import NonFiniteError
 from quantizer.sources.batches import Batch
 
 KEPT = 1e-3
-"""Outputs of an adjusted float network may differ by this share of the largest; more means that it is another one."""
+"""Outputs of an adjusted float network may differ by this share of the largest; more means that
+it is another one.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,13 @@ def run_algorithms(job: Job) -> None:
     Raises:
         ConfigError: an algorithm's entry names what is not in the model.
         ModelError: NaN or infinity in a weight, which would spread to layers before it.
-        DataError: a value in the network is not finite, or the data are not the same when they are read again.
+        DataError: a value in the network is not finite, or the data are not the same when they
+            are read again.
     """
     algorithms, scope = job.config.algorithms, job.target.scope(job.plan, job.first_batch())
     _check_weights(scope.graph)
-    structures = [
-        find_structure(scope.graph, each.names) for each in algorithms
-    ]  # before more data are read
+    # Before more data are read
+    structures = [find_structure(scope.graph, each.names) for each in algorithms]
     progress = _restored(job)
     with telling_damage(CHECKPOINT):
         for found in (progress.found, progress.before):
@@ -125,13 +128,14 @@ def _restored(job: Job) -> Progress:
 def _run(
     job: Job, scope: AlgorithmScope, algorithm: Algorithm, structure: Structure, start: Progress
 ) -> Progress:
-    """One algorithm, whose groups are the units of its progress; each block of the network ends in a checkpoint."""
+    """One algorithm, whose groups are the units of its progress; each block of the network ends
+    in a checkpoint.
+    """
     progress, groups = start, structure.groups
 
     def snapshot() -> Snapshot:
-        return snapshot_of(
-            progress, job.batches.fingerprint
-        )  # of a pass over the data, once one is complete
+        # Of a pass over the data, once one is complete
+        return snapshot_of(progress, job.batches.fingerprint)
 
     def after_group(found: Adjustment, done: int) -> None:
         nonlocal progress
@@ -164,7 +168,9 @@ def _run(
 
 
 def _agreed(job: Job, found: Adjustment) -> Adjustment:
-    """What rank 0 has found, where machines that compute otherwise have found something else."""
+    """What rank 0 has found, where machines that compute otherwise have found something
+    else.
+    """
     if job.ranks.is_alone:
         return found
     job.batches.require_same(job.ranks)
@@ -188,7 +194,9 @@ def load_run(name: str) -> Run:
 
 
 def report(algorithms: Sequence[Algorithm], found: Adjustment) -> dict[str, Any]:
-    """algorithms.json: what ran, and what it did to each layer; errors as shares of the energy of a layer's outputs."""
+    """algorithms.json: what ran, and what it did to each layer; errors as shares of the energy
+    of a layer's outputs.
+    """
     layers = {
         name: {
             "error_rtn": layer.before,
@@ -223,10 +231,13 @@ def _check_weights(graph: Graph) -> None:
 def _summary_lines(
     algorithm: Algorithm, before: Adjustment, after: Adjustment
 ) -> Iterator[tuple[int, str]]:
-    """What an algorithm did, and what it remarked, each text once: lines with their logging levels."""
+    """What an algorithm did, and what it remarked, each text once: lines with their logging
+    levels.
+    """
     yield (
         logging.INFO,
-        f"{algorithm.name}: {'; '.join(_done(algorithm, before, after)) or 'nothing to quantize'}",
+        f"{algorithm.name}: "
+        f"{'; '.join(_done(algorithm, before, after)) or 'nothing to quantize'}",
     )
     texts: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for remark in after.remarks[len(before.remarks) :]:
@@ -267,7 +278,9 @@ def _layers(count: int) -> str:
 
 
 def _difference_line(graph: Graph, found: Adjustment, batch: Batch) -> tuple[int, str]:
-    """How far the outputs of the adjusted float network are from the model's, with a logging level."""
+    """How far the outputs of the adjusted float network are from the model's, with a logging
+    level.
+    """
     with torch.no_grad():
         want = Network(graph).start(batch.args, batch.kwargs).advance().float_outputs()
         have = (
@@ -285,5 +298,8 @@ def _difference_line(graph: Graph, found: Adjustment, batch: Batch) -> tuple[int
     text = f"the rescaled float network's outputs differ by {share:.1e} of the largest"
     if share <= KEPT:
         return logging.INFO, text
-    why = "its numbers have too few digits for these factors, so compare test mode's metrics with those of float mode"
+    why = (
+        "its numbers have too few digits for these factors, so compare test mode's metrics "
+        "with those of float mode"
+    )
     return logging.WARNING, f"{text}: {why}"

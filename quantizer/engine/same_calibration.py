@@ -1,4 +1,6 @@
-"""What a calibration was made of, against what is there now: another model or another config is refused."""
+"""What a calibration was made of, against what is there now: another model or another config is
+refused.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -38,7 +40,8 @@ def check_model(info: QuantInfo, original: Graph) -> None:
 
 
 def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:
-    """Return the plan with its joins decided as in the calibration; refuse one of another config.
+    """Return the plan with its joins decided as in the calibration; refuse one of another
+    config.
 
     Raises:
         ResultError: naming the first setting or layer that differs.

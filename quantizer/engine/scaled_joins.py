@@ -1,7 +1,9 @@
-"""Brings the parts of a join to one range where one scale would lose too much: factors that weights take back.
+"""Brings the parts of a join to one range where one scale would lose too much: factors that
+weights take back.
 
-A layer that multiplies boxes in pixels and scores below 1 gets the scores times 512, and weights for them that are 512
-times smaller: both then have 8 bits of one scale, and so have their weights. Powers of two change no float value.
+A layer that multiplies boxes in pixels and scores below 1 gets the scores times 512, and
+weights for them that are 512 times smaller: both then have 8 bits of one scale, and so have
+their weights. Powers of two change no float value.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from quantizer.plan.model import JoinPlan, Key, Plan, TensorPlan
 
 @dataclass(frozen=True)
 class Part:
-    """The tensor that a run of channels comes from, the run's length, and what it is multiplied with."""
+    """The tensor that a run of channels comes from, the run's length, and what it is multiplied
+    with.
+    """
 
     key: Key
     channels: int
@@ -88,7 +92,9 @@ def scalings(
 
 
 def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[Part, ...]:
-    """The factors that give all parts about the range of the widest; none where a part has no observer alike."""
+    """The factors that give all parts about the range of the widest; none where a part has no
+    observer alike.
+    """
     runs = join.parts[layer]
     sizes: dict[Key, float] = {}
     whole = calibration.plan.tensors[join.single or join.inputs[0]].spec
@@ -102,9 +108,8 @@ def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[Part, 
         sizes[key] = _largest(calibration.observers[key])
     widest = max(sizes.values())
     dtype = calibration.plan.graph.by_name[layer].dtype or torch.float32
-    largest = -math.log2(
-        torch.finfo(dtype).tiny
-    )  # of exponents whose powers of two have inverses in this format
+    # Of exponents whose powers of two have inverses in this format
+    largest = -math.log2(torch.finfo(dtype).tiny)
     parts: list[Part] = []
     for key, channels in runs:
         assert key is not None  # or it had returned
@@ -166,9 +171,11 @@ def _free_name(name: str, taken: Container[str]) -> str:
 def is_seen(
     before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]
 ) -> bool:
-    """Return whether a calibration has seen all that a plan for the scaled graph needs, parts as the whole is planned.
+    """Return whether a calibration has seen all that a plan for the scaled graph needs, parts
+    as the whole is planned.
 
-    Another entry of the config may be for the scaled value than for its parts, and then they were observed otherwise.
+    Another entry of the config may be for the scaled value than for its parts, and then they
+    were observed otherwise.
     """
     parts = {row.name: scaling.parts for row, scaling in zip(inserted, found, strict=True)}
     for key, tensor in plan.tensors.items():
@@ -195,7 +202,9 @@ def is_seen(
 def taken_over(
     before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]
 ) -> Calibration:
-    """Return a calibration of the plan for the scaled graph that has seen what the one before saw, if `is_seen`."""
+    """Return a calibration of the plan for the scaled graph that has seen what the one before
+    saw, if `is_seen`.
+    """
     parts = {row.name: scaling.parts for row, scaling in zip(inserted, found, strict=True)}
     after = calibrate.start(plan)
     observers: dict[Key, Observer] = {

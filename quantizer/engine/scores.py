@@ -1,4 +1,6 @@
-"""Test mode: the quantized network against the float one on the same batches, and the user's own metrics of both."""
+"""Test mode: the quantized network against the float one on the same batches, and the user's
+own metrics of both.
+"""
 
 import logging
 import math
@@ -31,16 +33,19 @@ logger = logging.getLogger(__name__)
 HELD = 0.01
 """A metric that changes by no more than this share is held."""
 DROP, RATIO = "_drop", "_ratio"
-"""What the names of a metric's loss of quality end in: its difference, and of perplexity its factor."""
+"""What the names of a metric's loss of quality end in: its difference, and of perplexity its
+factor.
+"""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks.
+    """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both
+    networks.
 
-    `directions` says which metrics are better when they are lower, as far as the user declares it; `passes` what passes
-    cost the outputs, if they change the function of the model. `warnings` say what single outputs and parts lose, if
-    they were asked for.
+    `directions` says which metrics are better when they are lower, as far as the user declares
+    it; `passes` what passes cost the outputs, if they change the function of the model.
+    `warnings` say what single outputs and parts lose, if they were asked for.
     """
 
     comparison: Comparison
@@ -61,7 +66,9 @@ class Scores:
 
     @property
     def quantization(self) -> dict[str, float]:
-        """The SQNR of each output and part, and of the worst, against the float network that was quantized."""
+        """The SQNR of each output and part, and of the worst, against the float network that
+        was quantized.
+        """
         losses = self.comparison.losses
         figures = named_metrics(losses)
         lowest = worst(losses)
@@ -80,11 +87,15 @@ class Scores:
 
     @property
     def is_task_held(self) -> bool:
-        """Whether there are metrics of the task, and the quantized network has the float one's."""
+        """Whether there are metrics of the task, and the quantized network has the float
+        one's.
+        """
         return bool(self.pairs) and all(map(self._is_held, self.pairs))
 
     def _is_held(self, name: str) -> bool:
-        """Whether a metric has lost no more than a hundredth, or changed where its direction is unknown."""
+        """Whether a metric has lost no more than a hundredth, or changed where its direction is
+        unknown.
+        """
         before, after = self.pairs[name]["float"], self.pairs[name]["quantized"]
         reserve = HELD * abs(before)
         is_lower_better = self.directions.lower_is_better(name)
@@ -94,7 +105,9 @@ class Scores:
 
     @property
     def fault(self) -> str | None:
-        """Why no figure can stand for the quantized network: it gives what is no number, or nothing to compare."""
+        """Why no figure can stand for the quantized network: it gives what is no number, or
+        nothing to compare.
+        """
         compared = self.comparison
         if compared.spoiled is not None:
             layer = compared.first_spoiled
@@ -114,9 +127,11 @@ class Scores:
 def paired(
     pairs: Mapping[str, Mapping[str, float]], directions: Directions = BY_NAME
 ) -> dict[str, float]:
-    """Return the metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single names.
+    """Return the metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single
+    names.
 
-    `X_drop` is what X has lost in quality, whichever way X is good; there is none if that is unknown.
+    `X_drop` is what X has lost in quality, whichever way X is good; there is none if that is
+    unknown.
     """
     metrics: dict[str, float] = {}
     for name, pair in pairs.items():
@@ -146,10 +161,14 @@ def score(
 
     Args:
         module: the float model, for `function`.
-        function: the user's `evaluate(model, data)`; without it, what targets allow is measured: top-1 or perplexity.
-        check: called with the names of the user's metrics before the networks are compared; it may raise.
-        explained: whether a low SQNR is explained in a warning, which costs some runs of one batch.
-        ranks: who share the batches; `function` is for one process, so rank 0 runs it on all data.
+        function: the user's `evaluate(model, data)`; without it, what targets allow is
+            measured: top-1 or perplexity.
+        check: called with the names of the user's metrics before the networks are compared; it
+            may raise.
+        explained: whether a low SQNR is explained in a warning, which costs some runs of one
+            batch.
+        ranks: who share the batches; `function` is for one process, so rank 0 runs it on all
+            data.
 
     Raises:
         DataError: no batch, or an output that is not finite.

@@ -1,7 +1,8 @@
-"""Calibration by several ranks: each observes its share of the batches, and all keep what one process would.
+"""Calibration by several ranks: each observes its share of the batches, and all keep what one
+process would.
 
-Ranges and mean outputs are taken up in the order of the batches, histograms merge exactly, so the number of ranks
-cannot be seen.
+Ranges and mean outputs are taken up in the order of the batches, histograms merge exactly, so
+the number of ranks cannot be seen.
 """
 
 import time
@@ -22,7 +23,8 @@ MOST = 64  # batches of a rank between two exchanges
 def observe(
     calibration: Calibration, network: Observable, batches: Iterable[Batch], ranks: Ranks
 ) -> None:
-    """Observe every batch, on the rank that it belongs to; afterwards the calibration of each rank has seen all.
+    """Observe every batch, on the rank that it belongs to; afterwards the calibration of each
+    rank has seen all.
 
     Raises:
         DataError: NaN or Inf in a tensor (layer and batch are named).

@@ -1,5 +1,5 @@
-"""What calibration and the corrections after it found: all that turns the float network into the quantized one, and the
-only place that does.
+"""What calibration and the corrections after it found: all that turns the float network into
+the quantized one, and the only place that does.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from quantizer.plan.model import JoinDecision, Key
 class Solution:
     """How each (layer, role) is quantized, and what the corrections changed.
 
-    `weights` replaces parameters of a layer, before quantization (fast finetuning), but those that have codes;
-    `corrections` is added to a layer's bias after quantization, [channels] in the dtype of its weight; `notes` say why
-    a scale is not the observed one. What algorithms did before: `insertions`, layers that the graph of the network has;
-    `rescaled`, parameters of the float network, with them as good as the model; `algorithms` is algorithms.json.
-    `absorption` is what data have decided on the absorption of high biases, as `engine.absorption` records it.
-    `levels` has the exponents by which data have levelled channels, as `engine.level_channels` has them.
-    `joins` says by layer how the parts of joins were decided to be quantized.
+    `weights` replaces parameters of a layer, before quantization (fast finetuning), but those
+    that have codes; `corrections` is added to a layer's bias after quantization, [channels] in
+    the dtype of its weight; `notes` say why a scale is not the observed one. What algorithms
+    did before: `insertions`, layers that the graph of the network has; `rescaled`, parameters
+    of the float network, with them as good as the model; `algorithms` is algorithms.json.
+    `absorption` is what data have decided on the absorption of high biases, as
+    `engine.absorption` records it. `levels` has the exponents by which data have levelled
+    channels, as `engine.level_channels` has them. `joins` says by layer how the parts of joins
+    were decided to be quantized.
     """
 
     tensors: Mapping[Key, QuantizedTensor]
@@ -68,7 +70,9 @@ class Solution:
         )
 
     def by_rows(self) -> Solution:
-        """Return the same values with scales along the first axis where runs of it share one, which no runtime has."""
+        """Return the same values with scales along the first axis where runs of it share one,
+        which no runtime has.
+        """
         return replace(
             self, tensors={key: tensor.by_rows() for key, tensor in self.tensors.items()}
         )
@@ -84,7 +88,9 @@ class Solution:
         return {key: at for key, at in known.items() if at is not None}
 
     def parameters(self) -> dict[str, dict[str, Tensor]]:
-        """The parameters by layer and name that are not the model's: those replaced, and those that have codes."""
+        """The parameters by layer and name that are not the model's: those replaced, and those
+        that have codes.
+        """
         found = {name: dict(own) for name, own in self.weights.items()}
         for (name, role), tensor in self.tensors.items():
             if tensor.codes is not None:
@@ -126,7 +132,8 @@ def quantized_network(graph: Graph, solution: Solution) -> Network:
 
 
 def encoded(graph: Graph, solution: Solution) -> Solution:
-    """The solution with the codes of all quantized parameters, as far as codes give them back bit for bit.
+    """The solution with the codes of all quantized parameters, as far as codes give them back
+    bit for bit.
 
     Those of deferred parameters are out of memory.
     """
@@ -146,5 +153,7 @@ def encoded(graph: Graph, solution: Solution) -> Solution:
 
 
 def writes_inplace(graph: Graph, name: str, role: str) -> bool:
-    """Whether a quantizer may overwrite what it is given: the output of a layer that computes into fresh memory."""
+    """Whether a quantizer may overwrite what it is given: the output of a layer that computes
+    into fresh memory.
+    """
     return role == "activation" and graph.by_name[name].row.fresh

@@ -1,5 +1,6 @@
-"""Results are data that anyone may have written: before a value is used, it is checked against the schema, against
-itself, and against the graph of the model that it is for. What calibration cannot have written is refused.
+"""Results are data that anyone may have written: before a value is used, it is checked against
+the schema, against itself, and against the graph of the model that it is for. What calibration
+cannot have written is refused.
 """
 
 import math
@@ -31,7 +32,9 @@ _PLAIN: list[tuple[dict[str, str], set[type]]] = [
     ({"type": "integer"}, {int}),
     ({"type": "string"}, {str}),
 ]
-"""Schemas, and the types of Python that fit them: a list of no others is not gone through value by value."""
+"""Schemas, and the types of Python that fit them: a list of no others is not gone through value
+by value.
+"""
 
 
 def check_content(content: Any, path: Path) -> None:
@@ -98,15 +101,12 @@ def _check_schema(content: Any, path: Path, schema: str, definition: str | None 
 
 @cache
 def _validator(schema: str, definition: str | None) -> Any:
-    from jsonschema import (
-        Draft7Validator,
-        validators,
-    )  # takes as long to import as a fifteenth of torch
+    # Takes as long to import as a fifteenth of torch
+    from jsonschema import Draft7Validator, validators
 
     def is_integer(_: Any, value: object) -> bool:
-        return isinstance(value, int) and not isinstance(
-            value, bool
-        )  # to a schema 8.0 is one, to torch it is none
+        # To a schema 8.0 is one, to torch it is none
+        return isinstance(value, int) and not isinstance(value, bool)
 
     whole = load_resource("schemas", schema)
     used = whole if definition is None else {**whole, "$ref": f"#/definitions/{definition}"}
@@ -181,9 +181,8 @@ def spec_fault(words: Mapping[str, Any], role: str) -> str | None:
         {each.code: each for each in conflicts(spec, base, "CPU", form)}
         for form in get_args(Form)
     ]
-    for code in sorted(
-        broken[0].keys() & broken[1].keys()
-    ):  # one form may allow what the other does not
+    # One form may allow what the other does not
+    for code in sorted(broken[0].keys() & broken[1].keys()):
         if broken[0][code].severity == "error":
             return f"{code}: {broken[0][code].message}"
     return None

@@ -1,4 +1,6 @@
-"""What a config is applied to: a traced network, or (in `module_target`) the modules of a model where they stand."""
+"""What a config is applied to: a traced network, or (in `module_target`) the modules of a model
+where they stand.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,7 +25,9 @@ from quantizer.sources.batches import Batch
 
 @dataclass(frozen=True)
 class AlgorithmScope:
-    """What algorithms work on: a graph, the specs of its nodes, and which part of a structure can be changed."""
+    """What algorithms work on: a graph, the specs of its nodes, and which part of a structure
+    can be changed.
+    """
 
     graph: Graph
     specs: Mapping[Key, QuantizationSpec]
@@ -84,11 +88,15 @@ class Target(Protocol):
         """The solution with what algorithms found."""
 
     def finished(self, solution: Solution) -> Solution:
-        """The solution with codes of the parameters, or applied to the modules, which then hold them."""
+        """The solution with codes of the parameters, or applied to the modules, which then hold
+        them.
+        """
 
 
 class TracedTarget(Target):
-    """A graph that `torch.export` made of a model: `original` as traced, `graph` with what was done to it since."""
+    """A graph that `torch.export` made of a model: `original` as traced, `graph` with what was
+    done to it since.
+    """
 
     is_traced = True
 
@@ -122,7 +130,9 @@ class TracedTarget(Target):
         return ()
 
     def solved(self, found: Solution, adjustment: Adjustment) -> Solution:
-        """With rounded weights on their scales, and with all that the float network was changed by."""
+        """With rounded weights on their scales, and with all that the float network was changed
+        by.
+        """
         rescaled = adjustment.parameters
         made = replace(found, insertions=adjustment.insertions, rescaled=rescaled)
         return (

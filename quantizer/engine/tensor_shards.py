@@ -1,4 +1,6 @@
-"""Tensors in one safetensors file or in several of bounded size, named and indexed as transformers does it."""
+"""Tensors in one safetensors file or in several of bounded size, named and indexed as
+transformers does it.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +19,8 @@ SHARD = 5 * 10**9
 def write_shards(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Write `path`, or where that would be larger than `SHARD`, its shards and an index; each tensor by tensor.
+    """Write `path`, or where that would be larger than `SHARD`, its shards and an index; each
+    tensor by tensor.
 
     Returns:
         The sha256 of each file, by its name.

@@ -14,10 +14,11 @@ from quantizer.sources.data import Batches
 
 @dataclass(frozen=True)
 class Networks:
-    """The float network and the quantized one, and the `user`'s model where outputs are compared
-    with that.
+    """The float network and the quantized one, and the `user`'s model where outputs are
+    compared with that.
 
-    `outputs` are those of the network that outputs are compared with; `device` is where all are.
+    `outputs` are those of the network that outputs are compared with; `device` is where all
+    are.
     """
 
     reference: Network

@@ -1,4 +1,6 @@
-"""Which deployment files there are. Imports no torch, so that the command line can list them."""
+"""Which deployment files there are. Imports no torch, so that the command line can list
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ FOLDER = "export"
 
 @dataclass(frozen=True)
 class Exporter:
-    """One kind of file: `function` ("module:name") writes it, `needs` are packages that the extra `extra` installs.
+    """One kind of file: `function` ("module:name") writes it, `needs` are packages that the
+    extra `extra` installs.
 
-    What the target cannot hold, the module's function `refusals(graph, specs, opset)` gives, if there is one: from
-    specs alone, so that it is known before calibration; what its runtime rounds besides, `as_run(graph, solution)`.
-    `for_transformers` says that it takes models of transformers alone; `is_folder` that it writes a folder, which the
-    module's `remove(deployment, path)` removes; `by_tensor` that it needs no more than one weight in memory at a time.
+    What the target cannot hold, the module's function `refusals(graph, specs, opset)` gives, if
+    there is one: from specs alone, so that it is known before calibration; what its runtime
+    rounds besides, `as_run(graph, solution)`. `for_transformers` says that it takes models of
+    transformers alone; `is_folder` that it writes a folder, which the module's
+    `remove(deployment, path)` removes; `by_tensor` that it needs no more than one weight in
+    memory at a time.
     """
 
     function: str
@@ -46,9 +51,11 @@ class Exporter:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a target cannot hold a tensor, the `role` of a `layer`, or a whole layer, or without one the network.
+    """Why a target cannot hold a tensor, the `role` of a `layer`, or a whole layer, or without
+    one the network.
 
-    `why` goes on with what stands before it, as in "input of conv1 has a dynamic range"; `help` is what to change.
+    `why` goes on with what stands before it, as in "input of conv1 has a dynamic range"; `help`
+    is what to change.
     """
 
     why: str
@@ -99,7 +106,8 @@ def require_extras(targets: Iterable[str]) -> None:
         missing = [name for name in EXPORTERS[target].needs if find_spec(name) is None]
         if missing:
             raise UsageError(
-                f"--deploy {target} needs {', '.join(missing)}, which this Python does not have",
+                f"--deploy {target} needs {', '.join(missing)}, which this Python does not "
+                "have",
                 help=pip_line(EXPORTERS[target].extra),
             )
 
@@ -107,7 +115,9 @@ def require_extras(targets: Iterable[str]) -> None:
 def refusals(
     target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
 ) -> list[Refusal]:
-    """What a target cannot express, as far as can be told without running the network; `opset` is for ONNX."""
+    """What a target cannot express, as far as can be told without running the network; `opset`
+    is for ONNX.
+    """
     module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
     return list(module.refusals(graph, specs, opset)) if hasattr(module, "refusals") else []
 
@@ -128,7 +138,8 @@ def check(target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opse
 
 
 def refuse(target: str, found: Iterable[Refusal]) -> None:
-    """Say what was found, if anything was: of the whole network first, else of tensors, those with one reason together.
+    """Say what was found, if anything was: of the whole network first, else of tensors, those
+    with one reason together.
 
     Raises:
         UsageError: there are refusals.
@@ -151,7 +162,9 @@ def refuse(target: str, found: Iterable[Refusal]) -> None:
 
 
 def as_run(targets: Iterable[str], graph: Graph, solution: Solution) -> Solution:
-    """The solution with what the runtimes of these targets round besides, for test mode to count it."""
+    """The solution with what the runtimes of these targets round besides, for test mode to
+    count it.
+    """
     for target in targets:
         module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
         solution = module.as_run(graph, solution) if hasattr(module, "as_run") else solution
@@ -165,13 +178,15 @@ def export(
     events: Events = NOBODY,
     total: int | None = None,
 ) -> Verification:
-    """Write one file, read it back, and say how far it is from test mode; a file that fails is not left there.
+    """Write one file, read it back, and say how far it is from test mode; a file that fails is
+    not left there.
 
     Args:
         events: who follows; the units are batches, of which there are `total`.
 
     Raises:
-        UsageError: the target cannot express what the config asks of a layer; nothing is written then.
+        UsageError: the target cannot express what the config asks of a layer; nothing is
+            written then.
         ModelError: the target cannot translate a layer.
         VerificationError: the file does not compute what test mode does.
         ResultError: the file cannot be written.
@@ -196,7 +211,9 @@ def export(
 
 
 def size_of(path: Path) -> int:
-    """The bytes of a file, with those of tensors that lie beside it, or of the files in a folder."""
+    """The bytes of a file, with those of tensors that lie beside it, or of the files in a
+    folder.
+    """
     files = path.iterdir() if path.is_dir() else _files_of(path)
     return sum(file.stat().st_size for file in files if file.exists())
 

@@ -1,4 +1,6 @@
-"""How far what a file computes is from test mode, over any number of batches. What of it is rounding."""
+"""How far what a file computes is from test mode, over any number of batches. What of it is
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from quantizer.graph.output_parts import Output
 
 @dataclass(frozen=True)
 class Kernels:
-    """How a runtime multiplies: the layers that it does in integers, and why not, of each of the others."""
+    """How a runtime multiplies: the layers that it does in integers, and why not, of each of
+    the others.
+    """
 
     integer: tuple[str, ...]
     floating: dict[str, str]
@@ -52,18 +56,19 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Verification:
-    """A file against test mode: `compared` says what of it; differences are absolute, shares go from 0 to 1.
+    """A file against test mode: `compared` says what of it; differences are absolute, shares go
+    from 0 to 1.
 
     `equal` is the share of equal values; `within_step` of those at most one step of their scale
     away, None unless all have a scale or are integers; `sqnr_db` is of the worst of the
     floating-point tensors and their `parts`, infinite without a difference, None without such
     tensors, `sqnr_db_pooled` of all together; `top1_agreement` is the share of samples with the
     same class, None if the first tensor has no row of classes for each; `float_sqnr_db` is of
-    the file against the float network, where that decides.
-    `default_session` has the figures of a runtime as its users start it, where those beside it are of one without
-    optimizations: also its `kernels`, the codes of its `layers`, each made of the same codes as in test mode, and its
-    `speed` against the float network, None if it was not measured. `remarks` say how a file is read;
-    `engines` are others that are installed and may read it.
+    the file against the float network, where that decides. `default_session` has the figures of
+    a runtime as its users start it, where those beside it are of one without optimizations:
+    also its `kernels`, the codes of its `layers`, each made of the same codes as in test mode,
+    and its `speed` against the float network, None if it was not measured. `remarks` say how a
+    file is read; `engines` are others that are installed and may read it.
     """
 
     compared: str
@@ -84,7 +89,9 @@ class Verification:
     parts: tuple[PartAgreement, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The figures it has but the speed, infinite ones left out: without a difference there is no ratio to it."""
+        """The figures it has but the speed, infinite ones left out: without a difference there
+        is no ratio to it.
+        """
         left_out = (None, math.inf, -math.inf, ())
         apart = ("speed", "parts")
         found = {
@@ -117,7 +124,9 @@ class Verification:
 
     @property
     def first_differing(self) -> LayerCodes | None:
-        """The first layer, in order of execution, whose codes are not those of test mode but for rounding."""
+        """The first layer, in order of execution, whose codes are not those of test mode but
+        for rounding.
+        """
         return next(
             (row for row in self.layers if row.equal < WITHIN or row.most_steps > 1), None
         )
@@ -133,14 +142,16 @@ class Verification:
             found.append(f"layer by layer, {equal:.4%} of {codes} codes are equal")
         if first := self.first_differing:
             found[-1] += (
-                f"; the first that differs: {first.layer}: {first.equal:.2%}, up to {first.most_steps} steps"
+                f"; the first that differs: {first.layer}: {first.equal:.2%}, up to "
+                f"{first.most_steps} steps"
             )
         return found
 
     def figures(self) -> str:
         """The figures as part of a sentence."""
         words = [
-            f"{self.compared} differ by at most {self.max_difference:.3g}, {self.equal:.2%} are equal"
+            f"{self.compared} differ by at most {self.max_difference:.3g}, {self.equal:.2%} "
+            "are equal"
         ]
         words += (
             [] if self.within_step is None else [f"{self.within_step:.2%} are within one step"]
@@ -166,11 +177,13 @@ class Verification:
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """How another engine reads a file: `figures` against test mode over one call, or its `failure` to run it.
+    """How another engine reads a file: `figures` against test mode over one call, or its
+    `failure` to run it.
 
-    These are computed in float32 wherever nothing is quantized, and `reads` says whether they differ by no more than
-    rounding; `layer` is the first that does, if that can be told. `defaults` are the figures of the engine's own
-    settings, which may be coarser. `agrees` says whether neither differs by more than quantization costs.
+    These are computed in float32 wherever nothing is quantized, and `reads` says whether they
+    differ by no more than rounding; `layer` is the first that does, if that can be told.
+    `defaults` are the figures of the engine's own settings, which may be coarser. `agrees` says
+    whether neither differs by more than quantization costs.
     """
 
     engine: str
@@ -195,7 +208,8 @@ class EngineCheck:
         if self.agrees:
             return f"{in_float32}; by its default settings, {self.defaults.figures()}"
         return (
-            f"{self.engine} computes something else by its default settings: {self.defaults.figures()};"
+            f"{self.engine} computes something else by its default settings: "
+            f"{self.defaults.figures()};"
             f" {in_float32}: compile it with INFERENCE_PRECISION_HINT f32"
         )
 
@@ -230,7 +244,9 @@ class Agreement:
         self._comparison = OutputComparison(outputs)
 
     def recorder(self) -> Recorder:
-        """Return what has to watch the network whose tensors are expected, to tell their parts apart."""
+        """Return what has to watch the network whose tensors are expected, to tell their parts
+        apart.
+        """
         return Recorder(self.outputs)
 
     def add(
@@ -249,7 +265,8 @@ class Agreement:
         for index, (want, got) in enumerate(pairs_of_reals):
             if want.shape != got.shape:
                 raise ValueError(
-                    f"The file gives shape {tuple(got.shape)} where test mode gives {tuple(want.shape)}."
+                    f"The file gives shape {tuple(got.shape)} where test mode gives "
+                    f"{tuple(want.shape)}."
                 )
             if index == 0 and want.dim() == 2 and want.shape[1] > 1:
                 self.rows += len(want)
@@ -312,7 +329,8 @@ def _pooled(parts: Iterable[PartAgreement]) -> float | None:
 
 
 def verify(compared: str, expected: Iterable[Tensor], found: Iterable[Tensor]) -> Verification:
-    """Compare tensors that should be equal, pairwise; one pair is in memory at a time if they are made so.
+    """Compare tensors that should be equal, pairwise; one pair is in memory at a time if they
+    are made so.
 
     Raises:
         ValueError: the number of tensors or a shape differs.

@@ -1,4 +1,6 @@
-"""What the targets of `--deploy` leave open. Imports no torch, so that the command line can list it."""
+"""What the targets of `--deploy` leave open. Imports no torch, so that the command line can
+list it.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -24,9 +26,9 @@ CHOICES: dict[str, Choice] = {
     "onnx_weights": Choice("onnx", ("uint8", "int8")),
     "gguf_template": Choice("gguf", ("",), is_file=True),
 }
-"""By the name that it has on the command line and in Python: the integers of activations in a .pt2; whether an .onnx
-rounds as the config says, or as fast kernels do; the integers of its 8-bit weights; a file of the same model, whose
-keys a .gguf keeps.
+"""By the name that it has on the command line and in Python: the integers of activations in a
+.pt2; whether an .onnx rounds as the config says, or as fast kernels do; the integers of its
+8-bit weights; a file of the same model, whose keys a .gguf keeps.
 """
 
 

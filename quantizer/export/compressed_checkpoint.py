@@ -1,4 +1,6 @@
-"""What a checkpoint in compressed-tensors holds: the layers that are codes, the tensors that are values, its config."""
+"""What a checkpoint in compressed-tensors holds: the layers that are codes, the tensors that
+are values, its config.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,8 +28,9 @@ TARGET = "Linear"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The `layers` stored as codes by their paths, the model's `tensors` by name, and the paths of all its `linears`,
-    which readers would take for layers to quantize. `remarks` are for the user.
+    """The `layers` stored as codes by their paths, the model's `tensors` by name, and the paths
+    of all its `linears`, which readers would take for layers to quantize. `remarks` are for the
+    user.
     """
 
     layers: Mapping[str, CompressedLayer]
@@ -57,17 +60,20 @@ class Checkpoint:
 
     @property
     def schemes(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """The ways in which layers are quantized, each with its layers, the most frequent first."""
+        """The ways in which layers are quantized, each with its layers, the most frequent
+        first.
+        """
         found: dict[str, tuple[dict[str, Any], list[str]]] = {}
         for path, layer in self.layers.items():
             found.setdefault(repr(layer.scheme), (layer.scheme, []))[1].append(path)
         return sorted(found.values(), key=lambda row: -len(row[1]))
 
     def quantization_config(self) -> dict[str, Any]:
-        """For config.json: no layer is in two groups, as readers disagree on which of them counts.
+        """For config.json: no layer is in two groups, as readers disagree on which of them
+        counts.
 
-        The status must be "compressed": with any other, transformers loads random weights and says nothing. Each group
-        has its format, as readers guess it otherwise.
+        The status must be "compressed": with any other, transformers loads random weights and
+        says nothing. Each group has its format, as readers guess it otherwise.
         """
         groups = {
             f"group_{number}": scheme | {"targets": [TARGET] if number == 0 else targets(paths)}
@@ -87,7 +93,8 @@ def of_network(deployment: Deployment) -> Checkpoint:
     """The checkpoint of a traced model.
 
     Raises:
-        UsageError: algorithms or passes changed what the model has no place for, or a weight has no codes.
+        UsageError: algorithms or passes changed what the model has no place for, or a weight
+            has no codes.
     """
     assert deployment.model is not None  # as the target has looked
     graph, solution = deployment.graph, deployment.encoded
@@ -124,9 +131,11 @@ def of_network(deployment: Deployment) -> Checkpoint:
 def with_experts(
     found: Checkpoint, model: nn.Module, stacks: Mapping[str, QuantizedTensor]
 ) -> Checkpoint:
-    """The checkpoint of a mixture, by the names that files have; `stacks` are quantized tensors of experts by path.
+    """The checkpoint of a mixture, by the names that files have; `stacks` are quantized tensors
+    of experts by path.
 
-    Without any, and for those in float, names are the model's, as readers do not look for codes there.
+    Without any, and for those in float, names are the model's, as readers do not look for codes
+    there.
 
     Raises:
         UsageError: the format has no layout for the experts of this model.

@@ -1,6 +1,8 @@
-"""The experts of a mixture as checkpoints hold them, each of its layers by itself, by the names that engines know.
+"""The experts of a mixture as checkpoints hold them, each of its layers by itself, by the names
+that engines know.
 
-transformers says which names these are, and of which rows they are: it takes rows of numbers apart as it does weights.
+transformers says which names these are, and of which rows they are: it takes rows of numbers
+apart as it does weights.
 """
 
 import re
@@ -49,7 +51,8 @@ class Mixture:
         return name.removesuffix(WEIGHT)
 
     def parts(self, path: str, stack: QuantizedTensor) -> dict[str, CompressedLayer]:
-        """The layers of the experts whose tensor stands at `path` in the model, by their paths in files.
+        """The layers of the experts whose tensor stands at `path` in the model, by their paths
+        in files.
 
         Raises:
             UsageError: files have it as one tensor, too.
@@ -72,7 +75,9 @@ class Mixture:
         }
 
     def routers(self) -> tuple[str, ...]:
-        """The paths in files of modules with a matrix that are no linear layers here, and may be some in engines."""
+        """The paths in files of modules with a matrix that are no linear layers here, and may
+        be some in engines.
+        """
         return tuple(
             self.path(path)
             for path, module in self.model.named_modules()
@@ -82,7 +87,9 @@ class Mixture:
 
 
 def targets(paths: Sequence[str]) -> list[str]:
-    """What names layers in a config: one pattern stands for all experts, as readers know them by it."""
+    """What names layers in a config: one pattern stands for all experts, as readers know them
+    by it.
+    """
     return sorted(
         {PATTERN if re.fullmatch(PATTERN.removeprefix("re:"), path) else path for path in paths}
     )

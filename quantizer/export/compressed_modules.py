@@ -1,4 +1,6 @@
-"""The checkpoint in compressed-tensors of a model that was quantized in place, read off its modules."""
+"""The checkpoint in compressed-tensors of a model that was quantized in place, read off its
+modules.
+"""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,14 +40,16 @@ UNKNOWN_LOSS_DB = 23.0
 
 
 def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> Verification:
-    """Write the checkpoint and verify it with calls of the model; see `compressed_tensors.export`.
+    """Write the checkpoint and verify it with calls of the model; see
+    `compressed_tensors.export`.
 
     Args:
         batches: of calls; at least one.
 
     Raises:
         ModelError: the model has no quantized layer.
-        UsageError: the format cannot say how a layer is quantized, or the model has no config of transformers.
+        UsageError: the format cannot say how a layer is quantized, or the model has no config
+            of transformers.
         VerificationError: transformers does not give the model's outputs.
         ResultError: the folder cannot be written.
     """
@@ -143,7 +147,8 @@ def _layer(module: InPlace, name: str, placement: Placement) -> CompressedLayer:
     weight = tensors["weights"].encoded(module.get_parameter("weight"))
     if weight.codes is None:
         raise UsageError(
-            f"no codes give the weight of {name} back exactly: it was changed after it was quantized",
+            f"no codes give the weight of {name} back exactly: it was changed after it was "
+            "quantized",
             help="export the model as quantize_model returned it",
         )
     return CompressedLayer(weight, tensors.get("input") if name in placement.inputs else None)

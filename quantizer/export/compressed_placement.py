@@ -1,4 +1,5 @@
-"""Where a checkpoint in compressed-tensors holds each quantized tensor of a graph, and what it has no place for.
+"""Where a checkpoint in compressed-tensors holds each quantized tensor of a graph, and what it
+has no place for.
 
 Reads specs alone, so that it is known before calibration.
 """
@@ -34,8 +35,8 @@ _SHARE = "quantize both alike, or neither: kind:head and kind:embedding name the
 
 @dataclass(frozen=True)
 class Placement:
-    """The linear layers whose weights become codes, by name, and those of `experts`: `inputs` has the tensor that each
-    linear layer quantizes as its input.
+    """The linear layers whose weights become codes, by name, and those of `experts`: `inputs`
+    has the tensor that each linear layer quantizes as its input.
 
     Quantized values of other parameters stay what they are, values.
     """
@@ -126,7 +127,9 @@ def _has_place(graph: Graph, node: Node) -> bool:
 def shared(
     graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, role: str
 ) -> tuple[str, str] | None:
-    """Why a weight cannot be stored as values: another layer uses it that quantizes it otherwise."""
+    """Why a weight cannot be stored as values: another layer uses it that quantizes it
+    otherwise.
+    """
     path = graph.by_name[layer].params.get("weight")
     others = [
         node.name for node in graph.nodes if path in node.params.values() and node.name != layer

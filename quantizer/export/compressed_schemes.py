@@ -1,4 +1,5 @@
-"""A linear layer's specs in the words of compressed-tensors, its tensors in their layout, and what has no words there.
+"""A linear layer's specs in the words of compressed-tensors, its tensors in their layout, and
+what has no words there.
 
 Knows no network and writes nothing. Source: the package compressed-tensors, 0.15 to 0.20.
 """
@@ -33,7 +34,9 @@ Reason = tuple[str, str]
 
 @dataclass(frozen=True)
 class CompressedLayer:
-    """How a linear layer is quantized: its weight with codes, and its input, which may stay float."""
+    """How a linear layer is quantized: its weight with codes, and its input, which may stay
+    float.
+    """
 
     weight: QuantizedTensor
     input: QuantizedTensor | None = None
@@ -89,7 +92,10 @@ def weight_refusal(spec: QuantizationSpec) -> Reason | None:
     if spec.dtype == "fp4":
         if spec.qscheme == "per_group" and last and (spec.group_size, spec.scale_type) in _FP4:
             return None
-        why = "is fp4, but not in groups of 32 inputs with shared exponents (mxfp4) or of 16 with e4m3 scales (nvfp4)"
+        why = (
+            "is fp4, but not in groups of 32 inputs with shared exponents (mxfp4) or of 16 "
+            "with e4m3 scales (nvfp4)"
+        )
         return why, 'set its group_size to 16 and its scale_format to "e4m3"'
     if spec.dtype not in ("int", "fp8_e4m3"):
         return (
@@ -114,7 +120,8 @@ def weight_refusal(spec: QuantizationSpec) -> Reason | None:
 
 
 def input_refusal(spec: QuantizationSpec, weight: QuantizationSpec, rank: int) -> Reason | None:
-    """Why a reader cannot quantize the input, of `rank` axes, of a layer with such a weight as test mode does.
+    """Why a reader cannot quantize the input, of `rank` axes, of a layer with such a weight as
+    test mode does.
 
     None if it can.
     """
@@ -154,7 +161,9 @@ def input_refusal(spec: QuantizationSpec, weight: QuantizationSpec, rank: int) -
 
 
 def _dynamic_refusal(spec: QuantizationSpec) -> Reason | None:
-    """Why the scale that is found at run time is another one than the reader's: half the range by half the codes."""
+    """Why the scale that is found at run time is another one than the reader's: half the range
+    by half the codes.
+    """
     ends = torch.tensor(-1.0), torch.tensor(1.0)
     ours, readers = (
         qparams_from_range(*ends, code_range_of(spec)).scale,
@@ -162,7 +171,11 @@ def _dynamic_refusal(spec: QuantizationSpec) -> Reason | None:
     )
     if ours == torch.tensor(1 / readers):
         return None
-    why = f"is dynamic with the scale absmax / {1 / float(ours):g}, where readers have absmax / {readers:g}"
+    why = (
+        f"is dynamic with the scale absmax / {1 / float(ours):g}, where readers have absmax "
+        "/ "
+        f"{readers:g}"
+    )
     return (
         why,
         "set its symmetric to false and its scale_type to float, or its is_dynamic to false",
@@ -196,7 +209,9 @@ def _words(spec: QuantizationSpec) -> dict[str, Any]:
 
 
 def _packed(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
-    """Codes from 0 on, each row a stream of bits in words; zero points likewise, but along the rows."""
+    """Codes from 0 on, each row a stream of bits in words; zero points likewise, but along the
+    rows.
+    """
     spec = weight.spec
     found = {
         "weight_packed": _words_of(_unsigned(codes, spec), spec.bit_width),
@@ -226,7 +241,9 @@ def _fp8(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
 
 
 def _fp4(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
-    """Scales are exponents with 127 added, or fp8 numbers that `weight_global_scale` divides."""
+    """Scales are exponents with 127 added, or fp8 numbers that `weight_global_scale`
+    divides.
+    """
     found = {"weight_packed": pack(codes, weight.spec).view(len(codes), -1)}
     parts = pack_scales(weight.scale, weight.spec.scale_type)
     if "global_scale" in parts:
@@ -240,9 +257,8 @@ _LAYOUTS = {PACKED: _packed, INT8: _int8, FP8: _fp8, MXFP4: _fp4, NVFP4: _fp4}
 def _words_of(codes: Tensor, bits: int) -> Tensor:
     """Rows of codes as int32, the first code in the lowest bits, filled up with zeros."""
     stream = pack_bits(codes.contiguous(), bits)
-    flat = pad(stream, (0, -stream.shape[-1] % WORD)).reshape(
-        -1
-    )  # of one row, any stride counts as contiguous
+    # Of one row, any stride counts as contiguous
+    flat = pad(stream, (0, -stream.shape[-1] % WORD)).reshape(-1)
     return flat.view(torch.int32).view(len(codes), -1)
 
 

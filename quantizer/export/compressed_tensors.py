@@ -1,4 +1,6 @@
-"""The compressed-tensors target: a Hugging Face folder that transformers, vLLM and SGLang load. Weights from codes."""
+"""The compressed-tensors target: a Hugging Face folder that transformers, vLLM and SGLang load.
+Weights from codes.
+"""
 
 import math
 import shutil
@@ -38,15 +40,15 @@ def refusals(
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
-    """Write a folder as `save_pretrained` does: config.json with `quantization_config`, weights as codes in shards,
-    tokenizer and generation settings.
+    """Write a folder as `save_pretrained` does: config.json with `quantization_config`, weights
+    as codes in shards, tokenizer and generation settings.
 
-    The codes are those of the calibration. transformers loads the folder and runs it on all calls before it stands
-    at `path`.
+    The codes are those of the calibration. transformers loads the folder and runs it on all
+    calls before it stands at `path`.
 
     Raises:
-        UsageError: the format cannot say what the config asks for, the model has no config of transformers, or `path`
-            is something else than an earlier export.
+        UsageError: the format cannot say what the config asks for, the model has no config of
+            transformers, or `path` is something else than an earlier export.
         VerificationError: transformers does not give test mode's outputs.
         ResultError: the folder cannot be written.
     """
@@ -55,9 +57,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
         raise UsageError(
             f"--deploy {NAME} needs the float model", help="give it to Deployment.of"
         )
-    described(
-        deployment.model
-    )  # refuses others than transformers' models before there is any work
+    # Refuses others than transformers' models before there is any work
+    described(deployment.model)
     network = deployment.network()
 
     calls = (
@@ -76,7 +77,8 @@ def write_verified(
     calls: Iterable[Expected],
     sqnr_db: float = math.inf,
 ) -> Verification:
-    """Write a checkpoint, with what `model` says of itself, and put it to `path` when it is verified.
+    """Write a checkpoint, with what `model` says of itself, and put it to `path` when it is
+    verified.
 
     Raises:
         VerificationError, UsageError, ResultError: as `export`.
@@ -102,7 +104,9 @@ def remove(deployment: Deployment, path: Path) -> None:
 
 
 def is_ours(path: Path, model: nn.Module) -> bool:
-    """Whether a folder is empty or holds a checkpoint in this format that `model` was not read from."""
+    """Whether a folder is empty or holds a checkpoint in this format that `model` was not read
+    from.
+    """
     source = source_of(model)
     if not path.is_dir() or (source is not None and path.samefile(source)):
         return False

@@ -1,4 +1,6 @@
-"""Loads a checkpoint as its users do, with transformers on the CPU, and refuses one that is not test mode's."""
+"""Loads a checkpoint as its users do, with transformers on the CPU, and refuses one that is not
+test mode's.
+"""
 
 import json
 from collections.abc import Iterable
@@ -24,7 +26,8 @@ _BFLOAT16 = (MXFP4, NVFP4)
 def verify_folder(
     folder: Path, checkpoint: Checkpoint, calls: Iterable[Expected], sqnr_db: float, name: str
 ) -> Verification:
-    """Compare the outputs of a folder, loaded by transformers, with test mode's; see `verify_calls`.
+    """Compare the outputs of a folder, loaded by transformers, with test mode's; see
+    `verify_calls`.
 
     Args:
         checkpoint: what the folder holds.
@@ -39,9 +42,8 @@ def verify_folder(
         module, remarks = _loaded(folder, checkpoint, call, name)
         return module
 
-    rounded = any(
-        layer.format == NVFP4 for layer in checkpoint.layers.values()
-    )  # mxfp4's values need no rounding
+    # Mxfp4's values need no rounding
+    rounded = any(layer.format == NVFP4 for layer in checkpoint.layers.values())
     found = verify_calls(
         load, calls, sqnr_db, name, is_exact=checkpoint.is_weight_only and not rounded
     )
@@ -51,9 +53,11 @@ def verify_folder(
 def _loaded(
     folder: Path, checkpoint: Checkpoint, call: Expected, name: str
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """The module of a plain `from_pretrained`, or where this reader cannot, of one that is told to dequantize.
+    """The module of a plain `from_pretrained`, or where this reader cannot, of one that is told
+    to dequantize.
 
-    The latter leaves inputs in float and reads all layers as it reads the first, so it is no way out for others.
+    The latter leaves inputs in float and reads all layers as it reads the first, so it is no
+    way out for others.
     """
     try:
         return _run(folder, call, name), ()
@@ -64,10 +68,18 @@ def _loaded(
         can_dequantize = len(checkpoint.schemes) == 1 and checkpoint.is_weight_only
         cause = _cause(checkpoint) if can_dequantize else None
         if cause is None:
-            text = f"{name} is not written: {_reader()} cannot run it: {type(error).__name__}: {why}"
+            text = (
+                f"{name} is not written: {_reader()} cannot run it: "
+                f"{type(error).__name__}: "
+                f"{why}"
+            )
             raise VerificationError(text, help=_remedy(checkpoint)) from error
     settings = transformers.CompressedTensorsConfig(dequantize=True)
-    remark = f"{cause}: load it with quantization_config=CompressedTensorsConfig(dequantize=True), or {_remedy(checkpoint)}"
+    remark = (
+        f"{cause}: load it with "
+        "quantization_config=CompressedTensorsConfig(dequantize=True), "
+        f"or {_remedy(checkpoint)}"
+    )
     return _run(folder, call, name, quantization_config=settings), (remark,)
 
 
@@ -95,7 +107,10 @@ def _cause(checkpoint: Checkpoint) -> str | None:
         {layer.format.partition("-")[0] for layer in layers if layer.format in _BFLOAT16}
     )
     if fp4:
-        return f"{_reader()} computes {' and '.join(fp4)} in bfloat16, and the model is in another dtype"
+        return (
+            f"{_reader()} computes {' and '.join(fp4)} in bfloat16, and the model is in "
+            "another dtype"
+        )
     return None
 
 
@@ -106,4 +121,7 @@ def _remedy(checkpoint: Checkpoint) -> str:
 
 
 def _reader() -> str:
-    return f"transformers {transformers.__version__} with compressed-tensors {compressed_tensors.__version__}"
+    return (
+        f"transformers {transformers.__version__} with compressed-tensors "
+        f"{compressed_tensors.__version__}"
+    )

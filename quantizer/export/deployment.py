@@ -27,13 +27,15 @@ from quantizer.sources.batches import Batch
 class Deployment:
     """A calibrated network and the data to verify files with; all on the CPU.
 
-    `args` and `kwargs` are a call of the model, which no file keeps. `opset` is the ONNX operator set, -1 to let the
-    exporter choose. `batches` are the evaluation data, which can be gone through again; without them the one
-    call stands for all. `sqnr_db` is what quantization costs the worst output in test mode, in dB: a runtime that
-    rounds otherwise should not cost more; `figures` has that of each output and part, as `sqnr_db[0.boxes]`. `model`
-    is the float model, of which checkpoints keep names and config; `choices` are values of `CHOICES` by name;
-    `float_graph` is the network that `sqnr_db` is measured against. `named` are the outputs of `graph`, by the names
-    of the user's model; `warnings` are what test mode says of outputs that have lost.
+    `args` and `kwargs` are a call of the model, which no file keeps. `opset` is the ONNX
+    operator set, -1 to let the exporter choose. `batches` are the evaluation data, which can be
+    gone through again; without them the one call stands for all. `sqnr_db` is what quantization
+    costs the worst output in test mode, in dB: a runtime that rounds otherwise should not cost
+    more; `figures` has that of each output and part, as `sqnr_db[0.boxes]`. `model` is the
+    float model, of which checkpoints keep names and config; `choices` are values of `CHOICES`
+    by name; `float_graph` is the network that `sqnr_db` is measured against. `named` are the
+    outputs of `graph`, by the names of the user's model; `warnings` are what test mode says of
+    outputs that have lost.
     """
 
     graph: Graph
@@ -126,12 +128,16 @@ class Deployment:
 
     @cached_property
     def steps(self) -> list[float | None]:
-        """For each tensor of the output the distance of two codes, None where it is not integers times one scale."""
+        """For each tensor of the output the distance of two codes, None where it is not
+        integers times one scale.
+        """
         return [self._step(output.node) for output in self.outputs]
 
     @cached_property
     def part_steps(self) -> dict[str, float]:
-        """The distance of two codes for each output and part that is integers times one scale, by name."""
+        """The distance of two codes for each output and part that is integers times one scale,
+        by name.
+        """
         steps: dict[str, float] = {}
         for output, whole in zip(self.outputs, self.steps, strict=True):
             for part in output.parts:
@@ -143,7 +149,9 @@ class Deployment:
         return steps
 
     def _step(self, name: str) -> float | None:
-        """Return the distance of two codes of a node's value, None where it is not integers times one scale."""
+        """Return the distance of two codes of a node's value, None where it is not integers
+        times one scale.
+        """
         node = self.graph.by_name[name]
         tensor = self.solution.tensors.get(
             (name, "input" if node.op == "input" else "activation")
@@ -153,7 +161,9 @@ class Deployment:
         return float(tensor.scale) if tensor.scale.numel() == 1 else None
 
     def _quantized_before(self, name: str) -> str:
-        """Return the nearest node before one that only moves values whose value is quantized; itself if it does not."""
+        """Return the nearest node before one that only moves values whose value is quantized;
+        itself if it does not.
+        """
         node = self.graph.by_name[name]
         while (node.name, "activation") not in self.solution.tensors and node.row.only_moves:
             source = self.graph.source(node)
@@ -168,8 +178,9 @@ class Deployment:
 
     @cached_property
     def blank(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with zeros for values and, where the batch may vary, two samples: torch takes a batch of one for a
-        constant, and a length at which the model was not traced for a limit, perhaps.
+        """The call with zeros for values and, where the batch may vary, two samples: torch
+        takes a batch of one for a constant, and a length at which the model was not traced for
+        a limit, perhaps.
         """
         shapes = [
             shape and [2 if size is None else size for size in shape]

@@ -1,4 +1,6 @@
-"""A network of half precision as one that computes in float32, with the same codes and scales."""
+"""A network of half precision as one that computes in float32, with the same codes and
+scales.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,12 +18,14 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def in_float32(deployment: Deployment) -> Deployment:
-    """The deployment with float32 for float16 and bfloat16: parameters, its call and casts; itself if it has none.
+    """The deployment with float32 for float16 and bfloat16: parameters, its call and casts;
+    itself if it has none.
 
     The batches to verify with stay as they are.
 
-    Codes stand for values that are not rounded to half precision; the sums are not either, so outputs are nearer to
-    those of exact arithmetic than test mode's. Quantization itself is not changed.
+    Codes stand for values that are not rounded to half precision; the sums are not either, so
+    outputs are nearer to those of exact arithmetic than test mode's. Quantization itself is not
+    changed.
     """
     graph = deployment.graph
     if not any(node.dtype in HALF for node in graph.nodes):

@@ -1,4 +1,6 @@
-"""The .gguf target: one file that llama.cpp and transformers load. Weights are blocks of codes, activations float."""
+"""The .gguf target: one file that llama.cpp and transformers load. Weights are blocks of codes,
+activations float.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -53,14 +55,15 @@ def as_run(graph: Graph, solution: Solution) -> Solution:
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
-    """Write a file for llama.cpp and what is built on it, by a template or of an architecture that is known here.
+    """Write a file for llama.cpp and what is built on it, by a template or of an architecture
+    that is known here.
 
-    The codes are those of the calibration, their scales rounded to halfs. transformers loads the file and runs it on
-    all calls before it stands at `path`.
+    The codes are those of the calibration, their scales rounded to halfs. transformers loads
+    the file and runs it on all calls before it stands at `path`.
 
     Raises:
-        UsageError: blocks cannot hold what the config asks for, the template is of another model, or there is none and
-            the architecture is not known.
+        UsageError: blocks cannot hold what the config asks for, the template is of another
+            model, or there is none and the architecture is not known.
         VerificationError: transformers does not give test mode's outputs.
         ResultError: the file cannot be written.
     """
@@ -69,9 +72,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
         raise UsageError(
             f"--deploy {NAME} needs the float model", help="give it to Deployment.of"
         )
-    described(
-        deployment.model
-    )  # refuses others than transformers' models before there is any work
+    # Refuses others than transformers' models before there is any work
+    described(deployment.model)
     outline = _outline(deployment)
     given = replace(deployment, solution=as_run(deployment.graph, deployment.solution))
     network, placement = given.network(), place(given.graph, given.solution.specs)

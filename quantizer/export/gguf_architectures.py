@@ -1,6 +1,8 @@
-"""GGUF files without a template: the keys of the architectures that are known here, and the rows that they permute.
+"""GGUF files without a template: the keys of the architectures that are known here, and the
+rows that they permute.
 
-Source: the converters of llama.cpp (convert_hf_to_gguf.py), and what transformers reads of keys.
+Source: the converters of llama.cpp (convert_hf_to_gguf.py), and what transformers reads of
+keys.
 """
 
 from collections.abc import Mapping
@@ -51,7 +53,10 @@ def outline_of(model: nn.Module, state: Mapping[str, Tensor]) -> Outline:
     why = f"is {config.model_type}" if architecture is None else _unheld(described)
     if architecture is None or why:
         known = ", ".join(ARCHITECTURES)
-        said = f"--deploy gguf: without a template the model is to be one of {known}, without extras: this one {why}"
+        said = (
+            f"--deploy gguf: without a template the model is to be one of {known}, without "
+            f"extras: this one {why}"
+        )
         raise UsageError(said, help=TEMPLATE)
     names = names_of(
         architecture, config.num_hidden_layers, {source: source for source in state}

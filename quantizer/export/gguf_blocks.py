@@ -1,4 +1,5 @@
-"""The blocks of a GGUF file: which type holds a weight, scales that are halfs, codes as bytes. Knows no network.
+"""The blocks of a GGUF file: which type holds a weight, scales that are halfs, codes as bytes.
+Knows no network.
 
 Source: ggml's block_q4_0 to block_q8_0, measured against the package gguf.
 """
@@ -26,7 +27,9 @@ NIBBLE, BYTE = 4, 8
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of blocks by its name in ggml: codes of so many bits; value = code * scale, or + a minimum."""
+    """A type of blocks by its name in ggml: codes of so many bits; value = code * scale, or + a
+    minimum.
+    """
 
     name: str
     bits: int
@@ -45,7 +48,10 @@ TYPES = (
 def block_type(spec: QuantizationSpec) -> BlockType | None:
     """The smallest type that holds these codes; None where none does.
 
-    >>> block_type(QuantizationSpec(bit_width=3)).name, block_type(QuantizationSpec(bit_width=5, symmetric=False)).name
+    >>> (
+    ...     block_type(QuantizationSpec(bit_width=3)).name,
+    ...     block_type(QuantizationSpec(bit_width=5, symmetric=False)).name,
+    ... )
     ('Q4_0', 'Q5_1')
     """
     fitting = (
@@ -78,7 +84,8 @@ def weight_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:
         why = f"has {spec.bit_width} bits and a zero point, and blocks with a minimum 4 or 5"
         return (
             why,
-            "set its symmetric to true, or its dtype to uint4 or uint5 (quantizer init --strategy gguf_q4_1)",
+            "set its symmetric to true, or its dtype to uint4 or uint5 (quantizer init "
+            "--strategy gguf_q4_1)",
         )
     if spec.qscheme == "per_channel" and not first:
         return "has a scale for each input", "set its ch_axis to 0"
@@ -97,9 +104,11 @@ def weight_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:
 
 
 def halved(tensor: QuantizedTensor) -> QuantizedTensor:
-    """The tensor with a scale that blocks hold: a half, and where there is a zero point, scale * zero_point is one.
+    """The tensor with a scale that blocks hold: a half, and where there is a zero point, scale
+    * zero_point is one.
 
-    So a block's minimum is exactly that of the codes. The codes stay, but those of scales that no half is near.
+    So a block's minimum is exactly that of the codes. The codes stay, but those of scales that
+    no half is near.
 
     Raises:
         ValueError: it has no codes.
@@ -120,11 +129,17 @@ def halved(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def short_scale(scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Return the nearest scales that are halfs, and are halfs times the zero point, too, which is 0 to 31.
+    """Return the nearest scales that are halfs, and are halfs times the zero point, too, which
+    is 0 to 31.
 
-    Of a half's 11 significant bits, the zero point needs as many as its odd factor has, the scale may have the others.
+    Of a half's 11 significant bits, the zero point needs as many as its odd factor has, the
+    scale may have the others.
 
-    >>> short_scale(torch.tensor([0.1, 1e-9, 1e9]), torch.tensor(0)).tolist() == [0.0999755859375, 2.0**-24, 65504.0]
+    >>> short_scale(torch.tensor([0.1, 1e-9, 1e9]), torch.tensor(0)).tolist() == [
+    ...     0.0999755859375,
+    ...     2.0**-24,
+    ...     65504.0,
+    ... ]
     True
     >>> 1024 * float(short_scale(torch.tensor(0.1), torch.tensor(13)))  # 0.1 in 7 bits
     102.0
@@ -142,7 +157,8 @@ def short_scale(scale: Tensor, zero_point: Tensor) -> Tensor:
 
 
 def packed(tensor: QuantizedTensor) -> Tensor:
-    """The rows of a weight as blocks, uint8 [outputs, bytes]: scale, minimum if there is one, fifth bits, nibbles.
+    """The rows of a weight as blocks, uint8 [outputs, bytes]: scale, minimum if there is one,
+    fifth bits, nibbles.
 
     A nibble holds code j of a block low and code j + 16 high.
 

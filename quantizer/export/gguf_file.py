@@ -1,4 +1,6 @@
-"""What a GGUF file holds, and writes it: keys, and tensors as blocks or as values. Knows no architecture."""
+"""What a GGUF file holds, and writes it: keys, and tensors as blocks or as values. Knows no
+architecture.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -39,8 +41,8 @@ class Entry:
 class Arrangement:
     """How a file has a tensor of the model.
 
-    The rows of `heads` heads are interleaved, so that the two halves that a rotation mixes lie side by side; `added` is
-    what llama.cpp wants a norm's weight to contain already.
+    The rows of `heads` heads are interleaved, so that the two halves that a rotation mixes lie
+    side by side; `added` is what llama.cpp wants a norm's weight to contain already.
     """
 
     heads: int = 0
@@ -59,8 +61,8 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Outline:
-    """A file but for the model's tensors: `keys`, tensors that `stay`, and for each of the model's in the file's order
-    its name there, with the name in the model and the arrangement.
+    """A file but for the model's tensors: `keys`, tensors that `stay`, and for each of the
+    model's in the file's order its name there, with the name in the model and the arrangement.
     """
 
     architecture: str
@@ -73,7 +75,9 @@ class Outline:
 def stored(
     outline: Outline, blocks: Mapping[str, QuantizedTensor], values: Mapping[str, Tensor]
 ) -> dict[str, Stored]:
-    """The tensors of a file by their names in it; those in `blocks` as codes, others as `values`."""
+    """The tensors of a file by their names in it; those in `blocks` as codes, others as
+    `values`.
+    """
     found = {}
     for name, (source, arranged) in outline.tensors.items():
         if source in blocks:
@@ -88,7 +92,9 @@ def stored(
 
 
 def _value(x: Tensor) -> Stored:
-    """Vectors in float32, as engines want them; matrices in 16 bits where these give them back exactly."""
+    """Vectors in float32, as engines want them; matrices in 16 bits where these give them back
+    exactly.
+    """
     if x.dim() > 1 and x.dtype == torch.bfloat16:
         return Stored(x.view(torch.uint8).numpy(), "BF16")
     if x.dim() > 1 and torch.equal(x.half().to(x.dtype), x):

@@ -1,5 +1,5 @@
-"""Walks the header of a GGUF file before the package gguf reads it: counts and lengths that the file cannot hold, or
-that would take for ever, are refused. Keeps nothing.
+"""Walks the header of a GGUF file before the package gguf reads it: counts and lengths that the
+file cannot hold, or that would take for ever, are refused. Keeps nothing.
 
 Source: the format's description, docs/gguf.md of ggml.
 """
@@ -15,7 +15,9 @@ import gguf
 from quantizer.plain_files import require_plain
 
 MOST_ELEMENTS = 4_000_000
-"""Elements of all lists together. The package reads them one by one; a large vocabulary has a million."""
+"""Elements of all lists together. The package reads them one by one; a large vocabulary has a
+million.
+"""
 MOST_DIMENSIONS = 4
 """As ggml has it."""
 _FORMATS = {
@@ -38,7 +40,8 @@ def check_header(path: Path) -> None:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no GGUF file, or something in its header goes beyond the file or the limits.
+        ValueError: it is no GGUF file, or something in its header goes beyond the file or the
+            limits.
     """
     require_plain(path)
     with path.open("rb") as file:

@@ -18,7 +18,8 @@ MATRIX = 2
 """Axes of a weight that blocks hold: outputs and inputs."""
 _ACTIVATION = (
     "is quantized at run time, where a .gguf holds weights alone",
-    "quantize weights alone (quantizer init --strategy gguf_q4_0); llama.cpp rounds inputs to int8 by itself",
+    "quantize weights alone (quantizer init --strategy gguf_q4_0); llama.cpp rounds inputs to "
+    "int8 by itself",
 )
 _EXPERTS = (
     "is of experts, which are not written as blocks",
@@ -31,7 +32,9 @@ _NOTHING = Refusal(
 
 @dataclass(frozen=True)
 class Placement:
-    """The linear layers and embeddings whose weights become blocks, by name; other parameters stay values."""
+    """The linear layers and embeddings whose weights become blocks, by name; other parameters
+    stay values.
+    """
 
     layers: Mapping[str, Node]
     refusals: tuple[Refusal, ...]

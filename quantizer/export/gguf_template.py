@@ -1,4 +1,6 @@
-"""A GGUF file of the same model as the template of another: its keys, the names and arrangement of its tensors."""
+"""A GGUF file of the same model as the template of another: its keys, the names and arrangement
+of its tensors.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,9 +15,14 @@ from quantizer.errors import UsageError
 from quantizer.export.gguf_file import FILE_TYPE, Arrangement, Entry, Outline, Stored
 from quantizer.export.gguf_header import check_header
 
-HELP = "give a .gguf of this very model, in any type, e.g. what llama.cpp's convert_hf_to_gguf.py makes of it"
+HELP = (
+    "give a .gguf of this very model, in any type, e.g. what llama.cpp's "
+    "convert_hf_to_gguf.py makes of it"
+)
 NEAR = 0.5
-"""The relative error up to which a tensor of the template is the model's: the coarsest types have .3, others 1.4."""
+"""The relative error up to which a tensor of the template is the model's: the coarsest types
+have .3, others 1.4.
+"""
 _ARCHITECTURE = "general.architecture"
 _WRITTEN = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", _ARCHITECTURE, FILE_TYPE)
 _SPLIT = "split.count"
@@ -26,7 +33,8 @@ _DAMAGED = (ValueError, TypeError, KeyError, IndexError, OverflowError)
 def outline_of(path: Path, state: Mapping[str, Tensor], first: Mapping[str, str]) -> Outline:
     """All that a file keeps of a template.
 
-    How a tensor is arranged is found by comparing it with the float model's, so nothing is known of architectures.
+    How a tensor is arranged is found by comparing it with the float model's, so nothing is
+    known of architectures.
 
     Args:
         path: of the template.

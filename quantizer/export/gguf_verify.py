@@ -1,4 +1,6 @@
-"""Loads a GGUF file as its users do, with transformers on the CPU, and refuses one that is not test mode's."""
+"""Loads a GGUF file as its users do, with transformers on the CPU, and refuses one that is not
+test mode's.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -28,8 +30,8 @@ def verify_file(
 ) -> Verification:
     """Compare the outputs of a file, loaded by transformers, with test mode's over all calls.
 
-    Where transformers cannot load the architecture of a template, the tensors are compared instead, as the package gguf
-    reads them.
+    Where transformers cannot load the architecture of a template, the tensors are compared
+    instead, as the package gguf reads them.
 
     Args:
         outline: what the file was written by.
@@ -37,7 +39,8 @@ def verify_file(
         by_template: whether the keys are those of a file that an engine has loaded before.
 
     Raises:
-        VerificationError: transformers cannot load or run it, or gives other outputs; or a tensor differs.
+        VerificationError: transformers cannot load or run it, or gives other outputs; or a
+            tensor differs.
     """
     dtype = next(iter(values.values())).dtype
 
@@ -52,7 +55,10 @@ def verify_file(
     except VerificationError:
         raise
     except Exception as error:
-        why = f"{_reader()} cannot run it: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        why = (
+            f"{_reader()} cannot run it: {type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}"
+        )
         if not by_template:
             raise VerificationError(f"{file.name} is not written: {why}", help=HELP) from error
     return replace(

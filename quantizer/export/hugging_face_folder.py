@@ -1,4 +1,6 @@
-"""A folder as `save_pretrained` of transformers makes it: config.json, shards, tokenizer. Knows no quantization."""
+"""A folder as `save_pretrained` of transformers makes it: config.json, shards, tokenizer. Knows
+no quantization.
+"""
 
 import json
 import shutil
@@ -45,7 +47,8 @@ def source_of(model: nn.Module) -> Path | None:
 
 
 def described(model: nn.Module) -> dict[str, Any]:
-    """The model's config.json, as it was read, or as its `config` writes it; without a quantization of before.
+    """The model's config.json, as it was read, or as its `config` writes it; without a
+    quantization of before.
 
     Raises:
         UsageError: the model has no config of transformers.
@@ -57,7 +60,8 @@ def described(model: nn.Module) -> dict[str, Any]:
         found = json.loads(config.to_json_string())
     else:
         raise UsageError(
-            f"the model is {a_kind(model)} without a config of transformers, so no engine could load its checkpoint",
+            f"the model is {a_kind(model)} without a config of transformers, so no engine "
+            "could load its checkpoint",
             help="use --deploy safetensors, onnx or pt2, or give a Hugging Face folder",
         )
     found = {key: value for key, value in found.items() if key != QUANTIZATION}

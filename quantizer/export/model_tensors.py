@@ -1,4 +1,6 @@
-"""The tensors of a model of transformers by their names, as the quantized network has them. Knows no format."""
+"""The tensors of a model of transformers by their names, as the quantized network has them.
+Knows no format.
+"""
 
 from collections.abc import Collection
 
@@ -22,7 +24,8 @@ def values_of(
         target: stands for the exporter in messages.
 
     Raises:
-        UsageError: a parameter has changed that the model has no place for, or for one of its layers alone.
+        UsageError: a parameter has changed that the model has no place for, or for one of its
+            layers alone.
     """
     assert deployment.model is not None  # as the target has looked
     state = state_of(deployment.model)

@@ -1,4 +1,6 @@
-"""Biases as ONNX Runtime adds them to sums of integers: int32, with input scale times weight scale as the step."""
+"""Biases as ONNX Runtime adds them to sums of integers: int32, with input scale times weight
+scale as the step.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,12 +19,16 @@ CPU = torch.device("cpu")
 ROOM = 1 << 30
 """The largest bias in units of a channel's sums: as much is left for the sum itself."""
 TINY = torch.finfo(torch.float32).tiny
-"""Products of scales below it, of inputs that are next to nothing, are no units: they lose bits, and then are zero."""
+"""Products of scales below it, of inputs that are next to nothing, are no units: they lose
+bits, and then are zero.
+"""
 
 
 @dataclass(frozen=True)
 class SumBias:
-    """A bias in units of a convolution's sums: int64 `codes`, [channels], that int32 holds, and the float32 `step`."""
+    """A bias in units of a convolution's sums: int64 `codes`, [channels], that int32 holds, and
+    the float32 `step`.
+    """
 
     codes: Tensor
     step: Tensor
@@ -34,10 +40,11 @@ class SumBias:
 
 
 def as_run(graph: Graph, solution: Solution) -> Solution:
-    """The solution with biases rounded as ONNX Runtime does, by corrections; what is rounded already stays.
+    """The solution with biases rounded as ONNX Runtime does, by corrections; what is rounded
+    already stays.
 
-    A channel with next to no weights has so fine a scale that its bias would not fit int32, and then ONNX Runtime adds
-    another one; it gets a coarser scale, as its weights hardly count.
+    A channel with next to no weights has so fine a scale that its bias would not fit int32, and
+    then ONNX Runtime adds another one; it gets a coarser scale, as its weights hardly count.
     """
     steps = sum_steps(graph, solution)
     if not steps:
@@ -85,11 +92,11 @@ def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBi
 
 
 def overflowing(network: Network, solution: Solution, most: int = 2 * ROOM - 1) -> set[str]:
-    """The layers whose biases no int32 holds in units of their sums; with 16-bit codes these units are fine, and with
-    inputs that are next to nothing.
+    """The layers whose biases no int32 holds in units of their sums; with 16-bit codes these
+    units are fine, and with inputs that are next to nothing.
 
-    ONNX Runtime's optimizer writes the bias of any layer between DequantizeLinear nodes in such units, and cuts off
-    what does not fit. So does ExecuTorch's XNNPACK.
+    ONNX Runtime's optimizer writes the bias of any layer between DequantizeLinear nodes in such
+    units, and cuts off what does not fit. So does ExecuTorch's XNNPACK.
 
     Args:
         most: the largest bias in these units that fits.
@@ -116,7 +123,9 @@ def overflowing(network: Network, solution: Solution, most: int = 2 * ROOM - 1) 
 
 
 def sum_steps(graph: Graph, solution: Solution) -> dict[str, Tensor]:
-    """The units of the sums of each convolution with a bias that has an integer kernel: float32, () or [channels]."""
+    """The units of the sums of each convolution with a bias that has an integer kernel:
+    float32, () or [channels].
+    """
     specs, found, where = solution.specs, {}, layout(graph)
     for (layer, role), weights in solution.tensors.items():
         node = graph.by_name[layer]

@@ -1,6 +1,8 @@
-"""Complex numbers in an .onnx: torch.onnx writes them as pairs of reals, for the operators that it knows for those.
+"""Complex numbers in an .onnx: torch.onnx writes them as pairs of reals, for the operators that
+it knows for those.
 
-Some others are written out here by those; a network with any other is refused before it is calibrated.
+Some others are written out here by those; a network with any other is refused before it is
+calibrated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +68,9 @@ _WRITTEN_OUT = frozenset(
 
 
 def refusals(graph: Graph) -> Iterator[Refusal]:
-    """Yield why ONNX cannot express a network with complex numbers, for the first operator of each kind."""
+    """Yield why ONNX cannot express a network with complex numbers, for the first operator of
+    each kind.
+    """
     refused: set[str] = set()
     for node in graph.nodes:
         name = packet(node.target) if "." in node.target else node.op
@@ -95,7 +99,9 @@ def _is_complex(graph: Graph, node: Node) -> bool:
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Return what to run in place of torch's operators while a program is translated; real tensors stay as they are."""
+    """Return what to run in place of torch's operators while a program is translated; real
+    tensors stay as they are.
+    """
     return {
         _ATEN.unsqueeze.default: _unsqueeze,
         _ATEN.select.int: _select,
@@ -153,7 +159,9 @@ def _einsum(
 
 
 def _reals(x: Tensor) -> Tensor:
-    """Return pairs of reals along one more axis; a conjugate that is not computed yet has no such view."""
+    """Return pairs of reals along one more axis; a conjugate that is not computed yet has no
+    such view.
+    """
     return torch.view_as_real(x.resolve_conj())
 
 

@@ -1,4 +1,5 @@
-"""Computes quantized values that follow from constants alone (rows of a table at fixed positions) for the file.
+"""Computes quantized values that follow from constants alone (rows of a table at fixed
+positions) for the file.
 
 ONNX Runtime would compute them when it loads the file; OpenVINO fails on some.
 """
@@ -10,7 +11,9 @@ from quantizer.export.onnx_nodes import CLIPPED
 
 
 def folded(model: ModelProto, nodes: list[NodeProto]) -> list[NodeProto]:
-    """Return the nodes without those that made such codes, which become initializers of the model."""
+    """Return the nodes without those that made such codes, which become initializers of the
+    model.
+    """
     constant = {tensor.name for tensor in model.graph.initializer}
     stored = set(constant)
     makers: dict[str, NodeProto] = {}
@@ -37,7 +40,9 @@ def folded(model: ModelProto, nodes: list[NodeProto]) -> list[NodeProto]:
 
 
 def _compute(model: ModelProto, nodes: list[NodeProto], names: list[str]) -> None:
-    """Add the values of these names as initializers; `nodes` make them of other initializers."""
+    """Add the values of these names as initializers; `nodes` make them of other
+    initializers.
+    """
     needed = _read(nodes, set(names))
     read = {name for node in needed for name in node.input}
     initializers = [tensor for tensor in model.graph.initializer if tensor.name in read]

@@ -1,4 +1,6 @@
-"""An activation quantized with the range of each call, as ONNX nodes: between floats, or in a product of integers."""
+"""An activation quantized with the range of each call, as ONNX nodes: between floats, or in a
+product of integers.
+"""
 
 import torch
 from onnx import NodeProto, TensorProto
@@ -12,17 +14,20 @@ from quantizer.numerics.qparams import SMALLEST_SCALE
 from quantizer.observers import code_range_of
 
 MIDDLE = 128
-"""What symmetric codes of 8 bits are stored above: ONNX Runtime multiplies UINT8 activations forty times as fast."""
+"""What symmetric codes of 8 bits are stored above: ONNX Runtime multiplies UINT8 activations
+forty times as fast.
+"""
 
 
 def quantize_dynamic(
     name: str, spec: QuantizationSpec, x: str, y: str, rank: int, *, in_floats: bool = False
 ) -> Emission:
-    """Nodes from value `x`, of `rank` dimensions, to `y`, which is `x` quantized and dequantized.
+    """Nodes from value `x`, of `rank` dimensions, to `y`, which is `x` quantized and
+    dequantized.
 
-    Over the whole tensor, integers of 8 bits or fewer become DynamicQuantizeLinear, or QuantizeLinear with a scale that
-    is computed, and DequantizeLinear, which ONNX Runtime makes one kernel with a product after them; `in_floats` leaves
-    them out.
+    Over the whole tensor, integers of 8 bits or fewer become DynamicQuantizeLinear, or
+    QuantizeLinear with a scale that is computed, and DequantizeLinear, which ONNX Runtime makes
+    one kernel with a product after them; `in_floats` leaves them out.
     """
     emission = Emission(name)
     if in_floats or spec.qscheme != "per_tensor" or spec.dtype != "int" or spec.bit_width > 8:
@@ -55,9 +60,11 @@ def quantize_dynamic(
 
 
 def quantize_rows(name: str, spec: QuantizationSpec, x: str, y: str, rank: int) -> Emission:
-    """Nodes from value `x`, of `rank` dimensions, to `y`, its codes less MIDDLE, as floats that are read as integers.
+    """Nodes from value `x`, of `rank` dimensions, to `y`, its codes less MIDDLE, as floats that
+    are read as integers.
 
-    The scale of each row is `y.scale`; asymmetric codes have their zero point, less MIDDLE, as `y.zero_point`.
+    The scale of each row is `y.scale`; asymmetric codes have their zero point, less MIDDLE, as
+    `y.zero_point`.
     """
     emission = Emission(name)
     values, scale, zero_point = _rounded(emission, spec, x, rank)
@@ -78,10 +85,11 @@ def quantize_rows(name: str, spec: QuantizationSpec, x: str, y: str, rank: int) 
 def scale_rows(
     name: str, spec: QuantizationSpec, weights: QuantizedTensor, product: NodeProto
 ) -> Emission:
-    """A product of `quantize_rows` with weights, [inputs, outputs], and what makes it that of the quantized values.
+    """A product of `quantize_rows` with weights, [inputs, outputs], and what makes it that of
+    the quantized values.
 
-    One scale for each row cannot be part of an integer kernel, so it is multiplied afterwards, as is what a zero point
-    adds to each sum.
+    One scale for each row cannot be part of an integer kernel, so it is multiplied afterwards,
+    as is what a zero point adds to each sum.
     """
     emission, (x, weight), (y,) = Emission(name), product.input, product.output
     sums = emission.add("MatMul", x, weight)
@@ -108,7 +116,9 @@ def multiplies_integers(spec: QuantizationSpec) -> bool:
 def _rounded(
     emission: Emission, spec: QuantizationSpec, x: str, rank: int
 ) -> tuple[str, str, str | None]:
-    """`x` in units of its scale, rounded; the scale; and the zero point, a float, where there is one."""
+    """`x` in units of its scale, rounded; the scale; and the zero point, a float, where there
+    is one.
+    """
     low, high = _range(emission, spec, x, rank)
     scale = _scale(emission, spec, low, high)
     units = emission.add("Div", x, scale)

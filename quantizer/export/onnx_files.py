@@ -1,4 +1,6 @@
-"""A model as a file, with its tensors in another one beside it where a message of protobuf cannot hold them."""
+"""A model as a file, with its tensors in another one beside it where a message of protobuf
+cannot hold them.
+"""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +21,8 @@ LARGEST = 2**31 - 2**20
 
 @contextmanager
 def stored(model: ModelProto, path: Path) -> Iterator[bytes | str]:
-    """What a session loads: the serialized model, or a file of a temporary folder; it goes to `path` at the end.
+    """What a session loads: the serialized model, or a file of a temporary folder; it goes to
+    `path` at the end.
 
     Nothing is put there if the body raises. Tensors of 2 GB and more go to `<path>.data`.
 

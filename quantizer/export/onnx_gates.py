@@ -1,4 +1,6 @@
-"""For `--onnx_profile fast`: gates of hard-swish and SiLU in 8 bits, by which ONNX Runtime multiplies in integers."""
+"""For `--onnx_profile fast`: gates of hard-swish and SiLU in 8 bits, by which ONNX Runtime
+multiplies in integers.
+"""
 
 import torch
 from onnx import ModelProto, NodeProto
@@ -12,10 +14,11 @@ GATES = {"Sigmoid", "HardSigmoid"}
 
 
 def quantize_gates(model: ModelProto) -> None:
-    """Put QuantizeLinear and DequantizeLinear after each gate whose product with its own input is quantized.
+    """Put QuantizeLinear and DequantizeLinear after each gate whose product with its own input
+    is quantized.
 
-    x * gate(x) then runs as QLinearMul, and a sigmoid as a table, instead of in floats; both factors have 8 bits. A
-    HardSwish becomes its two operators.
+    x * gate(x) then runs as QLinearMul, and a sigmoid as a table, instead of in floats; both
+    factors have 8 bits. A HardSwish becomes its two operators.
     """
     graph = model.graph
     makers = {output: node for node in graph.node for output in node.output}

@@ -1,4 +1,6 @@
-"""Which multiplications ONNX Runtime computes in integers, read off the graph that its optimizer makes of a file."""
+"""Which multiplications ONNX Runtime computes in integers, read off the graph that its
+optimizer makes of a file.
+"""
 
 import re
 
@@ -28,12 +30,13 @@ INTEGER = {
 
 
 def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution) -> Kernels:
-    """What the multiplications of a network became; one that cannot be found again counts as float.
+    """What the multiplications of a network became; one that cannot be found again counts as
+    float.
 
     Args:
         model: the file as it was written.
-        optimized: the file that a session wrote as its `optimized_model_filepath`; its nodes keep the names of those
-            that they replace, which are layers of `graph`.
+        optimized: the file that a session wrote as its `optimized_model_filepath`; its nodes
+            keep the names of those that they replace, which are layers of `graph`.
     """
     nodes = onnx.load(optimized, load_external_data=False).graph.node
     integer = tuple(_layer(node.name) for node in nodes if node.op_type in INTEGER)
@@ -57,13 +60,18 @@ def _layer(name: str) -> str:
 
 
 def _why(layer: str, graph: Graph, where: Layout, solution: Solution, follower: str) -> str:
-    """The first thing in the config that keeps a layer's multiplication in float, and what to write instead.
+    """The first thing in the config that keeps a layer's multiplication in float, and what to
+    write instead.
 
-    `follower` is the operator that reads it in the file, which has none for what became bounds of codes.
+    `follower` is the operator that reads it in the file, which has none for what became bounds
+    of codes.
     """
     layer = layer.partition(NUMBERED)[0]
     if layer not in graph.by_name:
-        return "it is part of an operator that torch.onnx took apart, or what it makes is not quantized"
+        return (
+            "it is part of an operator that torch.onnx took apart, or what it makes is not "
+            "quantized"
+        )
     node, specs = graph.by_name[layer], solution.specs
     weights = specs.get((layer, "weights"))
     if node.row.weight and weights is None:
@@ -79,12 +87,20 @@ def _why(layer: str, graph: Graph, where: Layout, solution: Solution, follower: 
         if spec.dtype != "int" or spec.bit_width > 8:
             return f"its {role} is {_words(spec)}; 8 bits or fewer of integers have kernels"
         if role == "output" and spec.round_mode != "half_even":
-            return f'its {role} is rounded by operators in float: set round_mode to "half_even", or --onnx_profile fast'
+            return (
+                f"its {role} is rounded by operators in float: set round_mode to "
+                '"half_even", '
+                "or --onnx_profile fast"
+            )
     is_activated = any(
         graph.by_name[name].row.kind == "fusable" for name in graph.consumers[layer] if name
     )
     if is_activated and follower != "QuantizeLinear":
-        return f"{follower} follows it, and its output is quantized after that; ReLU and ReLU6 have integer kernels"
+        return (
+            f"{follower} follows it, and its output is quantized after that; ReLU and "
+            "ReLU6 "
+            "have integer kernels"
+        )
     return "ONNX Runtime does not fuse it"
 
 

@@ -1,4 +1,6 @@
-"""Compares the codes of all layers in a default ONNX Runtime session with test mode's, each made of the same codes."""
+"""Compares the codes of all layers in a default ONNX Runtime session with test mode's, each
+made of the same codes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +19,8 @@ from quantizer.plan.model import Key
 
 
 class LayerCheck:
-    """Test mode, with every value that has codes taken from the session, so that a difference stays where it arose.
+    """Test mode, with every value that has codes taken from the session, so that a difference
+    stays where it arose.
 
     `model` is the file's, with the codes among its outputs; `rows` has what was found so far.
     """
@@ -71,7 +74,9 @@ Zeros = dict[Key, NDArray[Any]]
 
 
 def _codes_of(model: ModelProto, tensors: Mapping[Key, QuantizedTensor]) -> tuple[Names, Zeros]:
-    """The values that hold codes of layers' outputs and inputs, and the zero points that are stored for them."""
+    """The values that hold codes of layers' outputs and inputs, and the zero points that are
+    stored for them.
+    """
     keys = {
         f"{layer}.{role}": (layer, role)
         for layer, role in tensors

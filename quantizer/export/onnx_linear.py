@@ -1,4 +1,5 @@
-"""Linear layers in the form that ONNX Runtime multiplies fastest: MatMul, weights stored [inputs, outputs], then Sub.
+"""Linear layers in the form that ONNX Runtime multiplies fastest: MatMul, weights stored
+[inputs, outputs], then Sub.
 
 Works on torch.onnx's translation, where marks still stand for quantizations. Knows no codes.
 """
@@ -15,11 +16,13 @@ Readers = dict[str, list[NodeProto]]
 
 
 def straighten(model: ModelProto, is_weight: Callable[[NodeProto], bool]) -> set[str]:
-    """Rewrite every product with a marked weight alone; returns the values that now are its weight transposed.
+    """Rewrite every product with a marked weight alone; returns the values that now are its
+    weight transposed.
 
-    A Transpose between codes and MatMul, or a Gemm, would keep ONNX Runtime from its kernels of 4-bit weights. It makes
-    a Gemm of MatMul and Add by itself, which in turn has no integer kernel where the output is not quantized, and
-    otherwise one with a rounded bias; subtracting the negated bias is the same in floating point, and is left alone.
+    A Transpose between codes and MatMul, or a Gemm, would keep ONNX Runtime from its kernels of
+    4-bit weights. It makes a Gemm of MatMul and Add by itself, which in turn has no integer
+    kernel where the output is not quantized, and otherwise one with a rounded bias; subtracting
+    the negated bias is the same in floating point, and is left alone.
 
     Args:
         is_weight: whether a node is the mark of a weight.

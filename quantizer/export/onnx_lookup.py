@@ -1,4 +1,6 @@
-"""Rows of a quantized table that are looked up: of its codes, so that no call dequantizes the whole of it."""
+"""Rows of a quantized table that are looked up: of its codes, so that no call dequantizes the
+whole of it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +16,11 @@ _PICKED = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32)
 
 
 def looked_up(model: ModelProto, nodes: Sequence[NodeProto]) -> list[NodeProto]:
-    """The nodes, with every Gather of rows of a dequantized table made one of its codes, which are dequantized then.
+    """The nodes, with every Gather of rows of a dequantized table made one of its codes, which
+    are dequantized then.
 
-    ONNX Runtime computes neither ahead, as it keeps DequantizeLinear for its kernels, nor one after the other by rows.
+    ONNX Runtime computes neither ahead, as it keeps DequantizeLinear for its kernels, nor one
+    after the other by rows.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     readers = readers_of(nodes)
@@ -68,7 +72,9 @@ class _Table:
     constants: Mapping[str, TensorProto]
 
     def rows(self, lookup: NodeProto) -> Emission:
-        """The rows that a Gather gives, from codes that are picked, and scales where rows have their own."""
+        """The rows that a Gather gives, from codes that are picked, and scales where rows have
+        their own.
+        """
         attributes = {
             each.name: helper.get_attribute_value(each) for each in self.node.attribute
         }

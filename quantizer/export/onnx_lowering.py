@@ -1,5 +1,5 @@
-"""Puts quantizations where torch.onnx has translated marks: nodes for activations, codes for weights. Names the layers
-that multiply.
+"""Puts quantizations where torch.onnx has translated marks: nodes for activations, codes for
+weights. Names the layers that multiply.
 """
 
 import math
@@ -41,17 +41,21 @@ from quantizer.plan.model import Key
 Wanted = Sequence[tuple[Key, QuantizedTensor]]
 """What is quantized; a mark stands for one by its index."""
 APART = {"Softmax"}
-"""Operators that must not become one kernel with the quantization after them: ONNX Runtime's QLinearSoftmax does not
-round but cut, and a value above the largest code wraps around to 0.
+"""Operators that must not become one kernel with the quantization after them: ONNX Runtime's
+QLinearSoftmax does not round but cut, and a value above the largest code wraps around to 0.
 """
 NUMBERED = "#"
 """Between a layer's name and the number of its product."""
 DOMAIN = "quantizer"
 """Of the marks."""
 _RECURRENT = ("LSTM", "GRU", "RNN", "Slice", "Split", "Squeeze", "Unsqueeze")
-"""Operators with a weight for several gates, and what torch.onnx puts before them to arrange it."""
+"""Operators with a weight for several gates, and what torch.onnx puts before them to arrange
+it.
+"""
 _CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
-"""Operators whose weights stay float in between, and the axis of the weight that their outputs lie along."""
+"""Operators whose weights stay float in between, and the axis of the weight that their outputs
+lie along.
+"""
 
 
 def lower(
@@ -64,7 +68,8 @@ def lower(
     packed: bool = False,
     in_float: Collection[str] = (),
 ) -> None:
-    """Put the quantizations in where the marks are: nodes, and codes for weights; and name what multiplies.
+    """Put the quantizations in where the marks are: nodes, and codes for weights; and name what
+    multiplies.
 
     Args:
         biases: of the layers that add theirs to sums of integers.
@@ -95,7 +100,9 @@ def lower(
 
 
 class Marked:
-    """A translated model whose quantizations are marks, with weights that multiply alone transposed already."""
+    """A translated model whose quantizations are marks, with weights that multiply alone
+    transposed already.
+    """
 
     def __init__(
         self,
@@ -130,7 +137,9 @@ class Marked:
         self.cut: set[str] = set()
 
     def emission(self, node: NodeProto) -> Emission | None:
-        """What to write in place of a mark, or of a product of integers; None for a node to be left as it is."""
+        """What to write in place of a mark, or of a product of integers; None for a node to be
+        left as it is.
+        """
         if not _is_mark(node):
             return self._product(node) if node.op_type == "MatMul" else None
         (layer, role), tensor = self._wanted(node)
@@ -155,7 +164,9 @@ class Marked:
         return node.output[0] in self.cut
 
     def layer(self, node: NodeProto) -> str | None:
-        """The layer whose weight a node multiplies by; of a product of activations, the layer that quantizes it."""
+        """The layer whose weight a node multiplies by; of a product of activations, the layer
+        that quantizes it.
+        """
         weight = node.input[1]
         while (
             weight not in self.layers
@@ -175,11 +186,15 @@ class Marked:
         return _is_mark(node) and is_parameter(self._wanted(node)[0][1])
 
     def _named(self, mark: NodeProto) -> str:
-        """The value that is a layer's: its weight once it is quantized, and what it makes before."""
+        """The value that is a layer's: its weight once it is quantized, and what it makes
+        before.
+        """
         return str(mark.output[0] if self._is_weight(mark) else mark.input[0])
 
     def _rows(self, nodes: Sequence[NodeProto]) -> set[str]:
-        """The activations with a scale for each row that only products with codes of 8 bits read."""
+        """The activations with a scale for each row that only products with codes of 8 bits
+        read.
+        """
 
         def is_product(node: NodeProto) -> bool:
             if node.op_type != "MatMul" or node.input[1] not in self.straight:
@@ -278,7 +293,9 @@ class Marked:
         )
 
     def _is_float(self, node: NodeProto, layer: str) -> bool:
-        """Whether ONNX Runtime has no kernel that multiplies what a node reads, the codes of a layer's weight."""
+        """Whether ONNX Runtime has no kernel that multiplies what a node reads, the codes of a
+        layer's weight.
+        """
         if node.op_type in _RECURRENT:
             return self.network.graph.by_name[layer].row.kind == "mac"
         is_between = input_spec(layer, self.network.graph, self.specs) and self._is_rounded(
@@ -287,7 +304,9 @@ class Marked:
         return node.op_type in ("Conv", "ConvTranspose") and not is_between
 
     def _is_rounded(self, name: str) -> bool:
-        """Whether a value is quantized, if moved and cut off before: the optimizer then quantizes float weights."""
+        """Whether a value is quantized, if moved and cut off before: the optimizer then
+        quantizes float weights.
+        """
         passed = ("Relu", "Clip", "LeakyRelu", *MOVES)
         return any(
             _is_mark(r) or (r.op_type in passed and self._is_rounded(r.output[0]))
@@ -295,7 +314,9 @@ class Marked:
         )
 
     def _has_groups(self, node: NodeProto) -> bool:
-        """Whether it multiplies by codes with scales for groups, for which kernels exist that take floats alone."""
+        """Whether it multiplies by codes with scales for groups, for which kernels exist that
+        take floats alone.
+        """
         if node.op_type != "MatMul" or node.input[1] not in self.straight:
             return False
         return self._wanted(self.makers[node.input[1]])[1].spec.qscheme == "per_group"
@@ -349,7 +370,9 @@ def _bounds(node: NodeProto, tensors: Mapping[str, TensorProto]) -> tuple[float,
 def _add_to_sums(
     model: ModelProto, nodes: list[NodeProto], biases: Mapping[str, SumBias]
 ) -> None:
-    """Give convolutions the biases that their kernels add, as codes; torch.onnx has dropped those of zeros."""
+    """Give convolutions the biases that their kernels add, as codes; torch.onnx has dropped
+    those of zeros.
+    """
     for node in [
         node
         for node in nodes
@@ -367,10 +390,12 @@ def _add_to_sums(
 
 
 def _keep_in_float(model: ModelProto, nodes: list[NodeProto], layers: Collection[str]) -> None:
-    """Make the biases of these layers, and of layers with float weights, something that the optimizer cannot look into.
+    """Make the biases of these layers, and of layers with float weights, something that the
+    optimizer cannot look into.
 
-    Between quantized values it would else quantize such weights itself, to 8 bits per tensor, and such biases to other
-    values. A bias that is computed keeps it from that, and DequantizeLinear is never computed ahead.
+    Between quantized values it would else quantize such weights itself, to 8 bits per tensor,
+    and such biases to other values. A bias that is computed keeps it from that, and
+    DequantizeLinear is never computed ahead.
     """
     shapes = {
         t.name: tuple(t.dims)

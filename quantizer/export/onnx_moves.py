@@ -1,5 +1,5 @@
-"""Quantized values that are moved on their way to a product: quantized again, to the same codes, where ONNX Runtime
-would else multiply floats. Changes no value.
+"""Quantized values that are moved on their way to a product: quantized again, to the same
+codes, where ONNX Runtime would else multiply floats. Changes no value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,8 @@ Constants = Mapping[str, TensorProto]
 
 
 def quantized_again(nodes: list[NodeProto], constants: Constants) -> list[NodeProto]:
-    """The nodes, with values quantized again behind each move that a DequantizeLinear does not pass before a product.
+    """The nodes, with values quantized again behind each move that a DequantizeLinear does not
+    pass before a product.
 
     So the heads of attention, which are slices of one tensor, are multiplied in integers.
 
@@ -82,7 +83,9 @@ def way(name: str, makers: Makers, constants: Constants) -> Iterator[str]:
 
 
 def _joins_one_grid(node: NodeProto, makers: Makers, constants: Constants) -> bool:
-    """Whether a node joins values that all have the same scale and zero point, as parts of one value have."""
+    """Whether a node joins values that all have the same scale and zero point, as parts of one
+    value have.
+    """
     if node.op_type != _JOIN:
         return False
     grids: set[tuple[str, ...]] = set()

@@ -1,5 +1,5 @@
-"""One tensor's quantization as ONNX nodes that give test mode's values exactly: an activation's, or a weight's with its
-codes. Knows no network.
+"""One tensor's quantization as ONNX nodes that give test mode's values exactly: an
+activation's, or a weight's with its codes. Knows no network.
 """
 
 import math
@@ -42,8 +42,8 @@ _ROUNDINGS: dict[str, tuple[bool, tuple[tuple[str, float | None], ...]]] = {
     "std_round": (True, _HALF_UP),
     "floor": (False, (("Floor", None),)),
 }
-"""The modes of numerics.rounding that QuantizeLinear, which rounds half to even, is not: whether the magnitude is what
-is rounded, and the operators with their second operand.
+"""The modes of numerics.rounding that QuantizeLinear, which rounds half to even, is not:
+whether the magnitude is what is rounded, and the operators with their second operand.
 """
 
 
@@ -86,7 +86,9 @@ class Emission:
 def refusal(
     spec: QuantizationSpec, dtype: torch.dtype | None, opset: int
 ) -> tuple[str, str] | None:
-    """Why ONNX cannot quantize an activation of a dtype as test mode does, and what to change; None if it can."""
+    """Why ONNX cannot quantize an activation of a dtype as test mode does, and what to change;
+    None if it can.
+    """
     if dtype == torch.float64:
         return f"is {dtype}", "compute it in float32, or leave it float"
     if not spec.is_scaled:
@@ -152,11 +154,12 @@ def quantize_activation(
 ) -> Emission:
     """Nodes from value `x`, cut to `bounds`, to value `y`; `refusal` has nothing against it.
 
-    Integers become QuantizeLinear and DequantizeLinear, with the codes clipped in between where they end before those
-    of their integer type: as rounding is monotone, this is the same as before, and keeps no runtime from computing what
-    makes `x` in integers. A rounding mode other than half_even is applied before, after which QuantizeLinear meets no
-    half-way point; `in_floats` leaves the two out. `apart` says that `x` is not negative and that no runtime may make
-    one kernel of its operator and this quantization.
+    Integers become QuantizeLinear and DequantizeLinear, with the codes clipped in between where
+    they end before those of their integer type: as rounding is monotone, this is the same as
+    before, and keeps no runtime from computing what makes `x` in integers. A rounding mode
+    other than half_even is applied before, after which QuantizeLinear meets no half-way point;
+    `in_floats` leaves the two out. `apart` says that `x` is not negative and that no runtime
+    may make one kernel of its operator and this quantization.
     """
     spec, emission = tensor.spec, Emission(name)
     if not spec.is_scaled:
@@ -213,8 +216,9 @@ def quantize_activation(
 
 
 def _float(emission: Emission, tensor: QuantizedTensor, x: str, y: str) -> None:
-    """QuantizeLinear to an 8-bit format; what lies outside is cut off before, as runtimes differ in what they make of
-    it, and not by Clip, which ONNX Runtime's optimizer cannot take before these formats.
+    """QuantizeLinear to an 8-bit format; what lies outside is cut off before, as runtimes
+    differ in what they make of it, and not by Clip, which ONNX Runtime's optimizer cannot take
+    before these formats.
     """
     data_type, largest = FLOATS[tensor.spec.dtype], FLOAT_FORMATS[tensor.spec.dtype].largest
     scale = emission.constant("scale", tensor.scale)
@@ -264,11 +268,13 @@ def quantize_weights(
     transposed: bool = False,
     ahead: bool = False,
 ) -> Emission | None:
-    """Codes, scale, zero point and the node that makes `values` of them as `y`, or of both the transpose; None where
-    floats have to stay. `ahead` writes nodes that runtimes compute once, when they load the file, where they can.
+    """Codes, scale, zero point and the node that makes `values` of them as `y`, or of both the
+    transpose; None where floats have to stay. `ahead` writes nodes that runtimes compute once,
+    when they load the file, where they can.
 
-    Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
-    cannot compute the value from the code, as of more than 24 bits. `values` are what the codes stand for.
+    Floats stay, exact as they are, in floating-point formats, in groups before operator set 21,
+    and where float32 cannot compute the value from the code, as of more than 24 bits. `values`
+    are what the codes stand for.
     """
     spec, carrier = tensor.spec, _carrier(tensor, opset)
     if carrier is None or tensor.codes is None:
@@ -306,7 +312,8 @@ def quantize_weights(
             "Cast", emission.codes("codes", codes, carrier), to=TensorProto.FLOAT
         )
         if zero_point.any():
-            # OpenVINO takes Cast, Sub, Mul for a compressed weight, and misreads one that is cut and joined by gates.
+            # OpenVINO takes Cast, Sub, Mul for a compressed weight, and misreads one that is
+            # cut and joined by gates.
             floats = emission.add(
                 "Add", floats, emission.constant("zero_point", -zero_point.reshape(along))
             )
@@ -324,8 +331,9 @@ def _stack(
 ) -> None:
     """Write a transposed convolution's weight with groups, whose scales lie along two axes.
 
-    DequantizeLinear has one axis, so its scale is 1 here, and its product with the scales is the same float. Without
-    `ahead` it must not be computed when the file is loaded, which DequantizeLinear never is.
+    DequantizeLinear has one axis, so its scale is 1 here, and its product with the scales is
+    the same float. Without `ahead` it must not be computed when the file is loaded, which
+    DequantizeLinear never is.
     """
     assert tensor.codes is not None  # `quantize_weights` saw to it
     shape, spec = tuple(tensor.codes.shape), tensor.spec
@@ -344,7 +352,9 @@ def _stack(
 
 
 def _spread(values: Tensor, spec: QuantizationSpec, shape: tuple[int, ...]) -> Tensor:
-    """Return a value of each scale of a stack along its first two axes, in a shape that goes with it."""
+    """Return a value of each scale of a stack along its first two axes, in a shape that goes
+    with it.
+    """
     rows = values.reshape(-1, 1).expand(-1, spec.group_size or 1)
     return from_rows(rows.contiguous(), shape, *spec.cut)
 
@@ -371,10 +381,13 @@ def _attributes(spec: QuantizationSpec, values: Tensor) -> dict[str, int]:
 
 
 def _carrier(tensor: QuantizedTensor, opset: int) -> Carrier | None:
-    """The type of the codes; DequantizeLinear takes 32-bit ones without a zero point, and groups from set 21 on."""
+    """The type of the codes; DequantizeLinear takes 32-bit ones without a zero point, and
+    groups from set 21 on.
+    """
     if tensor.spec.dtype != "int" or (tensor.spec.qscheme == "per_group" and opset < BLOCKS):
         return None
-    # Codes that were shifted to int8 have a zero point, and a spec has no signed codes with one.
+    # Codes that were shifted to int8 have a zero point, and a spec has no signed codes with
+    # one.
     if (
         tensor.spec.bit_width == 8
         and tensor.codes is not None

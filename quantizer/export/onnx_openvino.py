@@ -1,4 +1,6 @@
-"""Asks OpenVINO, where it is installed, whether it reads an .onnx as test mode computes it. Refuses nothing."""
+"""Asks OpenVINO, where it is installed, whether it reads an .onnx as test mode computes it.
+Refuses nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ SECONDS = 600
 APART = 3
 """Steps between two codes of a layer that rounding does not explain."""
 EXACT: Settings = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
-"""It is asked how the file is read, and not how coarsely it is computed: without these settings OpenVINO computes in
-bfloat16 where a processor can, and otherwise rounds what meets uint8 weights in float to 8 bits, in groups.
+"""It is asked how the file is read, and not how coarsely it is computed: without these settings
+OpenVINO computes in bfloat16 where a processor can, and otherwise rounds what meets uint8
+weights in float to 8 bits, in groups.
 """
 DEFAULTS: Settings = {}
 """Those of OpenVINO itself."""
@@ -84,7 +87,9 @@ class OpenVinoCheck:
     run: _Run
 
     def result(self) -> EngineCheck:
-        """Wait for the outputs and return how far they are from test mode's, with a warning where that is too far."""
+        """Wait for the outputs and return how far they are from test mode's, with a warning
+        where that is too far.
+        """
         try:
             in_float32, by_default = map(self._tensors, self.run.outputs())
             figures, defaults = self._compared(in_float32, by_default)
@@ -142,11 +147,16 @@ class OpenVinoCheck:
             self.file.model.graph.output, expected, outputs, strict=True
         ):
             if ours.shape != theirs.shape:
-                text = f"output {value.name} has the shape {list(theirs.shape)}, and {list(ours.shape)} in test mode"
+                text = (
+                    f"output {value.name} has the shape {list(theirs.shape)}, and "
+                    f"{list(ours.shape)} in test mode"
+                )
                 raise VerificationError(text)
 
     def _first_layer(self) -> str:
-        """Return the first layer whose codes differ by more than rounding, each made of the codes that it reads."""
+        """Return the first layer whose codes differ by more than rounding, each made of the
+        codes that it reads.
+        """
         if any(node.dtype in HALF for node in self.deployment.graph.nodes):
             return ""
         layers = LayerCheck(self.file.model, self.deployment)
@@ -172,7 +182,9 @@ class _Run:
 
     @classmethod
     def started(cls, folder: Path, model: bytes, inputs: Arrays, *settings: Settings) -> _Run:
-        """Begin to run a serialized model with each of the settings in a folder, which is made."""
+        """Begin to run a serialized model with each of the settings in a folder, which is
+        made.
+        """
         folder.mkdir()
         (folder / "model.onnx").write_bytes(model)
         arrays: dict[str, Any] = dict(inputs)

@@ -1,7 +1,8 @@
-"""Padding with zeros of values whose codes have a zero point, alone or in an average pool that counts it.
+"""Padding with zeros of values whose codes have a zero point, alone or in an average pool that
+counts it.
 
-OpenVINO pads the codes with 0, whatever that stands for. So codes are padded with the zero point here, which changes no
-value.
+OpenVINO pads the codes with 0, whatever that stands for. So codes are padded with the zero
+point here, which changes no value.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +31,8 @@ def sizes_of(values: Iterable[ValueInfoProto]) -> Sizes:
 def padded_apart(
     nodes: list[NodeProto], constants: Constants, sizes: Sizes
 ) -> tuple[list[NodeProto], list[TensorProto]]:
-    """Return the nodes with codes padded in place of such values, and the initializers that these read.
+    """Return the nodes with codes padded in place of such values, and the initializers that
+    these read.
 
     Args:
         constants: the initializers by name.
@@ -105,7 +107,8 @@ def _pad(pad: NodeProto, makers: Makers, constants: Constants) -> Emission | Non
 def _padded_codes(
     emission: Emission, source: str, amounts: list[str], makers: Makers, constants: Constants
 ) -> str | None:
-    """Add nodes that pad the codes of a value with its zero point; None if it has no such codes.
+    """Add nodes that pad the codes of a value with its zero point; None if it has no such
+    codes.
 
     Args:
         source: the value.
@@ -126,10 +129,11 @@ def _padded_codes(
 def _of_windows(
     size: list[int], pads: list[int], kernel: list[int], strides: list[int]
 ) -> list[int]:
-    """Return the padding without the last positions of an axis where these alone would make another window.
+    """Return the padding without the last positions of an axis where these alone would make
+    another window.
 
-    A pool that rounds the number of windows up leaves out one that begins in the padding behind the values. Where the
-    padding is part of the values it cannot tell.
+    A pool that rounds the number of windows up leaves out one that begins in the padding behind
+    the values. Where the padding is part of the values it cannot tell.
 
     >>> _of_windows([7], [1, 1], [2], [2])  # windows at 0, 2, 4, 6 and not at 8
     [1, 0]
@@ -146,7 +150,9 @@ def _of_windows(
 
 
 def _has_zero_point(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
-    """Return whether a node dequantizes codes of 8 bits of which another than 0 stands for zero."""
+    """Return whether a node dequantizes codes of 8 bits of which another than 0 stands for
+    zero.
+    """
     if (
         node.op_type != "DequantizeLinear"
         or len(node.input) < 3

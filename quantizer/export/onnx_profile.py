@@ -1,4 +1,6 @@
-"""What `--onnx_profile fast` changes: rounding is that of ONNX Runtime's kernels, and weights are packed for them."""
+"""What `--onnx_profile fast` changes: rounding is that of ONNX Runtime's kernels, and weights
+are packed for them.
+"""
 
 from dataclasses import replace
 
@@ -19,7 +21,9 @@ INT8_ACTIVATIONS = 4
 
 
 def half_even(solution: Solution) -> Solution:
-    """The solution with activations rounded half to even, as QuantizeLinear does: other codes at half-way points."""
+    """The solution with activations rounded half to even, as QuantizeLinear does: other codes
+    at half-way points.
+    """
     tensors = {
         key: tensor
         if is_parameter(key[1])
@@ -30,7 +34,8 @@ def half_even(solution: Solution) -> Solution:
 
 
 def packed_product(name: str, weights: QuantizedTensor, x: str, y: str) -> Emission:
-    """A node from `x` to `y`, its product with `weights` transposed: MatMulNBits, called `name`.
+    """A node from `x` to `y`, its product with `weights` transposed: MatMulNBits, called
+    `name`.
 
     Args:
         weights: [outputs, inputs], codes of 8 bits or fewer in groups of inputs.
@@ -68,7 +73,9 @@ def packed_product(name: str, weights: QuantizedTensor, x: str, y: str) -> Emiss
 
 
 def _packed(values: Tensor, bits: int) -> Tensor:
-    """Values of the last axis in bytes, the first in the low bits; an odd one is alone in its byte."""
+    """Values of the last axis in bytes, the first in the low bits; an odd one is alone in its
+    byte.
+    """
     if bits == 8:
         return values.to(torch.uint8)
     even = torch.nn.functional.pad(values, (0, values.shape[-1] % 2))

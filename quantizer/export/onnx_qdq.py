@@ -1,7 +1,8 @@
-"""The .onnx target: the network with QuantizeLinear and DequantizeLinear, equal to test mode. Never silently different.
+"""The .onnx target: the network with QuantizeLinear and DequantizeLinear, equal to test mode.
+Never silently different.
 
-torch.onnx translates the network with a mark where each activation is quantized; then marks become nodes, and weights
-become codes.
+torch.onnx translates the network with a mark where each activation is quantized; then marks
+become nodes, and weights become codes.
 """
 
 import re
@@ -40,11 +41,13 @@ _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
-    """Write the model; its inputs and outputs are `input_0`, …, `output_0`, … in the order of the call's tensors.
+    """Write the model; its inputs and outputs are `input_0`, …, `output_0`, … in the order of
+    the call's tensors.
 
-    The bytes depend on network and calibration alone. ONNX Runtime runs them, without optimizations and as users do,
-    before they are written. A network of half precision computes in float32 there.
-    OpenVINO runs them, too, where it is installed, and a warning says so if it reads them otherwise.
+    The bytes depend on network and calibration alone. ONNX Runtime runs them, without
+    optimizations and as users do, before they are written. A network of half precision computes
+    in float32 there. OpenVINO runs them, too, where it is installed, and a warning says so if
+    it reads them otherwise.
 
     Raises:
         UsageError: ONNX cannot say what the config asks for.
@@ -54,9 +57,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
     check("onnx", deployment.graph, deployment.solution.specs, deployment.opset)
     is_fast = deployment.choice("onnx_profile") == "fast"
     solution = as_run(deployment.graph, deployment.solution).by_rows()
-    tested = replace(
-        deployment, solution=solution
-    )  # the file is compared with this, whatever is restated for it
+    # The file is compared with this, whatever is restated for it
+    tested = replace(deployment, solution=solution)
     deployment = replace(
         deployment, solution=quantized_apart(deployment.graph, solution, any_rounding=is_fast)
     )
@@ -85,7 +87,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
 def refusals(
     graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
 ) -> Iterator[Refusal]:
-    """What this target cannot express; needs no run of the network. `opset` is -1 to let the exporter choose."""
+    """What this target cannot express; needs no run of the network. `opset` is -1 to let the
+    exporter choose.
+    """
     opset = operator_set(specs) if opset == -1 else opset
     if opset not in OPSETS:
         why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"
@@ -107,14 +111,18 @@ def _unprojected(graph: Graph) -> Iterator[Refusal]:
 
 
 def operator_set(specs: Mapping[Key, QuantizationSpec]) -> int:
-    """20, which every optimization of ONNX Runtime knows; 21 if a type or the blocks of a weight came only with it."""
+    """20, which every optimization of ONNX Runtime knows; 21 if a type or the blocks of a
+    weight came only with it.
+    """
     return max(
         [20, *(_oldest(role, spec) for (_, role), spec in specs.items() if spec.dtype == "int")]
     )
 
 
 def _oldest(role: str, spec: QuantizationSpec) -> int:
-    """The first operator set with the type of a tensor's codes; floats, as biases are, need none."""
+    """The first operator set with the type of a tensor's codes; floats, as biases are, need
+    none.
+    """
     newest = OPSETS[-1]
     if base_role(role) == "bias":
         return 0
@@ -126,7 +134,9 @@ def _oldest(role: str, spec: QuantizationSpec) -> int:
 
 
 def _clean(model: ModelProto, graph: Graph) -> None:
-    """Nothing of where the model was made: no traces, no internal names of sizes, no shapes of values that are gone."""
+    """Nothing of where the model was made: no traces, no internal names of sizes, no shapes of
+    values that are gone.
+    """
     model.producer_name, model.producer_version = "quantizer", quantizer.__version__
     used = {node.domain for node in model.graph.node}
     kept = [
@@ -151,7 +161,9 @@ def _clean(model: ModelProto, graph: Graph) -> None:
 
 
 def _names_of_sizes(model: ModelProto, graph: Graph) -> Mapping[str, str]:
-    """What torch's symbols stand for: the batch, a length, "size_1" and so on for what follows from values."""
+    """What torch's symbols stand for: the batch, a length, "size_1" and so on for what follows
+    from values.
+    """
     inputs = [node for node in graph.nodes if node.op == "input"]
     tensors = [index for index, node in enumerate(inputs) if node.shape is not None]
     lengths = {at: length.name for length in graph.lengths for at in length.axes}

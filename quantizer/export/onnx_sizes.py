@@ -1,7 +1,9 @@
-"""Sizes that a file reads off a tensor while it runs, in a form that keeps OpenVINO from reading them elsewhere.
+"""Sizes that a file reads off a tensor while it runs, in a form that keeps OpenVINO from
+reading them elsewhere.
 
-OpenVINO takes the size of a batch from what a convolution makes before its bias, if any. Where the sum with the bias is
-quantized, it then adds another bias. A size that is a sum has no other place that it could be taken from.
+OpenVINO takes the size of a batch from what a convolution makes before its bias, if any. Where
+the sum with the bias is quantized, it then adds another bias. A size that is a sum has no other
+place that it could be taken from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +42,9 @@ def summed_sizes(
 
 
 def _quantizes_sums(nodes: Sequence[NodeProto]) -> bool:
-    """Return whether what a convolution with a bias makes is quantized, and nothing is computed of it before."""
+    """Return whether what a convolution with a bias makes is quantized, and nothing is computed
+    of it before.
+    """
     readers = readers_of(nodes)
     for node in nodes:
         if (
@@ -65,7 +69,9 @@ def _is_quantized(node: NodeProto, readers: Mapping[str, Sequence[NodeProto]]) -
 
 
 def _as_sum(shape: NodeProto, sizes: Sizes) -> Emission | None:
-    """Return the nodes in place of one that reads a single size; None for one that reads several."""
+    """Return the nodes in place of one that reads a single size; None for one that reads
+    several.
+    """
     rank = len(sizes.get(shape.input[0], ()))
     attributes = {
         attribute.name: helper.get_attribute_value(attribute) for attribute in shape.attribute

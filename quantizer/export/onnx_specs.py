@@ -1,5 +1,5 @@
-"""How layers' inputs and outputs are quantized, and weights restated in what ONNX Runtime has kernels for: the same
-values by other codes, scales or groups.
+"""How layers' inputs and outputs are quantized, and weights restated in what ONNX Runtime has
+kernels for: the same values by other codes, scales or groups.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,8 +26,10 @@ BLOCK = 128
 SIGN = 128
 """Between codes of 8 bits with a sign and those without."""
 SAFE = 64
-"""Largest magnitude of int8 weights of which every CPU multiplies and adds right: those without VNNI add up two
-products with uint8 in 16 bits, and what does not fit saturates, 2 * 255 * 64 still does."""
+"""Largest magnitude of int8 weights of which every CPU multiplies and adds right: those without
+VNNI add up two products with uint8 in 16 bits, and what does not fit saturates, 2 * 255 * 64
+still does.
+"""
 
 
 def input_key(layer: str, graph: Graph, specs: Specs) -> Key | None:
@@ -44,7 +46,9 @@ def input_spec(layer: str, graph: Graph, specs: Specs) -> QuantizationSpec | Non
 def output_spec(
     layer: str, graph: Graph, specs: Specs, where: Layout
 ) -> QuantizationSpec | None:
-    """How what a layer makes is quantized: where `where`, the graph's layout, has it, or by all that read it, alike."""
+    """How what a layer makes is quantized: where `where`, the graph's layout, has it, or by all
+    that read it, alike.
+    """
     for name in _points(layer, where):
         reading = {
             specs.get((reader, "input"))
@@ -66,17 +70,19 @@ def is_narrow(spec: QuantizationSpec | None) -> bool:
 def restated(
     graph: Graph, solution: Solution, weights: str, *, packed: bool = False
 ) -> Solution:
-    """The solution with weights that multiply in the form that ONNX Runtime's kernels take; they stand for the same.
+    """The solution with weights that multiply in the form that ONNX Runtime's kernels take;
+    they stand for the same.
 
-    Beside quantized inputs that is one scale, or one for each channel, with codes of 8 bits: int8 or uint8, as
-    `weights` says. Beside floats it is groups of at most 256, for 4 bits or fewer or if codes will be `packed`, or else
-    a scale for each channel.
+    Beside quantized inputs that is one scale, or one for each channel, with codes of 8 bits:
+    int8 or uint8, as `weights` says. Beside floats it is groups of at most 256, for 4 bits or
+    fewer or if codes will be `packed`, or else a scale for each channel.
     """
     specs, tensors = solution.specs, dict(solution.tensors)
     for key, tensor in solution.tensors.items():
         node = graph.by_name[key[0]]
         if _meets_integers(key, tensor.spec, graph, specs):
-            # ONNX Runtime multiplies them in float, and OpenVINO misreads uint8 ones beside inputs from 0 on.
+            # ONNX Runtime multiplies them in float, and OpenVINO misreads uint8 ones beside
+            # inputs from 0 on.
             tensors[key] = _for_integers(tensor, "int8" if node.row.transposed else weights)
         elif key[1] == "weights" and node.row.kind == "mac" and is_narrow(tensor.spec):
             shape = graph.weight(node).shape
@@ -89,10 +95,11 @@ def restated(
 def quantized_apart(
     graph: Graph, solution: Solution, *, any_rounding: bool = False
 ) -> Solution:
-    """The solution with values that a join alone reads quantized before it, too: to the same codes.
+    """The solution with values that a join alone reads quantized before it, too: to the same
+    codes.
 
-    So kernels of integers can make them. Where rounding takes operators in float, it would cost more than that brings,
-    without `any_rounding`.
+    So kernels of integers can make them. Where rounding takes operators in float, it would cost
+    more than that brings, without `any_rounding`.
     """
     tensors, where = dict(solution.tensors), layout(graph)
     for join in where.joins.values():
@@ -112,7 +119,9 @@ def quantized_apart(
 
 
 def _keeps_codes(graph: Graph, join: Join) -> bool:
-    """Whether rounding before a join's activation function leads to the same codes as rounding after it alone."""
+    """Whether rounding before a join's activation function leads to the same codes as rounding
+    after it alone.
+    """
     between = [graph.by_name[name] for name in join.group.members if name != join.name]
     return all(
         node.row.keeps_scale or node.row.cuts or node.op == PART_SCALE for node in between
@@ -120,7 +129,9 @@ def _keeps_codes(graph: Graph, join: Join) -> bool:
 
 
 def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
-    """What the parts of a join are multiplied with before they are quantized, by the layer that made them."""
+    """What the parts of a join are multiplied with before they are quantized, by the layer that
+    made them.
+    """
     scaling = graph.by_name[join.group.point]
     if scaling.op != PART_SCALE:
         return {name: 1.0 for part in join.alone for name in part.members}
@@ -137,7 +148,9 @@ def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
 
 
 def processors(graph: Graph, solution: Solution) -> tuple[str, ...]:
-    """A sentence on where a restated solution is computed right, or faster, if that depends on the processor."""
+    """A sentence on where a restated solution is computed right, or faster, if that depends on
+    the processor.
+    """
     specs = solution.specs
     met = [
         tensor.codes
@@ -147,7 +160,8 @@ def processors(graph: Graph, solution: Solution) -> tuple[str, ...]:
     ]
     if any(codes is not None and codes.dtype == torch.uint8 for codes in met):
         return (
-            "8-bit weights are uint8, for any processor; on those with VNNI, --onnx_weights int8 is faster",
+            "8-bit weights are uint8, for any processor; on those with VNNI, --onnx_weights "
+            "int8 is faster",
         )
     if any(codes is not None and int(codes.int().abs().max()) > SAFE for codes in met):
         return (
@@ -157,7 +171,9 @@ def processors(graph: Graph, solution: Solution) -> tuple[str, ...]:
 
 
 def _meets_integers(key: Key, spec: QuantizationSpec, graph: Graph, specs: Specs) -> bool:
-    """Whether a tensor is a weight that is multiplied with integers, or may be, as those of recurrent layers."""
+    """Whether a tensor is a weight that is multiplied with integers, or may be, as those of
+    recurrent layers.
+    """
     (layer, role), is_weight = key, base_role(key[1]) == "weights" and is_narrow(spec)
     if not is_weight or graph.by_name[layer].row.kind != "mac" or spec.qscheme == "per_group":
         return False
@@ -167,7 +183,9 @@ def _meets_integers(key: Key, spec: QuantizationSpec, graph: Graph, specs: Specs
 
 
 def _for_integers(tensor: QuantizedTensor, weights: str) -> QuantizedTensor:
-    """A weight with codes of 8 bits; those that cannot overflow sums of 16 bits are int8 in any case."""
+    """A weight with codes of 8 bits; those that cannot overflow sums of 16 bits are int8 in any
+    case.
+    """
     spec = replace(tensor.spec, bit_width=8, narrow_range=False)
     if tensor.codes is None:
         return replace(tensor, spec=spec)
@@ -190,7 +208,9 @@ def _shifted(
 def _for_floats(
     tensor: QuantizedTensor, outputs: int, inputs: int, *, packed: bool
 ) -> QuantizedTensor:
-    """A linear layer's weight in the form that is multiplied with floats; as it is where there is none."""
+    """A linear layer's weight in the form that is multiplied with floats; as it is where there
+    is none.
+    """
     spec = tensor.spec
     if spec.ch_axis not in (None, 1 if spec.qscheme == "per_group" else 0):
         return tensor
@@ -218,7 +238,9 @@ def _for_floats(
 def _rescaled(
     tensor: QuantizedTensor, spec: QuantizationSpec, spread: Callable[[Tensor], Tensor]
 ) -> QuantizedTensor:
-    """The same codes with the scales and zero points in another shape; `spread` is given [outputs or 1, groups]."""
+    """The same codes with the scales and zero points in another shape; `spread` is given
+    [outputs or 1, groups].
+    """
 
     def placed(values: Tensor) -> Tensor:
         return spread(values.reshape(values.shape[0] if values.dim() else 1, -1)).contiguous()
@@ -241,7 +263,9 @@ def _up(layer: str, graph: Graph) -> Iterable[Key]:
 
 
 def _points(layer: str, where: Layout) -> Iterator[str]:
-    """The layers at which the values that a layer makes may be quantized: with what follows it, or once joined."""
+    """The layers at which the values that a layer makes may be quantized: with what follows it,
+    or once joined.
+    """
     point: str | None = layer
     while point:
         yield point

@@ -21,7 +21,9 @@ SHORTEST, MOST_RUNS = 0.002, 100
 
 
 def float_model(marked: ModelProto) -> bytes | None:
-    """The network without quantization, of torch.onnx's translation with marks; None if it is large."""
+    """The network without quantization, of torch.onnx's translation with marks; None if it is
+    large.
+    """
     if sum(len(tensor.raw_data) for tensor in marked.graph.initializer) > LARGEST:
         return None
     model = ModelProto()
@@ -38,9 +40,11 @@ def float_model(marked: ModelProto) -> bytes | None:
 def speed(
     session: onnxruntime.InferenceSession, floating: bytes, feed: Mapping[str, NDArray[Any]]
 ) -> Speed | None:
-    """Return how fast `session` is against one of the model `floating`; None if it cannot be measured.
+    """Return how fast `session` is against one of the model `floating`; None if it cannot be
+    measured.
 
-    Both run in each round and take turns to be first, so that what slows the machine down meets both.
+    Both run in each round and take turns to be first, so that what slows the machine down meets
+    both.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4

@@ -13,7 +13,9 @@ from quantizer.config.model import QuantizationSpec
 
 @dataclass(frozen=True)
 class Carrier:
-    """An ONNX integer type for QuantizeLinear and DequantizeLinear, from operator set `opset` on."""
+    """An ONNX integer type for QuantizeLinear and DequantizeLinear, from operator set `opset`
+    on.
+    """
 
     data_type: int
     low: int
@@ -44,7 +46,10 @@ LEAST = 18
 def weight_carrier(spec: QuantizationSpec, opset: int) -> Carrier | None:
     """The narrowest type for the codes of a weight at this operator set, if there is one.
 
-    >>> weight_carrier(QuantizationSpec(bit_width=3), 21).high, weight_carrier(QuantizationSpec(signed=False), 21).high
+    >>> (
+    ...     weight_carrier(QuantizationSpec(bit_width=3), 21).high,
+    ...     weight_carrier(QuantizationSpec(signed=False), 21).high,
+    ... )
     (7, 255)
     """
     return _narrowest(CARRIERS, spec, opset)
@@ -53,11 +58,14 @@ def weight_carrier(spec: QuantizationSpec, opset: int) -> Carrier | None:
 def activation_carrier(spec: QuantizationSpec, opset: int) -> tuple[Carrier, int] | None:
     """The type for the codes of an activation, if there is one, and the number to add to them.
 
-    ONNX Runtime's optimizer drops a ReLU before 4-bit types whatever their zero point, so codes take 8 bits at least.
-    On x64 it has no convolutions of INT8 activations, and from operator set 21 on it cannot move their quantization
-    past a reshape, so UINT8 holds them, 128 up.
+    ONNX Runtime's optimizer drops a ReLU before 4-bit types whatever their zero point, so codes
+    take 8 bits at least. On x64 it has no convolutions of INT8 activations, and from operator
+    set 21 on it cannot move their quantization past a reshape, so UINT8 holds them, 128 up.
 
-    >>> activation_carrier(QuantizationSpec(), 20)[1], activation_carrier(QuantizationSpec(signed=False), 20)[1]
+    >>> (
+    ...     activation_carrier(QuantizationSpec(), 20)[1],
+    ...     activation_carrier(QuantizationSpec(signed=False), 20)[1],
+    ... )
     (128, 0)
     """
     signed = spec.quant_min < 0
@@ -81,7 +89,9 @@ def _narrowest(
 
 
 def codes_tensor(name: str, codes: Tensor, carrier: Carrier) -> TensorProto:
-    """An initializer of codes; 4-bit ones lie two per byte, the first in the low half, as the ONNX format says."""
+    """An initializer of codes; 4-bit ones lie two per byte, the first in the low half, as the
+    ONNX format says.
+    """
     flat = codes.reshape(-1)
     if carrier.data_type in (TensorProto.INT4, TensorProto.UINT4):
         nibbles = torch.nn.functional.pad(

@@ -1,4 +1,6 @@
-"""torch.onnx's translation of a network, with a mark where each activation or weight is quantized."""
+"""torch.onnx's translation of a network, with a mark where each activation or weight is
+quantized.
+"""
 
 from typing import Any
 
@@ -42,7 +44,8 @@ class _Mark(nn.Module):
 class _Flat(nn.Module):
     """The network with marks for its quantizers, from a flat list of tensors to another.
 
-    Weights are marked where they are used, so that torch.onnx does not fold them into something else.
+    Weights are marked where they are used, so that torch.onnx does not fold them into something
+    else.
     """
 
     def __init__(self, network: Network, deployment: Deployment, wanted: Wanted) -> None:
@@ -80,7 +83,8 @@ class _Flat(nn.Module):
 def translate(
     deployment: Deployment, network: Network, wanted: Wanted, opset: int
 ) -> ModelProto:
-    """The network as ONNX, its inputs and outputs `input_0`, …, `output_0`, … in the order of the call's tensors.
+    """The network as ONNX, its inputs and outputs `input_0`, …, `output_0`, … in the order of
+    the call's tensors.
 
     Args:
         network: the deployment's, which marks are attached to.
@@ -106,7 +110,8 @@ def translate(
     except torch.onnx.OnnxExporterError as error:
         why = next((line for line in str(error).splitlines() if line.startswith("<class")), "")
         raise ModelError(
-            f"--deploy onnx: torch.onnx cannot translate {deployment.graph.model}: {why.partition(': ')[2]}",
+            f"--deploy onnx: torch.onnx cannot translate {deployment.graph.model}: "
+            f"{why.partition(': ')[2]}",
             help="the pt2 target has no such limit",
         ) from error
     assert translated is not None  # only the old exporter returns nothing

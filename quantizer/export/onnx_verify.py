@@ -1,4 +1,6 @@
-"""Runs a model in ONNX Runtime, without optimizations and as its users do, and refuses one that is not test mode's."""
+"""Runs a model in ONNX Runtime, without optimizations and as its users do, and refuses one that
+is not test mode's.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,26 @@ from quantizer.export.onnx_speed import speed
 
 PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
-_HELP = "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one gets wrong"
-_INT8_HELP = "without VNNI, processors add up int8 weights of 8 bits wrong: use --onnx_weights uint8, or give weights 7 bits"
+_HELP = (
+    "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this "
+    "one "
+    "gets wrong"
+)
+_INT8_HELP = (
+    "without VNNI, processors add up int8 weights of 8 bits wrong: use "
+    "--onnx_weights "
+    "uint8, "
+    "or give weights 7 bits"
+)
 
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """What is verified: `source` is the serialized `model`, or the path of its file; `name` stands for it in messages.
+    """What is verified: `source` is the serialized `model`, or the path of its file; `name`
+    stands for it in messages.
 
-    `floating` is the same network without quantization, serialized; None if its speed is not to be compared.
+    `floating` is the same network without quantization, serialized; None if its speed is not to
+    be compared.
     """
 
     name: str
@@ -45,7 +58,8 @@ class OnnxFile:
 
 
 def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
-    """Compare the outputs of a file with test mode's over all calls, and in a default session the codes of all layers.
+    """Compare the outputs of a file with test mode's over all calls, and in a default session
+    the codes of all layers.
 
     Raises:
         VerificationError: ONNX Runtime cannot load or run it, or gives other outputs.
@@ -99,7 +113,9 @@ class _Layers:
 
     @classmethod
     def of(cls, file: OnnxFile, deployment: Deployment) -> _Layers | None:
-        """None where no layer has codes, the network is in half precision, or the file is too large to be changed."""
+        """None where no layer has codes, the network is in half precision, or the file is too
+        large to be changed.
+        """
         is_half = any(node.dtype in HALF for node in deployment.graph.nodes)
         if is_half or not isinstance(file.source, bytes):
             return None
@@ -114,7 +130,9 @@ class _Layers:
 
 
 def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.InferenceSession:
-    """A session; `optimized` is where a default one writes what its optimizer makes of the file."""
+    """A session; `optimized` is where a default one writes what its optimizer makes of the
+    file.
+    """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is an exception
     if label == PLAIN:
@@ -131,7 +149,9 @@ def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.Inf
 
 @contextmanager
 def _failures_named(label: str, name: str) -> Iterator[None]:
-    """ONNX Runtime's own exceptions, which have no class in common, as a sentence about the file."""
+    """ONNX Runtime's own exceptions, which have no class in common, as a sentence about the
+    file.
+    """
     try:
         yield
     except Exception as error:

@@ -1,4 +1,6 @@
-"""Operators that torch.onnx or a runtime gets wrong, by others that they get right, with the same values."""
+"""Operators that torch.onnx or a runtime gets wrong, by others that they get right, with the
+same values.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +79,9 @@ def _norm_of_statistics(
     use_input_stats: bool,
     *others: Any,
 ) -> Any:
-    """Write an instance norm by tracked statistics as the batch norm that it is, without statistics for each sample."""
+    """Write an instance norm by tracked statistics as the batch norm that it is, without
+    statistics for each sample.
+    """
     if use_input_stats:
         return NotImplemented
     return _ATEN.batch_norm.default(x, weight, bias, running_mean, running_var, False, *others)
@@ -86,7 +90,9 @@ def _norm_of_statistics(
 def _circular_pad(
     x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Any:
-    """Write the padding with values of the other end by indices; OpenVINO has no such padding."""
+    """Write the padding with values of the other end by indices; OpenVINO has no such
+    padding.
+    """
     if mode != "circular":
         return NotImplemented
     for number in range(len(pad) // 2):
@@ -128,7 +134,9 @@ def _even_bags(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """Write bags of one length as rows that are looked up and reduced; torch.onnx writes no valid loop."""
+    """Write bags of one length as rows that are looked up and reduced; torch.onnx writes no
+    valid loop.
+    """
     if include_last_offset or padding_idx is not None:
         return NotImplemented
     bags = indices.reshape(offsets.shape[0], -1)
@@ -144,7 +152,9 @@ def _has_divisor(node: fx.Node) -> bool:
 
 
 def _average_by_divisor(average: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a function that writes sums over windows that are divided by a number: torch.onnx ignores the number."""
+    """Return a function that writes sums over windows that are divided by a number: torch.onnx
+    ignores the number.
+    """
 
     def write(
         x: Tensor,

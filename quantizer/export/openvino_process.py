@@ -1,7 +1,9 @@
-"""A program of its own that runs `model.onnx` in OpenVINO, which on some files ends the process that runs it.
+"""A program of its own that runs `model.onnx` in OpenVINO, which on some files ends the process
+that runs it.
 
-It reads `inputs.npz` and `runs.json`, which has the settings of each run by the file to write, in the folder that it is
-started in. A file has the outputs by the names of tensors. Imports nothing of this package, so that it starts at once.
+It reads `inputs.npz` and `runs.json`, which has the settings of each run by the file to write,
+in the folder that it is started in. A file has the outputs by the names of tensors. Imports
+nothing of this package, so that it starts at once.
 """
 
 import json

@@ -29,14 +29,16 @@ METADATA = "quantizer"
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
-    """Write every parameter under `<layer>.<parameter>`; a quantized one as codes, with `.scale` and `.zero_point`.
+    """Write every parameter under `<layer>.<parameter>`; a quantized one as codes, with
+    `.scale` and `.zero_point`.
 
-    Codes take the smallest dtype that holds them, so 4-bit codes take a byte each; scales have the shape of
-    `granularity.scale_shape`. Activations have `<layer>.<role>.scale` and `.zero_point` only, dynamic ones neither, and
-    floating-point formats have no zero point. `<layer>.bias_correction` is added to the layer's bias, or is the
-    bias where there is none. The metadata's `quantizer` is JSON: `format`, `model`, `specs`, the `QuantizationSpec` of
-    each quantized tensor by its name, and `dtypes`, in which test mode computes with each parameter stored as codes.
-    The parameters of `load` equal test mode's.
+    Codes take the smallest dtype that holds them, so 4-bit codes take a byte each; scales have
+    the shape of `granularity.scale_shape`. Activations have `<layer>.<role>.scale` and
+    `.zero_point` only, dynamic ones neither, and floating-point formats have no zero point.
+    `<layer>.bias_correction` is added to the layer's bias, or is the bias where there is none.
+    The metadata's `quantizer` is JSON: `format`, `model`, `specs`, the `QuantizationSpec` of
+    each quantized tensor by its name, and `dtypes`, in which test mode computes with each
+    parameter stored as codes. The parameters of `load` equal test mode's.
     """
     solution = deployment.encoded
     tensors = _parameters(
@@ -69,7 +71,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
 
 
 def load(path: Path) -> dict[str, Tensor]:
-    """The parameters of a file as test mode uses them, (code - zero_point) * scale, by `<layer>.<parameter>`.
+    """The parameters of a file as test mode uses them, (code - zero_point) * scale, by
+    `<layer>.<parameter>`.
 
     Raises:
         ResultError: the file is missing, damaged, or not written by this exporter.

@@ -12,9 +12,13 @@ from statistics import median, quantiles
 LEAST_ROUNDS = 3
 """Rounds below which there is no spread to judge by."""
 WIDEST = 1.25
-"""The largest ratio of upper to lower quartile: beyond it another run would give another speed."""
+"""The largest ratio of upper to lower quartile: beyond it another run would give another
+speed.
+"""
 PLAUSIBLE = 20.0
-"""The largest speed-up that kernels can give: beyond it, something else has slowed float down."""
+"""The largest speed-up that kernels can give: beyond it, something else has slowed float
+down.
+"""
 SLOW = 0.1
 """The share of float's speed below which it is said how many times slower a file is."""
 BUSY = "the machine is too busy to tell the speed against float"

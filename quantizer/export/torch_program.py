@@ -1,4 +1,6 @@
-"""A network as a `torch.export` program: batch and lengths left open, no traces of where and from what it was made."""
+"""A network as a `torch.export` program: batch and lengths left open, no traces of where and
+from what it was made.
+"""
 
 import io
 from collections.abc import Callable
@@ -42,7 +44,8 @@ def loaded(content: bytes) -> nn.Module:
 def exported(
     module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ExportedProgram:
-    """The program of a module that is called as `graph`'s model; `args` and `kwargs` must hold no data of the user.
+    """The program of a module that is called as `graph`'s model; `args` and `kwargs` must hold
+    no data of the user.
 
     Raises:
         ModelError: torch.export refuses it.
@@ -76,7 +79,9 @@ def _refused(what: str, error: Exception) -> ModelError:
 def _by_name(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
-    """`forward` with each keyword in its signature: torch.export cannot match open shapes with a bare **kwargs."""
+    """`forward` with each keyword in its signature: torch.export cannot match open shapes with
+    a bare **kwargs.
+    """
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
@@ -95,7 +100,9 @@ def _named(length: Length) -> Any:
 
 
 def _guarded(length: Length) -> Any:
-    """One that only has to stay open: for some lengths (a single token, often) the program may refuse to run."""
+    """One that only has to stay open: for some lengths (a single token, often) the program may
+    refuse to run.
+    """
     return Dim.DYNAMIC(min=length.least, max=length.most)
 
 
@@ -105,7 +112,9 @@ def _open_sizes(
     kwargs: dict[str, Any],
     of_length: Callable[[Length], Any],
 ) -> Any:
-    """For each tensor of the call the dimensions that follow the batch or a length, in the shape of the call."""
+    """For each tensor of the call the dimensions that follow the batch or a length, in the
+    shape of the call.
+    """
     batch, inputs = Dim("batch", min=1), [node for node in graph.nodes if node.op == "input"]
     opened: list[dict[int, Any]] = [
         {0: batch} if node.shape and node.shape[0] is None else {} for node in inputs

@@ -1,5 +1,5 @@
-"""The .pt2 target: the quantized network as a `torch.export` program with integer weights, and `quantized_decomposed`
-operators where activations are quantized. Loads without quantizer.
+"""The .pt2 target: the quantized network as a `torch.export` program with integer weights, and
+`quantized_decomposed` operators where activations are quantized. Loads without quantizer.
 """
 
 import dataclasses
@@ -34,11 +34,12 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
-    """Write the program; `torch.export.load(path).module()` is called as the model was, with any batch size, and
-    returns dicts, lists and tuples.
+    """Write the program; `torch.export.load(path).module()` is called as the model was, with
+    any batch size, and returns dicts, lists and tuples.
 
-    Weights are stored as codes, biases as floats; the stored example call is zeros. What has no operator of 8-bit
-    integers is computed by plain ones. The bytes are loaded and run before they are written.
+    Weights are stored as codes, biases as floats; the stored example call is zeros. What has no
+    operator of 8-bit integers is computed by plain ones. The bytes are loaded and run before
+    they are written.
 
     Raises:
         ModelError: torch.export refuses the network.
@@ -63,7 +64,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
 
 
 def _dequantize_for_each(program: ExportedProgram) -> None:
-    """Give each reader of codes a dequantization of its own: XNNPACK's partitions cannot share one."""
+    """Give each reader of codes a dequantization of its own: XNNPACK's partitions cannot share
+    one.
+    """
     graph = program.graph
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         for reader in [reader for reader in node.users if reader.op != "output"][1:]:
@@ -76,7 +79,8 @@ def _dequantize_for_each(program: ExportedProgram) -> None:
 class _Coded(nn.Module):
     """The network with codes for weights and operators for quantizers, where there are some.
 
-    The weights of layers `in_float` are decoded by plain operators, so that no kernel of integers is taken for them.
+    The weights of layers `in_float` are decoded by plain operators, so that no kernel of
+    integers is taken for them.
     """
 
     def __init__(

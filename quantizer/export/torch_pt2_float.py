@@ -1,5 +1,5 @@
-"""The .float.pt2 target: the quantized network as a `torch.export` program of plain torch operators on floats. Loads
-without quantizer.
+"""The .float.pt2 target: the quantized network as a `torch.export` program of plain torch
+operators on floats. Loads without quantizer.
 """
 
 import dataclasses
@@ -13,11 +13,12 @@ from quantizer.export.torch_verify import verify_program
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
-    """Write the program; `torch.export.load(path).module()` is called as the model was, with any batch size, and
-    returns dicts, lists and tuples.
+    """Write the program; `torch.export.load(path).module()` is called as the model was, with
+    any batch size, and returns dicts, lists and tuples.
 
-    Weights are stored as the float32 values of their codes, and the stored example call is zeros. The file computes
-    what test mode does; sums of convolutions are added up in another order on some processors.
+    Weights are stored as the float32 values of their codes, and the stored example call is
+    zeros. The file computes what test mode does; sums of convolutions are added up in another
+    order on some processors.
 
     Raises:
         ModelError: torch.export refuses the network.

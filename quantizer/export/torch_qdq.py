@@ -1,9 +1,10 @@
-"""One tensor's quantization as operators that torch's compiler and ExecuTorch know, with test mode's values: an
-activation's, or a weight's with its codes. Knows no network.
+"""One tensor's quantization as operators that torch's compiler and ExecuTorch know, with test
+mode's values: an activation's, or a weight's with its codes. Knows no network.
 
-torch's `quantized_decomposed` operators hold integers of 8 bits. Compilers replace them by kernels that read neither
-the bounds of codes, nor a zero point of weights, nor the axis of their scales, so they are used only where these are
-those of the kernels; elsewhere, plain operators say the same.
+torch's `quantized_decomposed` operators hold integers of 8 bits. Compilers replace them by
+kernels that read neither the bounds of codes, nor a zero point of weights, nor the axis of
+their scales, so they are used only where these are those of the kernels; elsewhere, plain
+operators say the same.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,10 @@ class Carrier:
     def offset(self, spec: QuantizationSpec) -> int:
         """What is added to codes for this type to hold them.
 
-        >>> CARRIERS["uint8"].offset(QuantizationSpec()), CARRIERS["int8"].offset(QuantizationSpec())
+        >>> (
+        ...     CARRIERS["uint8"].offset(QuantizationSpec()),
+        ...     CARRIERS["int8"].offset(QuantizationSpec()),
+        ... )
         (128, 0)
         """
         if spec.quant_min < self.low:
@@ -42,16 +46,17 @@ class Carrier:
 
 
 CARRIERS = {"uint8": Carrier(torch.uint8, 0, 255), "int8": Carrier(torch.int8, -128, 127)}
-"""The types of activations by name: torch's compiler has fast kernels for the first, ExecuTorch's XNNPACK for the
-second.
+"""The types of activations by name: torch's compiler has fast kernels for the first,
+ExecuTorch's XNNPACK for the second.
 """
 
 
 class Activation(nn.Module):
     """Quantizes and dequantizes an activation that `has_operators`.
 
-    Codes are cut to their bounds before they are rounded, which is the same. Other rounding modes than half_even are
-    applied by plain operators before, so that the operator meets no half-way point.
+    Codes are cut to their bounds before they are rounded, which is the same. Other rounding
+    modes than half_even are applied by plain operators before, so that the operator meets no
+    half-way point.
     """
 
     def __init__(self, tensor: QuantizedTensor, carrier: Carrier) -> None:
@@ -83,7 +88,9 @@ class Activation(nn.Module):
 
 
 def has_operators(spec: QuantizationSpec, dtype: torch.dtype | None) -> bool:
-    """Whether an activation of a dtype is integers of at most 8 bits with one scale that is known before."""
+    """Whether an activation of a dtype is integers of at most 8 bits with one scale that is
+    known before.
+    """
     fits = (
         spec.dtype == "int"
         and spec.bit_width <= 8
@@ -98,7 +105,8 @@ class Weight(nn.Module):
 
     Args:
         tensor: with codes.
-        multiplied: whether it is that of a linear layer or a convolution with output channels along axis 0.
+        multiplied: whether it is that of a linear layer or a convolution with output channels
+            along axis 0.
     """
 
     codes: Tensor
@@ -133,7 +141,9 @@ class Weight(nn.Module):
 
 
 def is_channelwise(tensor: QuantizedTensor) -> bool:
-    """Whether a weight is what kernels multiply: int8 around zero, with one scale, or one for each index of axis 0."""
+    """Whether a weight is what kernels multiply: int8 around zero, with one scale, or one for
+    each index of axis 0.
+    """
     spec = tensor.spec
     fits = (
         spec.dtype == "int"

@@ -1,4 +1,6 @@
-"""Runs the bytes of a `.pt2` file, as torch loads them, on all calls; refuses what test mode does not compute."""
+"""Runs the bytes of a `.pt2` file, as torch loads them, on all calls; refuses what test mode
+does not compute.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +24,8 @@ def verify_program(
         name: of the file; `remedy` says what to do where it is refused.
 
     Raises:
-        VerificationError: they are others, or it does not run: torch guards what a trace holds for.
+        VerificationError: they are others, or it does not run: torch guards what a trace holds
+            for.
     """
     agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
     network, program = deployment.network(), loaded(content)
@@ -34,7 +37,8 @@ def verify_program(
             why = str(error).strip().partition("\n")[0]
             raise VerificationError(
                 f"{name} is not written: torch cannot run it: {why}",
-                help="test with data for which this holds; the trace of a model is one call of it",
+                help="test with data for which this holds; the trace of a model is one call of "
+                "it",
             ) from error
 
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Runs what transformers loads on the CPU, and refuses what is not test mode's. Knows no format."""
+"""Runs what transformers loads on the CPU, and refuses what is not test mode's. Knows no
+format.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,8 +19,9 @@ from quantizer.export.deployment import tensor_leaves
 from quantizer.graph.trace import quiet
 
 EXACT_DB = 100.0
-"""Of float32 networks with quantized weights alone: the sums are the same but for their order. In others readers round
-scales to the model's dtype and find ranges in it, which moves some codes by a step.
+"""Of float32 networks with quantized weights alone: the sums are the same but for their order.
+In others readers round scales to the model's dtype and find ranges in it, which moves some
+codes by a step.
 """
 HELP = "--deploy pt2 and safetensors need no such reader"
 _KINDS = ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -46,7 +49,8 @@ def verify_calls(
     Args:
         load: gives the module; its argument is the first call.
         calls: at least one, gone through once.
-        sqnr_db: what quantization costs the outputs, in dB: a reader that rounds otherwise should not cost more.
+        sqnr_db: what quantization costs the outputs, in dB: a reader that rounds otherwise
+            should not cost more.
         name: stands for the file or folder in messages.
         is_exact: whether the reader rounds nothing, as where weights alone are quantized.
 
@@ -65,7 +69,8 @@ def verify_calls(
     least = EXACT_DB if is_exact else least_db(sqnr_db)
     if found.sqnr_db is not None and found.sqnr_db < least:
         raise VerificationError(
-            f"{name} is not written: transformers does not compute what test mode does: {found.figures()}",
+            f"{name} is not written: transformers does not compute what test mode does: "
+            f"{found.figures()}",
             help=HELP,
         )
     return found
@@ -90,7 +95,9 @@ def require_all_keys(report: Mapping[str, Any], reader: str, name: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without bars, warnings and what transformers logs on the way: what matters of it is in its report."""
+    """Without bars, warnings and what transformers logs on the way: what matters of it is in
+    its report.
+    """
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

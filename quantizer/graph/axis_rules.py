@@ -1,7 +1,8 @@
-"""How channels go through an operator: what the columns `axes` and `commutes` of the table of operators may say.
+"""How channels go through an operator: what the columns `axes` and `commutes` of the table of
+operators may say.
 
-A rule is given a call on labels, numbers of channels that lie where the values do, and gives the labels of what the
-operator makes. It knows one call, no graph.
+A rule is given a call on labels, numbers of channels that lie where the values do, and gives
+the labels of what the operator makes. It knows one call, no graph.
 """
 
 import enum
@@ -14,10 +15,11 @@ from torch import Tensor
 
 
 class Commutes(enum.Flag):
-    """What may be done to the channels that an operator reads, or else to those that it makes: the result is the same.
+    """What may be done to the channels that an operator reads, or else to those that it makes:
+    the result is the same.
 
-    SCALING multiplies each by a factor above zero, SHIFTS adds a constant to each, ROTATIONS turns all of an axis by a
-    matrix.
+    SCALING multiplies each by a factor above zero, SHIFTS adds a constant to each, ROTATIONS
+    turns all of an axis by a matrix.
     """
 
     NOTHING = 0
@@ -34,7 +36,8 @@ class LabelledCall:
     """One call of an operator, on labels.
 
     Args:
-        labels: arguments that other nodes make, nested as in the call: labels, None for one that has none.
+        labels: arguments that other nodes make, nested as in the call: labels, None for one
+            that has none.
         arguments: all arguments; tensors without memory for what other nodes make.
         shape: of what the operator makes, of the first of several results.
         run: the operator itself, on the labels.
@@ -56,9 +59,9 @@ class LabelledCall:
 class AxisRule:
     """Where the channels of some arguments are in the result.
 
-    `labels` gives those of the result (of each, where there are several), None where channels are mixed. They come by
-    way of `arguments`, the first one if none is named; one of them at least has labels. `runs` says whether the
-    operator itself is run on labels.
+    `labels` gives those of the result (of each, where there are several), None where channels
+    are mixed. They come by way of `arguments`, the first one if none is named; one of them at
+    least has labels. `runs` says whether the operator itself is run on labels.
     """
 
     labels: Callable[[LabelledCall], Any]
@@ -85,7 +88,9 @@ def is_padded(attrs: Mapping[str, Any]) -> bool:
 
 
 def over_last(dims: int | None = None) -> AxisRule:
-    """The rule of pooling and resizing: only the last so many axes are mixed; all but two if it is None."""
+    """The rule of pooling and resizing: only the last so many axes are mixed; all but two if it
+    is None.
+    """
     return AxisRule(
         lambda call: _over(call.first, range(-(dims or len(call.shape) - 2), 0), call.shape),
         runs=False,
@@ -164,7 +169,9 @@ def _matrix_product(call: LabelledCall) -> Any:
 
 
 def _einsum(call: LabelledCall) -> Any:
-    """As a product of matrices; each index of the result that the labelled factor lacks repeats its labels."""
+    """As a product of matrices; each index of the result that the labelled factor lacks repeats
+    its labels.
+    """
     terms, result = call.arguments["equation"].replace(" ", "").split("->")
     factors = zip(terms.split(","), call.labels["tensors"], strict=True)
     found = [(term, labels) for term, labels in factors if labels is not None]
@@ -187,7 +194,9 @@ SAME = AxisRule(lambda call: call.first)
 MOVED = AxisRule(lambda call: call.run())
 """The operator moves labels as it moves values."""
 RESHAPED = AxisRule(lambda call: call.first.reshape(call.shape))
-"""In row-major order; a view where the values' memory allows one, while the labels' memory is another."""
+"""In row-major order; a view where the values' memory allows one, while the labels' memory is
+another.
+"""
 JOINED = AxisRule(lambda call: call.run(), ("tensors",))
 WRITTEN = AxisRule(lambda call: call.run(), ("input", "src"))
 """The second tensor in a place of the first."""

@@ -1,7 +1,8 @@
-"""Which channel of a layer each element downstream is a multiple of: tensors of channel numbers, moved as values are.
+"""Which channel of a layer each element downstream is a multiple of: tensors of channel
+numbers, moved as values are.
 
-A label is the number of a channel, or `NONE`. How an operator moves them is its row's `axes` (`axis_rules`). Labels lie
-in memory once: axes along which they are all alike have stride 0.
+A label is the number of a channel, or `NONE`. How an operator moves them is its row's `axes`
+(`axis_rules`). Labels lie in memory once: axes along which they are all alike have stride 0.
 """
 
 from collections.abc import Mapping
@@ -29,13 +30,17 @@ _UNKNOWN = (
 
 
 class ChannelLabels:
-    """Takes labels through the operators of one graph; `values` has all values' shapes (`meta_values`)."""
+    """Takes labels through the operators of one graph; `values` has all values' shapes
+    (`meta_values`).
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.values = graph, meta_values(graph)
 
     def carried(self, node: Node, labels: Mapping[str, Any]) -> Any:
-        """Labels of what the node makes (a tensor, or several) of those of nodes that it reads; None if it has none."""
+        """Labels of what the node makes (a tensor, or several) of those of nodes that it reads;
+        None if it has none.
+        """
         made, axes = self.values.get(node.name), node.row.axes
         if axes is None or made is None or (node.dtype is not None and not node.is_float):
             return None
@@ -56,7 +61,8 @@ class ChannelLabels:
             )
             found = axes.labels(labelled)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
-            return None  # labels are floats on the CPU: an operator that cannot move them is not followed
+            # Labels are floats on the CPU: an operator that cannot move them is not followed
+            return None
         if isinstance(found, (list, tuple)):
             return [compressed(item) for item in found]
         if found is None or found.shape != _first(made).shape:
@@ -68,8 +74,9 @@ class ChannelLabels:
         )
 
     def moved(self, node: Node, axis: int) -> int | None:
-        """The output's axis that holds an axis of the first input, whole and in order; None if a rotation would not
-        commute with the operator."""
+        """The output's axis that holds an axis of the first input, whole and in order; None if
+        a rotation would not commute with the operator.
+        """
         source = self.graph.source(node)
         read = self.values.get(source.name) if source is not None else None
         if (
@@ -111,7 +118,9 @@ class ChannelLabels:
 
 
 def meta_values(graph: Graph) -> dict[str, Any]:
-    """Each node's value as tensors without memory, sizes as numbers; without nodes whose shape follows from values."""
+    """Each node's value as tensors without memory, sizes as numbers; without nodes whose shape
+    follows from values.
+    """
     values: dict[str, Any] = {}
     tensors = {path: tensor.to(META) for path, tensor in graph.tensors.items()}
     with torch.no_grad():
@@ -120,7 +129,8 @@ def meta_values(graph: Graph) -> dict[str, Any]:
                 try:
                     values[node.name] = _value(node, values, tensors)
                 except _UNKNOWN:
-                    continue  # the shape follows from values, or the layer is no operator of torch
+                    # The shape follows from values, or the layer is no operator of torch
+                    continue
     return values
 
 
@@ -135,9 +145,8 @@ def _value(node: Node, values: dict[str, Any], tensors: dict[str, Any]) -> Any:
         )
     if node.op in ("parameter", "constant"):
         return tensors[node.params["weight"]]
-    if (
-        not node.row.aten
-    ):  # a layer of this package, shaped as what it reads, but for the channels of a product
+    # A layer of this package, shaped as what it reads, but for the channels of a product
+    if not node.row.aten:
         read = values[next(iter(node.refs()))]
         return (
             read.new_empty(*read.shape[:-1], (node.shape or ())[-1])
@@ -147,9 +156,8 @@ def _value(node: Node, values: dict[str, Any], tensors: dict[str, Any]) -> Any:
     params = {key: tensors[path] for key, path in node.params.items()}
     inputs = {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
     arguments = {**_attrs(node, META), **params, **inputs}
-    if (
-        node.target == "aten.view.default"
-    ):  # attention on this device may lay out its result so that it has no view
+    # Attention on this device may lay out its result so that it has no view
+    if node.target == "aten.view.default":
         return arguments["input"].reshape(arguments["size"])
     return call(node.target, arguments)
 
@@ -163,13 +171,17 @@ def _attrs(node: Node, device: torch.device) -> dict[str, Any]:
 
 
 def paths(node: Node, how: Commutes = Commutes.SCALING) -> tuple[str, ...]:
-    """Names of the nodes whose channels go through the node so that it commutes with what is done to them."""
+    """Names of the nodes whose channels go through the node so that it commutes with what is
+    done to them.
+    """
     keys = _keys(node) if how in node.row.commutes else ()
     return tuple(name for key in keys for name in references(node.inputs.get(key)))
 
 
 def passes_shifts(node: Node) -> bool:
-    """Whether a constant added to a channel is the same in what the node makes: means that take in padding differ."""
+    """Whether a constant added to a channel is the same in what the node makes: means that take
+    in padding differ.
+    """
     is_whole = node.row.kind == "passthrough" or not is_padded(node.attrs)
     return (
         Commutes.SHIFTS in node.row.commutes
@@ -198,7 +210,9 @@ def compressed(labels: Any) -> Any:
 
 
 def channels_along(labels: Tensor, axis: int) -> tuple[int, ...] | None:
-    """The labels along one axis, None where they change along another; of `compressed` labels."""
+    """The labels along one axis, None where they change along another; of `compressed`
+    labels.
+    """
     axis %= labels.dim()
     if any(changes(labels, other) for other in range(labels.dim()) if other != axis):
         return None

@@ -1,6 +1,8 @@
-"""Where the parts of a join lie in what is computed of it element by element, window by window, or moved after that.
+"""Where the parts of a join lie in what is computed of it element by element, window by window,
+or moved after that.
 
-Follows numbers of parts through operators that keep channels apart. Knows no config and no scale.
+Follows numbers of parts through operators that keep channels apart. Knows no config and no
+scale.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Runs:
     numbers: tuple[int, ...]
 
     def spans(self) -> dict[int, tuple[int, int]]:
-        """Return where each part begins and how long it is, by number; nothing if a part lies in several places."""
+        """Return where each part begins and how long it is, by number; nothing if a part lies
+        in several places.
+        """
         spans: dict[int, tuple[int, int]] = {}
         previous: int | None = None
         for index, number in enumerate(self.numbers):
@@ -45,7 +49,8 @@ class Runs:
 
 
 def computed_parts(graph: Graph, origins: Mapping[str, Origins]) -> dict[str, Runs]:
-    """Return where the parts of joins lie in values that are computed of them, by the node that makes such a value.
+    """Return where the parts of joins lie in values that are computed of them, by the node that
+    makes such a value.
 
     Args:
         graph: the traced network.
@@ -67,7 +72,9 @@ def computed_parts(graph: Graph, origins: Mapping[str, Origins]) -> dict[str, Ru
 
 
 def _is_computed_on(graph: Graph, name: str, origins: Container[str]) -> bool:
-    """Whether an operator that keeps channels apart reads a value, and does not only move it."""
+    """Whether an operator that keeps channels apart reads a value, and does not only move
+    it.
+    """
     for reader in graph.consumers[name]:
         if reader and reader not in origins and _keeps_apart(graph.by_name[reader]):
             return True
@@ -104,7 +111,9 @@ class _Walk:
         self.known[node.name] = compressed(numbers.view(shape).expand(made.shape))
 
     def follow(self, node: Node) -> Runs | None:
-        """Return where the parts lie in what a node makes, None if it has none or they are mixed."""
+        """Return where the parts lie in what a node makes, None if it has none or they are
+        mixed.
+        """
         if self.known.keys().isdisjoint(node.refs()):
             return None
         numbers = (
@@ -122,7 +131,9 @@ class _Walk:
         return None if along is None or min(along) < 0 else Runs(axes[0], along)
 
     def _computed(self, node: Node) -> Tensor | None:
-        """The numbers after an operator on several values, of which some have parts, all in the same places."""
+        """The numbers after an operator on several values, of which some have parts, all in the
+        same places.
+        """
         made = self.labels.values.get(node.name)
         if not node.is_float or not isinstance(made, Tensor):
             return None

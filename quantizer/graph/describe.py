@@ -1,4 +1,6 @@
-"""How a node is written down, for the executor and the generated code: class in `quantizer.nn`, arguments."""
+"""How a node is written down, for the executor and the generated code: class in `quantizer.nn`,
+arguments.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -87,7 +89,8 @@ FUNCTION_LAYERS: dict[str, str] = {
     "GetItem": "operator.getitem",
 }
 """Classes of `quantizer.nn` that are one torch function: class name -> target."""
-# Layers of our own: those that compute as a device does, and those that algorithms insert, which take a weight's size.
+# Layers of our own: those that compute as a device does, and those that algorithms insert,
+# which take a weight's size.
 OWN_LAYERS: dict[str, str] = {
     "dpu.avg_pool2d": "DpuAvgPool2d",
     "dpu.hardsigmoid": "DpuHardsigmoid",
@@ -140,7 +143,9 @@ def describe(graph: Graph, node: Node) -> LayerCall:
 
 
 def overwritten(graph: Graph, node: Node) -> str | None:
-    """The node whose value this one's layer overwrites, if any: nobody else reads the memory that its producer made."""
+    """The node whose value this one's layer overwrites, if any: nobody else reads the memory
+    that its producer made.
+    """
     source = next(iter(node.refs()), None)
     is_alone = (
         source is not None
@@ -151,7 +156,9 @@ def overwritten(graph: Graph, node: Node) -> str | None:
 
 
 def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
-    """Constructor arguments as torch.nn spells them, read off the weight's shape and the call's constants."""
+    """Constructor arguments as torch.nn spells them, read off the weight's shape and the call's
+    constants.
+    """
     shape, dims, transposed = (
         tensors[node.params["weight"]].shape,
         node.row.spatial,
@@ -191,7 +198,9 @@ def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
 
 
 def _recurrent(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
-    """The sizes are read off the first layer's weights; what torch.nn takes for granted is left out."""
+    """The sizes are read off the first layer's weights; what torch.nn takes for granted is left
+    out.
+    """
     hidden = tensors[node.params["weight_hh_l0"]].shape
     projection = "weight_hr_l0" in node.params
     kwargs: dict[str, Any] = {

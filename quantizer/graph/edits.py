@@ -1,4 +1,6 @@
-"""Changes to a traced graph: weights by their channels, other parameters, layers between a value and its readers."""
+"""Changes to a traced graph: weights by their channels, other parameters, layers between a
+value and its readers.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -14,8 +16,8 @@ from quantizer.graph.ir import Graph, Node, Ref, map_refs
 class Insertion:
     """A layer `name` that reads `source` and is read by `readers` in its place.
 
-    `op` is "input_scale" (x * weight along axis `attrs["axis"]`) or "rotation" (see `nn.rescale`); `weight` is its
-    tensor, `attrs` its constants.
+    `op` is "input_scale" (x * weight along axis `attrs["axis"]`) or "rotation" (see
+    `nn.rescale`); `weight` is its tensor, `attrs` its constants.
     """
 
     name: str
@@ -27,7 +29,8 @@ class Insertion:
 
 
 def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> Graph:
-    """The graph with some layers' parameters replaced; other layers that shared them keep the old values.
+    """The graph with some layers' parameters replaced; other layers that shared them keep the
+    old values.
 
     A layer without a bias may be given one.
     """
@@ -36,9 +39,8 @@ def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> G
         if own := weights.get(node.name):
             paths = {key: _path(node, key, graph.uses) for key in own}
             tensors |= {paths[key]: tensor for key, tensor in own.items()}
-            attrs = {
-                key: value for key, value in node.attrs.items() if key not in own
-            }  # a bias given as None
+            # A bias given as None
+            attrs = {key: value for key, value in node.attrs.items() if key not in own}
             node = dataclasses.replace(node, params={**node.params, **paths}, attrs=attrs)
         nodes.append(node)
     return graph.replaced(nodes=tuple(nodes), tensors=tensors) if weights else graph
@@ -58,7 +60,9 @@ def _path(node: Node, key: str, uses: Mapping[str, int]) -> str:
 
 
 def inserted(graph: Graph, insertions: Iterable[Insertion]) -> Graph:
-    """The graph with these layers, each right after the node it reads; their tensors stand under their names."""
+    """The graph with these layers, each right after the node it reads; their tensors stand
+    under their names.
+    """
     for insertion in insertions:
         graph = _inserted(graph, insertion)
     return graph
@@ -92,7 +96,8 @@ def _inserted(graph: Graph, insertion: Insertion) -> Graph:
 
 
 def by_channel(node: Node, weight: Tensor) -> Tensor:
-    """The weight of a linear or convolution layer as [groups, a group's outputs, its inputs, taps]; often a view.
+    """The weight of a linear or convolution layer as [groups, a group's outputs, its inputs,
+    taps]; often a view.
 
     Experts are groups that share inputs and outputs.
     """
@@ -113,7 +118,9 @@ def channels_of(node: Node, weight: Tensor) -> tuple[int, int]:
 def rescaled(
     node: Node, weight: Tensor, outputs: Tensor | None = None, inputs: Tensor | None = None
 ) -> Tensor:
-    """The weight with each output and each input channel multiplied by a factor; computed in the factors' dtype."""
+    """The weight with each output and each input channel multiplied by a factor; computed in
+    the factors' dtype.
+    """
     table = by_channel(node, weight)
     for factor, shape in (
         (outputs, (-1, table.shape[1], 1, 1)),

@@ -1,4 +1,6 @@
-"""The readable `<Model>.py`: a line per layer, ending in its name, and a straight forward; literals only."""
+"""The readable `<Model>.py`: a line per layer, ending in its name, and a straight forward;
+literals only.
+"""
 
 import json
 import keyword
@@ -10,8 +12,10 @@ import torch
 from quantizer.graph.describe import describe
 from quantizer.graph.ir import Graph, Node, Ref
 
-_HEADER = '''"""{model} as traced and quantized, written by quantizer. The layer names are those a config may use."""
-
+_HEADER = (
+    '"""{model} as traced and quantized, written by quantizer. '
+    'The layer names are those a config may use."""\n'
+    """
 import quantizer
 import torch
 
@@ -19,7 +23,8 @@ import torch
 class {model}(torch.nn.Module):
     def __init__(self):
         super().__init__()
-'''
+"""
+)
 
 
 def is_emitted(text: str) -> bool:
@@ -30,14 +35,16 @@ def is_emitted(text: str) -> bool:
 
 
 def emit(graph: Graph) -> str:
-    """Python source of the network; `<Model>()` reads its weights and scales from the folder the file lies in.
+    """Python source of the network; `<Model>()` reads its weights and scales from the folder
+    the file lies in.
 
-    Calls take the same arguments as the traced model; the output is made of dicts, lists and tuples.
+    Calls take the same arguments as the traced model; the output is made of dicts, lists and
+    tuples.
     """
     modules = {node.name: f"module_{index}" for index, node in enumerate(graph.nodes)}
     inputs = {
-        node.name: ("kwargs" if root else "args")
-        + "".join(f"[{key!r}]" for key in keys)  # `kwargs['opts'][0]`
+        # `kwargs['opts'][0]`
+        node.name: ("kwargs" if root else "args") + "".join(f"[{key!r}]" for key in keys)
         for node, (root, *keys) in zip(
             (n for n in graph.nodes if n.op == "input"), graph.input_paths, strict=True
         )
@@ -75,11 +82,16 @@ def _arguments(node: Node, modules: dict[str, str]) -> str:
         return ", ".join(
             f"{key}={_literal(value, modules)}" for key, value in node.inputs.items()
         )
-    return f"**{{{', '.join(f'{json.dumps(key)}: {_literal(value, modules)}' for key, value in node.inputs.items())}}}"
+    items = [
+        f"{json.dumps(key)}: {_literal(value, modules)}" for key, value in node.inputs.items()
+    ]
+    return f"**{{{', '.join(items)}}}"
 
 
 def _literal(value: Any, modules: dict[str, str]) -> str:
-    """Source text of a nested constant or reference; TypeError for a kind of value that has no literal."""
+    """Source text of a nested constant or reference; TypeError for a kind of value that has no
+    literal.
+    """
     if isinstance(value, Ref):
         return f"output_{modules[value.name]}"
     if isinstance(value, dict):

@@ -1,4 +1,6 @@
-"""From an exported program to our graph: canonical operators, arguments by name, in-place ones made functional."""
+"""From an exported program to our graph: canonical operators, arguments by name, in-place ones
+made functional.
+"""
 
 import contextlib
 import itertools
@@ -21,12 +23,12 @@ from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
 from quantizer.graph.output_names import leaf_names
 
-# QuantStub and DeQuantStub compute nothing, so torch.export forgets them unless they leave a mark.
-STUBS = {
-    "QuantStub": "quant_stub",
-    "DeQuantStub": "dequant_stub",
-}  # by class: torch's own and those of other tools
-MARK = "aten.alias.default"  # gives its input; the module that it runs in says which stub it stands for
+# QuantStub and DeQuantStub compute nothing, so torch.export forgets them unless they leave a
+# mark.
+# By class: torch's own and those of other tools
+STUBS = {"QuantStub": "quant_stub", "DeQuantStub": "dequant_stub"}
+# Gives its input; the module that it runs in says which stub it stands for
+MARK = "aten.alias.default"
 
 
 @contextlib.contextmanager
@@ -68,7 +70,8 @@ class Converter:
     def graph(
         self, input_paths: tuple[tuple[Any, ...], ...], shapes: Sequence[Sequence[int]]
     ) -> Graph:
-        """The graph of the program; `shapes` are those of the call's leaves, which lengths have in the graph.
+        """The graph of the program; `shapes` are those of the call's leaves, which lengths have
+        in the graph.
 
         Raises:
             ModelError: it holds a node with no place in a straight line.
@@ -99,9 +102,11 @@ class Converter:
                 ]
             else:
                 raise ModelError(
-                    f"{self.namer.model} cannot be quantized: it runs other programs (torch.cond, a map or a loop; "
+                    f"{self.namer.model} cannot be quantized: it runs other programs "
+                    "(torch.cond, a map or a loop; "
                     f"{node.target} in the trace)",
-                    help="compute both branches and choose with torch.where, or write the loop out",
+                    help="compute both branches and choose with torch.where, or write the loop "
+                    "out",
                 )
         out_spec = self.program.call_spec.out_spec
         assert out_spec is not None  # torch.export always fills it
@@ -133,9 +138,8 @@ class Converter:
         if isinstance(value, Tensor):
             self.values[node] = Ref(name)
         else:
-            self.values[node] = attrs["value"] = (
-                value  # torch bakes plain numbers into the trace
-            )
+            # Torch bakes plain numbers into the trace
+            self.values[node] = attrs["value"] = value
         self.nodes.append(Node(name, "input", "input", attrs=attrs, **self._kind(value)))
 
     def _tensor(self, node: fx.Node, target: str, *, learned: bool) -> None:
@@ -149,7 +153,9 @@ class Converter:
             self.learned.add(path)
 
     def _value(self, argument: Any) -> Any:
-        """Our value for an argument: a Ref, a parameter node's Ref, a constant, or a list of these."""
+        """Our value for an argument: a Ref, a parameter node's Ref, a constant, or a list of
+        these.
+        """
         if isinstance(argument, fx.Node):
             if argument in self.paths:
                 return Ref(self._parameter(self.paths[argument]))
@@ -159,7 +165,9 @@ class Converter:
         return argument
 
     def _parameter(self, path: str) -> str:
-        """The node that gives a parameter, or a constant, used by a plain expression (`x + self.shift`)."""
+        """The node that gives a parameter, or a constant, used by a plain expression (`x +
+        self.shift`).
+        """
         if path not in self.parameter_nodes:
             scope, _, attr = path.rpartition(".")
             module = self.namer.canonical(scope)
@@ -242,7 +250,9 @@ class Converter:
         return Ref(name)
 
     def _product_with_vector(self, path: str, arguments: dict[str, Any], value: Any) -> Ref:
-        """Add what `F.linear` computes with a vector for a weight, which is no layer with output channels."""
+        """Add what `F.linear` computes with a vector for a weight, which is no layer with
+        output channels.
+        """
         operands = {"input": arguments["input"], "other": arguments["weight"]}
         product = self._add(path, "aten.matmul.default", operands, value)
         bias = arguments.get("bias")
@@ -251,7 +261,9 @@ class Converter:
         return self._add(path, "aten.add.Tensor", {"input": product, "other": bias}, value)
 
     def _copied(self, node: fx.Node, path: str) -> Any:
-        """What a copy or a fill makes: a number or another tensor, in the dtype and the sizes of its first argument."""
+        """What a copy or a fill makes: a number or another tensor, in the dtype and the sizes
+        of its first argument.
+        """
         made, written = node.meta["val"], node.args[1] if len(node.args) > 1 else 0
         if not isinstance(written, fx.Node):
             kind = {"fill_value": written, "dtype": made.dtype, "device": made.device}
@@ -281,7 +293,9 @@ class Converter:
         )
 
     def _sizes(self, node: fx.Node, path: str) -> list[Any]:
-        """The sizes of what a node makes, those that are open read off an input of the network that has them."""
+        """The sizes of what a node makes, those that are open read off an input of the network
+        that has them.
+        """
         inputs = self.program.graph.find_nodes(op="placeholder")
         axes = [
             (n, at, own)
@@ -300,7 +314,9 @@ class Converter:
         return sizes
 
     def _rename_mutated(self, node: fx.Node) -> None:
-        """After `y = x.add_(1)`, whoever reads x reads y; an in-place chain on one tensor renames every link."""
+        """After `y = x.add_(1)`, whoever reads x reads y; an in-place chain on one tensor
+        renames every link.
+        """
         before = self._value(node.args[0])
         for key, value in self.values.items():
             if value == before:
@@ -309,13 +325,14 @@ class Converter:
     def _split(
         self, op: str, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-        """Arguments as what other nodes make, constants, and tensor paths that the layer itself will own."""
+        """Arguments as what other nodes make, constants, and tensor paths that the layer itself
+        will own.
+        """
         inputs: dict[str, Any] = {}
         attrs: dict[str, Any] = {}
         params: dict[str, str] = {}
-        if "params" in arguments and all(
-            item in self.paths for item in arguments["params"]
-        ):  # of a recurrent layer
+        # Of a recurrent layer
+        if "params" in arguments and all(item in self.paths for item in arguments["params"]):
             names = call.parameter_names(arguments)
             params = dict(
                 zip(names, (self.paths[item] for item in arguments["params"]), strict=True)
@@ -331,13 +348,17 @@ class Converter:
         return inputs, attrs, params
 
     def _is_own(self, argument: Any) -> bool:
-        """Return whether an argument is a tensor that a layer can hold; none holds complex numbers."""
+        """Return whether an argument is a tensor that a layer can hold; none holds complex
+        numbers.
+        """
         if not isinstance(argument, fx.Node) or argument not in self.paths:
             return False
         return not argument.meta["val"].is_complex()
 
     def _takes_whole_length(self, node: fx.Node) -> bool:
-        """Whether the node slices nothing off a length; along a size that is fixed, torch leaves such a slice out."""
+        """Whether the node slices nothing off a length; along a size that is fixed, torch
+        leaves such a slice out.
+        """
         if node.target is not torch.ops.aten.slice.Tensor:
             return False
         given = {"dim": 0, "start": None, "end": None, "step": 1} | call.named_arguments(node)

@@ -1,4 +1,6 @@
-"""Numbers that stand for "none": they are added or filled in to decide what a softmax, a sigmoid or a maximum gives."""
+"""Numbers that stand for "none": they are added or filled in to decide what a softmax, a
+sigmoid or a maximum gives.
+"""
 
 from torch import Tensor
 
@@ -7,10 +9,15 @@ FAR = 100.0
 
 
 def far_value(values: Tensor) -> float | None:
-    """Return the least of `values` if that is -100 or below, else the greatest if that is 100 or above, else None.
+    """Return the least of `values` if that is -100 or below, else the greatest if that is 100
+    or above, else None.
 
     >>> import torch
-    >>> far_value(torch.tensor([-1e4, 300.0])), far_value(torch.tensor([1.0, 100.0])), far_value(torch.ones(2))
+    >>> (
+    ...     far_value(torch.tensor([-1e4, 300.0])),
+    ...     far_value(torch.tensor([1.0, 100.0])),
+    ...     far_value(torch.ones(2)),
+    ... )
     (-10000.0, 100.0, None)
     """
     if values.numel() == 0:

@@ -1,6 +1,8 @@
-"""The structure of a traced graph: its blocks, the layers that read one value, and where each value's channels fold.
+"""The structure of a traced graph: its blocks, the layers that read one value, and where each
+value's channels fold.
 
-What a config says of it is held against what the graph shows; every name is checked, all at once.
+What a config says of it is held against what the graph shows; every name is checked, all at
+once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,12 +21,14 @@ _SHOWN = 6  # names that a help line lists where none is close
 
 
 def find_structure(graph: Graph, names: Names | None = None) -> Structure:
-    """Blocks, and groups in the order in which their values are made; `names` override what the graph shows.
+    """Blocks, and groups in the order in which their values are made; `names` override what the
+    graph shows.
 
     The graph is that after the passes.
 
     Raises:
-        ConfigError: a name that the graph does not have, or that does not fit; all of them at once.
+        ConfigError: a name that the graph does not have, or that does not fit; all of them at
+            once.
     """
     folds = Folds(graph)
     found = Structure(find_blocks(graph), input_groups(graph))
@@ -40,7 +44,9 @@ def find_structure(graph: Graph, names: Names | None = None) -> Structure:
 
 
 def input_groups(graph: Graph) -> tuple[InputGroup, ...]:
-    """All layers that multiply, by the value that they read and the axis of its channels; no more of the groups."""
+    """All layers that multiply, by the value that they read and the axis of its channels; no
+    more of the groups.
+    """
     layers: dict[tuple[tuple[str, ...], int, int], list[str]] = {}
     for node in graph.nodes:
         if node.is_multiplying:
@@ -56,7 +62,9 @@ def input_groups(graph: Graph) -> tuple[InputGroup, ...]:
 
 
 def _completed(folds: Folds, blocks: Sequence[ModuleBlock], group: InputGroup) -> InputGroup:
-    """The group with its fold, who shares its weights, and its block: the one that has all its layers."""
+    """The group with its fold, who shares its weights, and its block: the one that has all its
+    layers.
+    """
     graph = folds.graph
     weights = {graph.by_name[layer].params["weight"] for layer in group.layers}
     shared = {path for path in weights if graph.uses[path] > 1}
@@ -77,7 +85,9 @@ def _completed(folds: Folds, blocks: Sequence[ModuleBlock], group: InputGroup) -
 
 
 class _Reading:
-    """One config's names on one graph; collects what is wrong with them, each at the `place` that is being read."""
+    """One config's names on one graph; collects what is wrong with them, each at the `place`
+    that is being read.
+    """
 
     def __init__(self, folds: Folds, found: Structure, names: Names) -> None:
         self.folds, self.graph, self.found, self.names = folds, folds.graph, found, names
@@ -87,7 +97,9 @@ class _Reading:
         self.group_of = {layer: group for group in found.groups for layer in group.layers}
 
     def structure(self) -> Structure:
-        """The blocks and groups that the names ask for, where they fit the graph; folds are yet to be found."""
+        """The blocks and groups that the names ask for, where they fit the graph; folds are yet
+        to be found.
+        """
         self.place = self.names.places.get("embeddings")
         for path in self.names.embeddings or ():
             if path not in self.paths:
@@ -109,7 +121,11 @@ class _Reading:
             )
             if field and not self.found.blocks:
                 self.place = self.names.places.get(field)
-                text = "the graph shows no blocks that repeat, so names relative to a block find nothing"
+                text = (
+                    "the graph shows no blocks that repeat, so names relative to a block "
+                    "find "
+                    "nothing"
+                )
                 self._report(
                     "QZ502",
                     text,

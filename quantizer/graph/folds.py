@@ -1,4 +1,6 @@
-"""Where the channels of a value can be divided by factors, exactly: found by following channels through the graph."""
+"""Where the channels of a value can be divided by factors, exactly: found by following channels
+through the graph.
+"""
 
 import heapq
 from collections.abc import Container, Mapping
@@ -25,7 +27,9 @@ from quantizer.graph.targets import call
 
 @dataclass(frozen=True)
 class Source:
-    """A layer whose parameters have a factor for each channel; `skipped` is the sum that adds `offset` to them."""
+    """A layer whose parameters have a factor for each channel; `skipped` is the sum that adds
+    `offset` to them.
+    """
 
     kind: Literal["norm", "layer"]
     node: Node
@@ -40,7 +44,8 @@ class Flow:
     Args:
         ends: multiplying layer -> for each channel of its input the source's channel.
         between: the nodes that they go through.
-        mixed: who reads channels in any other way -> those channels; "" is the network's output.
+        mixed: who reads channels in any other way -> those channels; "" is the network's
+            output.
     """
 
     ends: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -76,7 +81,9 @@ class Folds:
         return replace(group, fold=None, why_not=next(iter(reasons), end))
 
     def sources(self, name: str) -> tuple[list[Source], str]:
-        """Layers whose channels a value's may be, nearest first, and what ends the first way back otherwise."""
+        """Layers whose channels a value's may be, nearest first, and what ends the first way
+        back otherwise.
+        """
         found: list[Source] = []
         ends: list[str] = []
         waiting, seen = [name], {name}
@@ -97,7 +104,9 @@ class Folds:
         return found, next(iter(ends), "")
 
     def way_back(self, name: str) -> frozenset[str]:
-        """The nodes between a value and the layers whose channels it may have, with both ends."""
+        """The nodes between a value and the layers whose channels it may have, with both
+        ends.
+        """
         seen, waiting = {name}, [name]
         while waiting:
             node = self.graph.by_name[waiting.pop()]
@@ -117,7 +126,9 @@ class Folds:
         return Source("norm", node) if node.row.channels is not None and one_axis else None
 
     def _factor(self, node: Node, name: str) -> Source | None:
-        """What a decomposed normalization multiplies with: a tensor of the model, or one and a number."""
+        """What a decomposed normalization multiplies with: a tensor of the model, or one and a
+        number.
+        """
         if node.row.axes is not PRODUCT:
             return None
         offset, skipped = 0.0, ""
@@ -143,7 +154,9 @@ class Folds:
         return Source("norm", factor, offset, skipped) if is_vector else None
 
     def _fold(self, source: Source, group: InputGroup, way: Container[str]) -> Fold | str:
-        """The fold of a group whose value may be the source's, or why its channels cannot be divided there."""
+        """The fold of a group whose value may be the source's, or why its channels cannot be
+        divided there.
+        """
         name = source.node.name
         if shared := [
             path for path in source.node.params.values() if self.graph.uses[path] > 1

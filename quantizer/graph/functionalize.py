@@ -1,5 +1,5 @@
-"""Which programs write through shared memory or hold subprograms (`vmap`, `torch.no_grad`), and torch's own rewriting
-of those. Plain in-place operators stay: renaming values expresses them.
+"""Which programs write through shared memory or hold subprograms (`vmap`, `torch.no_grad`), and
+torch's own rewriting of those. Plain in-place operators stay: renaming values expresses them.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ _IDENTITIES = ("dropout", "feature_dropout", "alpha_dropout")
 
 
 def functionalize(program: ExportedProgram, model: str) -> ExportedProgram:
-    """The program itself, or without in-place operators where one writes to memory that a view shares, and without
-    subprograms that only switch something while they run.
+    """The program itself, or without in-place operators where one writes to memory that a view
+    shares, and without subprograms that only switch something while they run.
 
     Raises:
         ModelError: the model changes one of its own parameters or buffers.
@@ -28,7 +28,8 @@ def functionalize(program: ExportedProgram, model: str) -> ExportedProgram:
         return program
     raise ModelError(
         f"{model} cannot be quantized: it changes its own {changed!r} when it is called",
-        help="compute a new tensor instead of changing the buffer, or do so in training mode only",
+        help="compute a new tensor instead of changing the buffer, or do so in training mode "
+        "only",
     )
 
 
@@ -44,7 +45,9 @@ def is_inplace(node: fx.Node) -> bool:
 
 
 def _changed_state(program: ExportedProgram) -> Iterator[str]:
-    """Parameters and buffers that a call changes; a straight line of layers keeps nothing from one call to the next."""
+    """Parameters and buffers that a call changes; a straight line of layers keeps nothing from
+    one call to the next.
+    """
     signature = program.graph_signature
     yield from (
         str(s.target) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION
@@ -61,7 +64,9 @@ def _changed_state(program: ExportedProgram) -> Iterator[str]:
 
 
 def _writes_shared(graph: fx.Graph) -> bool:
-    """Whether an in-place operator writes to memory of which a view exists; later views see the new values anyway."""
+    """Whether an in-place operator writes to memory of which a view exists; later views see the
+    new values anyway.
+    """
     owner: dict[fx.Node, fx.Node] = {}
     viewed: set[fx.Node] = set()
     for node in graph.nodes:
@@ -92,7 +97,9 @@ def _has_subprograms(graph: fx.Graph) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the node's output shares memory with its input: its schema says so, or it is a part of such an output."""
+    """Whether the node's output shares memory with its input: its schema says so, or it is a
+    part of such an output.
+    """
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         source = node.args[0]

@@ -1,4 +1,6 @@
-"""The graph: nodes in execution order, each a frozen value. Structure and names only; tensors stand beside it."""
+"""The graph: nodes in execution order, each a frozen value. Structure and names only; tensors
+stand beside it.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,13 @@ class Ref:
 
 @dataclass(frozen=True)
 class Node:
-    """One operation: `inputs` hold references by argument name (also nested in lists), `attrs` constants, `params`
-    tensor paths.
+    """One operation: `inputs` hold references by argument name (also nested in lists), `attrs`
+    constants, `params` tensor paths.
 
-    `target` says how torch runs it ("aten.conv2d.default", "operator.getitem"); `shape` has None where it follows the
-    batch, and else the example's sizes, of which those along `open_axes` follow the graph's `lengths`. `scope` is the
-    dotted path of the module the operation ran in, `classes` the classes of that module and of those around it.
+    `target` says how torch runs it ("aten.conv2d.default", "operator.getitem"); `shape` has
+    None where it follows the batch, and else the example's sizes, of which those along
+    `open_axes` follow the graph's `lengths`. `scope` is the dotted path of the module the
+    operation ran in, `classes` the classes of that module and of those around it.
     """
 
     name: str
@@ -64,13 +67,17 @@ class Node:
 
     @property
     def is_multiplying(self) -> bool:
-        """Whether it is a linear or convolution layer with a weight of its own and one input."""
+        """Whether it is a linear or convolution layer with a weight of its own and one
+        input.
+        """
         owns_weight = self.row.is_linear_or_convolution and "weight" in self.params
         return owns_weight and isinstance(self.inputs.get("input"), Ref)
 
     @property
     def is_join(self) -> bool:
-        """Whether the node puts values of several tensors into one; a write that adds to what is there computes."""
+        """Whether the node puts values of several tensors into one; a write that adds to what
+        is there computes.
+        """
         adds = self.attrs.get("accumulate") or self.attrs.get("reduce")
         return self.row.kind == "join" and self.is_float and not adds
 
@@ -83,14 +90,18 @@ class Node:
 
     @property
     def operands(self) -> dict[str, str]:
-        """The nodes that a multiplying layer reads, by argument: its input, and what says which rows are whose."""
+        """The nodes that a multiplying layer reads, by argument: its input, and what says which
+        rows are whose.
+        """
         names = {
             key: value.name for key, value in self.inputs.items() if isinstance(value, Ref)
         }
         return {key: name for key, name in names.items() if key == "input" or self.row.experts}
 
     def input_roles(self) -> dict[str, str]:
-        """The node read by each whole argument, by its role: "input" for the first argument, then "input_1", …"""
+        """The node read by each whole argument, by its role: "input" for the first argument,
+        then "input_1", …
+        """
         return {
             f"input_{index}" if index else "input": value.name
             for index, value in enumerate(self.inputs.values())
@@ -105,7 +116,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Change:
-    """What a pass did to the parameters of `layers`, for people to read; the pass's row says what `amount` is."""
+    """What a pass did to the parameters of `layers`, for people to read; the pass's row says
+    what `amount` is.
+    """
 
     rewrite: str
     layers: tuple[str, ...]
@@ -116,13 +129,13 @@ class Change:
 class Graph:
     """A traced model. `tensors` holds parameters, buffers and constants by path.
 
-    `absorbed` says where folded layers went; `normal` has the mean and the standard deviation of each output channel
-    that folded batch norms promise, float64 [channels]; `changes` is what passes did to the parameters, and
-    `deviations` names the passes that have changed what the graph computes.
-    `input_paths` are where each input stands in the call, as (args, kwargs) access paths; `lengths` are the sizes of
-    inputs that each call chooses; `output` is the returned
-    structure with `Ref`s for tensors, `rebuild` makes the model's own output type of it; `output_names` are those of
-    its leaves, in order.
+    `absorbed` says where folded layers went; `normal` has the mean and the standard deviation
+    of each output channel that folded batch norms promise, float64 [channels]; `changes` is
+    what passes did to the parameters, and `deviations` names the passes that have changed what
+    the graph computes. `input_paths` are where each input stands in the call, as (args, kwargs)
+    access paths; `lengths` are the sizes of inputs that each call chooses; `output` is the
+    returned structure with `Ref`s for tensors, `rebuild` makes the model's own output type of
+    it; `output_names` are those of its leaves, in order.
     """
 
     model: str
@@ -159,7 +172,9 @@ class Graph:
 
     @cached_property
     def consumers(self) -> dict[str, tuple[str, ...]]:
-        """Who reads each node's values, by name; shapes do not count, "" stands for the network's output."""
+        """Who reads each node's values, by name; shapes do not count, "" stands for the
+        network's output.
+        """
         table: dict[str, list[str]] = {node.name: [] for node in self.nodes}
         for node in self.nodes:
             if node.row.reads_values:
@@ -231,7 +246,9 @@ def references(value: Any) -> Iterator[str]:
 
 
 def readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (reader, what it reads) of a node's values, directly or through moves; "" is the network's output."""
+    """Yield (reader, what it reads) of a node's values, directly or through moves; "" is the
+    network's output.
+    """
     for reader in graph.consumers[name]:
         if reader and graph.by_name[reader].row.kind == "passthrough":
             yield from readers(graph, reader)
@@ -253,7 +270,9 @@ def map_refs(value: Any, change: Callable[[str], Any]) -> Any:
 def rewire(
     graph: Graph, moved: Mapping[str, str], absorbed: Mapping[str, str] | None = None
 ) -> Graph:
-    """Drop the nodes in `moved`, whose readers read the node moved to; `absorbed` records who took which layer."""
+    """Drop the nodes in `moved`, whose readers read the node moved to; `absorbed` records who
+    took which layer.
+    """
 
     def final(name: str) -> Ref:
         while name in moved:

@@ -1,7 +1,9 @@
-"""The lengths of a call, as a count of tokens: which axes of its inputs may have one, and which a trace leaves open.
+"""The lengths of a call, as a count of tokens: which axes of its inputs may have one, and which
+a trace leaves open.
 
-Images, features and other values of floating point keep their sizes, as most models hold these in their weights. The
-exceptions are masks, positions and embeddings that are as long as the tokens beside them.
+Images, features and other values of floating point keep their sizes, as most models hold these
+in their weights. The exceptions are masks, positions and embeddings that are as long as the
+tokens beside them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +48,9 @@ class Length:
 
 
 def length_axes(call: Any) -> list[tuple[int, ...]]:
-    """For each leaf of a call the axes that may have a length: the second of tokens, and axes of that size."""
+    """For each leaf of a call the axes that may have a length: the second of tokens, and axes
+    of that size.
+    """
     leaves = pytree.tree_leaves(call)
     sizes = {leaf.shape[1] for leaf in leaves if isinstance(leaf, Tensor) and _are_tokens(leaf)}
     return [
@@ -66,7 +70,9 @@ def _may_follow(leaf: Any) -> bool:
 
 
 def shortened(call: Any) -> Any | None:
-    """The call with lengths of one less; None if there is none, or one is as short as can be."""
+    """The call with lengths of one less; None if there is none, or one is as short as can
+    be.
+    """
     leaves, structure = pytree.tree_flatten(call)
     axes = length_axes(call)
     sizes = [leaf.shape[axis] for leaf, own in zip(leaves, axes, strict=True) for axis in own]
@@ -90,7 +96,9 @@ def open_lengths(program: ExportedProgram) -> dict[Any, Length]:
 
 
 def excludes_single_batches(program: ExportedProgram) -> bool:
-    """Whether a trace holds for batches of all sizes but for single ones that it compares them with."""
+    """Whether a trace holds for batches of all sizes but for single ones that it compares them
+    with.
+    """
     batches: list[Any] = [
         value.shape[0]
         for value in _inputs(program)
@@ -116,7 +124,9 @@ def _excludes_one(guard: Any) -> bool:
 
 
 def sizes_of(program: ExportedProgram, shapes: Sequence[Sequence[int]]) -> dict[Any, int]:
-    """What torch's symbols are in a call whose leaves have these shapes; the batch is not among them."""
+    """What torch's symbols are in a call whose leaves have these shapes; the batch is not among
+    them.
+    """
     return {
         symbol: shapes[axes[0][0]][axes[0][1]]
         for symbol, (_, axes) in _symbols(program).items()
@@ -124,7 +134,9 @@ def sizes_of(program: ExportedProgram, shapes: Sequence[Sequence[int]]) -> dict[
 
 
 def _symbols(program: ExportedProgram) -> dict[Any, tuple[int, tuple[tuple[int, int], ...]]]:
-    """Each symbol for a size of an input, but for the batch: its size in the trace, and where it is."""
+    """Each symbol for a size of an input, but for the batch: its size in the trace, and where
+    it is.
+    """
     found: dict[Any, tuple[int, tuple[tuple[int, int], ...]]] = {}
     for index, value in enumerate(_inputs(program)):
         for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
@@ -146,7 +158,9 @@ def _inputs(program: ExportedProgram) -> list[Any]:
 
 
 def _range(values: Any) -> tuple[int, int | None]:
-    """From least to most. What holds for two tokens is taken to hold for one, as for the batch."""
+    """From least to most. What holds for two tokens is taken to hold for one, as for the
+    batch.
+    """
     least, most = (
         int(bound) if bound.is_Integer else None for bound in (values.lower, values.upper)
     )

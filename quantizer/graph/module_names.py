@@ -1,4 +1,6 @@
-"""The modules of a traced model by their dotted paths, layers by those of their modules, names relative to a block."""
+"""The modules of a traced model by their dotted paths, layers by those of their modules, names
+relative to a block.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -16,7 +18,9 @@ def module_of(graph: Graph, name: str) -> str:
 
 
 def layer_path(node: Node) -> str:
-    """The path that names a multiplying layer: its module's, or its tensor's in a module of experts, with several."""
+    """The path that names a multiplying layer: its module's, or its tensor's in a module of
+    experts, with several.
+    """
     return call_paths(node.name, node.scope)[0] if node.row.experts else node.scope
 
 
@@ -29,10 +33,12 @@ def module_paths(graph: Graph) -> frozenset[str]:
 
 
 def path_names(graph: Graph) -> dict[str, str]:
-    """What people call each layer: its module's path, and the operator where the module alone does not say which.
+    """What people call each layer: its module's path, and the operator where the module alone
+    does not say which.
 
-    A module alone stands for its only operator, or for the one with its weights. Later calls of a module keep their
-    number (`layer1.0.relu.1`). Where two layers would be called alike, both keep their exact names.
+    A module alone stands for its only operator, or for the one with its weights. Later calls of
+    a module keep their number (`layer1.0.relu.1`). Where two layers would be called alike, both
+    keep their exact names.
     """
     paths = {node.name: module_of(graph, node.name) for node in graph.nodes}
     parents = {parent for path in paths.values() for parent in around(path)[:-1]}
@@ -77,7 +83,9 @@ def _operator(name: str) -> str:
 
 
 class BlockNames:
-    """Names relative to the block at `path`; one that is no path there is the end of several, as those of experts."""
+    """Names relative to the block at `path`; one that is no path there is the end of several,
+    as those of experts.
+    """
 
     def __init__(self, graph: Graph, path: str) -> None:
         self._path = path
@@ -97,7 +105,9 @@ class BlockNames:
         ]
 
     def layers(self, name: str) -> dict[str, list[str]]:
-        """The layers called `name`, by the path of the module to which that is relative: the block, or experts."""
+        """The layers called `name`, by the path of the module to which that is relative: the
+        block, or experts.
+        """
         exact = f"{self._path}.{name}"
         if exact in self._layers:
             return {self._path: self._layers[exact]}
@@ -116,7 +126,9 @@ class BlockNames:
         return found
 
     def modules(self, name: str, prefix: str) -> list[str]:
-        """Paths of the modules called `name` in the expert at `prefix`, else in the block, else in any expert."""
+        """Paths of the modules called `name` in the expert at `prefix`, else in the block, else
+        in any expert.
+        """
         if not name:
             return []
         for start in (prefix, self._path):

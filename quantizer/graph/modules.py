@@ -1,4 +1,5 @@
-"""The graph of a module tree: a node for each layer that can be quantized in place, fed by itself. Traces nothing.
+"""The graph of a module tree: a node for each layer that can be quantized in place, fed by
+itself. Traces nothing.
 
 Names, scopes and operators are those that a trace would give where each layer is called once.
 """
@@ -23,9 +24,8 @@ OPERATORS: dict[type[nn.Module], str] = {
     for name in row.types
     if row.weight and hasattr(nn, name.removeprefix("torch.nn."))
 }
-OPERATORS[nn.MultiheadAttention] = OPERATORS[
-    nn.Linear
-]  # its projection of query, key and value
+# Its projection of query, key and value
+OPERATORS[nn.MultiheadAttention] = OPERATORS[nn.Linear]
 """The operator of a class and of its subclasses."""
 EXPERTS = next(row.name for row in OPS.values() if row.experts)
 """That of a module of experts, whatever its class."""
@@ -38,12 +38,15 @@ _PROJECTIONS = {
 
 
 def module_graph(model: nn.Module) -> Graph:
-    """The layers of `model` as nodes that share nothing; a tied parameter keeps its first path in `tensors`.
+    """The layers of `model` as nodes that share nothing; a tied parameter keeps its first path
+    in `tensors`.
 
-    A layer's `scope` is its dotted path. Its input is a `module_input` node, so that only its own rules reach it;
-    a layer whose forward is never called (the output projection of `nn.MultiheadAttention`) has none, nor has one of
-    experts, as there is one for each tensor of their module. A weight that is kept [in, out] stands in `tensors` as
-    [out, in], those of experts as [experts * out, in]. Last come modules without such weights: names that may be said.
+    A layer's `scope` is its dotted path. Its input is a `module_input` node, so that only its
+    own rules reach it; a layer whose forward is never called (the output projection of
+    `nn.MultiheadAttention`) has none, nor has one of experts, as there is one for each tensor
+    of their module. A weight that is kept [in, out] stands in `tensors` as [out, in], those of
+    experts as [experts * out, in]. Last come modules without such weights: names that may be
+    said.
 
     Raises:
         ModelError: a layer has no weights yet (lazy modules, the meta device).
@@ -81,9 +84,8 @@ def module_graph(model: nn.Module) -> Graph:
                 Node(source, "module_input", "module", dtype=torch.int64 if looks_up else dtype)
             )
             inputs["indices" if looks_up else "input"] = Ref(source)
-        made = (
-            dtype if is_called(module) and not isinstance(module, nn.RNNBase) else None
-        )  # several tensors have none
+        # Several tensors have none
+        made = dtype if is_called(module) and not isinstance(module, nn.RNNBase) else None
         classes = namer.classes(path)
         attrs = {"groups": module.groups} if OPS[op].spatial else {}
         node = Node(name, op, "module", inputs, attrs, params, path, classes, dtype=made)
@@ -124,8 +126,8 @@ def _experts(
 
 
 def key_in_module(node: Node, key: str) -> str:
-    """What `parameters_of` the node's module calls a parameter: each tensor of experts is a layer, and one of its own
-    there.
+    """What `parameters_of` the node's module calls a parameter: each tensor of experts is a
+    layer, and one of its own there.
     """
     return f"{key}_{node.name.rpartition('/')[2]}" if node.row.experts else key
 
@@ -144,7 +146,8 @@ def operator_of(module: nn.Module) -> str | None:
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, str]:
-    """Role-like key ("weight", "bias_ih_l0", …) to attribute, for parameters of floating point that the module owns.
+    """Role-like key ("weight", "bias_ih_l0", …) to attribute, for parameters of floating point
+    that the module owns.
 
     A weight that is computed (by a parametrization) or stored in integers is not among them.
     """
@@ -181,8 +184,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_of_experts(module: nn.Module) -> bool:
-    """Whether this is a module of transformers with a tensor [experts, out, in] for each layer of its experts, or
-    [experts, in, out] where its `is_transposed` says so.
+    """Whether this is a module of transformers with a tensor [experts, out, in] for each layer
+    of its experts, or [experts, in, out] where its `is_transposed` says so.
     """
     known = isinstance(vars(module).get("is_transposed"), bool) and isinstance(
         vars(module).get("num_experts"), int
@@ -222,8 +225,8 @@ def _suffix(module: Any, key: str) -> str:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the layer's forward runs with its input; attention reads the weights of its projections directly, and
-    experts theirs.
+    """Whether the layer's forward runs with its input; attention reads the weights of its
+    projections directly, and experts theirs.
     """
     reads = isinstance(
         module, (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -232,7 +235,9 @@ def is_called(module: nn.Module) -> bool:
 
 
 def left_out(model: nn.Module, graph: Graph) -> dict[str, str]:
-    """Path and class of each module with trained weights of two or more dimensions that no node covers."""
+    """Path and class of each module with trained weights of two or more dimensions that no node
+    covers.
+    """
     covered = {node.scope for node in graph.nodes if node.params}
     return {
         path: type(module).__name__

@@ -1,4 +1,6 @@
-"""The only maker of layer names: `<Model>::<Model>/<Class>[<attr>]/…/<op>`, from the model's structure alone."""
+"""The only maker of layer names: `<Model>::<Model>/<Class>[<attr>]/…/<op>`, from the model's
+structure alone.
+"""
 
 import itertools
 import keyword
@@ -14,10 +16,11 @@ _TAKEN = ("quantizer", "torch")  # the generated code imports these
 
 
 def check_names(module: nn.Module) -> None:
-    """Refuse module, parameter and class names that are not plain words, before anything generates code from them.
+    """Refuse module, parameter and class names that are not plain words, before anything
+    generates code from them.
 
-    torch itself writes attribute names unescaped into code that it executes, so a hostile name must not reach the
-    tracer.
+    torch itself writes attribute names unescaped into code that it executes, so a hostile name
+    must not reach the tracer.
 
     Raises:
         ModelError: naming the first such name.
@@ -56,7 +59,9 @@ def around(path: str) -> list[str]:
 
 
 class Namer:
-    """Gives each operation its layer name; remembers only how often a scope has seen an operator."""
+    """Gives each operation its layer name; remembers only how often a scope has seen an
+    operator.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.model = type(module).__name__
@@ -67,7 +72,9 @@ class Namer:
         self._seen: Counter[str] = Counter()
 
     def canonical(self, path: str) -> str:
-        """The first path of a module that is reachable by several; "" for what is no module's."""
+        """The first path of a module that is reachable by several; "" for what is no
+        module's.
+        """
         return self._first.get(path, "")
 
     def class_name(self, path: str) -> str:
@@ -75,7 +82,9 @@ class Namer:
         return self._classes[path].__name__
 
     def classes(self, path: str) -> tuple[str, ...]:
-        """Qualified class names of the module at `path` and of those around it, innermost first."""
+        """Qualified class names of the module at `path` and of those around it, innermost
+        first.
+        """
         found = (self._classes[each] for each in (*reversed(around(path)), ""))
         own = "torch.nn.modules."  # its layers are known by the shorter name
         return tuple(
@@ -84,9 +93,11 @@ class Namer:
         )
 
     def name(self, path: str, op: str) -> str:
-        """The layer name of the next `op` in the scope at `path`; the second of its kind ends in `.1`.
+        """The layer name of the next `op` in the scope at `path`; the second of its kind ends
+        in `.1`.
 
-        The scope of `layer1.0` is `ResNet/Sequential[layer1]/BasicBlock[0]`, containers that are never called included.
+        The scope of `layer1.0` is `ResNet/Sequential[layer1]/BasicBlock[0]`, containers that
+        are never called included.
         """
         inside = (
             f"{self._classes[each].__name__}[{each.rpartition('.')[2]}]"

@@ -1,6 +1,8 @@
-"""The one table of operators: what each is called, how it behaves towards quantization, and what channels do in it.
+"""The one table of operators: what each is called, how it behaves towards quantization, and
+what channels do in it.
 
-An operator without a row is legal: it runs as torch runs it, stays float, and `inspect` lists it.
+An operator without a row is legal: it runs as torch runs it, stays float, and `inspect` lists
+it.
 """
 
 from typing import Any
@@ -48,7 +50,9 @@ def register(row: Op) -> Op:
 
 
 def find_op(packet: str) -> Op:
-    """The row of a packet as `arguments.packet` names it (`conv2d`; `relu_` is `relu`), an "unknown" row for others."""
+    """The row of a packet as `arguments.packet` names it (`conv2d`; `relu_` is `relu`), an
+    "unknown" row for others.
+    """
     row = PACKETS.get(packet) or PACKETS.get(packet.removesuffix("_"))
     return row or unknown(packet.removesuffix("_") or packet)
 
@@ -61,7 +65,9 @@ def unknown(name: str) -> Op:
 def _row(
     name: str, kind: Kind, *types: str, aten: tuple[str, ...] | None = None, **columns: Any
 ) -> Op:
-    """A row; what computes makes fresh memory, but an einsum that only permutes returns a view."""
+    """A row; what computes makes fresh memory, but an einsum that only permutes returns a
+    view.
+    """
     fresh = (
         kind not in ("passthrough", "structural", "float", "unknown") and name not in _SEVERAL
     )
@@ -174,9 +180,8 @@ _ROWS = (
         "torch.nn.BatchNorm3d",
         any_layout=True,
     ),
-    _row(
-        "channel_scale", "mac", aten=(), weight=True, channels=1
-    ),  # a batch norm that could not fold
+    # A batch norm that could not fold
+    _row("channel_scale", "mac", aten=(), weight=True, channels=1),
     _norm("layer_norm", -1, "torch.nn.LayerNorm", _F + "layer_norm", normalizes=True),
     _norm("group_norm", 1, "torch.nn.GroupNorm", _F + "group_norm", any_layout=True),
     _norm("instance_norm", 1, "torch.nn.InstanceNorm1d", "torch.nn.InstanceNorm2d"),
@@ -279,9 +284,8 @@ _ROWS = (
     _join("index_put", "input", "values"),
     _join("index_copy", "input", "source"),
     _join("index_fill", "input", "value"),
-    *_rows(
-        "compute", "meshgrid", "broadcast_tensors"
-    ),  # of several tensors: each is quantized as it comes out
+    # Of several tensors: each is quantized as it comes out
+    *_rows("compute", "meshgrid", "broadcast_tensors"),
     _pool("max_pool1d", 1, "passthrough", AFFINE, "torch.nn.MaxPool1d"),
     _pool("max_pool2d", 2, "passthrough", AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
     _pool("max_pool3d", 3, "passthrough", AFFINE, "torch.nn.MaxPool3d"),
@@ -383,9 +387,8 @@ _ROWS = (
     *_rows(
         "passthrough", "repeat_interleave", "tile", "broadcast_to", axes=MOVED, commutes=ALL
     ),
-    _row(
-        "input_scale", "float", aten=(), axes=SAME, commutes=SCALING
-    ),  # inserted by algorithms, see `nn.rescale`
+    # Inserted by algorithms, see `nn.rescale`
+    _row("input_scale", "float", aten=(), axes=SAME, commutes=SCALING),
     _row("rotation", "float", aten=()),
     *_rows("float", "rsqrt", "reciprocal", "log", "log2", nonzero="input", any_layout=True),
     *_rows("float", "pow", "square", "sqrt", "exp", "expm1", "log1p", any_layout=True),
@@ -437,12 +440,10 @@ _ROWS = (
         commutes=ALL,
     ),
     _row("input", "structural"),
-    _row(
-        "module", "structural", aten=()
-    ),  # a module without quantizable weights, where nothing is traced
-    _row(
-        "module_input", "structural", aten=()
-    ),  # what a module is called with, where nothing is traced
+    # A module without quantizable weights, where nothing is traced
+    _row("module", "structural", aten=()),
+    # What a module is called with, where nothing is traced
+    _row("module_input", "structural", aten=()),
     _row("parameter", "structural", weight=True),
     _row("constant", "structural"),
     _row("size", "structural", aten=("sym_size", "size"), any_layout=True),

@@ -1,4 +1,5 @@
-"""Of which layers' values a join consists: what is left after later writes, and what a slice of it holds.
+"""Of which layers' values a join consists: what is left after later writes, and what a slice of
+it holds.
 
 Follows moves and joins on labels that lie where the values do. Knows no config and no scale.
 """
@@ -39,8 +40,10 @@ class Origins:
     Attributes:
         sources: the nodes that made its parts, in their order of execution.
         constants: whether constants other than zero stand among them.
-        axis: the only axis along which one part follows another; None if there are several, or it is not known.
-        parts: where there is such an axis, the parts along it: their sources, "" for constants, and their lengths.
+        axis: the only axis along which one part follows another; None if there are several, or
+            it is not known.
+        parts: where there is such an axis, the parts along it: their sources, "" for constants,
+            and their lengths.
     """
 
     sources: tuple[str, ...]
@@ -58,7 +61,9 @@ def origins_of(graph: Graph) -> dict[str, Origins]:
 
 
 def maker(graph: Graph, name: str) -> str:
-    """Return the node that made a moved value; of several results, the one that picks it out of them."""
+    """Return the node that made a moved value; of several results, the one that picks it out of
+    them.
+    """
     node = graph.by_name[name]
     while node.row.kind == "passthrough":
         source = graph.source(node)
@@ -131,7 +136,9 @@ class _Walk:
         return Origins(names, constants, axis, tuple(parts))
 
     def _joining_axis(self, node: Node, reads: tuple[str, ...]) -> int | None:
-        """The axis along which what a join reads lies in it one after the other, None if there is no such axis."""
+        """The axis along which what a join reads lies in it one after the other, None if there
+        is no such axis.
+        """
         if node.row.axes is not JOINED or not node.shape:
             return None
         axis = int(node.attrs.get("dim", 0)) % node.rank
@@ -165,7 +172,9 @@ class _Walk:
 
 
 class _Labels:
-    """Numbers of sources that lie where their values do; a node whose moves depend on values has none."""
+    """Numbers of sources that lie where their values do; a node whose moves depend on values
+    has none.
+    """
 
     def __init__(self, graph: Graph, numbers: Mapping[str, int]) -> None:
         self.graph, self.numbers = graph, numbers
@@ -173,7 +182,9 @@ class _Labels:
         self.known: dict[str, Any] = {}
 
     def of(self, node: Node) -> list[Tensor] | None:
-        """Return the labels of what a node makes, of each result; None if they are not known."""
+        """Return the labels of what a node makes, of each result; None if they are not
+        known.
+        """
         try:
             labels = self._moved(node)
         except _UNFOLLOWED:
@@ -204,7 +215,9 @@ class _Labels:
         return None if others is None else call(node.target, others | labels)
 
     def _blended(self, node: Node, labels: Tensor) -> Any:
-        """The labels after windows, resizing or zeros around, where they are alike along the axes that these are on."""
+        """The labels after windows, resizing or zeros around, where they are alike along the
+        axes that these are on.
+        """
         rule, made = node.row.axes, self.values.get(node.name)
         if rule is None or rule.runs or made is None or not isinstance(labels, Tensor):
             return None
@@ -235,7 +248,9 @@ class _Labels:
         return labels
 
     def _label(self, name: str) -> Any:
-        """The labels of one value: of a join, or one number for all of what another node makes."""
+        """The labels of one value: of a join, or one number for all of what another node
+        makes.
+        """
         if name in self.known:
             return self.known[name]
         number = _leaf_label(self.graph, name, self.numbers)
@@ -310,7 +325,9 @@ def _is_constant(number: Any) -> bool:
 
 
 def _has_parts(graph: Graph) -> bool:
-    """Whether positions matter: parts of a join may be overwritten or picked, or are moved before they are read."""
+    """Whether positions matter: parts of a join may be overwritten or picked, or are moved
+    before they are read.
+    """
     after: set[str] = set()
     moved: set[str] = set()
     for node in graph.nodes:

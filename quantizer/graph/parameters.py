@@ -13,7 +13,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def replace_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put other tensors where a module has its parameters; one that stands in several places is replaced in all."""
+    """Put other tensors where a module has its parameters; one that stands in several places is
+    replaced in all.
+    """
     given = {
         id(module.get_parameter(name)): nn.Parameter(own, requires_grad=False)
         for name, own in tensors.items()
@@ -25,15 +27,17 @@ def replace_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None
 
 
 def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a module another parameter, on the device of the one before; a deferred one stays where it is."""
+    """Give a module another parameter, on the device of the one before; a deferred one stays
+    where it is.
+    """
     before = module.get_parameter(name)
     moved = value if value.device == before.device else value.to(before.device)
     module._parameters[name] = nn.Parameter(moved.detach(), requires_grad=before.requires_grad)
 
 
 def placed(module: Module, device: torch.device) -> Module:
-    """The module with its tensors on a device. Deferred ones stay so: each goes there whenever it is computed with, so
-    that a model may be larger than the device's memory.
+    """The module with its tensors on a device. Deferred ones stay so: each goes there whenever
+    it is computed with, so that a model may be larger than the device's memory.
     """
     aside: list[tuple[dict[str, Any], str, DeferredTensor]] = []
     for part in module.modules():
@@ -57,7 +61,8 @@ def placed(module: Module, device: torch.device) -> Module:
 
 @contextmanager
 def without_values(module: nn.Module) -> Iterator[Mapping[str, DeferredTensor]]:
-    """A module whose deferred parameters are, for a while, tensors of one value, so that it can be traced; gives them.
+    """A module whose deferred parameters are, for a while, tensors of one value, so that it can
+    be traced; gives them.
 
     They have the shapes and nothing more, as a trace reads nothing else.
     """

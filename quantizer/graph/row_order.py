@@ -47,7 +47,8 @@ class RowOrder:
         unordered: values that are joined with ordered ones and are not in that order.
         before: what had put the rows of the operand in order; None if nothing had.
         is_traced: whether it is known what had.
-        is_reduced: whether values of an axis become one on the way to the output, which may be that of rows.
+        is_reduced: whether values of an axis become one on the way to the output, which may be
+            that of rows.
     """
 
     node: str
@@ -206,8 +207,9 @@ def _ordered_operand(operator: Node) -> str:
 
 
 def _carrier(graph: Graph, node: Node, ordered: list[str], reduced: Collection[str]) -> str:
-    """Return the operand whose rows a node keeps: of those in that order one that is neither reduced nor spread out,
-    if there is one."""
+    """Return the operand whose rows a node keeps: of those in that order one that is neither
+    reduced nor spread out, if there is one.
+    """
 
     def strangeness(operand: str) -> tuple[bool, bool]:
         return operand in reduced, graph.by_name[operand].shape != node.shape
@@ -220,7 +222,8 @@ class _Orders:
     """In which order rows of nodes are.
 
     Attributes:
-        leads: for each node the operator in whose order its rows are, the nearest one before it.
+        leads: for each node the operator in whose order its rows are, the nearest one before
+            it.
         mixed: the nodes that ordered rows lead to and whose rows are in no order that is known.
         reduced: the nodes whose rows may be made of several.
     """

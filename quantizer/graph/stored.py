@@ -1,4 +1,5 @@
-"""A traced graph as JSON and back, without the values of its tensors: those of a graph that is read are NaN or 0.
+"""A traced graph as JSON and back, without the values of its tensors: those of a graph that is
+read are NaN or 0.
 
 A constant that holds a far value (`far_values`) is full of it, as plans depend on that.
 """
@@ -43,7 +44,8 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
 
 
 def graph_from_json(value: Mapping[str, Any]) -> Graph:
-    """The graph that `graph_to_json` described; tensors that were read from files when needed still say so.
+    """The graph that `graph_to_json` described; tensors that were read from files when needed
+    still say so.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: it described none.
@@ -94,7 +96,8 @@ def _blank(shape: list[int], dtype: str, is_deferred: bool, far: Any) -> Tensor:
     kind, value = _torch(dtype), _read(far)
     if value is None:
         value = math.nan if kind.is_floating_point else 0
-    # A tensor on the meta device would take no memory either, but half a second for what torch imports to compute it.
+    # A tensor on the meta device would take no memory either, but half a second for what torch
+    # imports to compute it.
     blank = torch.full((), value, dtype=kind).expand(shape)
     return DeferredTensor(shape, kind, lambda: blank) if is_deferred else blank
 
@@ -104,7 +107,9 @@ def _length(axes: list[list[int]], **others: Any) -> Length:
 
 
 def _plain(value: Any) -> Any:
-    """A nested constant in JSON: what JSON lacks is an object with one key, which says what it is."""
+    """A nested constant in JSON: what JSON lacks is an object with one key, which says what it
+    is.
+    """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

@@ -1,6 +1,8 @@
-"""What algorithms want to know of a graph: decoder blocks, layers that read one value, and where a factor can go.
+"""What algorithms want to know of a graph: decoder blocks, layers that read one value, and
+where a factor can go.
 
-Found on the traced graph alone, for any architecture; a config may name parts of it. Computes nothing on weights.
+Found on the traced graph alone, for any architecture; a config may name parts of it. Computes
+nothing on weights.
 """
 
 import itertools
@@ -15,7 +17,9 @@ _LAYERS = 2  # that a block has at least
 
 @dataclass(frozen=True)
 class ModuleBlock:
-    """A run of nodes that repeats: `path` is its module's, `start` and `stop` are indices into `graph.nodes`."""
+    """A run of nodes that repeats: `path` is its module's, `start` and `stop` are indices into
+    `graph.nodes`.
+    """
 
     path: str
     start: int
@@ -24,17 +28,21 @@ class ModuleBlock:
 
 @dataclass(frozen=True)
 class Fold:
-    """Where each channel of a group's input can be divided by a factor, exactly: in the parameters of one layer.
+    """Where each channel of a group's input can be divided by a factor, exactly: in the
+    parameters of one layer.
 
     Args:
-        kind: "norm" divides the parameters `weight` and, where there is one, `bias` of a normalization (or the factor
-            of a decomposed one, a "parameter" or "constant" node); "layer" the rows of a linear or convolution layer
-            and its bias.
+        kind: "norm" divides the parameters `weight` and, where there is one, `bias` of a
+            normalization (or the factor of a decomposed one, a "parameter" or "constant" node);
+            "layer" the rows of a linear or convolution layer and its bias.
         node: whose parameters are divided.
-        channels: for each channel of the group's input the output channel of `node` that it comes from; None where
-            they are the same. Channels with one origin must have one factor.
-        offset: what is added to the parameter before it multiplies (1 for norms that keep weight - 1).
-        extra: linear layers that read the same value and are not in the group: their columns are multiplied as well.
+        channels: for each channel of the group's input the output channel of `node` that it
+            comes from; None where they are the same. Channels with one origin must have one
+            factor.
+        offset: what is added to the parameter before it multiplies (1 for norms that keep
+            weight - 1).
+        extra: linear layers that read the same value and are not in the group: their columns
+            are multiplied as well.
     """
 
     kind: Literal["norm", "layer"]
@@ -50,12 +58,14 @@ class InputGroup:
 
     Args:
         source: the node whose value they read.
-        layers: linear and convolution layers in execution order; an algorithm rounds those that the plan quantizes.
+        layers: linear and convolution layers in execution order; an algorithm rounds those that
+            the plan quantizes.
         axis: of the value, along which its channels lie (-1 for linear layers).
         channels: how many there are.
         block: index into `Structure.blocks`; None outside.
         fold: None where only an explicit multiplication is exact; `why_not` says why.
-        tied: nodes outside the group that have the weight of one of its layers: other columns need a copy of their own.
+        tied: nodes outside the group that have the weight of one of its layers: other columns
+            need a copy of their own.
         is_fixed: whether its channels can be divided nowhere.
     """
 
@@ -79,7 +89,9 @@ class Structure:
 
 
 def find_blocks(graph: Graph) -> tuple[ModuleBlock, ...]:
-    """Blocks in execution order, of the containers with most layers; none where nothing repeats."""
+    """Blocks in execution order, of the containers with most layers; none where nothing
+    repeats.
+    """
     layers: dict[str, Counter[str]] = {}
     classes: dict[tuple[str, str], str] = {}
     for node in graph.nodes:
@@ -109,7 +121,9 @@ def find_blocks(graph: Graph) -> tuple[ModuleBlock, ...]:
 
 
 def blocks_of(graph: Graph, container: str, least: int = 1) -> tuple[ModuleBlock, ...]:
-    """The run of nodes of each child of a container that has at least so many layers, in execution order."""
+    """The run of nodes of each child of a container that has at least so many layers, in
+    execution order.
+    """
     prefix = f"{container}." if container else ""
     runs: dict[str, list[int]] = {}
     layers: Counter[str] = Counter()

@@ -1,4 +1,6 @@
-"""Operators as torch traces and runs them: targets, packets, named arguments. Knows torch's schemas, not the graph."""
+"""Operators as torch traces and runs them: targets, packets, named arguments. Knows torch's
+schemas, not the graph.
+"""
 
 import math
 import operator
@@ -23,14 +25,17 @@ _SYMBOLIC = (
 _OF_SIZES: dict[str, Callable[..., Any]] = {
     f"{each.__module__}.{each.__name__}": each for each in _SYMBOLIC
 }
-"""What Python computes of sizes beside `operator`: "math.ceil", "builtins.round", "torch.sym_max"."""
+"""What Python computes of sizes beside `operator`: "math.ceil", "builtins.round",
+"torch.sym_max".
+"""
 NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
 CONVOLUTIONS = ("aten._convolution.default", "aten.convolution.default")
 LINEAR = "aten.linear.default"
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The callable behind "aten.relu.default" or "operator.getitem"; nothing outside torch's operators and arithmetic.
+    """The callable behind "aten.relu.default" or "operator.getitem"; nothing outside torch's
+    operators and arithmetic.
 
     Raises:
         ValueError: the target names something else.
@@ -46,7 +51,9 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def takes_self(function: Callable[..., Any]) -> bool:
-    """Whether torch calls the first argument "self", which cannot be a keyword of a method: ours is "input"."""
+    """Whether torch calls the first argument "self", which cannot be a keyword of a method:
+    ours is "input".
+    """
     schema = getattr(function, "_schema", None)
     return schema is not None and any(argument.name == "self" for argument in schema.arguments)
 
@@ -74,7 +81,9 @@ def target_name(node: Any) -> str:
 
 
 def packet(target: str) -> str:
-    """`conv2d` of `aten.conv2d.default`; Python's integer arithmetic keeps apart from tensor arithmetic."""
+    """`conv2d` of `aten.conv2d.default`; Python's integer arithmetic keeps apart from tensor
+    arithmetic.
+    """
     namespace, name = target.split(".")[:2]
     if target == "operator.getitem":
         return "getitem"
@@ -82,7 +91,9 @@ def packet(target: str) -> str:
 
 
 def functional(target: str) -> str:
-    """The target without the trailing underscore of in-place operations, where torch has such a twin."""
+    """The target without the trailing underscore of in-place operations, where torch has such a
+    twin.
+    """
     namespace, name, *overload = target.split(".")
     if namespace != "aten" or not name.endswith("_") or name.endswith("__"):
         return target
@@ -116,8 +127,8 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def convolution(arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return target and arguments of `conv2d` and its kin for `convolution`, the one function that `torch.jit.trace`
-    writes for all of them.
+    """Return target and arguments of `conv2d` and its kin for `convolution`, the one function
+    that `torch.jit.trace` writes for all of them.
     """
     shared = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     given = {name: arguments[name] for name in shared}
@@ -136,14 +147,15 @@ def rank(argument: Any) -> int:
 
 
 def parameter_names(arguments: Mapping[str, Any]) -> list[str]:
-    """torch's names for the entries of the list of parameters that a recurrent operator takes."""
+    """torch's names for the entries of the list of parameters that a recurrent operator
+    takes.
+    """
     directions = ("", "_reverse") if arguments["bidirectional"] else ("",)
     each = len(arguments["params"]) // (arguments["num_layers"] * len(directions))
     kinds = ["weight_ih", "weight_hh"]
     kinds += ["bias_ih", "bias_hh"] if arguments["has_biases"] else []
-    kinds += (
-        ["weight_hr"] if each > len(kinds) else []
-    )  # the projection of an LSTM with proj_size
+    # The projection of an LSTM with proj_size
+    kinds += ["weight_hr"] if each > len(kinds) else []
     layers = range(arguments["num_layers"])
     return [
         f"{kind}_l{layer}{direction}"
@@ -160,7 +172,9 @@ def pair(value: Any) -> tuple[int, int]:
 
 
 def is_copy(target: str) -> bool:
-    """Whether all that is read of the first argument is what it is made of: its dtype, its sizes."""
+    """Whether all that is read of the first argument is what it is made of: its dtype, its
+    sizes.
+    """
     return packet(target).removesuffix("_") in ("copy", "fill", "zero")
 
 

@@ -1,4 +1,6 @@
-"""From a module and one example batch to a `Graph`, through `torch.export` with the batch and lengths left open."""
+"""From a module and one example batch to a `Graph`, through `torch.export` with the batch and
+lengths left open.
+"""
 
 import contextlib
 import inspect
@@ -36,14 +38,15 @@ logger = logging.getLogger(__name__)
 def trace(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Graph:
-    """The graph of `module` for calls shaped like the example; the first dimension of the inputs stays dynamic, and so
-    does the number of tokens where the model allows it.
+    """The graph of `module` for calls shaped like the example; the first dimension of the
+    inputs stays dynamic, and so does the number of tokens where the model allows it.
 
-    `args` and `kwargs` may be nested; tensors are cut or repeated to a batch of two, which torch needs to keep the
-    batch symbolic.
+    `args` and `kwargs` may be nested; tensors are cut or repeated to a batch of two, which
+    torch needs to keep the batch symbolic.
 
     Raises:
-        ModelError: a name is unsafe, the module raises, or its control flow depends on tensor values.
+        ModelError: a name is unsafe, the module raises, or its control flow depends on tensor
+            values.
     """
     check_names(module)
     with without_values(module) as deferred:
@@ -64,9 +67,8 @@ def _traced(
         for leaf in pytree.tree_leaves(given)
         if isinstance(leaf, Tensor) and leaf.dim()
     }
-    size = (
-        sizes.pop() if len(sizes) == 1 else None
-    )  # where they disagree, nothing is taken for a batch
+    # Where they disagree, nothing is taken for a batch
+    size = sizes.pop() if len(sizes) == 1 else None
     example = _resized(given, size, 2)
     program = _with_lengths(module, example) if size is not None else None
     try:
@@ -78,9 +80,8 @@ def _traced(
             raise
         example = _resized(given, size, UNUSUAL)
         program = _compared_with_others(module, example)
-        if (
-            program is None
-        ):  # the model writes its batch size into its code: then only batches of this size can run
+        # The model writes its batch size into its code: then only batches of this size can run
+        if program is None:
             example = given
             program = _export(module, *example, batch=None)
             logger.warning(
@@ -100,14 +101,16 @@ def _traced(
 
 
 UNUSUAL = 7
-"""Samples in a batch that a model has hardly seen before, so that it is none of the sizes that it may have noted."""
+"""Samples in a batch that a model has hardly seen before, so that it is none of the sizes that
+it may have noted.
+"""
 
 
 def _compared_with_others(
     module: nn.Module, example: tuple[Any, ...]
 ) -> ExportedProgram | None:
-    """The program of a model that asks whether its batch is of another size than the last one, as those do that keep
-    what they made for it; None if it asks for more than that.
+    """The program of a model that asks whether its batch is of another size than the last one,
+    as those do that keep what they made for it; None if it asks for more than that.
     """
     try:
         program = _export(module, *example, batch=Dim.AUTO)
@@ -128,7 +131,9 @@ def _fixed(module: nn.Module, size: int, call: tuple[Any, ...]) -> tuple[str, in
 
 
 def _with_lengths(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgram | None:
-    """The program with those lengths open that the model leaves open; None if there are none, or torch fails."""
+    """The program with those lengths open that the model leaves open; None if there are none,
+    or torch fails.
+    """
     axes = length_axes(example)
     try:
         program = (
@@ -140,7 +145,8 @@ def _with_lengths(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgra
         return None
     if program is None or open_lengths(program):
         return program
-    # A table of positions that is read whole looks like a fixed length, and is none where fewer tokens fit.
+    # A table of positions that is read whole looks like a fixed length, and is none where fewer
+    # tokens fit.
     sizes = {
         size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape
     }
@@ -165,7 +171,9 @@ def _with_lengths(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgra
 
 
 class _SameForAllExamplesError(ModelError):
-    """What another example does not change: control flow that depends on values, or the end of the process."""
+    """What another example does not change: control flow that depends on values, or the end of
+    the process.
+    """
 
 
 def _resized(call: tuple[Any, ...], size: int | None, count: int) -> tuple[Any, ...]:
@@ -189,8 +197,8 @@ def _export(
 ) -> ExportedProgram:
     """`torch.export`, quietly, with its failures turned into sentences.
 
-    `batch` is what torch is told of the first axes, None for the sizes of this call; `lengths` are axes that may be
-    dynamic, too.
+    `batch` is what torch is told of the first axes, None for the sizes of this call; `lengths`
+    are axes that may be dynamic, too.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     axes = iter(lengths or [()] * len(leaves))
@@ -202,7 +210,8 @@ def _export(
     ]
     spec = pytree.tree_unflatten(shapes, structure)
     try:
-        # by the parameters of `forward`, so that `*args` is one tuple; TypeError if it does not take these arguments
+        # by the parameters of `forward`, so that `*args` is one tuple; TypeError if it does not
+        # take these arguments
         named = (
             dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments)
             if batch is not None
@@ -224,7 +233,10 @@ def _export(
         raise _explain(module, error) from error
     except BaseException as error:
         # sys.exit() in forward(): the process goes on, so that it ends with a sentence.
-        text = f"{type(module).__name__} cannot be traced: its forward() raised {type(error).__name__}"
+        text = (
+            f"{type(module).__name__} cannot be traced: its forward() raised "
+            f"{type(error).__name__}"
+        )
         raise _SameForAllExamplesError(
             f"{text}{_where(error)}", help="return from forward() instead"
         ) from error
@@ -232,7 +244,9 @@ def _export(
 
 @contextlib.contextmanager
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """torch 2.8 leaves fake tensors in recurrent layers' lists of their weights, with which they no longer compute."""
+    """torch 2.8 leaves fake tensors in recurrent layers' lists of their weights, with which
+    they no longer compute.
+    """
     layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
     lists = [
         (vars(child), name, [*vars(child)[name]])
@@ -252,8 +266,8 @@ _LISTS = ("_flat_weights", "_flat_weight_refs")
 
 @contextlib.contextmanager
 def without_stack_traces() -> Iterator[None]:
-    """torch notes for each node where it was called, a tenth to a quarter of the time of a trace or an export; nothing
-    here reads that.
+    """torch notes for each node where it was called, a tenth to a quarter of the time of a
+    trace or an export; nothing here reads that.
 
     Versions that have no such switch ignore it.
     """
@@ -270,7 +284,9 @@ _SWITCH = "do_not_emit_stack_traces"
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's loggers, warnings and dumps on stderr: what matters comes back as an exception."""
+    """Silence torch's loggers, warnings and dumps on stderr: what matters comes back as an
+    exception.
+    """
     known = [
         each
         for each in logging.Logger.manager.loggerDict.values()
@@ -278,11 +294,11 @@ def quiet() -> Iterator[None]:
     ]
     of_torch = [each for each in known if each.name.partition(".")[0] == "torch"]
     loud = [each for each in of_torch if not each.disabled]
-    handlers = [
-        handler for each in of_torch for handler in each.handlers
-    ]  # of loggers that are made meanwhile, too
+    # Of loggers that are made meanwhile, too
+    handlers = [handler for each in of_torch for handler in each.handlers]
     for each in loud:
-        each.disabled = True  # setLevel would empty the caches of all loggers of the process, for each of torch's
+        # SetLevel would empty the caches of all loggers of the process, for each of torch's
+        each.disabled = True
     for handler in handlers:
         handler.addFilter(_nothing)
     try:
@@ -311,13 +327,21 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
         )
         line = _where(error)
         if where:
-            line = f" at line {where.group(2)} of {where.group(1).rpartition('/')[2]}: {where.group(4).strip()}"
-        chooses = (
-            hasattr(module, "set_experts_implementation") and "expert" in line
-        )  # transformers has two that trace
-        remedy = "compute both branches and choose with torch.where, or keep that part outside the quantized model"
+            line = (
+                f" at line {where.group(2)} of {where.group(1).rpartition('/')[2]}: "
+                f"{where.group(4).strip()}"
+            )
+        # Transformers has two that trace
+        chooses = hasattr(module, "set_experts_implementation") and "expert" in line
+        remedy = (
+            "compute both branches and choose with torch.where, or keep that part "
+            "outside "
+            "the "
+            "quantized model"
+        )
         return _SameForAllExamplesError(
-            f"{type(module).__name__} cannot be traced: its control flow depends on the values of a tensor{line}",
+            f"{type(module).__name__} cannot be traced: its control flow depends on the "
+            f"values of a tensor{line}",
             help='call its set_experts_implementation("grouped_mm")' if chooses else remedy,
         )
     compiled = next(
@@ -334,7 +358,8 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
             help="give the Python module in its place, and compile it after quantization",
         )
     return ModelError(
-        f"{type(module).__name__} cannot be traced: {type(error).__name__}: {first}{_where(error)}",
+        f"{type(module).__name__} cannot be traced: {type(error).__name__}: "
+        f"{first}{_where(error)}",
         help="check that the model runs on the first batch, in eval mode, as `model(*batch)`",
     )
 
@@ -350,6 +375,5 @@ def _where(error: BaseException) -> str:
     if not frames:
         return ""
     frame = frames[-1]
-    return f" at line {frame.lineno} of {frame.filename.rpartition('/')[2]}: {frame.line or ''}".rstrip(
-        ": "
-    )
+    file = frame.filename.rpartition("/")[2]
+    return f" at line {frame.lineno} of {file}: {frame.line or ''}".rstrip(": ")

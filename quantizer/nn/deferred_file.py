@@ -36,9 +36,9 @@ STORED: dict[str, torch.dtype] = {
 
 
 def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
-    """The tensors of a safetensors file, each read when it is needed, and no more of the file than that: a map of all
-    of it would count as memory, against `ulimit -v` at once. The file stays open, so another one that takes its place
-    changes nothing.
+    """The tensors of a safetensors file, each read when it is needed, and no more of the file
+    than that: a map of all of it would count as memory, against `ulimit -v` at once. The file
+    stays open, so another one that takes its place changes nothing.
 
     Raises:
         OSError: it cannot be read.

@@ -1,4 +1,6 @@
-"""The layers that the DPU approximates, in float: exact with power-of-two scales. Knows no codes and no overflow."""
+"""The layers that the DPU approximates, in float: exact with power-of-two scales. Knows no
+codes and no overflow.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +15,9 @@ from quantizer.numerics.rounding import half_up
 
 
 class DpuAvgPool2d(Layer):
-    """Sums of windows times `multiplier` / 2^`shift`, as [b, channels] without `keepdim`, for a window that is all."""
+    """Sums of windows times `multiplier` / 2^`shift`, as [b, channels] without `keepdim`, for a
+    window that is all.
+    """
 
     def __init__(
         self,
@@ -39,15 +43,17 @@ class DpuAvgPool2d(Layer):
 
     def sums(self, x: Tensor) -> Tensor:
         """The sum of each window, padding counted as zeros."""
-        if (
-            torch.compiler.is_exporting()
-        ):  # ONNX has no average pooling with a divisor of one's own
+        # ONNX has no average pooling with a divisor of one's own
+        if torch.compiler.is_exporting():
             ones = torch.ones(x.shape[1], 1, *self.kernel_size, dtype=x.dtype, device=x.device)
             return F.conv2d(x, ones, None, self.stride, self.padding, groups=x.shape[1])
         return F.avg_pool2d(x, self.kernel_size, self.stride, self.padding, divisor_override=1)
 
     def extra_repr(self) -> str:
-        return f"kernel_size={self.kernel_size}, stride={self.stride}, factor={self.multiplier}/2^{self.shift}"
+        return (
+            f"kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"factor={self.multiplier}/2^{self.shift}"
+        )
 
 
 class DpuHardsigmoid(Layer):

@@ -1,4 +1,6 @@
-"""Quantization with a range found each time: of the tensor at hand, or of each of its rows. Knows no modules."""
+"""Quantization with a range found each time: of the tensor at hand, or of each of its rows.
+Knows no modules.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,17 +16,16 @@ from quantizer.numerics.qparams import CodeRange, IntegerRange, QParams, qparams
 from quantizer.observers import NegativeValuesError, ObservationError, code_range_of, kernel_of
 from quantizer.observers.observed_batch import Range, as_rows, extremes
 
-ROUND = (
-    4 * BLOCK
-)  # values whose ranges are found before they are quantized: the blocks share the work on scales
+# Values whose ranges are found before they are quantized: the blocks share the work on scales
+ROUND = 4 * BLOCK
 
 
 def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
     """Return scale and zero point for the least and greatest values of `x`, of `scale_shape`.
 
     Raises:
-        ObservationError: there is NaN, infinity or a negative value without a code; not in a program that torch
-            traces, which has no errors of its own.
+        ObservationError: there is NaN, infinity or a negative value without a code; not in a
+            program that torch traces, which has no errors of its own.
     """
     rows = as_rows(x, *spec.cut)
     traced = torch.compiler.is_compiling()  # true of exports as well
@@ -38,7 +39,8 @@ def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
 
 
 def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Tensor:
-    """Return each of `rows` quantized with the scale of its own range; a block is quantized while it is in the cache.
+    """Return each of `rows` quantized with the scale of its own range; a block is quantized
+    while it is in the cache.
 
     The values are those that `dynamic_qparams` gives, where scales do not depend on each other.
 
@@ -67,8 +69,9 @@ def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Ten
 
 
 def once(x: Tensor, spec: QuantizationSpec, quantize: Callable[[], Tensor]) -> Tensor:
-    """Return what `quantize` makes of `x`; modules that read one value with one spec, as query, key and value do, share
-    it. It is kept with the value, for as long as that lives, and made anew where either was written to.
+    """Return what `quantize` makes of `x`; modules that read one value with one spec, as query,
+    key and value do, share it. It is kept with the value, for as long as that lives, and made
+    anew where either was written to.
     """
     if type(x) is not Tensor or torch.compiler.is_compiling() or x.is_inference():
         return quantize()
@@ -89,7 +92,9 @@ def _broken(found: Range) -> int:
 
 
 def _check(broken: int, rows: int, least: float, code_range: CodeRange) -> None:
-    """Raise ObservationError if no scale exists for `broken` of the rows, or for `least`, the least of all values."""
+    """Raise ObservationError if no scale exists for `broken` of the rows, or for `least`, the
+    least of all values.
+    """
     if broken:
         where = (
             "this tensor holds" if rows == 1 else f"{broken} of {rows} rows of this tensor hold"
@@ -99,6 +104,7 @@ def _check(broken: int, rows: int, least: float, code_range: CodeRange) -> None:
         )
     if isinstance(code_range, IntegerRange) and code_range.nonnegative and least < 0:
         raise NegativeValuesError(
-            f"The smallest value is {least:g}, and unsigned symmetric codes have no negative values; "
+            f"The smallest value is {least:g}, and unsigned symmetric codes have no negative "
+            "values; "
             "make it signed, or asymmetric."
         )

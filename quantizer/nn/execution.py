@@ -1,4 +1,5 @@
-"""One pass of a network over one batch: it can stop before any node, go on, branch off, or be given a node's value.
+"""One pass of a network over one batch: it can stop before any node, go on, branch off, or be
+given a node's value.
 
 Executes and forgets what nothing reads any more. It decides nothing.
 """
@@ -22,19 +23,23 @@ NOBODY: Watchers = {}
 
 
 class Runnable(Protocol):
-    """What can be executed node by node; `last_uses` names for each node the values that nothing reads after it,
-    `overwritten` the nodes whose values their reader overwrites."""
+    """What can be executed node by node; `last_uses` names for each node the values that
+    nothing reads after it, `overwritten` the nodes whose values their reader overwrites.
+    """
 
     graph: Graph
     last_uses: Mapping[str, Sequence[str]]
     overwritten: Collection[str]
 
     def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
-        """The node's value, given those of the nodes that it reads; an input finds its own among them."""
+        """The node's value, given those of the nodes that it reads; an input finds its own
+        among them.
+        """
 
 
 class Execution:
-    """Values that are alive between the nodes that have run and those that will; `position` is the next node's index.
+    """Values that are alive between the nodes that have run and those that will; `position` is
+    the next node's index.
 
     Args:
         network: what runs.
@@ -56,7 +61,9 @@ class Execution:
         return other
 
     def step(self, watch: Watchers = NOBODY) -> tuple[str, Any]:
-        """Run the next node, and show its value to who watches it; returns its name and value."""
+        """Run the next node, and show its value to who watches it; returns its name and
+        value.
+        """
         node = self.network.graph.nodes[self.position]
         value = self.network.run_node(node, self.values)
         if node.name in watch:
@@ -84,13 +91,17 @@ class Execution:
         return self
 
     def output(self) -> Any:
-        """What the network returns, once all nodes have run, in the type of the traced model."""
+        """What the network returns, once all nodes have run, in the type of the traced
+        model.
+        """
         graph = self.network.graph
         output = channels_first(map_refs(graph.output, self.values.__getitem__))
         return graph.rebuild(output) if graph.rebuild else output
 
     def outputs(self) -> list[Tensor]:
-        """The tensors among what the network returns, in order; of complex ones their real view."""
+        """The tensors among what the network returns, in order; of complex ones their real
+        view.
+        """
         leaves = pytree.tree_leaves(
             map_refs(self.network.graph.output, self.values.__getitem__)
         )
@@ -115,7 +126,9 @@ def float_leaves(output: Any) -> list[Tensor]:
 
 
 def arguments(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a node's layer; the dict is kept by nobody, as it would keep the values."""
+    """The arguments of a node's layer; the dict is kept by nobody, as it would keep the
+    values.
+    """
     if node.op == "input":
         return {"input": values[node.name]}
     return {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}

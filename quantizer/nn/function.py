@@ -1,4 +1,6 @@
-"""A layer that is one torch function, with its constants fixed and, for normalizations, its own parameters."""
+"""A layer that is one torch function, with its constants fixed and, for normalizations, its own
+parameters.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,7 +15,9 @@ from quantizer.nn.layer import Layer
 
 
 def _view(input: Tensor, size: Sequence[int]) -> Tensor:  # noqa: A002 - as torch's schemas name it, but for "self"
-    """A view refuses orders of memory that it was not traced with, and where it does not it is this."""
+    """A view refuses orders of memory that it was not traced with, and where it does not it is
+    this.
+    """
     return input.reshape(size)
 
 
@@ -24,7 +28,9 @@ def topk(
     largest: bool = True,
     sorted: bool = True,  # noqa: A002
 ) -> tuple[Tensor, Tensor]:
-    """Of equal values the first come first, as ONNX defines TopK; torch leaves it open, and codes are often equal."""
+    """Of equal values the first come first, as ONNX defines TopK; torch leaves it open, and
+    codes are often equal.
+    """
     values, indices = input.sort(dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
@@ -37,8 +43,8 @@ _CALLS: dict[str, Callable[..., Any]] = {"aten.view.default": _view, _TOPK: topk
 class Function(Layer):
     """`Function("aten.mean.default")`, or a subclass that fixes the target: `Mean(dim=[2, 3])`.
 
-    `params` gives the shapes of parameters the function reads (a normalization's weight); `inplace` lets it overwrite
-    its input.
+    `params` gives the shapes of parameters the function reads (a normalization's weight);
+    `inplace` lets it overwrite its input.
     """
 
     target: ClassVar[str] = ""
@@ -69,7 +75,9 @@ class Function(Layer):
         self._positional = self._target not in _CALLS and not hasattr(call, "_schema")
 
     def leave_ties_open(self) -> None:
-        """Run torch's `topk`, if that is the function: for a translation to what picks the first of equal values."""
+        """Run torch's `topk`, if that is the function: for a translation to what picks the
+        first of equal values.
+        """
         if self._target == _TOPK:
             self._bind(resolve(_TOPK))
 
@@ -110,7 +118,9 @@ class DeQuantStub(Layer):
 
 
 class Constant(Layer):
-    """A tensor that an expression reads and that nobody trained: a mask, an index, a buffer; never quantized."""
+    """A tensor that an expression reads and that nobody trained: a mask, an index, a buffer;
+    never quantized.
+    """
 
     weight: Tensor
 

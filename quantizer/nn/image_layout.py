@@ -1,7 +1,9 @@
-"""Convolutions of images run with their channels last in memory: on CPUs they, and pooling, take a fifth less time.
+"""Convolutions of images run with their channels last in memory: on CPUs they, and pooling,
+take a fifth less time.
 
-What they make stays so for as long as layers follow that compute alike on any order of memory (`Op.any_layout`). The
-others get what the model gave them, with the channels first. Exported programs have no say in the order of memory.
+What they make stays so for as long as layers follow that compute alike on any order of memory
+(`Op.any_layout`). The others get what the model gave them, with the channels first. Exported
+programs have no say in the order of memory.
 """
 
 from typing import Any
@@ -26,8 +28,9 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def weights_last(network: Module) -> Module:
-    """The network with the weights of its convolutions of images in this order, too, which torch else puts them in at
-    every call: 3 % of a pass. Those of kernels larger than a pixel become copies; deferred ones stay as they are.
+    """The network with the weights of its convolutions of images in this order, too, which
+    torch else puts them in at every call: 3 % of a pass. Those of kernels larger than a pixel
+    become copies; deferred ones stay as they are.
     """
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d) and not isinstance(layer.weight, DeferredTensor):
@@ -38,7 +41,9 @@ def weights_last(network: Module) -> Module:
 
 
 def channels_first(value: Any) -> Any:
-    """The same nested value, the images in it, or parts of images, with the pixels of a row next to each other."""
+    """The same nested value, the images in it, or parts of images, with the pixels of a row
+    next to each other.
+    """
     if isinstance(value, Tensor):
         # A size of 1 has any stride; the last question keeps what is in order already.
         is_last = (

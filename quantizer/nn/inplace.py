@@ -1,4 +1,5 @@
-"""Quantizers for modules where they stand: the object stays, its class becomes a subclass of its own class.
+"""Quantizers for modules where they stand: the object stays, its class becomes a subclass of
+its own class.
 
 Finds no scales and decides nothing. The quantized layers of traced graphs are in `weighted`.
 """
@@ -23,11 +24,13 @@ Watcher = Callable[[Tensor], None]
 
 
 class InPlace(Layer):
-    """What a quantized module is besides what it was: its first argument and its output pass quantizers.
+    """What a quantized module is besides what it was: its first argument and its output pass
+    quantizers.
 
-    Its parameters are quantized already. A tuple (of a recurrent layer) passes unchanged. Before the first
-    argument is quantized, it passes `input_layers`, where algorithms put some. Where a ReLU follows, the output is what
-    that makes of it, `rectifies_output`: it is quantized afterwards, and the ReLU leaves it as it is.
+    Its parameters are quantized already. A tuple (of a recurrent layer) passes unchanged.
+    Before the first argument is quantized, it passes `input_layers`, where algorithms put some.
+    Where a ReLU follows, the output is what that makes of it, `rectifies_output`: it is
+    quantized afterwards, and the ReLU leaves it as it is.
     """
 
     float_class: ClassVar[type[nn.Module]]
@@ -58,7 +61,9 @@ class InPlace(Layer):
             ) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For copy and pickle, which cannot import a class that is made while a program runs."""
+        """For copy and pickle, which cannot import a class that is made while a program
+        runs.
+        """
         reduced: Any = super().__reduce_ex__(2)
         return (_blank, (self.float_class,), *reduced[2:])
 
@@ -86,7 +91,8 @@ def _blank(cls: Any) -> InPlace:
 
 
 def check_float(model: Any, *, traced: bool = False) -> None:
-    """Look whether `model` is one whose layers can be changed in place, with none that is quantized.
+    """Look whether `model` is one whose layers can be changed in place, with none that is
+    quantized.
 
     Args:
         traced: whether it is only traced, for which compiled parts do no harm.
@@ -113,33 +119,41 @@ def check_float(model: Any, *, traced: bool = False) -> None:
 
 
 def check_quantizable(module: nn.Module, where: str, roles: Collection[str]) -> None:
-    """Look for what would keep quantizers in these roles from working; `where` names the module in errors.
+    """Look for what would keep quantizers in these roles from working; `where` names the module
+    in errors.
 
     Raises:
-        ModelError: it has attributes with our names, rewrites its weight, or is called another way than by its class's
-            forward, where quantizers stand.
+        ModelError: it has attributes with our names, rewrites its weight, or is called another
+            way than by its class's forward, where quantizers stand.
     """
     taken = next((name for name in sorted(_OUR_NAMES) if hasattr(module, name)), None)
     if taken is not None:
         raise ModelError(
-            f"{where} is {a_kind(module)} with an attribute {taken!r} of its own, a name that quantized layers need",
+            f"{where} is {a_kind(module)} with an attribute {taken!r} of its own, a name that "
+            "quantized layers need",
             help="rename it in the class, or exclude the layer",
         )
     if "weights" in roles and isinstance(module, nn.Embedding) and module.max_norm is not None:
         raise ModelError(
-            f"{where} has max_norm, by which it changes its quantized weight whenever it is called",
-            help="call it once on torch.arange(num_embeddings) and set its max_norm to None, or exclude the layer",
+            f"{where} has max_norm, by which it changes its quantized weight whenever it is "
+            "called",
+            help="call it once on torch.arange(num_embeddings) and set its max_norm to None, "
+            "or exclude the layer",
         )
     for role in roles:
         if not is_parameter(role) and "forward" in vars(module):
             raise ModelError(
-                f"{where} has a forward beside its class's, which would pass the quantizer of its {role} by",
-                help="remove what replaced it (accelerate: remove_hook_from_module), or exclude the layer",
+                f"{where} has a forward beside its class's, which would pass the quantizer of "
+                f"its {role} by",
+                help="remove what replaced it (accelerate: remove_hook_from_module), or "
+                "exclude the layer",
             )
 
 
 def make_quantizable(module: nn.Module, path: str) -> InPlace:
-    """Give the module at `path`, in place, room for quantizers; what it computes does not change."""
+    """Give the module at `path`, in place, room for quantizers; what it computes does not
+    change.
+    """
     if not isinstance(module, InPlace):
         cls: Any = type(module)
         module.__class__ = quantized_class(cls)
@@ -155,7 +169,9 @@ def rectify_output(module: nn.Module) -> None:
 
 
 def insert_before(module: nn.Module, path: str, layer: nn.Module) -> None:
-    """Have the module at `path` pass its first argument through one more layer, after those that are there already."""
+    """Have the module at `path` pass its first argument through one more layer, after those
+    that are there already.
+    """
     made = make_quantizable(module, path)
     if "input_layers" not in made._modules:
         made.add_module("input_layers", nn.Sequential())
@@ -168,7 +184,9 @@ def lacks_bias(module: nn.Module) -> bool:
 
 
 def add_bias(module: nn.Module, value: Tensor) -> None:
-    """Give a layer that lacks a bias this one; `has_added_bias` tells that it did not have it from the start."""
+    """Give a layer that lacks a bias this one; `has_added_bias` tells that it did not have it
+    from the start.
+    """
     weight = next(module.parameters())
     device = "cpu" if weight.is_meta else weight.device
     module.bias = nn.Parameter(
@@ -180,7 +198,9 @@ def add_bias(module: nn.Module, value: Tensor) -> None:
 def on_first(
     function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with the first one changed, if it is a tensor of floating point or a packed sequence."""
+    """The arguments of a call with the first one changed, if it is a tensor of floating point
+    or a packed sequence.
+    """
     if args:
         return (_changed(function, args[0]), *args[1:]), dict(kwargs)
     first = next(iter(kwargs), None)
@@ -197,7 +217,8 @@ def _changed(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 class ModuleTree:
-    """The layers of a module graph by name, which can be watched while the model runs; `reached` are those that ran.
+    """The layers of a module graph by name, which can be watched while the model runs;
+    `reached` are those that ran.
 
     Outputs of the layers in `rectified` are shown as a ReLU makes them.
     """
@@ -239,7 +260,8 @@ class ModuleTree:
                 reason = str(error).strip().partition("\n")[0]
                 raise DataError(
                     f"the model cannot run on this batch: {type(error).__name__}: {reason}",
-                    help="check shapes, dtypes and devices of the data; a dict gives keyword arguments",
+                    help="check shapes, dtypes and devices of the data; a dict gives keyword "
+                    "arguments",
                 ) from error
             except BaseException as error:
                 text = f"forward() of {type(self.model).__name__} raised {type(error).__name__}"
@@ -271,7 +293,9 @@ class ModuleTree:
 
 
 def keep_layers_called(model: nn.Module) -> None:
-    """Switch torch's fused encoder layers off, which read weights directly and would pass input quantizers by."""
+    """Switch torch's fused encoder layers off, which read weights directly and would pass input
+    quantizers by.
+    """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0

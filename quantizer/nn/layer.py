@@ -20,14 +20,18 @@ class Layer(nn.Module):
         self.quantizers = nn.ModuleDict()
 
     def attach(self, role: str, quantizer: TensorQuantizer) -> None:
-        """Put a quantizer in a role; weights and bias take effect at once, on the parameter itself."""
+        """Put a quantizer in a role; weights and bias take effect at once, on the parameter
+        itself.
+        """
         self.quantizers[role] = quantizer
         if is_parameter(role):
             name = parameter_name(role)
             set_parameter(self, name, quantizer(self.get_parameter(name).detach()))
 
     def detach_output(self) -> TensorQuantizer | None:
-        """Take the output's quantizer off, if there is one; the layer then gives what it computes."""
+        """Take the output's quantizer off, if there is one; the layer then gives what it
+        computes.
+        """
         if "activation" not in self.quantizers:
             return None
         return cast(TensorQuantizer, self.quantizers.pop("activation"))
@@ -50,7 +54,9 @@ class Layer(nn.Module):
     def quantize_inputs(
         self, args: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The layer's own view of its inputs, for layers whose config quantizes "input" on its own."""
+        """The layer's own view of its inputs, for layers whose config quantizes "input" on its
+        own.
+        """
         values = list(args) + list(inputs.values())
         for index, value in enumerate(values):
             role = f"input_{index}" if index else "input"

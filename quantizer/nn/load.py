@@ -1,4 +1,6 @@
-"""Fills a generated network from weights.safetensors and quant_info.json beside it. Reads data, never code."""
+"""Fills a generated network from weights.safetensors and quant_info.json beside it. Reads data,
+never code.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,9 @@ WEIGHTS, CORRECTIONS = "weights.safetensors", "bias_corr.safetensors"
 GROUP_SCALES = "qparams.safetensors"
 """The file with scales and zero points of groups, by `<module>.<role>.scale` and `.zero_point`.
 
-Scales are float32, or of fewer bits as `numerics.two_level` packs them, and then may have a `.global_scale`."""
+Scales are float32, or of fewer bits as `numerics.two_level` packs them, and then may have a
+`.global_scale`.
+"""
 
 INFO = "quant_info.json"
 FILES_OF_TENSORS = (WEIGHTS, CORRECTIONS, GROUP_SCALES)
@@ -113,14 +117,18 @@ def _loaded(opened: OpenedFiles, name: str) -> dict[str, Tensor]:
 
 
 def _hand_out(network: nn.Module, args: Any, output: Any) -> Any:
-    """What a network returns, in the order of memory of the model; a function, as networks are pickled."""
+    """What a network returns, in the order of memory of the model; a function, as networks are
+    pickled.
+    """
     return channels_first(output)
 
 
 def quantized_tensor(
     entry: Mapping[str, Any], role: str, stored: Mapping[str, Tensor]
 ) -> QuantizedTensor:
-    """A tensor of quant_info.json; `stored` has parameters and their codes, and what is in GROUP_SCALES."""
+    """A tensor of quant_info.json; `stored` has parameters and their codes, and what is in
+    GROUP_SCALES.
+    """
     spec, module, scale, zero_point = (
         QuantizationSpec(**entry["spec"]),
         entry["module"],
@@ -158,7 +166,8 @@ def _unpacked(stored: Tensor, spec: QuantizationSpec, shape: Sequence[int]) -> T
     packed = packed_shape(torch.Size(shape), spec)
     if stored.shape != packed:
         raise ValueError(
-            f"the codes of a tensor of {tuple(shape)} are stored as {tuple(packed)}, not {stored.shape}"
+            f"the codes of a tensor of {tuple(shape)} are stored as {tuple(packed)}, not "
+            f"{stored.shape}"
         )
     if not isinstance(stored, DeferredTensor):
         return unpack(stored, spec, torch.Size(shape))
@@ -168,7 +177,9 @@ def _unpacked(stored: Tensor, spec: QuantizationSpec, shape: Sequence[int]) -> T
 
 
 def attach(layer: Layer, role: str, tensor: QuantizedTensor, *, inplace: bool) -> None:
-    """Give a layer the quantizer of a tensor; a parameter is rounded at once, unless it is what its codes stand for."""
+    """Give a layer the quantizer of a tensor; a parameter is rounded at once, unless it is what
+    its codes stand for.
+    """
     quantizer = TensorQuantizer.of(tensor, inplace=inplace)
     if tensor.codes is None:
         layer.attach(role, quantizer)

@@ -1,4 +1,6 @@
-"""A graph as a module that runs it node by node. It executes and lets others look; it decides nothing."""
+"""A graph as a module that runs it node by node. It executes and lets others look; it decides
+nothing.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -20,8 +22,9 @@ from quantizer.numerics.deferred import CPU, DeferredTensor
 class Network(nn.Module):
     """Runs a graph with one layer per node; called as the model it was traced from.
 
-    `layers` holds them by name; `module_names` says what each is called in the generated code and in `state_dict`;
-    `last_uses` names for each node the values that nothing reads after it, `overwritten` the nodes whose values are.
+    `layers` holds them by name; `module_names` says what each is called in the generated code
+    and in `state_dict`; `last_uses` names for each node the values that nothing reads after it,
+    `overwritten` the nodes whose values are.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -92,14 +95,16 @@ class Network(nn.Module):
             except (KeyError, IndexError, TypeError):
                 where = "".join(f"[{key!r}]" for key in path[1:])
                 raise DataError(
-                    f"{node.name} is missing: no {'kwargs' if path[0] else 'args'}{where} in this call"
+                    f"{node.name} is missing: no {'kwargs' if path[0] else 'args'}{where} in "
+                    "this call"
                 ) from None
             _check_input(node, value, names.get(index, {}))
             found.append(value)
         count = len(pytree.tree_leaves((args, dict(kwargs))))
         if count != len(found):
             raise DataError(
-                f"{self.graph.model} was traced with {len(found)} inputs, but this call has {count}"
+                f"{self.graph.model} was traced with {len(found)} inputs, but this call has "
+                f"{count}"
             )
         pairs = zip(inputs, found, strict=True)
         sizes = {
@@ -123,7 +128,9 @@ class Network(nn.Module):
 
 
 def build_layer(graph: Graph, node: Node) -> Layer:
-    """The node's layer with its parameters filled from the graph; it shares their memory until they are quantized."""
+    """The node's layer with its parameters filled from the graph; it shares their memory until
+    they are quantized.
+    """
     call = describe(graph, node)
     layer: Layer = getattr(layers, call.cls)(*call.args, **call.kwargs)
     for key, path in node.params.items():
@@ -137,7 +144,9 @@ def build_layer(graph: Graph, node: Node) -> Layer:
 
 
 def _prefetch(layer: Layer) -> None:
-    """Have a layer's weights read while a device computes what comes before; the CPU has no time to spare."""
+    """Have a layer's weights read while a device computes what comes before; the CPU has no
+    time to spare.
+    """
     for tensor in (*layer.parameters(), *layer.buffers()):
         if isinstance(tensor, DeferredTensor) and tensor.device != CPU:
             tensor.prefetch()
@@ -153,14 +162,16 @@ def _names_of_lengths(graph: Graph) -> dict[int, dict[int, str]]:
 
 
 def _check_input(node: Node, value: Any, lengths: Mapping[int, str]) -> None:
-    """Shape and dtype as traced, but for the batch and `lengths` (names by axis); numbers as traced, they are baked in.
+    """Shape and dtype as traced, but for the batch and `lengths` (names by axis); numbers as
+    traced, they are baked in.
 
     A size that is open is not compared: while torch exports, that would fix it.
     """
     if node.shape is None:
         if type(value) is not type(node.attrs["value"]) or value != node.attrs["value"]:
             raise DataError(
-                f"{node.name}: the model was traced with {node.attrs['value']!r} here, got {value!r}"
+                f"{node.name}: the model was traced with {node.attrs['value']!r} here, got "
+                f"{value!r}"
             )
         return
     if not isinstance(value, Tensor):
@@ -178,7 +189,9 @@ def _check_input(node: Node, value: Any, lengths: Mapping[int, str]) -> None:
 
 
 def _differ(sizes: Mapping[str, int]) -> bool:
-    """Whether one is another than the first; where torch exports they are symbols, and the answer makes them one."""
+    """Whether one is another than the first; where torch exports they are symbols, and the
+    answer makes them one.
+    """
     return any(size != first for first in list(sizes.values())[:1] for size in sizes.values())
 
 

@@ -1,4 +1,6 @@
-"""Keeps one warning of torch from users: that an LSTM with projections runs without oneDNN, which changes no result."""
+"""Keeps one warning of torch from users: that an LSTM with projections runs without oneDNN,
+which changes no result.
+"""
 
 import warnings
 from functools import cache
@@ -17,8 +19,9 @@ def keep_quiet_about(module: nn.Module) -> None:
 
 @cache
 def spend_warning() -> None:
-    """Have torch give the warning where nobody sees it: it gives it once in a process, by operators of C++ past the
-    filters of Python."""
+    """Have torch give the warning where nobody sees it: it gives it once in a process, by
+    operators of C++ past the filters of Python.
+    """
     # The weights are drawn, and the user's generator stays as it is.
     with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         warnings.filterwarnings("ignore", message=_MESSAGE)

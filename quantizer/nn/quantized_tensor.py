@@ -1,4 +1,6 @@
-"""How one tensor is quantized: its spec, scale and zero point, and a parameter's codes. Rounds nothing."""
+"""How one tensor is quantized: its spec, scale and zero point, and a parameter's codes. Rounds
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ from quantizer.numerics.qparams import QParams
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A spec with its `scale`, float32, and `zero_point`, int32, both of `granularity.scale_shape`.
+    """A spec with its `scale`, float32, and `zero_point`, int32, both of
+    `granularity.scale_shape`.
 
-    They are 1 and 0 where the spec needs none: in formats without a scale, and where ranges are dynamic. `codes` are
-    those of a parameter that computes in `dtype`, in its shape; None for activations, before the parameter is rounded,
-    and where no codes give it back exactly.
+    They are 1 and 0 where the spec needs none: in formats without a scale, and where ranges are
+    dynamic. `codes` are those of a parameter that computes in `dtype`, in its shape; None for
+    activations, before the parameter is rounded, and where no codes give it back exactly.
     """
 
     spec: QuantizationSpec
@@ -30,13 +33,17 @@ class QuantizedTensor:
     dtype: torch.dtype = torch.float32
 
     def at(self, qparams: QParams) -> QuantizedTensor:
-        """The same spec with another scale and zero point, on the CPU, for which there are no codes yet."""
+        """The same spec with another scale and zero point, on the CPU, for which there are no
+        codes yet.
+        """
         return replace(
             self, scale=qparams.scale.cpu(), zero_point=qparams.zero_point.cpu(), codes=None
         )
 
     def encoded(self, value: Tensor) -> QuantizedTensor:
-        """With the codes of a parameter that was quantized with this scale and zero point, if there are any."""
+        """With the codes of a parameter that was quantized with this scale and zero point, if
+        there are any.
+        """
         codes = encode(value.detach().cpu(), self.spec, self.scale.cpu(), self.zero_point.cpu())
         return replace(self, codes=codes, dtype=value.dtype)
 
@@ -68,10 +75,11 @@ class QuantizedTensor:
         )
 
     def by_rows(self) -> QuantizedTensor:
-        """Return the same values with a scale for each index of the first axis, where runs of them share one.
+        """Return the same values with a scale for each index of the first axis, where runs of
+        them share one.
 
-        That is so for the rows of an expert, and for the inputs of each group of a transposed convolution where these
-        make one output.
+        That is so for the rows of an expert, and for the inputs of each group of a transposed
+        convolution where these make one output.
         """
         spec = self.spec
         if spec.group_size is None or not self._has_scales_of_runs():
@@ -83,7 +91,9 @@ class QuantizedTensor:
         return replace(self, spec=rows, scale=scale, zero_point=zero_point)
 
     def _has_scales_of_runs(self) -> bool:
-        """Whether the tensor is a stack along the first axis with one scale for each of its tensors."""
+        """Whether the tensor is a stack along the first axis with one scale for each of its
+        tensors.
+        """
         if self.spec.qscheme == "per_tensor":
             return self.spec.group_size is not None
         if (
@@ -97,7 +107,9 @@ class QuantizedTensor:
 
     @property
     def position(self) -> int | None:
-        """The fix position fp of an integer tensor with one power-of-two scale 2^-fp; None for others."""
+        """The fix position fp of an integer tensor with one power-of-two scale 2^-fp; None for
+        others.
+        """
         if self.spec.dtype != "int" or self.spec.scale_type != "poweroftwo" or self.scale.dim():
             return None
         return round(-float(torch.log2(self.scale)))

@@ -17,13 +17,16 @@ from quantizer.observers import axis_of
 
 
 class TensorQuantizer(nn.Module):
-    """Quantizes and dequantizes a tensor by `spec`, with fixed scale and zero point or with those of its own range.
+    """Quantizes and dequantizes a tensor by `spec`, with fixed scale and zero point or with
+    those of its own range.
 
     Args:
         spec: number format, granularity and rounding.
-        scale: float32, of `granularity.scale_shape`; not read for dynamic tensors and formats without a scale.
+        scale: float32, of `granularity.scale_shape`; not read for dynamic tensors and formats
+            without a scale.
         zero_point: int32, same shape.
-        inplace: overwrite the input, allowed when its producer made fresh memory that nobody else reads unquantized.
+        inplace: overwrite the input, allowed when its producer made fresh memory that nobody
+            else reads unquantized.
 
     Raises:
         ValueError: a scale is needed and missing, or the axis that it goes with is.
@@ -50,7 +53,9 @@ class TensorQuantizer(nn.Module):
 
     @classmethod
     def of(cls, tensor: QuantizedTensor, *, inplace: bool = False) -> TensorQuantizer:
-        """The quantizer of a tensor; a dynamic one finds its scale itself, and a cast has none."""
+        """The quantizer of a tensor; a dynamic one finds its scale itself, and a cast has
+        none.
+        """
         known = (
             (tensor.scale, tensor.zero_point)
             if tensor.spec.is_scaled and not tensor.spec.is_dynamic
@@ -65,7 +70,8 @@ class TensorQuantizer(nn.Module):
         return QuantizedTensor(self.spec, *known)
 
     def forward(self, x: Any) -> Any:
-        """The tensor quantized; anything that is not a floating-point tensor, or holds no values, passes unchanged.
+        """The tensor quantized; anything that is not a floating-point tensor, or holds no
+        values, passes unchanged.
 
         Raises:
             ObservationError: what is to be quantized has no dynamic range; it is a ValueError.
@@ -125,7 +131,9 @@ def place(
 ) -> Tensor:
     """Return `x` quantized by `spec` with these scales, of `granularity.scale_shape`.
 
-    >>> place(torch.tensor([[0.6, 7.0]]), QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)).tolist()
+    >>> place(
+    ...     torch.tensor([[0.6, 7.0]]), QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)
+    ... ).tolist()
     [[0.5, 7.0]]
     """
     axis, shape = axis_of(spec), tuple(x.shape)

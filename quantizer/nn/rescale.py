@@ -1,4 +1,6 @@
-"""Layers that algorithms insert: factors of channels, or a rotation. Exact in float; nothing of them is quantized."""
+"""Layers that algorithms insert: factors of channels, or a rotation. Exact in float; nothing of
+them is quantized.
+"""
 
 from typing import Any
 
@@ -10,7 +12,9 @@ from quantizer.numerics.hadamard import factors, rotated
 
 
 class InputScale(Layer):
-    """x * weight along `axis`: the channels divided by what the weights that read them were multiplied with."""
+    """x * weight along `axis`: the channels divided by what the weights that read them were
+    multiplied with.
+    """
 
     def __init__(self, channels: int, axis: int = -1) -> None:
         super().__init__()
@@ -27,9 +31,11 @@ class InputScale(Layer):
 
 
 class InputRotation(Layer):
-    """The channels of the last axis times an orthogonal matrix, which the weights that read them undo.
+    """The channels of the last axis times an orthogonal matrix, which the weights that read
+    them undo.
 
-    `weight` holds the signs [channels]; the matrix follows from their number (`numerics.hadamard`).
+    `weight` holds the signs [channels]; the matrix follows from their number
+    (`numerics.hadamard`).
     """
 
     left: Tensor

@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file; the library opens none whose name is not UTF-8, so that of such a one it gets the bytes.
+    """The tensors of a file; the library opens none whose name is not UTF-8, so that of such a
+    one it gets the bytes.
 
     Raises:
         OSError: it cannot be read.
@@ -34,9 +35,13 @@ def shard_name(name: str, number: int, count: int) -> str:
 
 
 def shards_of(name: str, files: Iterable[str]) -> list[str]:
-    """Those of `files` that hold the tensors of `name`: itself, its shards in their order, or none.
+    """Those of `files` that hold the tensors of `name`: itself, its shards in their order, or
+    none.
 
-    >>> shards_of("a.safetensors", ["a-00002-of-00002.safetensors", "a-00001-of-00002.safetensors", "b.safetensors"])
+    >>> shards_of(
+    ...     "a.safetensors",
+    ...     ["a-00002-of-00002.safetensors", "a-00001-of-00002.safetensors", "b.safetensors"],
+    ... )
     ['a-00001-of-00002.safetensors', 'a-00002-of-00002.safetensors']
     """
     stem, _, suffix = map(re.escape, name.rpartition("."))

@@ -12,10 +12,12 @@ _CONTAINERS = (dict, OrderedDict, list)
 
 @contextmanager
 def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """What the block does to the modules of `model` and to their parameters is undone if it raises, or is interrupted.
+    """What the block does to the modules of `model` and to their parameters is undone if it
+    raises, or is interrupted.
 
-    Classes, attributes and the values of parameters come back, the objects staying the same. Values are kept, not
-    copied: the block must replace the `data` of a parameter and write nothing into it.
+    Classes, attributes and the values of parameters come back, the objects staying the same.
+    Values are kept, not copied: the block must replace the `data` of a parameter and write
+    nothing into it.
     """
     modules = [(module, type(module), _contents(module)) for module in model.modules()]
     values = [(parameter, parameter.data) for parameter in model.parameters()]
@@ -33,7 +35,9 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The module's attributes and plain containers among them (its parameters, buffers, hooks), each with a copy."""
+    """The module's attributes and plain containers among them (its parameters, buffers, hooks),
+    each with a copy.
+    """
     found = [
         vars(module),
         *(value for value in vars(module).values() if type(value) in _CONTAINERS),

@@ -1,4 +1,5 @@
-"""Layers with weights: torch's own, plus quantizers. Whoever builds them fills the parameters; nothing is random.
+"""Layers with weights: torch's own, plus quantizers. Whoever builds them fills the parameters;
+nothing is random.
 
 Gates and states inside recurrent layers stay float, and their state is given by the graph.
 """
@@ -34,7 +35,9 @@ class _Weighted(_Filled):
     """Quantizes input and output."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Any:  # noqa: A002 - as torch.nn names it
-        """torch's layer, between its quantizers; `output_size` is for transposed convolutions."""
+        """torch's layer, between its quantizers; `output_size` is for transposed
+        convolutions.
+        """
         input = self.quantize_input(input)  # noqa: A001
         output = (
             super().forward(input)
@@ -72,8 +75,8 @@ class Embedding(_Weighted, nn.Embedding):
 class ExpertLinear(_Filled):
     """A linear layer each row of whose input has the weights of one expert.
 
-    The weight is [experts * out_features, in_features], that of one expert below that of another, as a convolution
-    with groups has it.
+    The weight is [experts * out_features, in_features], that of one expert below that of
+    another, as a convolution with groups has it.
     """
 
     bias: Tensor | None
@@ -87,10 +90,14 @@ class ExpertLinear(_Filled):
         self.register_parameter("bias", None)
 
     def forward(
-        self, input: Tensor, ends: Tensor | None = None, picks: Tensor | None = None
-    ) -> Any:  # noqa: A002
-        """Of rows [n, in_features] those [n, out_features]: sorted by expert, those of each end before its `ends`
-        [experts]; or `picks` [n] has the expert of each. Rows of none give zeros.
+        self,
+        input: Tensor,  # noqa: A002
+        ends: Tensor | None = None,
+        picks: Tensor | None = None,
+    ) -> Any:
+        """Of rows [n, in_features] those [n, out_features]: sorted by expert, those of each end
+        before its `ends` [experts]; or `picks` [n] has the expert of each. Rows of none give
+        zeros.
         """
         x, weight = (
             self.quantize_input(input),
@@ -115,12 +122,16 @@ class ExpertLinear(_Filled):
         return [slice(*pair) for pair in pairwise([0, *ends.tolist()])]
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, experts={self.groups}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"experts={self.groups}"
+        )
 
 
 def _products(x: Tensor, weight: Tensor, ends: Tensor | None, picks: Tensor | None) -> Tensor:
-    """The same by operators that all runtimes have, for programs that torch traces, which cannot ask how many rows an
-    expert has: all experts multiply all rows, and of each row one product is kept.
+    """The same by operators that all runtimes have, for programs that torch traces, which
+    cannot ask how many rows an expert has: all experts multiply all rows, and of each row one
+    product is kept.
     """
     if picks is None:
         assert ends is not None
@@ -130,7 +141,9 @@ def _products(x: Tensor, weight: Tensor, ends: Tensor | None, picks: Tensor | No
 
 
 class ChannelScale(Layer):
-    """What remains of a batch norm that could not fold: x * weight + bias, for each channel in dimension 1."""
+    """What remains of a batch norm that could not fold: x * weight + bias, for each channel in
+    dimension 1.
+    """
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -146,12 +159,14 @@ class ChannelScale(Layer):
 
 
 class _Recurrent(_Filled, nn.RNNBase):
-    """Quantizes its view of the inputs. Weights have quantizers as in every layer (`Layer.attach`); results, a tuple,
-    are quantized where they are taken out.
+    """Quantizes its view of the inputs. Weights have quantizers as in every layer
+    (`Layer.attach`); results, a tuple, are quantized where they are taken out.
     """
 
     def forward(self, input: Tensor, hx: Tensor | list[Tensor]) -> Any:  # noqa: A002 - as torch names it
-        """Outputs, then the last state (an LSTM's last cell state, too), as torch's operator returns them."""
+        """Outputs, then the last state (an LSTM's last cell state, too), as torch's operator
+        returns them.
+        """
         if self.quantizers:
             (input, hx), _ = self.quantize_inputs((input, hx), {})  # noqa: A001
         weights = [getattr(self, name) for name in self._flat_weights_names]

@@ -1,1 +1,3 @@
-"""Pure functions on tensors: rounding, number formats, scales, fake quantization, metrics. Knows no modules."""
+"""Pure functions on tensors: rounding, number formats, scales, fake quantization, metrics.
+Knows no modules.
+"""

@@ -1,4 +1,6 @@
-"""Elementwise work in cache-sized blocks along memory, each with the scales it needs. A kernel rounds."""
+"""Elementwise work in cache-sized blocks along memory, each with the scales it needs. A kernel
+rounds.
+"""
 
 import math
 import threading
@@ -8,20 +10,20 @@ from itertools import product
 import torch
 from torch import Tensor
 
-BLOCK = (
-    1 << 19
-)  # values per step: 2 MB of float32 stay in the cache for all operations of the step
-BLOCK_OF_GPU = (
-    1 << 24
-)  # there each operation is started by itself, which few values do not pay for
+# Values per step: 2 MB of float32 stay in the cache for all operations of the step
+BLOCK = 1 << 19
+# There each operation is started by itself, which few values do not pay for
+BLOCK_OF_GPU = 1 << 24
 MANTISSA = 0x7FFFFF  # of the bits of float32
-FEW = (
-    1 << 15
-)  # scales per step: float64 of more is memory that the system may hand out anew for every operation
+# Scales per step: float64 of more is memory that the system may hand out anew for every
+# operation
+FEW = 1 << 15
 _kept = threading.local()  # the memory that `scratch` keeps for a thread
 
 Kernel = Callable[["int | Tensor"], Callable[[Tensor], Tensor]]
-"""Takes the zero point; returns what puts code - zero_point, as floating point, in the place of x / scale."""
+"""Takes the zero point; returns what puts code - zero_point, as floating point, in the place of
+x / scale.
+"""
 
 
 def memory_order(x: Tensor) -> list[int]:
@@ -34,7 +36,8 @@ def memory_order(x: Tensor) -> list[int]:
 
 
 def flat_view(x: Tensor) -> Tensor | None:
-    """Return the elements of `x` as one vector in memory order, sharing its memory, or None if there are gaps in it.
+    """Return the elements of `x` as one vector in memory order, sharing its memory, or None if
+    there are gaps in it.
 
     >>> flat_view(torch.arange(6).view(2, 3).T).tolist()
     [0, 1, 2, 3, 4, 5]
@@ -46,7 +49,9 @@ def flat_view(x: Tensor) -> Tensor | None:
 
 
 def flattened(x: Tensor) -> Tensor:
-    """Return the elements of `x` as one vector, in memory order; a copy only where there are gaps in it."""
+    """Return the elements of `x` as one vector, in memory order; a copy only where there are
+    gaps in it.
+    """
     flat = flat_view(x)
     return x.reshape(-1) if flat is None else flat
 
@@ -71,17 +76,20 @@ def fill(
     kernel: Kernel,
     ch_axis: int | None,
 ) -> Tensor:
-    """Write codes, less the zero point, times scale to `out`, of the layout of `x`, which may be `x`; return `out`.
+    """Write codes, less the zero point, times scale to `out`, of the layout of `x`, which may
+    be `x`; return `out`.
 
     Powers of two are divided by with a product, which is as exact and costs half.
 
     Raises:
-        ValueError: scale and zero point have another shape than (), or (C,) with C the size of dimension `ch_axis`.
+        ValueError: scale and zero point have another shape than (), or (C,) with C the size of
+            dimension `ch_axis`.
     """
     shape = () if ch_axis is None else (x.shape[ch_axis],)
     if scale.shape != shape or zero_point.shape != shape:
         raise ValueError(
-            f"For a tensor of shape {tuple(x.shape)} with ch_axis {ch_axis}, scale and zero_point must have shape "
+            f"For a tensor of shape {tuple(x.shape)} with ch_axis {ch_axis}, scale and "
+            "zero_point must have shape "
             f"{shape}, not {tuple(scale.shape)} and {tuple(zero_point.shape)}."
         )
     exact = _is_read(x) and _has_exact_inverse(scale)
@@ -94,19 +102,25 @@ def fill(
 
 
 def _is_read(x: Tensor) -> bool:
-    """Whether looking at values costs nothing: a GPU would be waited for, and what is saved there is less than that."""
+    """Whether looking at values costs nothing: a GPU would be waited for, and what is saved
+    there is less than that.
+    """
     return x.device.type == "cpu"
 
 
 def _is_zero(zero_point: Tensor, x: Tensor) -> bool:
-    """Whether there is none that has to be added; the two ends are found many times as fast as `any`."""
+    """Whether there is none that has to be added; the two ends are found many times as fast as
+    `any`.
+    """
     return zero_point.numel() == 0 or (
         _is_read(x) and all(int(end) == 0 for end in zero_point.aminmax())
     )
 
 
 def _has_exact_inverse(scale: Tensor) -> bool:
-    """Whether 1 / scale loses no bit: of float32 powers of two, the numbers without a mantissa."""
+    """Whether 1 / scale loses no bit: of float32 powers of two, the numbers without a
+    mantissa.
+    """
     if scale.dtype != torch.float32:
         return False
     bits = scale.view(torch.int32).reshape(-1)
@@ -118,18 +132,19 @@ def _has_exact_inverse(scale: Tensor) -> bool:
 
 
 def scratch(x: Tensor) -> Tensor | None:
-    """Return memory of the shape and dtype of `x`, a block, to work in; None for what only stands for a tensor.
+    """Return memory of the shape and dtype of `x`, a block, to work in; None for what only
+    stands for a tensor.
 
-    Each thread keeps it, as memory that the system hands out anew for every block costs more than the work in it.
+    Each thread keeps it, as memory that the system hands out anew for every block costs more
+    than the work in it.
     """
     if type(x) is not Tensor or x.numel() > 2 * BLOCK:
         return None
     rooms: dict[tuple[torch.dtype, torch.device], Tensor] = vars(_kept).setdefault("rooms", {})
     key = x.dtype, x.device
     if key not in rooms or rooms[key].numel() < x.numel():
-        with torch.inference_mode(
-            False
-        ):  # memory made in that mode could not be written to outside
+        # Memory made in that mode could not be written to outside
+        with torch.inference_mode(False):
             rooms[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     return rooms[key][: x.numel()].view(x.shape)
 
@@ -137,10 +152,11 @@ def scratch(x: Tensor) -> Tensor | None:
 def blocks(
     x: Tensor, twin: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, int | Tensor]]:
-    """Yield views of about BLOCK values (BLOCK_OF_GPU) that cover `x`, each with that of `twin`, a tensor of its shape
-    and layout, and with the scale and zero point for it.
+    """Yield views of about BLOCK values (BLOCK_OF_GPU) that cover `x`, each with that of
+    `twin`, a tensor of its shape and layout, and with the scale and zero point for it.
 
-    The last in memory comes first: who found the scales has read `x` from its beginning, so its end is in the cache.
+    The last in memory comes first: who found the scales has read `x` from its beginning, so its
+    end is in the cache.
     """
     scale, size = scale.to(x), BLOCK if _is_read(x) else BLOCK_OF_GPU
     if ch_axis is None:

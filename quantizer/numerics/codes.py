@@ -1,6 +1,8 @@
-"""A quantized tensor as codes, and back, bit for bit; codes of a few bits packed. Rounds nothing that has no code.
+"""A quantized tensor as codes, and back, bit for bit; codes of a few bits packed. Rounds
+nothing that has no code.
 
-A code is what a format's row stores of a value before it is scaled: an integer, or the value itself in `storage`.
+A code is what a format's row stores of a value before it is scaled: an integer, or the value
+itself in `storage`.
 """
 
 import math
@@ -37,12 +39,15 @@ class Spec(Protocol):
 
 
 def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tensor | None:
-    """Return the codes that `decode` makes `value` of, in its shape; None where no codes give it back exactly.
+    """Return the codes that `decode` makes `value` of, in its shape; None where no codes give
+    it back exactly.
 
     Args:
-        value: floating point, what a quantizer of `spec` gave: rounding it again only undoes the last bits.
+        value: floating point, what a quantizer of `spec` gave: rounding it again only undoes
+            the last bits.
         spec: its format and granularity.
-        scale: float32, of `granularity.scale_shape`; not read for formats without a scale, nor is the next.
+        scale: float32, of `granularity.scale_shape`; not read for formats without a scale, nor
+            is the next.
         zero_point: int32, same shape.
     """
     storage = storage_dtype(spec)
@@ -76,7 +81,9 @@ def decode(
     zero_point: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the values of codes in `dtype`, as a quantizer of `spec` computes them; arguments as for `encode`."""
+    """Return the values of codes in `dtype`, as a quantizer of `spec` computes them; arguments
+    as for `encode`.
+    """
     if not spec.is_scaled:
         return codes.to(dtype)
     cut = spec.cut
@@ -100,7 +107,9 @@ def bits_of(spec: Spec) -> int:
 
 
 def pack(codes: Tensor, spec: Spec) -> Tensor:
-    """Return codes as files hold them: those of fewer than 8 bits as one stream of `pack_bits`, others as they are."""
+    """Return codes as files hold them: those of fewer than 8 bits as one stream of `pack_bits`,
+    others as they are.
+    """
     bits = bits_of(spec)
     if bits >= BYTE:
         return codes.contiguous()
@@ -133,15 +142,16 @@ def unpack(stored: Tensor, spec: Spec, shape: torch.Size | tuple[int, ...]) -> T
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Return rows of codes as streams of bits, the first code in the lowest bits of the first byte.
+    """Return rows of codes as streams of bits, the first code in the lowest bits of the first
+    byte.
 
     Args:
         codes: uint8 [..., n], each below 2^bits: signed codes with 2^(bits - 1) added.
         bits: at most 8.
 
     Returns:
-        uint8 [..., ceil(n * bits / 8)]. Filled up to words and read as int32 it is the order of compressed-tensors'
-        `pack-quantized` format; of 4 bits also that of ONNX.
+        uint8 [..., ceil(n * bits / 8)]. Filled up to words and read as int32 it is the order of
+            compressed-tensors' `pack-quantized` format; of 4 bits also that of ONNX.
 
     >>> pack_bits(torch.tensor([1, 2, 3], dtype=torch.uint8), 4).tolist()
     [33, 3]
@@ -160,7 +170,9 @@ def unpack_bits(stream: Tensor, bits: int, length: int) -> Tensor:
 
 
 def _regrouped(numbers: Tensor, bits: int, into: int) -> Tensor:
-    """Streams of `bits` bits a number along the last axis as numbers of `into` bits, filled up with zeros; uint8."""
+    """Streams of `bits` bits a number along the last axis as numbers of `into` bits, filled up
+    with zeros; uint8.
+    """
     whole = math.lcm(bits, into)
     count, wide = whole // bits, {8: torch.uint8, 24: torch.int32}.get(whole, torch.int64)
     parts = pad(numbers, (0, -numbers.shape[-1] % count)).reshape(
@@ -176,7 +188,8 @@ def _regrouped(numbers: Tensor, bits: int, into: int) -> Tensor:
 
 
 def code_dtype(quant_min: int, quant_max: int) -> torch.dtype:
-    """Return the smallest integer dtype that holds a range, but not uint16, in which torch can compute little.
+    """Return the smallest integer dtype that holds a range, but not uint16, in which torch can
+    compute little.
 
     >>> code_dtype(-8, 7), code_dtype(0, 255), code_dtype(0, 65535)
     (torch.int8, torch.uint8, torch.int32)
@@ -195,7 +208,9 @@ def work_dtype_of(spec: Spec, dtype: torch.dtype) -> torch.dtype:
 
 
 def _factor(spec: Spec) -> float:
-    """What values of a format are multiplied with to be stored; 0 for integers, which have a zero point instead."""
+    """What values of a format are multiplied with to be stored; 0 for integers, which have a
+    zero point instead.
+    """
     return 0.0 if spec.dtype == "int" else format_named(spec.dtype).factor
 
 
@@ -214,7 +229,9 @@ def _offset(dtype: torch.dtype, bits: int) -> int:
 
 
 def _looked_up(table: Tensor, numbers: Tensor) -> Tensor:
-    """The entry of a table of bytes for each number, block by block, as indices take four times as much memory."""
+    """The entry of a table of bytes for each number, block by block, as indices take four times
+    as much memory.
+    """
     found = torch.empty_like(numbers)
     for part, target in zip(
         torch.split(numbers, BLOCK), torch.split(found, BLOCK), strict=True
@@ -225,7 +242,8 @@ def _looked_up(table: Tensor, numbers: Tensor) -> Tensor:
 
 @cache
 def _patterns(row: FloatFormat) -> Tensor:
-    """The value of each code of a format with few bits, sign, exponent and mantissa from the highest bit, in `storage`.
+    """The value of each code of a format with few bits, sign, exponent and mantissa from the
+    highest bit, in `storage`.
 
     Those of fp4 are 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with a minus.
     """
@@ -246,7 +264,9 @@ def _patterns(row: FloatFormat) -> Tensor:
 
 @cache
 def _numbers(row: FloatFormat) -> Tensor:
-    """The inverse of `_patterns`: for each byte of `storage` the code of its value, uint8 [256]."""
+    """The inverse of `_patterns`: for each byte of `storage` the code of its value, uint8
+    [256].
+    """
     numbers = torch.zeros(256, dtype=torch.uint8)
     values = _patterns(row).view(torch.uint8)
     numbers[values.int()] = torch.arange(len(values), dtype=torch.uint8)

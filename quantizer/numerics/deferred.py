@@ -1,4 +1,6 @@
-"""Tensors that are somewhere else and come into memory for one operator: weights in files, codes that are decoded."""
+"""Tensors that are somewhere else and come into memory for one operator: weights in files,
+codes that are decoded.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ _reader = ThreadPoolExecutor(1, "prefetch")
 
 
 class DeferredTensor(Tensor):
-    """A tensor that `load` gives whenever an operator needs its values; in between it has a shape and a dtype alone.
+    """A tensor that `load` gives whenever an operator needs its values; in between it has a
+    shape and a dtype alone.
 
-    Any function of torch takes one and gives an ordinary tensor; detaching one and asking for its shape read nothing.
-    It cannot be changed in place.
+    Any function of torch takes one and gives an ordinary tensor; detaching one and asking for
+    its shape read nothing. It cannot be changed in place.
 
     Args:
         shape, dtype: of what `load` gives.
@@ -66,7 +69,9 @@ class DeferredTensor(Tensor):
         return (self._read() if coming is None else coming.result()).to(self.device)
 
     def prefetch(self) -> None:
-        """Begin to read the values for the next `load`, in a thread of their own; what it raises, `load` raises."""
+        """Begin to read the values for the next `load`, in a thread of their own; what it
+        raises, `load` raises.
+        """
         if self._coming is None:
             self._coming = _reader.submit(self._read)
 
@@ -126,14 +131,17 @@ def beside(source: Tensor, made: Tensor) -> Tensor:
 
 
 def derived(source: Tensor, shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `change` makes of a tensor, of `shape`; made anew whenever it is needed, if that is deferred."""
+    """What `change` makes of a tensor, of `shape`; made anew whenever it is needed, if that is
+    deferred.
+    """
     if not isinstance(source, DeferredTensor):
         return change(source)
     return DeferredTensor(shape, source.dtype, lambda: change(source.load()), source.device)
 
 
 def out_of_memory(tensor: Tensor) -> Tensor:
-    """The same in a temporary file, but for an empty one; one on the meta device has nothing to write.
+    """The same in a temporary file, but for an empty one; one on the meta device has nothing to
+    write.
 
     Raises:
         DataError: there is no room for it.
@@ -169,16 +177,17 @@ class Spool:
         """
         if self._file.end > SPOOL_BYTES:
             self._file = _SpoolFile()
-        stride = torch.empty_like(
-            tensor, device="meta"
-        ).stride()  # the layout decides the order of additions
+        # The layout decides the order of additions
+        stride = torch.empty_like(tensor, device="meta").stride()
         order = sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True)
         try:
             stored = self._file.put(tensor.permute(order))
         except OSError as error:
             raise DataError(
-                f"no room for the network's values in {tempfile.gettempdir()}: {error.strerror}",
-                help="set TMPDIR to a folder on a larger disk, or calibrate with a smaller --subset_len",
+                f"no room for the network's values in {tempfile.gettempdir()}: "
+                f"{error.strerror}",
+                help="set TMPDIR to a folder on a larger disk, or calibrate with a smaller "
+                "--subset_len",
             ) from error
         self._since += tensor.nbytes
         if self._since > GIVE_BACK_BYTES:
@@ -236,11 +245,12 @@ _spool = Spool()
 
 
 def give_back(beyond: int = 0) -> None:
-    """Have the C library return freed memory to the system: where large tensors come and go among small ones that stay,
-    it keeps as much as a network has. Does nothing where there is no such function.
+    """Have the C library return freed memory to the system: where large tensors come and go
+    among small ones that stay, it keeps as much as a network has. Does nothing where there is
+    no such function.
 
-    What was returned has to be mapped again, which costs a tenth of a pass if it is done after each batch; `beyond` so
-    many bytes, it is done only once the process has grown by as much.
+    What was returned has to be mapped again, which costs a tenth of a pass if it is done after
+    each batch; `beyond` so many bytes, it is done only once the process has grown by as much.
     """
     now = memory.resident() or 0
     _left[0] = min(now, _left[0])
@@ -259,8 +269,9 @@ _left = [memory.resident() or 0]
 
 
 def map_large_blocks() -> None:
-    """Have the C library of GNU give back each block above a megabyte as it is freed. By default it takes those of up
-    to 32 MB from its heap, once it has freed one, and what small blocks lie behind in there cannot be given back.
+    """Have the C library of GNU give back each block above a megabyte as it is freed. By
+    default it takes those of up to 32 MB from its heap, once it has freed one, and what small
+    blocks lie behind in there cannot be given back.
     """
     tune = getattr(ctypes.CDLL(None), "mallopt", None)
     if tune is not None and not _mapping:
@@ -271,14 +282,15 @@ _MMAP_THRESHOLD, _mapping = -3, list[int]()
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """What a tensor holds, as an object with these bytes; without a copy where they lie in order on the CPU."""
+    """What a tensor holds, as an object with these bytes; without a copy where they lie in
+    order on the CPU.
+    """
     values = loaded(tensor.detach()).cpu().resolve_conj().resolve_neg()
     flat = values.contiguous().reshape(-1).view(torch.uint8)
     if not flat.numel():
         return b""
-    found: Any = (ctypes.c_char * flat.numel()).from_address(
-        flat.data_ptr()
-    )  # its memory, without numpy
+    # Its memory, without numpy
+    found: Any = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
     found.tensor = flat  # as long as someone reads it
     return found  # type: ignore[no-any-return]  # a buffer is as good as bytes to files and digests
 

@@ -1,7 +1,9 @@
-"""Onto codes and back in one step: integers and scaled floating-point formats. Finds no scales, gives no gradients.
+"""Onto codes and back in one step: integers and scaled floating-point formats. Finds no scales,
+gives no gradients.
 
-q = clip(round(x / scale) + zero_point, quant_min, quant_max) and x' = (q - zero_point) * scale, as QuantizeLinear and
-DequantizeLinear of ONNX define them: a division, because x * (1 / scale) gives other codes at half-way points.
+q = clip(round(x / scale) + zero_point, quant_min, quant_max) and x' = (q - zero_point) * scale,
+as QuantizeLinear and DequantizeLinear of ONNX define them: a division, because x * (1 / scale)
+gives other codes at half-way points.
 """
 
 from collections.abc import Callable
@@ -26,11 +28,12 @@ def fake_quantize(
     *,
     inplace: bool = False,
 ) -> Tensor:
-    """Return the quantized and dequantized values of `x`: in its own memory and as `x` if `inplace`, else beside it.
+    """Return the quantized and dequantized values of `x`: in its own memory and as `x` if
+    `inplace`, else beside it.
 
     Args:
-        x: floating point, of any shape and layout; NaN stays NaN. float16 and bfloat16 are computed in float32, more
-            than 2^24 codes in float64.
+        x: floating point, of any shape and layout; NaN stays NaN. float16 and bfloat16 are
+            computed in float32, more than 2^24 codes in float64.
         scale: float32 (), or (C,) with C the size of dimension `ch_axis`.
         zero_point: int32, same shape.
         quant_min, quant_max: the least and the greatest code.
@@ -46,9 +49,8 @@ def fake_quantize(
     >>> fake_quantize(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_up").tolist()
     [-4.0, -0.0, 0.5, 0.5, 3.5]
     """
-    if (
-        torch.compiler.is_compiling()
-    ):  # a trace would write out the loop over blocks, for one size
+    # A trace would write out the loop over blocks, for one size
+    if torch.compiler.is_compiling():
         return fake_quantize_plain(
             x, scale, zero_point, quant_min, quant_max, round_mode, ch_axis
         )
@@ -62,16 +64,16 @@ def fake_quantize(
 def fake_cast(
     x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None, *, inplace: bool = False
 ) -> Tensor:
-    """Return scale times the nearest value of the format `name` to x / scale; the rest is as in `fake_quantize`.
+    """Return scale times the nearest value of the format `name` to x / scale; the rest is as in
+    `fake_quantize`.
 
     >>> fake_cast(torch.tensor([-9.0, 0.3, 0.5]), torch.tensor(0.5), "fp4").tolist()
     [-3.0, 0.25, 0.5]
     """
     if torch.compiler.is_compiling():
         return fake_cast_plain(x, scale, name, ch_axis)
-    none = torch.zeros((), dtype=torch.int32, device=scale.device).expand(
-        scale.shape
-    )  # takes no memory
+    # Takes no memory
+    none = torch.zeros((), dtype=torch.int32, device=scale.device).expand(scale.shape)
     return _in_blocks(x, scale, none, float_kernel(name), ch_axis, torch.float32, inplace)
 
 
@@ -99,7 +101,8 @@ def fake_quantize_plain(
     round_mode: str,
     ch_axis: int | None = None,
 ) -> Tensor:
-    """Return the same values as `fake_quantize`, bit for bit, by a few operators on the whole tensor.
+    """Return the same values as `fake_quantize`, bit for bit, by a few operators on the whole
+    tensor.
 
     It needs about three times the memory.
 
@@ -130,7 +133,8 @@ def _along(x: Tensor, values: Tensor, ch_axis: int | None) -> Tensor:
 def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
     """Return what makes codes of x / scale.
 
-    It clips before it rounds: between integers the result is the same, and every mode stays in its exact range.
+    It clips before it rounds: between integers the result is the same, and every mode stays in
+    its exact range.
 
     Raises:
         ValueError: there is no such mode.
@@ -145,9 +149,8 @@ def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
             least, most = quant_min - zero_point, quant_max - zero_point
             return lambda x: mode(x.clamp_(least, most))
         low, high = quant_min - zero_point, quant_max - zero_point
-        return lambda x: mode(
-            torch.minimum(torch.maximum(x, low, out=x), high, out=x)
-        )  # nine times as fast as clamp_
+        # Nine times as fast as clamp_
+        return lambda x: mode(torch.minimum(torch.maximum(x, low, out=x), high, out=x))
 
     return kernel
 
@@ -163,5 +166,7 @@ def float_kernel(name: str) -> Kernel:
 
 
 def work_dtype(quant_min: int, quant_max: int) -> torch.dtype:
-    """Return the narrowest dtype that holds every code and half-way point: float64 from 2^24 codes on."""
+    """Return the narrowest dtype that holds every code and half-way point: float64 from 2^24
+    codes on.
+    """
     return torch.float64 if quant_max - quant_min >= 1 << 24 else torch.float32

@@ -18,9 +18,10 @@ _EXPONENT_BITS = {
 class FloatFormat:
     """A format of `bits` bits a value, whose largest finite value is `largest`.
 
-    `storage` is the smallest torch dtype that holds its codes, which are its values times `factor`. `mantissa` is the
-    number of bits after the binary point and `least` the exponent of the smallest normal value, below which values are
-    2^(least - mantissa) apart; `mantissa` is None where a cast to `storage` is all there is to rounding.
+    `storage` is the smallest torch dtype that holds its codes, which are its values times
+    `factor`. `mantissa` is the number of bits after the binary point and `least` the exponent
+    of the smallest normal value, below which values are 2^(least - mantissa) apart; `mantissa`
+    is None where a cast to `storage` is all there is to rounding.
     """
 
     bits: int
@@ -32,7 +33,9 @@ class FloatFormat:
 
     @property
     def emax(self) -> int:
-        """The exponent of the largest value, which shared exponents are counted from (OCP MX v1.0, table 1)."""
+        """The exponent of the largest value, which shared exponents are counted from (OCP MX
+        v1.0, table 1).
+        """
         return math.frexp(self.largest)[1] - 1
 
 
@@ -62,17 +65,20 @@ def format_named(name: str) -> FloatFormat:
 
 
 def cast_round_trip_(x: Tensor, name: str, room: Tensor | None = None) -> Tensor:
-    """Replace each value of `x` by the nearest one of the format `name`, ties to even, in place, and return `x`.
+    """Replace each value of `x` by the nearest one of the format `name`, ties to even, in
+    place, and return `x`.
 
-    Values beyond the largest finite one become it, infinities too (a plain cast gives infinity in some formats and on
-    some devices); NaN stays NaN. fp4 is E2M1; mx_int8, bfp16 and mx9 are codes k / 64 with |k| <= 127, and mx6 k / 8
-    with |k| <= 15, to be scaled by a power of two. `room` may be memory of the shape and dtype of `x` to work in.
+    Values beyond the largest finite one become it, infinities too (a plain cast gives infinity
+    in some formats and on some devices); NaN stays NaN. fp4 is E2M1; mx_int8, bfp16 and mx9 are
+    codes k / 64 with |k| <= 127, and mx6 k / 8 with |k| <= 15, to be scaled by a power of two.
+    `room` may be memory of the shape and dtype of `x` to work in.
 
     Raises:
         ValueError: there is no such format.
 
-    Source: IEEE 754; "FP8 Formats for Deep Learning" (arXiv 2209.05433); "OCP Microscaling Formats (MX) v1.0";
-    mx6 and mx9: Rouhani et al., "With Shared Microexponents, A Little Shifting Goes a Long Way" (arXiv 2302.08007).
+    Source: IEEE 754; "FP8 Formats for Deep Learning" (arXiv 2209.05433); "OCP Microscaling
+    Formats (MX) v1.0"; mx6 and mx9: Rouhani et al., "With Shared Microexponents, A Little
+    Shifting Goes a Long Way" (arXiv 2302.08007).
 
     >>> cast_round_trip_(torch.tensor([0.3, 1000.0, -1e9]), "fp8_e4m3").tolist()
     [0.3125, 448.0, -448.0]
@@ -90,10 +96,12 @@ def cast_round_trip_(x: Tensor, name: str, room: Tensor | None = None) -> Tensor
 
 
 def _round_(x: Tensor, row: FloatFormat, room: Tensor | None) -> Tensor:
-    """Round float32 or float64 in the format's range to `mantissa` bits after the binary point of each value.
+    """Round float32 or float64 in the format's range to `mantissa` bits after the binary point
+    of each value.
 
-    With p the power of two below |x|, adding 1.5 * 2^(bits - mantissa) * p leaves a sum whose last bit is worth
-    2^-mantissa * p, so the processor's own rounding, ties to even, is the one wanted; subtracting it is exact.
+    With p the power of two below |x|, adding 1.5 * 2^(bits - mantissa) * p leaves a sum whose
+    last bit is worth 2^-mantissa * p, so the processor's own rounding, ties to even, is the one
+    wanted; subtracting it is exact.
     """
     assert row.mantissa is not None
     integers, mask, bits = _EXPONENT_BITS[x.dtype]

@@ -1,4 +1,6 @@
-"""One row per scale: how a tensor is cut for per_tensor, per_channel, per_group and per_token. Computes nothing."""
+"""One row per scale: how a tensor is cut for per_tensor, per_channel, per_group and per_token.
+Computes nothing.
+"""
 
 import torch
 from torch import Tensor
@@ -13,16 +15,20 @@ def scale_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the scale of a tensor of `shape`.
 
-    () per tensor and (C,) per channel. With a `group_size` these two cut a stack of T tensors, each `group_size` long
-    in the first axis, into (T,) and (T * C,): the weight of a transposed convolution with T groups is such a stack.
-    Per group the other axes in order and then the number of groups along `ch_axis`, times `scales_per_group`; per token
-    the axes but `ch_axis`.
+    () per tensor and (C,) per channel. With a `group_size` these two cut a stack of T tensors,
+    each `group_size` long in the first axis, into (T,) and (T * C,): the weight of a transposed
+    convolution with T groups is such a stack. Per group the other axes in order and then the
+    number of groups along `ch_axis`, times `scales_per_group`; per token the axes but
+    `ch_axis`.
 
     >>> scale_shape((8, 64), "per_group", 1, 16), scale_shape((2, 5, 64), "per_token", -1)
     ((8, 4), (2, 5))
     >>> scale_shape((8, 64), "per_tensor"), scale_shape((8, 64), "per_tensor", group_size=2)
     ((), (4,))
-    >>> scale_shape((8, 3, 4, 4), "per_channel", 1), scale_shape((8, 3, 4, 4), "per_channel", 1, group_size=2)
+    >>> (
+    ...     scale_shape((8, 3, 4, 4), "per_channel", 1),
+    ...     scale_shape((8, 3, 4, 4), "per_channel", 1, group_size=2),
+    ... )
     ((3,), (12,))
     """
     if qscheme == "per_tensor" and group_size is not None:
@@ -46,7 +52,8 @@ def to_rows(
     group_size: int | None = None,
     scales_per_group: int = 1,
 ) -> Tensor:
-    """Return `x` as a matrix with one row per scale, in the order of `scale_shape`; a view where memory allows it.
+    """Return `x` as a matrix with one row per scale, in the order of `scale_shape`; a view
+    where memory allows it.
 
     A last group that is shorter is filled up with zeros.
 

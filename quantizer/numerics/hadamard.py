@@ -1,4 +1,6 @@
-"""Orthogonal matrices with entries of nearly equal size, as products of two small factors; no tables of matrices."""
+"""Orthogonal matrices with entries of nearly equal size, as products of two small factors; no
+tables of matrices.
+"""
 
 import math
 
@@ -9,14 +11,18 @@ _LARGEST = 512  # orders of Hadamard matrices that Paley's construction is tried
 
 
 def rotated(values: Tensor, signs: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Each row along the last axis times a fixed orthogonal matrix: signs, then the two factors.
+    """Each row along the last axis times a fixed orthogonal matrix: signs, then the two
+    factors.
 
-    `signs` has +1 or -1 for each of the n = a * b channels, `left` [a, a] and `right` [b, b] are `factors(n)` in the
-    dtype of `values`. Costs n * (a + b) products a row, which is less time than log2(n) passes of additions.
+    `signs` has +1 or -1 for each of the n = a * b channels, `left` [a, a] and `right` [b, b]
+    are `factors(n)` in the dtype of `values`. Costs n * (a + b) products a row, which is less
+    time than log2(n) passes of additions.
 
     >>> n = 12
     >>> left, right = factors(n)
-    >>> turned = rotated(torch.eye(n, dtype=torch.float64), torch.ones(n, dtype=torch.float64), left, right)
+    >>> turned = rotated(
+    ...     torch.eye(n, dtype=torch.float64), torch.ones(n, dtype=torch.float64), left, right
+    ... )
     >>> bool(torch.allclose(turned @ turned.T, torch.eye(n, dtype=torch.float64)))
     True
     """
@@ -26,9 +32,11 @@ def rotated(values: Tensor, signs: Tensor, left: Tensor, right: Tensor) -> Tenso
 
 
 def factors(channels: int) -> tuple[Tensor, Tensor]:
-    """Orthogonal float64 matrices [a, a] and [b, b] with a * b = `channels`, close in size, for `rotated`.
+    """Orthogonal float64 matrices [a, a] and [b, b] with a * b = `channels`, close in size, for
+    `rotated`.
 
-    The second is Sylvester's Hadamard matrix, the first another times `core` for what is not a power of two.
+    The second is Sylvester's Hadamard matrix, the first another times `core` for what is not a
+    power of two.
     """
     odd = channels
     while odd % 2 == 0:
@@ -44,17 +52,17 @@ def factors(channels: int) -> tuple[Tensor, Tensor]:
 def core(odd: int, twos: int) -> Tensor:
     """An orthogonal float64 matrix [odd * 2^j, odd * 2^j], 2^j a divisor of `twos`.
 
-    It is Paley's Hadamard matrix (Paley 1933) where odd * 2^j - 1 is a prime that is 3 modulo 4, all entries of one
-    size; else the discrete Hartley transform of order `odd`, whose entries are at most sqrt(2 / odd).
+    It is Paley's Hadamard matrix (Paley 1933) where odd * 2^j - 1 is a prime that is 3 modulo
+    4, all entries of one size; else the discrete Hartley transform of order `odd`, whose
+    entries are at most sqrt(2 / odd).
 
     >>> len(core(3, 512)), len(core(5, 4)), len(core(43, 256)), len(core(1, 64))
     (12, 20, 43, 1)
     """
     order = 4 * odd
     while odd > 1 and order <= min(odd * twos, _LARGEST):
-        if all(
-            (order - 1) % divisor for divisor in range(2, math.isqrt(order - 1) + 1)
-        ):  # a prime
+        # A prime
+        if all((order - 1) % divisor for divisor in range(2, math.isqrt(order - 1) + 1)):
             return _paley(order)
         order *= 2
     angles = (torch.outer(torch.arange(odd), torch.arange(odd)) % odd).double() * (
@@ -64,7 +72,9 @@ def core(odd: int, twos: int) -> Tensor:
 
 
 def _paley(order: int) -> Tensor:
-    """I + S, where the skew S has the quadratic residues modulo the prime order - 1; scaled to be orthogonal."""
+    """I + S, where the skew S has the quadratic residues modulo the prime order - 1; scaled to
+    be orthogonal.
+    """
     prime = order - 1
     character = -torch.ones(prime, dtype=torch.float64)
     character[torch.arange(1, prime) ** 2 % prime] = 1

@@ -1,9 +1,11 @@
-"""A histogram that does not show how its values came: bins a power of two wide, merged exactly. Knows no range method.
+"""A histogram that does not show how its values came: bins a power of two wide, merged exactly.
+Knows no range method.
 
-A value x falls into bin trunc(|x| / 2^e) of its sign, where 2^e is the least width for which BINS bins hold the largest
-magnitude seen. Bins twice as wide are pairs of bins, to the last value, so a histogram is a function of the values
-alone: in any order, in any parts, merged in any way. It keeps 2 * BINS counts of 8 bytes for each row, 32 kB, and its
-width is 1/2048 to 1/1024 of the largest magnitude, which is how far an edge read from it may be off.
+A value x falls into bin trunc(|x| / 2^e) of its sign, where 2^e is the least width for which
+BINS bins hold the largest magnitude seen. Bins twice as wide are pairs of bins, to the last
+value, so a histogram is a function of the values alone: in any order, in any parts, merged in
+any way. It keeps 2 * BINS counts of 8 bytes for each row, 32 kB, and its width is 1/2048 to
+1/1024 of the largest magnitude, which is how far an edge read from it may be off.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ _BITS = {torch.float32: (torch.int32, 31), torch.float64: (torch.int64, 63)}
 
 @dataclass(frozen=True)
 class Histogram:
-    """The counts of rows of values, (R, 2 * BINS) int64, the negative ones first, from the largest magnitude on.
+    """The counts of rows of values, (R, 2 * BINS) int64, the negative ones first, from the
+    largest magnitude on.
 
-    `exponent` (R,) int32 is that of each row's bin width; `low` and `high` (R,) float64 are the exact extremes.
+    `exponent` (R,) int32 is that of each row's bin width; `low` and `high` (R,) float64 are the
+    exact extremes.
     """
 
     counts: Tensor
@@ -42,10 +46,12 @@ class Histogram:
         weight: int = 1,
         beside: Tensor | None = None,
     ) -> Histogram:
-        """Count each of `values` (R, N), float32 or float64 and finite, `weight` times, and each of those `beside`
-        (R, M) once; `low` and `high` (R,) enclose them.
+        """Count each of `values` (R, N), float32 or float64 and finite, `weight` times, and
+        each of those `beside` (R, M) once; `low` and `high` (R,) enclose them.
 
-        >>> histogram = Histogram.of(torch.tensor([[-1.0, 0.5, 3.0]]), torch.tensor([-1.0]), torch.tensor([3.0]))
+        >>> histogram = Histogram.of(
+        ...     torch.tensor([[-1.0, 0.5, 3.0]]), torch.tensor([-1.0]), torch.tensor([3.0])
+        ... )
         >>> histogram.width.item(), histogram.counts.nonzero()[:, 1].tolist()
         (0.001953125, [1535, 2304, 3584])
         """
@@ -55,9 +61,8 @@ class Histogram:
             min=LEAST_EXPONENT
         )
         exponent = torch.where(amax == 0, LEAST_EXPONENT, exponent).to(torch.int32)
-        scale = torch.ldexp(
-            torch.ones_like(amax), -exponent
-        )  # a power of two: the product is exact
+        # A power of two: the product is exact
+        scale = torch.ldexp(torch.ones_like(amax), -exponent)
         counts = _counts(values, scale)
         counts = counts if weight == 1 else counts.mul_(weight)
         counts = counts if beside is None else counts.add_(_counts(beside, scale))
@@ -76,7 +81,8 @@ class Histogram:
         """
         if self.counts.shape != other.counts.shape:
             raise ValueError(
-                f"A histogram of {len(self.counts)} rows cannot take in one of {len(other.counts)}."
+                f"A histogram of {len(self.counts)} rows cannot take in one of "
+                f"{len(other.counts)}."
             )
         exponent = torch.maximum(self.exponent, other.exponent)
         counts = self._counts_at(exponent) + other._counts_at(exponent)
@@ -90,8 +96,13 @@ class Histogram:
     def scaled(self, factor: float) -> Histogram:
         """Return the histogram of the values times a power of two.
 
-        >>> histogram = Histogram.of(torch.tensor([[-1.0, 3.0]]), torch.tensor([-1.0]), torch.tensor([3.0]))
-        >>> histogram.scaled(0.5).low.item(), histogram.scaled(0.5).width.item() / histogram.width.item()
+        >>> histogram = Histogram.of(
+        ...     torch.tensor([[-1.0, 3.0]]), torch.tensor([-1.0]), torch.tensor([3.0])
+        ... )
+        >>> (
+        ...     histogram.scaled(0.5).low.item(),
+        ...     histogram.scaled(0.5).width.item() / histogram.width.item(),
+        ... )
         (-0.5, 0.5)
         """
         exponent = self.exponent + int(math.log2(factor))
@@ -129,7 +140,8 @@ class Histogram:
                 f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()
             )
             raise ValueError(
-                f"A histogram's tensors are counts (R, {2 * BINS}), exponent, low, high (R,), not {shapes}."
+                f"A histogram's tensors are counts (R, {2 * BINS}), exponent, low, high (R,), "
+                f"not {shapes}."
             )
         if bool((tensors["counts"].sum(1) <= 0).any()):
             raise ValueError("A histogram has a row without values.")
@@ -137,12 +149,13 @@ class Histogram:
 
 
 def _counts(values: Tensor, scale: Tensor) -> Tensor:
-    """How many of each row of values (R, N), times its scale (R,), fall into each bin, (R, 2 * BINS) int64."""
+    """How many of each row of values (R, N), times its scale (R,), fall into each bin, (R, 2 *
+    BINS) int64.
+    """
     rows, (integers, shift) = len(values), _BITS[values.dtype]
     index = values.mul(scale.to(values)[:, None]).to(torch.int32)
-    index += (values.view(integers) >> shift).to(
-        torch.int32
-    )  # the sign alone: a product may be as small as -0.0
+    # The sign alone: a product may be as small as -0.0
+    index += (values.view(integers) >> shift).to(torch.int32)
     index += (
         BINS
         + torch.arange(0, rows * 2 * BINS, 2 * BINS, dtype=torch.int32, device=index.device)[

@@ -1,6 +1,8 @@
-"""The integer arithmetic of the DPU: shifts with rounding, int32 accumulators, division by multiplication and shift.
+"""The integer arithmetic of the DPU: shifts with rounding, int32 accumulators, division by
+multiplication and shift.
 
-Codes are integers held in float64, which is exact below 2^53 and has fast convolutions. Knows no layers.
+Codes are integers held in float64, which is exact below 2^53 and has fast convolutions. Knows
+no layers.
 """
 
 import math
@@ -16,7 +18,9 @@ LEAKY_SLOPE = (26, 8)
 SIXTH = (2731, 14)
 """One sixth as multiplier and shift: hardsigmoid(x) is relu6(x + 3) * 2731 / 2^14."""
 HARDSWISH_POSITION = 7
-"""In hardswish, hardsigmoid(x) is an 8-bit code at this position, rounded half_up, before it is multiplied by x."""
+"""In hardswish, hardsigmoid(x) is an 8-bit code at this position, rounded half_up, before it is
+multiplied by x.
+"""
 _POOLING = {
     (3, 3): (7, 6),
     (5, 5): (10, 8),
@@ -31,7 +35,8 @@ _POOLING = {
 def requantize(
     codes: Tensor, shift: int, quant_min: int, quant_max: int, round_mode: str
 ) -> Tensor:
-    """Return `codes` / 2^shift, rounded and clipped to codes, as float64; a negative shift goes to the left.
+    """Return `codes` / 2^shift, rounded and clipped to codes, as float64; a negative shift goes
+    to the left.
 
     Raises:
         ValueError: there is no such rounding mode.
@@ -45,7 +50,8 @@ def requantize(
 
 
 def wrap_int32(accumulator: Tensor) -> Tensor:
-    """Return what an int32 register holds of each integer: it is the same as long as nothing overflows.
+    """Return what an int32 register holds of each integer: it is the same as long as nothing
+    overflows.
 
     >>> import torch
     >>> wrap_int32(torch.tensor([5.0, 2.0**31], dtype=torch.float64)).tolist()
@@ -55,10 +61,11 @@ def wrap_int32(accumulator: Tensor) -> Tensor:
 
 
 def pooling_factor(height: int, width: int) -> tuple[int, int]:
-    """Return (m, s) so that an average over a window is its sum times m / 2^s, as the DPU computes it.
+    """Return (m, s) so that an average over a window is its sum times m / 2^s, as the DPU
+    computes it.
 
-    A few windows have a factor of their own, the others the first best m = round(2^s / area) for s below
-    log2(128 area). The relative error is at most 2.4 %, at 5x5.
+    A few windows have a factor of their own, the others the first best m = round(2^s / area)
+    for s below log2(128 area). The relative error is at most 2.4 %, at 5x5.
 
     Source: pytorch_nndct 3.5, the average pooling of Vitis AI.
 

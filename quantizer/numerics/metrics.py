@@ -1,4 +1,6 @@
-"""How close two tensors are: SQNR, cosine, top-1 agreement, with sums in float64. Knows nothing of quantization."""
+"""How close two tensors are: SQNR, cosine, top-1 agreement, with sums in float64. Knows nothing
+of quantization.
+"""
 
 import math
 
@@ -16,15 +18,14 @@ def energy(x: Tensor) -> float:
     >>> energy(torch.tensor([3.0, 4.0]))
     25.0
     """
-    parts = torch.split(
-        flattened(x), BLOCK
-    )  # in another order than that of memory reading takes many times as long
+    # In another order than that of memory reading takes many times as long
+    parts = torch.split(flattened(x), BLOCK)
     return math.fsum(float(torch.dot(part, part)) for part in (each.double() for each in parts))
 
 
 def decibel(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise) of two energies: inf without noise, -inf for noise without signal or without
-    end, or that is no number.
+    """Return 10 log10(signal / noise) of two energies: inf without noise, -inf for noise
+    without signal or without end, or that is no number.
 
     >>> decibel(100.0, 1.0)
     20.0
@@ -50,7 +51,8 @@ def sqnr_db(reference: Tensor, other: Tensor) -> float:
 
 
 def cosine(reference: Tensor, other: Tensor) -> float:
-    """Return sum(r o) / sqrt(sum r^2 sum o^2) over all elements; 1 for two zero tensors, 0 if only one is zero.
+    """Return sum(r o) / sqrt(sum r^2 sum o^2) over all elements; 1 for two zero tensors, 0 if
+    only one is zero.
 
     Raises:
         ValueError: the shapes differ.
@@ -66,12 +68,15 @@ def cosine(reference: Tensor, other: Tensor) -> float:
 
 
 def top1_agreement(reference: Tensor, other: Tensor) -> float:
-    """Return the share of positions where both have their largest value at the same class; classes are dimension 1.
+    """Return the share of positions where both have their largest value at the same class;
+    classes are dimension 1.
 
     Raises:
         ValueError: the shapes differ or there is no dimension 1.
 
-    >>> top1_agreement(torch.tensor([[0.1, 0.9], [0.7, 0.3]]), torch.tensor([[0.4, 0.6], [0.2, 0.8]]))
+    >>> top1_agreement(
+    ...     torch.tensor([[0.1, 0.9], [0.7, 0.3]]), torch.tensor([[0.4, 0.6], [0.2, 0.8]])
+    ... )
     0.5
     """
     _check(reference, other)

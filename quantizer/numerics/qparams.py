@@ -1,4 +1,6 @@
-"""From a range of real values to scale and zero point, in float64. Rounds no tensor and knows no rounding mode."""
+"""From a range of real values to scale and zero point, in float64. Rounds no tensor and knows
+no rounding mode.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,26 @@ from quantizer.numerics.formats import FloatFormat, format_named
 from quantizer.numerics.two_level import global_scale_of, on_global_grid, with_microexponents
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: 1 / scale stays finite
-LARGEST_VALUE = (
-    2.0**128 - 2.0**105
-)  # two steps below infinity, for the rounding of the scale itself to float32
+# Two steps below infinity, for the rounding of the scale itself to float32
+LARGEST_VALUE = 2.0**128 - 2.0**105
 _MANTISSA = (1 << 52) - 1  # the bits of a float64's mantissa
 SCALE_MODES = ("floor", "even", "ceil")
 SYMMETRIC_SCALES = ("quant_max", "half_range")
 SHARED = ("e8m0", "microexponent")
 POWERS_OF_TWO = ("poweroftwo", *SHARED)
-SMALLEST_SHARED = (
-    2.0**-127
-)  # of the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
+# Of the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
+SMALLEST_SHARED = 2.0**-127
 
 
 @dataclass(frozen=True)
 class IntegerRange:
     """The integer codes of a tensor, and what its scale may be.
 
-    `scale_type` is "float", "e4m3" (a number of fp8_e4m3 times the tensor's own float) or "poweroftwo", the latter at
-    least 2^-`finest_position` where a device asks for that.
-    `symmetric_scale` says what the largest magnitude is divided by where the scale is a symmetric float: "quant_max",
-    or "half_range", (quant_max - quant_min) / 2, where codes have both signs.
+    `scale_type` is "float", "e4m3" (a number of fp8_e4m3 times the tensor's own float) or
+    "poweroftwo", the latter at least 2^-`finest_position` where a device asks for that.
+    `symmetric_scale` says what the largest magnitude is divided by where the scale is a
+    symmetric float: "quant_max", or "half_range", (quant_max - quant_min) / 2, where codes have
+    both signs.
 
     Raises:
         ValueError: no code is above zero, or a word is not known.
@@ -49,7 +50,8 @@ class IntegerRange:
     def __post_init__(self) -> None:
         if not self.quant_min <= 0 < self.quant_max:
             raise ValueError(
-                f"Codes need quant_min <= 0 < quant_max, not {self.quant_min} and {self.quant_max}."
+                f"Codes need quant_min <= 0 < quant_max, not {self.quant_min} and "
+                f"{self.quant_max}."
             )
         if self.scale_type not in ("float", "e4m3", "poweroftwo"):
             raise ValueError(
@@ -58,7 +60,8 @@ class IntegerRange:
         if self.symmetric_scale not in SYMMETRIC_SCALES:
             known = ", ".join(SYMMETRIC_SCALES)
             raise ValueError(
-                f'"{self.symmetric_scale}" is not a rule for symmetric scales; known are {known}.'
+                f'"{self.symmetric_scale}" is not a rule for symmetric scales; known are '
+                f"{known}."
             )
 
     @property
@@ -91,11 +94,13 @@ class IntegerRange:
 class FloatRange:
     """A floating-point format whose values are scaled; `dtype` is its name in FLOAT_FORMATS.
 
-    `scale_type` is "float", "e4m3" (a number of fp8_e4m3 times the tensor's own float), "poweroftwo" (the smallest that
-    cuts nothing off), or "e8m0": 2^(e - emax) with e the exponent of the largest magnitude, rounded as `scale_mode`
-    says. "floor" takes e as it is (OCP MX v1.0, 6.3), so that values may be cut off; "even" rounds the magnitude to the
-    format's mantissa first, ties up; "ceil" takes the next exponent unless the magnitude is a power of two.
-    "microexponent" is "e8m0" with at least half of the largest scale of a block, whose rows follow each other.
+    `scale_type` is "float", "e4m3" (a number of fp8_e4m3 times the tensor's own float),
+    "poweroftwo" (the smallest that cuts nothing off), or "e8m0": 2^(e - emax) with e the
+    exponent of the largest magnitude, rounded as `scale_mode` says. "floor" takes e as it is
+    (OCP MX v1.0, 6.3), so that values may be cut off; "even" rounds the magnitude to the
+    format's mantissa first, ties up; "ceil" takes the next exponent unless the magnitude is a
+    power of two. "microexponent" is "e8m0" with at least half of the largest scale of a block,
+    whose rows follow each other.
 
     Raises:
         ValueError: it is another scale type or mode, or there is no such format.
@@ -141,18 +146,23 @@ CodeRange = IntegerRange | FloatRange
 
 @dataclass(frozen=True)
 class QParams:
-    """`scale` float32 and `zero_point` int32, both of one shape: () for a tensor, (C,) for its channels or rows."""
+    """`scale` float32 and `zero_point` int32, both of one shape: () for a tensor, (C,) for its
+    channels or rows.
+    """
 
     scale: Tensor
     zero_point: Tensor
 
     def to(self, device: torch.device) -> QParams:
-        """The same on a device: that of the values they go with, where ranges are found on the CPU."""
+        """The same on a device: that of the values they go with, where ranges are found on the
+        CPU.
+        """
         return QParams(self.scale.to(device), self.zero_point.to(device))
 
 
 def power_of_two(step: Tensor) -> Tensor:
-    """Return the smallest power of two that is not below each `step` (float64, normal or 0; 0 stays 0).
+    """Return the smallest power of two that is not below each `step` (float64, normal or 0; 0
+    stays 0).
 
     >>> power_of_two(torch.tensor([0.0, 0.25, 0.26, 3.0], dtype=torch.float64)).tolist()
     [0.0, 0.25, 0.5, 4.0]
@@ -161,17 +171,22 @@ def power_of_two(step: Tensor) -> Tensor:
 
 
 def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
-    """Return the distance of two codes, float64, that makes [low, high] fit the codes; 0 for an empty range.
+    """Return the distance of two codes, float64, that makes [low, high] fit the codes; 0 for an
+    empty range.
 
-    The range is first extended to contain 0. A float step puts the largest magnitude on quant_max (symmetric; half a
-    step above it with the rule "half_range") or the ends of the range on the least and the greatest code. A
-    power-of-two step is the finest one that cuts off at most half a step, if symmetric:
-    2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)). For a FloatRange it is the scale that its
-    docstring says.
+    The range is first extended to contain 0. A float step puts the largest magnitude on
+    quant_max (symmetric; half a step above it with the rule "half_range") or the ends of the
+    range on the least and the greatest code. A power-of-two step is the finest one that cuts
+    off at most half a step, if symmetric: 2^-fp >= max(low / (quant_min - 0.5), high /
+    (quant_max + 0.5)). For a FloatRange it is the scale that its docstring says.
 
     Source: the fix position of pytorch_nndct 3.5.
 
-    >>> step_from_range(torch.tensor(-1.0), torch.tensor(0.5), IntegerRange(-128, 127, scale_type="poweroftwo")).item()
+    >>> step_from_range(
+    ...     torch.tensor(-1.0),
+    ...     torch.tensor(0.5),
+    ...     IntegerRange(-128, 127, scale_type="poweroftwo"),
+    ... ).item()
     0.0078125
     >>> step_from_range(torch.tensor(-7.0), torch.tensor(0.5), FloatRange("fp4", "e8m0")).item()
     1.0
@@ -198,16 +213,20 @@ def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
 
 
 def symmetric_step(amax: Tensor, code_range: CodeRange) -> Tensor:
-    """Return the distance of two codes, as a float, for values of at most `amax`: the one place with this division.
+    """Return the distance of two codes, as a float, for values of at most `amax`: the one place
+    with this division.
 
-    >>> symmetric_step(torch.tensor(7.5), IntegerRange(-8, 7, symmetric_scale="half_range")).item()
+    >>> symmetric_step(
+    ...     torch.tensor(7.5), IntegerRange(-8, 7, symmetric_scale="half_range")
+    ... ).item()
     1.0
     """
     return amax / code_range.largest
 
 
 def uncut(code_range: CodeRange) -> float:
-    """Return the scale that cuts nothing off as a multiple of the one that the symmetric rule gives, at least 1.
+    """Return the scale that cuts nothing off as a multiple of the one that the symmetric rule
+    gives, at least 1.
 
     It is more than 1 with the rule "half_range" only; searches try it as well.
 
@@ -223,12 +242,14 @@ def uncut(code_range: CodeRange) -> float:
 
 
 def qparams_from_step(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
-    """Return the scale next to `step` that float32 and the codes allow, and the zero point for `low` to be quant_min.
+    """Return the scale next to `step` that float32 and the codes allow, and the zero point for
+    `low` to be quant_min.
 
-    `step` and `low` are float64 of one shape. A step of 0 (nothing but zeros) gives scale 1, or the finest power of two
-    that is allowed; other scales are kept in [2^-126, largest float32 / largest code], so that neither 1 / scale nor
-    any code times scale is infinite; shared exponents are at least -127. Those of type e4m3 are taken for all groups of
-    one tensor. The zero point is rounded to even, is a code, and is 0 for symmetric ones.
+    `step` and `low` are float64 of one shape. A step of 0 (nothing but zeros) gives scale 1, or
+    the finest power of two that is allowed; other scales are kept in [2^-126, largest float32 /
+    largest code], so that neither 1 / scale nor any code times scale is infinite; shared
+    exponents are at least -127. Those of type e4m3 are taken for all groups of one tensor. The
+    zero point is rounded to even, is a code, and is 0 for symmetric ones.
     """
     return _qparams(
         power_of_two(step) if code_range.scale_type in POWERS_OF_TWO else step, low, code_range
@@ -258,18 +279,24 @@ def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
 
 
 def _amax(low: Tensor, high: Tensor) -> Tensor:
-    """The largest magnitude in [low, high], float64 in memory of its own; exact in the dtype of the two."""
+    """The largest magnitude in [low, high], float64 in memory of its own; exact in the dtype of
+    the two.
+    """
     return torch.maximum(-low, high).clamp_(min=0).to(torch.float64, copy=True)
 
 
 def _bump(code_range: FloatRange, bits: int) -> int:
-    """What to add to the last of a mantissa of so many bits, for its carry to raise exponents as the mode says."""
+    """What to add to the last of a mantissa of so many bits, for its carry to raise exponents
+    as the mode says.
+    """
     half = 0 if code_range.row.mantissa is None else 1 << (bits - 1 - code_range.row.mantissa)
     return {"floor": 0, "even": half, "ceil": (1 << bits) - 1}[code_range.scale_mode]
 
 
 def _truncate_(x: Tensor, bump: int) -> Tensor:
-    """Replace `x` (float64, normal or 0) by the power of two below it plus `bump` in the last bit of its mantissa."""
+    """Replace `x` (float64, normal or 0) by the power of two below it plus `bump` in the last
+    bit of its mantissa.
+    """
     x.view(torch.int64).add_(bump).bitwise_and_(~_MANTISSA)
     return x
 
@@ -314,8 +341,8 @@ def qparams_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> QPar
 def _bits_say_all(dtype: torch.dtype, code_range: FloatRange) -> bool:
     """Whether the bits of float32 give the scale that float64 would.
 
-    Below the normal numbers no bits hold the exponent, but there the scale is the least one, if emax > 0 or nothing
-    carries.
+    Below the normal numbers no bits hold the exponent, but there the scale is the least one, if
+    emax > 0 or nothing carries.
     """
     carries = code_range.row.emax <= 0 and code_range.scale_mode != "floor"
     return dtype == torch.float32 and code_range.scale_type == "e8m0" and not carries
@@ -340,7 +367,9 @@ def _shared_scale(low: Tensor, high: Tensor, code_range: FloatRange) -> QParams:
 
 
 def _zeros(amax: Tensor) -> Tensor | None:
-    """Where `amax`, which is not negative, is 0; None for nowhere, as masks cost more than all the rest."""
+    """Where `amax`, which is not negative, is 0; None for nowhere, as masks cost more than all
+    the rest.
+    """
     if not torch.compiler.is_compiling() and amax.numel() and bool(amax.min() > 0):
         return None
     return amax == 0

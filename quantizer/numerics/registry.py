@@ -1,4 +1,6 @@
-"""Plain dicts as registries: a decorator that refuses a name twice, and a look-up that helps after a miss."""
+"""Plain dicts as registries: a decorator that refuses a name twice, and a look-up that helps
+after a miss.
+"""
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -15,7 +17,8 @@ def register(registry: dict[str, T], name: str) -> Callable[[T], T]:
 
     >>> shapes = {}
     >>> @register(shapes, "square")
-    ... def square(side): return side * side
+    ... def square(side):
+    ...     return side * side
     >>> sorted(shapes)
     ['square']
     """
@@ -37,10 +40,10 @@ def lookup(registry: Mapping[str, T], name: str, kind: str) -> T:
     Raises:
         ValueError: there is none; the known names and the closest one are listed.
 
-    >>> lookup({"half_even": 1, "half_up": 2}, "halfup", "rounding mode")
+    >>> lookup({"half_even": 1, "half_up": 2}, "halfup", "mode")
     Traceback (most recent call last):
         ...
-    ValueError: "halfup" is not a rounding mode; known are half_even, half_up; did you mean "half_up"?
+    ValueError: "halfup" is not a mode; known are half_even, half_up; did you mean "half_up"?
     """
     if name in registry:
         return registry[name]

@@ -1,4 +1,5 @@
-"""Scales that are stored in few bits: those of a tensor have a common factor, those of a block a common exponent.
+"""Scales that are stored in few bits: those of a tensor have a common factor, those of a block
+a common exponent.
 
 Finds no ranges. The words are those of `QuantizationSpec.scale_type`.
 """
@@ -21,7 +22,8 @@ _TOP_CODES = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)
 
 
 def on_global_grid(scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return the scales next to `scale`, float32, that are an fp8_e4m3 number above zero, divided by `global_scale`.
+    """Return the scales next to `scale`, float32, that are an fp8_e4m3 number above zero,
+    divided by `global_scale`.
 
     Source: NVIDIA's NVFP4, as compressed-tensors computes it.
 
@@ -35,7 +37,8 @@ def on_global_grid(scale: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def global_scale_of(steps: Tensor) -> Tensor:
-    """Return 448 / (the largest of `steps`), float32: what makes the largest scale of a tensor the largest code.
+    """Return 448 / (the largest of `steps`), float32: what makes the largest scale of a tensor
+    the largest code.
 
     It is 1 for a tensor of zeros.
 
@@ -48,9 +51,11 @@ def global_scale_of(steps: Tensor) -> Tensor:
 
 
 def split_global(scale: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return fp8_e4m3 codes and the float32 `global_scale` () that they were divided by, for scales `on_global_grid`.
+    """Return fp8_e4m3 codes and the float32 `global_scale` () that they were divided by, for
+    scales `on_global_grid`.
 
-    None if there are none that give `scale` back, bit for bit. The factor is not unique; it is the largest that does.
+    None if there are none that give `scale` back, bit for bit. The factor is not unique; it is
+    the largest that does.
 
     >>> codes, factor = split_global(torch.tensor([0.25, 1.75]))
     >>> codes.float().tolist(), factor.item()
@@ -68,7 +73,8 @@ def split_global(scale: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def beside(scale: Tensor, known: Tensor, scale_type: str) -> Tensor:
-    """Return the scales next to `scale` that groups of a tensor may have where others have those in `known`.
+    """Return the scales next to `scale` that groups of a tensor may have where others have
+    those in `known`.
 
     >>> beside(torch.tensor([0.7]), torch.tensor([1.0, 1.75]), "e4m3").tolist()
     [0.6875]
@@ -78,9 +84,11 @@ def beside(scale: Tensor, known: Tensor, scale_type: str) -> Tensor:
 
 
 def with_microexponents(steps: Tensor) -> Tensor:
-    """Return powers of two, those of the pairs of one block after another, no less than half of the largest of a block.
+    """Return powers of two, those of the pairs of one block after another, no less than half of
+    the largest of a block.
 
-    Source: Rouhani et al., "With Shared Microexponents, A Little Shifting Goes a Long Way" (arXiv 2302.08007).
+    Source: Rouhani et al., "With Shared Microexponents, A Little Shifting Goes a Long Way"
+    (arXiv 2302.08007).
 
     >>> with_microexponents(torch.tensor([4.0, 2.0, 1.0, 0.5, 0.0, 4.0, 1.0, 1.0])).tolist()
     [4.0, 2.0, 2.0, 2.0, 2.0, 4.0, 2.0, 2.0]
@@ -100,10 +108,11 @@ def scale_bytes(scale_type: str, scales: int) -> int:
 
 
 def pack_scales(scale: Tensor, scale_type: str) -> dict[str, Tensor]:
-    """Return what files hold of scales, by name: as many bytes as `scale_bytes` says, or float32 where they do not fit.
+    """Return what files hold of scales, by name: as many bytes as `scale_bytes` says, or
+    float32 where they do not fit.
 
-    Exponents have 127 added; after that of a block comes a byte with a bit for each of its pairs, the first in the
-    lowest one, that is set where its exponent is one less.
+    Exponents have 127 added; after that of a block comes a byte with a bit for each of its
+    pairs, the first in the lowest one, that is set where its exponent is one less.
     """
     if scale_type == "e4m3" and (found := split_global(scale)) is not None:
         return {"scale": found[0], "global_scale": found[1]}
@@ -121,10 +130,18 @@ def unpack_scales(
 ) -> Tensor:
     """Return the scales, float32, that `pack_scales` was given.
 
-    >>> kinds = {"e8m0": [0.5, 2.0], "e4m3": [0.5, 2.0], "microexponent": [2.0] * 7 + [1.0], "float": [0.3]}
+    >>> kinds = {
+    ...     "e8m0": [0.5, 2.0],
+    ...     "e4m3": [0.5, 2.0],
+    ...     "microexponent": [2.0] * 7 + [1.0],
+    ...     "float": [0.3],
+    ... }
     >>> for kind, scales in kinds.items():
     ...     packed = pack_scales(torch.tensor(scales), kind)
-    ...     assert torch.equal(unpack_scales(packed["scale"], kind, packed.get("global_scale")), torch.tensor(scales))
+    ...     assert torch.equal(
+    ...         unpack_scales(packed["scale"], kind, packed.get("global_scale")),
+    ...         torch.tensor(scales),
+    ...     )
     """
     if global_scale is not None:
         return stored.float() / global_scale

@@ -31,16 +31,20 @@ OUTERMOST = 3
 """Values that tell how far apart those at an end lie."""
 PAIRS_AT_ONCE = 128
 POWERS = (2.0, *(0.5**halvings for halvings in range(8)))
-"""Factors on the range where scales are powers of two; a wider one is for shared exponents, which may cut much off."""
+"""Factors on the range where scales are powers of two; a wider one is for shared exponents,
+which may cut much off.
+"""
 
 
 @register(METHODS, "mse")
 def mse(values: Distribution, spec: QuantizationSpec) -> Range:
-    """Return the range that gives the least squared error with the spec's codes, of those that lead to other scales.
+    """Return the range that gives the least squared error with the spec's codes, of those that
+    lead to other scales.
 
-    Where the scale may be any float, the range is cut at the best clip, both its sides, or widened to what cuts nothing
-    off; where it is a power of two, halved as often as the error falls. Which way ties go cannot matter: at a half-way
-    point either neighbour has the same error.
+    Where the scale may be any float, the range is cut at the best clip, both its sides, or
+    widened to what cuts nothing off; where it is a power of two, halved as often as the error
+    falls. Which way ties go cannot matter: at a half-way point either neighbour has the same
+    error.
     """
     if spec.scale_type in POWERS_OF_TWO:
         return _least_power(values, spec)
@@ -57,24 +61,28 @@ def mse(values: Distribution, spec: QuantizationSpec) -> Range:
 
 @register(METHODS, AUTO)
 def auto(values: Distribution, spec: QuantizationSpec) -> Range:
-    """Return the range of the least error, of all that the other methods might find; errors count by their power 2.2.
+    """Return the range of the least error, of all that the other methods might find; errors
+    count by their power 2.2.
 
-    What maxmin, percentile and mse cut off are ends nearer to zero than the extremes. All pairs of ends are tried, in
-    steps of half an octave and then of down to a sixteenth: a one-sided tensor has one end to cut, and a tail on one
-    side costs the other nothing. The ends of a symmetric range are cut alike; where scales are powers of two, mse tries
-    all that there can be.
+    What maxmin, percentile and mse cut off are ends nearer to zero than the extremes. All pairs
+    of ends are tried, in steps of half an octave and then of down to a sixteenth: a one-sided
+    tensor has one end to cut, and a tail on one side costs the other nothing. The ends of a
+    symmetric range are cut alike; where scales are powers of two, mse tries all that there can
+    be.
 
-    Of what calibration sees, an end may also lie up to half an octave beyond the extreme: as many new values have one
-    outside on average, as far as the outermost ones lie apart, and among the few values of a pooled tensor one that is
-    cut off counts more than wider steps. Of a weight, all values are known.
+    Of what calibration sees, an end may also lie up to half an octave beyond the extreme: as
+    many new values have one outside on average, as far as the outermost ones lie apart, and
+    among the few values of a pooled tensor one that is cut off counts more than wider steps. Of
+    a weight, all values are known.
 
-    Errors of a layer's inputs are about independent, so the least of one range is the least at the layer's output. By
-    their square, the few large values that the attention of a transformer hangs on would still count for too little: a
-    sentence encoder loses 1.6 dB to maxmin, and gains .3 with the power 2.2, which costs convolutional networks .2 of
-    the 1 to 2 dB that they gain.
+    Errors of a layer's inputs are about independent, so the least of one range is the least at
+    the layer's output. By their square, the few large values that the attention of a
+    transformer hangs on would still count for too little: a sentence encoder loses 1.6 dB to
+    maxmin, and gains .3 with the power 2.2, which costs convolutional networks .2 of the 1 to 2
+    dB that they gain.
 
-    Source: Li et al., "BRECQ", 2021, whose code searches scales by the power 2.4; for excesses Pickands, "Statistical
-    inference using extreme order statistics", 1975.
+    Source: Li et al., "BRECQ", 2021, whose code searches scales by the power 2.4; for excesses
+    Pickands, "Statistical inference using extreme order statistics", 1975.
     """
     if spec.scale_type in POWERS_OF_TWO:
         return mse(values, spec)
@@ -116,7 +124,9 @@ def _least_ends(
 
 
 def _pairs(around: Tensor, steps: Tensor, extremes: Tensor, *, alike: bool) -> Tensor:
-    """Octaves to cut off from low and high, (2, N): all of `steps` around those, but for an end that is zero."""
+    """Octaves to cut off from low and high, (2, N): all of `steps` around those, but for an end
+    that is zero.
+    """
     tried = [(start + steps).clamp(min=-AUTO_WIDER).unique() for start in around]
     if alike:
         return torch.stack([tried[0], tried[0]])
@@ -128,7 +138,9 @@ def _pairs(around: Tensor, steps: Tensor, extremes: Tensor, *, alike: bool) -> T
 
 
 def _excess(exact: Tensor, counts: Tensor, *, symmetric: bool) -> Tensor:
-    """How far a new value beyond either extreme lies from it on average, (2,); a symmetric range has one extreme."""
+    """How far a new value beyond either extreme lies from it on average, (2,); a symmetric
+    range has one extreme.
+    """
     if symmetric:
         return torch.stack(
             [_mean_excess(exact.abs(), counts), torch.zeros((), dtype=torch.float64)]
@@ -137,7 +149,8 @@ def _excess(exact: Tensor, counts: Tensor, *, symmetric: bool) -> Tensor:
 
 
 def _mean_excess(values: Tensor, counts: Tensor) -> Tensor:
-    """How far the greatest values, which come so often each, go beyond the last of them; those below 0 are taken for 0.
+    """How far the greatest values, which come so often each, go beyond the last of them; those
+    below 0 are taken for 0.
 
     >>> _mean_excess(torch.tensor([5.0, 9.0, 8.0, 1.0]), torch.tensor([1.0, 1.0, 1.0, 7.0]))
     tensor(3.5000)
@@ -149,9 +162,11 @@ def _mean_excess(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _error_beyond(ends: Tensor, extremes: Tensor, excess: Tensor) -> Tensor:
-    """The error of new values that lie beyond ranges `ends` (2, N), (N,): of as many as were seen, one at either end.
+    """The error of new values that lie beyond ranges `ends` (2, N), (N,): of as many as were
+    seen, one at either end.
 
-    It lies exponentially far beyond the extreme, and the power p of an exponential has the mean gamma(p + 1) mean^p.
+    It lies exponentially far beyond the extreme, and the power p of an exponential has the mean
+    gamma(p + 1) mean^p.
     """
     wider = (ends.abs() - extremes.abs()).clamp(min=0)
     beyond = torch.exp(-wider / excess.clamp(min=torch.finfo(torch.float64).tiny)[:, None])
@@ -167,10 +182,12 @@ def _error_of(ends: Tensor, exact: Tensor, counts: Tensor, spec: QuantizationSpe
 
 
 def _clips(spec: QuantizationSpec) -> Tensor:
-    """Clips to try, in bins: the centres 1536, 1552, ... of pytorch_nndct, the maximum, and 16 per octave below them.
+    """Clips to try, in bins: the centres 1536, 1552, ... of pytorch_nndct, the maximum, and 16
+    per octave below them.
 
-    Low bit widths need those: at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter of the maximum. Where
-    the spec's rule for symmetric scales cuts even the maximum, the scale that does not is tried too.
+    Low bit widths need those: at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter
+    of the maximum. Where the spec's rule for symmetric scales cuts even the maximum, the scale
+    that does not is tried too.
     """
     upper = torch.arange(1536, BINS, 16, dtype=torch.float64) + 0.5
     octaves = (
@@ -184,9 +201,11 @@ def _clips(spec: QuantizationSpec) -> Tensor:
 
 
 def _least_power(values: Distribution, spec: QuantizationSpec) -> Range:
-    """The range times the power of two, of those in POWERS, with the least squared error; of equal ones the widest.
+    """The range times the power of two, of those in POWERS, with the least squared error; of
+    equal ones the widest.
 
-    The errors are those of the bins' centres under the scales themselves, so that what is compared is what can be.
+    The errors are those of the bins' centres under the scales themselves, so that what is
+    compared is what can be.
     """
     code_range, kernel, errors = code_range_of(spec), kernel_of(spec), []
     factors = torch.tensor(
@@ -218,9 +237,11 @@ def _errors(values: Distribution, codes: QuantizationSpec) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _squared_errors(spec: QuantizationSpec) -> Tensor:
-    """Return the squared error, in bins^2, of every bin's centre under every clip, (clips, 2 * BINS) float64.
+    """Return the squared error, in bins^2, of every bin's centre under every clip, (clips, 2 *
+    BINS) float64.
 
-    It depends on no data, so a histogram times this matrix gives the error of all clips at once.
+    It depends on no data, so a histogram times this matrix gives the error of all clips at
+    once.
     """
     return _errors_at(CENTRES, spec)
 

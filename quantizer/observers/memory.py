@@ -1,4 +1,6 @@
-"""What an observer keeps of the batches: the range of each, or one histogram of all of them. Keeps no values."""
+"""What an observer keeps of the batches: the range of each, or one histogram of all of them.
+Keeps no values.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,8 @@ from quantizer.observers.observed_batch import (
     slices,
 )
 
-ROWS_AT_ONCE = (
-    1 << 10
-)  # histograms of 4096 bins of each take 32 MB, the candidates of diffs 84 MB
+# Histograms of 4096 bins of each take 32 MB, the candidates of diffs 84 MB
+ROWS_AT_ONCE = 1 << 10
 FEW_ROWS = 16
 """Rows of which ranges can wait until the batch is through."""
 ROOM = 16
@@ -83,7 +84,8 @@ class Memory(ABC):
 
     @abstractmethod
     def take_up(self, other: Memory, beside: Memory | None) -> None:
-        """Hold, if new, what there would be had this one seen the batches of `other`, of any kind, in its place.
+        """Hold, if new, what there would be had this one seen the batches of `other`, of any
+        kind, in its place.
 
         Args:
             other: what saw them.
@@ -95,23 +97,27 @@ class Memory(ABC):
 
     @abstractmethod
     def put_together(self, parts: Sequence[tuple[Memory, float]]) -> None:
-        """Hold, if new, what there would be had this one seen the values of all parts in one tensor.
+        """Hold, if new, what there would be had this one seen the values of all parts in one
+        tensor.
 
         Args:
-            parts: memories of this spec that saw the same batches, and what their values are multiplied with, powers
-                of two.
+            parts: memories of this spec that saw the same batches, and what their values are
+                multiplied with, powers of two.
         """
 
     @abstractmethod
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
-        """Hold what grows with the rows as `keep` gives it back, for as long as nothing is asked for."""
+        """Hold what grows with the rows as `keep` gives it back, for as long as nothing is
+        asked for.
+        """
 
 
 class RangeMemory(Memory):
     """Of each batch the method's low and high, the least and the greatest value, each (R,).
 
-    All are in one tensor with room for more: small ones that stay, a few for each batch, would lie between the large
-    values of a pass and keep the C library from using their memory again, which took three times as much.
+    All are in one tensor with room for more: small ones that stay, a few for each batch, would
+    lie between the large values of a pass and keep the C library from using their memory again,
+    which took three times as much.
     """
 
     def __init__(self, spec: QuantizationSpec) -> None:
@@ -142,13 +148,13 @@ class RangeMemory(Memory):
         self._found(*(torch.cat(ends) for ends in zip(*found, strict=True)))
 
     def _counted(self, batch: ObservedBatch) -> CountedBatches:
-        """The batch without its values; its counts stay in one place, as small tensors of each batch would be in the
-        way of large ones."""
+        """The batch without its values; its counts stay in one place, as small tensors of each
+        batch would be in the way of large ones.
+        """
         found = batch.counted()
         if self._counts is None or self._counts.shape != found.counts.shape:
-            self._counts = torch.empty_like(
-                found.counts, dtype=torch.int32
-            )  # as many as a sample has
+            # As many as a sample has
+            self._counts = torch.empty_like(found.counts, dtype=torch.int32)
         return replace(found, counts=self._counts.copy_(found.counts))
 
     def _found(self, low: Tensor, high: Tensor) -> None:
@@ -178,7 +184,9 @@ class RangeMemory(Memory):
             )
 
     def take_up(self, other: Memory, beside: Memory | None) -> None:
-        """Extremes are kept whatever the method; of a histogram only the outermost ones of all batches are known."""
+        """Extremes are kept whatever the method; of a histogram only the outermost ones of all
+        batches are known.
+        """
         spec, seen = self.spec, other.spec
         if isinstance(other, RangeMemory) and replace(seen, statistic=spec.statistic) == spec:
             self._hold(other._seen.clone())
@@ -211,7 +219,9 @@ class RangeMemory(Memory):
         self._kept = keep(self._seen.clone())  # without the room for more
 
     def state_dict(self) -> dict[str, Tensor]:
-        """One tensor "batches", float64 (B, 4, R), 32 bytes per batch and row; (0, 4, 0) if new."""
+        """One tensor "batches", float64 (B, 4, R), 32 bytes per batch and row; (0, 4, 0) if
+        new.
+        """
         return {"batches": self._seen.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -223,7 +233,8 @@ class RangeMemory(Memory):
             or batches.shape[1] != 4
         ):
             raise ValueError(
-                f'An observer\'s state is one tensor "batches" of shape (B, 4, R), not {sorted(state)}.'
+                'An observer\'s state is one tensor "batches" of shape (B, 4, R), not '
+                f"{sorted(state)}."
             )
         self._hold(batches.double())
 
@@ -240,7 +251,8 @@ class RangeMemory(Memory):
 def find_ranges(memories: Iterable[Memory]) -> None:
     """Find the ranges of the last batches that are still open, all of one spec in one go.
 
-    Whoever asks for anything finds them; of many tensors at once it takes a fraction of the time.
+    Whoever asks for anything finds them; of many tensors at once it takes a fraction of the
+    time.
     """
     by_spec: dict[QuantizationSpec, list[RangeMemory]] = {}
     for memory in memories:
@@ -257,7 +269,9 @@ def find_ranges(memories: Iterable[Memory]) -> None:
 
 
 class PooledMemory(Memory):
-    """One histogram of all batches but the last, which may still be dropped, and one of that."""
+    """One histogram of all batches but the last, which may still be dropped, and one of
+    that.
+    """
 
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__(spec)
@@ -333,7 +347,8 @@ class PooledMemory(Memory):
         batches = tensors.pop("batches", None)
         if batches is None or batches.ndim:
             raise ValueError(
-                f'An observer\'s state is a histogram and the number of "batches", not {sorted(state)}.'
+                'An observer\'s state is a histogram and the number of "batches", not '
+                f"{sorted(state)}."
             )
         self._pool = Histogram.from_tensors(tensors) if tensors else None
         self._last, self._batches = None, int(batches)

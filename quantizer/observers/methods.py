@@ -1,4 +1,6 @@
-"""The registries: range methods, from the values of a batch to a range, and statistics, from batches to one value."""
+"""The registries: range methods, from the values of a batch to a range, and statistics, from
+batches to one value.
+"""
 
 from collections.abc import Callable
 from statistics import fmean, median, multimode
@@ -25,12 +27,17 @@ RangeMethod = Callable[[Distribution, QuantizationSpec], Range]
 METHODS: dict[str, RangeMethod] = {}
 MICROEXPONENT_GROUP = PAIRS * PAIR
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
-"""Methods that are about integer codes: levels to merge bins into, positions of a binary point."""
+"""Methods that are about integer codes: levels to merge bins into, positions of a binary
+point.
+"""
 OF_VALUES = frozenset({"maxmin", "diffs"})
-"""Methods that read no histogram; all others need nothing else of a batch, so they can do many in one go."""
+"""Methods that read no histogram; all others need nothing else of a batch, so they can do many
+in one go.
+"""
 CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
 DIFFS_SAMPLE = 1 << 15  # every value is quantized five times, and the candidates lie far apart
-DIFFS_CANDIDATES = 5  # the scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
+# The scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
+DIFFS_CANDIDATES = 5
 ENTROPY_AT_ONCE = 1 << 20  # values of one intermediate tensor
 
 
@@ -82,7 +89,8 @@ def axis_of(spec: QuantizationSpec) -> int | None:
         MICROEXPONENT_GROUP,
     ):
         raise ValueError(
-            f"Microexponents need groups of {MICROEXPONENT_GROUP}, not {spec.qscheme} {spec.group_size}."
+            f"Microexponents need groups of {MICROEXPONENT_GROUP}, not {spec.qscheme} "
+            f"{spec.group_size}."
         )
     if spec.qscheme == "per_tensor":
         return None
@@ -99,12 +107,14 @@ def maxmin(values: Distribution, spec: QuantizationSpec) -> Range:
 
 @register(METHODS, "percentile")
 def percentile(values: Distribution, spec: QuantizationSpec) -> Range:
-    """Return the range cut at the magnitude below which `spec.percentage` percent of the values lie.
+    """Return the range cut at the magnitude below which `spec.percentage` percent of the values
+    lie.
 
-    The magnitude is the left edge of the histogram's bin where the cumulative share gets there (of the first bin the
-    right edge, so that the range is never empty); 100 percent is the maximum itself. An asymmetric range is cut at the
-    same magnitude on both sides: (100 - percentage) percent is cut off in all, shared by the two tails as the data has
-    them, and one-sided data such as a ReLU's is treated as symmetric.
+    The magnitude is the left edge of the histogram's bin where the cumulative share gets there
+    (of the first bin the right edge, so that the range is never empty); 100 percent is the
+    maximum itself. An asymmetric range is cut at the same magnitude on both sides: (100 -
+    percentage) percent is cut off in all, shared by the two tails as the data has them, and
+    one-sided data such as a ReLU's is treated as symmetric.
     """
     if spec.percentage >= 100:
         return values.low, values.high
@@ -116,10 +126,11 @@ def percentile(values: Distribution, spec: QuantizationSpec) -> Range:
 
 @register(METHODS, "diffs")
 def diffs(values: Distribution, spec: QuantizationSpec) -> Range:
-    """Return the range halved as often (0 to 4 times) as the squared error falls; of equal errors the widest range."""
-    assert isinstance(
-        values, ObservedBatch
-    )  # an observer of all batches together refuses the method
+    """Return the range halved as often (0 to 4 times) as the squared error falls; of equal
+    errors the widest range.
+    """
+    # An observer of all batches together refuses the method
+    assert isinstance(values, ObservedBatch)
     code_range, sample = code_range_of(spec), values.sample(DIFFS_SAMPLE)
     factors = 0.5 ** torch.arange(DIFFS_CANDIDATES, dtype=torch.float64)
     low, high = ((end * factors[:, None]).view(-1) for end in (values.low, values.high))
@@ -135,12 +146,14 @@ def diffs(values: Distribution, spec: QuantizationSpec) -> Range:
 
 @register(METHODS, "entropy")
 def entropy(values: Distribution, spec: QuantizationSpec) -> Range:
-    """Return the range cut at the clip of the least Kullback-Leibler divergence; of equal ones the largest.
+    """Return the range cut at the clip of the least Kullback-Leibler divergence; of equal ones
+    the largest.
 
-    For the first i bins of the magnitudes, i in 128, 160, ... 1536, 1552, ... 2048, the reference P is these bins with
-    all that is beyond added to the last one; the candidate Q is the same bins merged into quant_max + 1 groups, each
-    group's count spread evenly over its occupied bins. The first bin, where a ReLU's zeros are, counts as much as the
-    second. Source: S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
+    For the first i bins of the magnitudes, i in 128, 160, ... 1536, 1552, ... 2048, the
+    reference P is these bins with all that is beyond added to the last one; the candidate Q is
+    the same bins merged into quant_max + 1 groups, each group's count spread evenly over its
+    occupied bins. The first bin, where a ReLU's zeros are, counts as much as the second.
+    Source: S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
     """
     levels = min(spec.quant_max + 1, BINS)
     counts = values.magnitudes.clone()
@@ -155,10 +168,12 @@ def entropy(values: Distribution, spec: QuantizationSpec) -> Range:
 
 
 def _divergence(counts: Tensor, clips: Tensor, levels: int) -> Tensor:
-    """Return KL(P || Q) per row of `counts` (R, BINS) and clip, (R, clips); infinite where Q lacks a bin of P.
+    """Return KL(P || Q) per row of `counts` (R, BINS) and clip, (R, clips); infinite where Q
+    lacks a bin of P.
 
-    With c the counts, P' = c plus the tail at bin i - 1, and m the mean of a bin's group, running sums give every term
-    of KL = (sum P' log P' - sum P' log m) / sum c - log sum c + log sum_{j<i} c_j.
+    With c the counts, P' = c plus the tail at bin i - 1, and m the mean of a bin's group,
+    running sums give every term of KL = (sum P' log P' - sum P' log m) / sum c - log sum c +
+    log sum_{j<i} c_j.
     """
     edges = -(-clips[:, None] * torch.arange(levels + 1) // levels)
     totals, occupied = _running(counts), _running((counts > 0).double())
@@ -187,7 +202,8 @@ def _running(x: Tensor) -> Tensor:
 
 
 def modal(values: list[float]) -> float:
-    """Return the most frequent value; of equally frequent ones the largest, the coarser scale, which clips least.
+    """Return the most frequent value; of equally frequent ones the largest, the coarser scale,
+    which clips least.
 
     >>> modal([0.25, 0.5, 0.5, 0.25, 0.125])
     0.5

@@ -1,8 +1,10 @@
-"""What a range method may read, of one batch or of all together: exact extremes, a histogram. Finds no range.
+"""What a range method may read, of one batch or of all together: exact extremes, a histogram.
+Finds no range.
 
-A tensor is a matrix here: one row, or one row per channel or group. Everything but the extremes is read from a regular
-sample of at most 2^17 values of all rows together, or 2^12 of each if that is more; smaller tensors are read whole. The
-sample's stride has no divisor in common with the row's length, so it cannot run along one column of an image.
+A tensor is a matrix here: one row, or one row per channel or group. Everything but the extremes
+is read from a regular sample of at most 2^17 values of all rows together, or 2^12 of each if
+that is more; smaller tensors are read whole. The sample's stride has no divisor in common with
+the row's length, so it cannot run along one column of an image.
 """
 
 from __future__ import annotations
@@ -26,9 +28,8 @@ SLICE = 1 << 13  # values of one index of the first axis, where all batches are 
 SAMPLE_PER_ROW = 1 << 12
 NARROW = 16
 ALONE = 1 << 17  # values of a row that are read by themselves, by all threads
-READ = (
-    2 * BLOCK
-)  # values per step where nothing is written, so that as much again stays in the cache
+# Values per step where nothing is written, so that as much again stays in the cache
+READ = 2 * BLOCK
 
 Range = tuple[Tensor, Tensor]
 
@@ -42,7 +43,8 @@ def as_rows(
     group_size: int | None = None,
     scales_per_group: int = 1,
 ) -> Tensor:
-    """Return `x` as a matrix of one row per scale, in memory order if there is one scale; a view where memory allows.
+    """Return `x` as a matrix of one row per scale, in memory order if there is one scale; a
+    view where memory allows.
 
     >>> as_rows(torch.zeros(4, 3, 5, 5), "per_channel", 1).shape
     torch.Size([3, 100])
@@ -53,20 +55,20 @@ def as_rows(
 
 
 def extremes(rows: Tensor) -> Range:
-    """Return the least and the greatest value of each row, in its dtype; of a row with NaN at least the least is NaN.
+    """Return the least and the greatest value of each row, in its dtype; of a row with NaN at
+    least the least is NaN.
 
-    Long rows are read by `aminmax`, one by one. Along a dimension two reductions of a block in the cache are many times
-    faster. Values that are not negative come in the order of their bits: those are compared, read as integers, three
-    times as fast again, as none of them is NaN (one whose sign is set may go unseen). Rows without such a value are
-    read once more.
+    Long rows are read by `aminmax`, one by one. Along a dimension two reductions of a block in
+    the cache are many times faster. Values that are not negative come in the order of their
+    bits: those are compared, read as integers, three times as fast again, as none of them is
+    NaN (one whose sign is set may go unseen). Rows without such a value are read once more.
     """
     count, length = rows.shape
     if count == 1 or (rows.is_cpu and length >= ALONE):
         lows, highs = zip(*(row.aminmax() for row in rows), strict=True)
         return torch.stack(lows), torch.stack(highs)
-    wide = (
-        rows.dtype if rows.dtype in _BITS else torch.float32
-    )  # torch reduces narrow dtypes slowly
+    # Torch reduces narrow dtypes slowly
+    wide = rows.dtype if rows.dtype in _BITS else torch.float32
     parts = (
         [rows] if rows.numel() <= READ else torch.split(rows, max(1, READ // max(1, length)))
     )
@@ -80,7 +82,9 @@ def extremes(rows: Tensor) -> Range:
 
 
 def _least_and_bits(rows: Tensor) -> Range:
-    """The least value of each row, and the greatest of those that their bits are, read as integers."""
+    """The least value of each row, and the greatest of those that their bits are, read as
+    integers.
+    """
     greatest = _narrowed(rows, torch.maximum).view(_BITS[rows.dtype])
     return _narrowed(rows, torch.minimum).amin(1), greatest.amax(1)
 
@@ -94,7 +98,9 @@ def _joined(ranges: Iterable[Range]) -> Range:
 
 
 def _narrowed(rows: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Rows too narrow for torch's fast reduction are folded by its fast elementwise operators."""
+    """Rows too narrow for torch's fast reduction are folded by its fast elementwise
+    operators.
+    """
     while rows.shape[1] <= NARROW and rows.shape[1] % 2 == 0:
         half = rows.shape[1] // 2
         rows = pick(rows[:, :half], rows[:, half:])
@@ -102,7 +108,8 @@ def _narrowed(rows: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
 
 
 def stride_for(length: int, limit: int) -> int:
-    """Return the smallest step that leaves at most `limit` of `length` values and shares no divisor with `length`.
+    """Return the smallest step that leaves at most `limit` of `length` values and shares no
+    divisor with `length`.
 
     >>> stride_for(1000, 1000), stride_for(112 * 112, 1000)
     (1, 13)
@@ -119,15 +126,18 @@ def is_sampled(x: Tensor) -> bool:
 
 
 def by_index(x: Tensor) -> Tensor:
-    """Return `x` as one row for each index of its first axis, in memory order; a view where memory allows."""
+    """Return `x` as one row for each index of its first axis, in memory order; a view where
+    memory allows.
+    """
     return x.permute(0, *(axis + 1 for axis in memory_order(x[0]))).reshape(len(x), -1)
 
 
 def slices(x: Tensor) -> tuple[Tensor, int]:
-    """Return `x` as one row that is the same however its first axis was cut into batches, up to the order.
+    """Return `x` as one row that is the same however its first axis was cut into batches, up to
+    the order.
 
-    Of each index of that axis it has at most SLICE values, as far apart in memory; the number tells how many values of
-    `x` each stands for.
+    Of each index of that axis it has at most SLICE values, as far apart in memory; the number
+    tells how many values of `x` each stands for.
 
     >>> row, stride = slices(torch.zeros(10, 64, 112, 112))
     >>> row.shape, stride
@@ -141,7 +151,9 @@ def slices(x: Tensor) -> tuple[Tensor, int]:
 
 
 class Distribution(ABC):
-    """Values in rows, as far as range methods read them: the extremes `low` and `high` (R,), and counts in bins."""
+    """Values in rows, as far as range methods read them: the extremes `low` and `high` (R,),
+    and counts in bins.
+    """
 
     low: Tensor
     high: Tensor
@@ -200,7 +212,8 @@ class PooledBatches(Distribution):
 
 @dataclass(frozen=True)
 class CountedBatches(Distribution):
-    """What is left of the rows of batches, of one tensor or of several, once they are counted: `counts` (R, 2 * BINS).
+    """What is left of the rows of batches, of one tensor or of several, once they are counted:
+    `counts` (R, 2 * BINS).
 
     `low` and `high` are (R,).
     """
@@ -228,7 +241,8 @@ class CountedBatches(Distribution):
 
 @dataclass(frozen=True)
 class ObservedBatch(Distribution):
-    """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), in its dtype, on the CPU.
+    """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), in
+    its dtype, on the CPU.
 
     `outermost` (1, 2 * B) are those of each of B samples, where `slices` leaves out values.
     """
@@ -266,13 +280,17 @@ class ObservedBatch(Distribution):
         return [ObservedBatch(*part) for part in zip(*parts, strict=True)]
 
     def sample(self, limit: int = SAMPLE) -> Tensor:
-        """Return at most `limit` values, or SAMPLE_PER_ROW of each row, (R, n) as float32, or float64 if they are."""
+        """Return at most `limit` values, or SAMPLE_PER_ROW of each row, (R, n) as float32, or
+        float64 if they are.
+        """
         dtype = torch.promote_types(self.rows.dtype, torch.float32)
         per_row = max(limit // len(self.rows), SAMPLE_PER_ROW)
         return self.rows[:, :: stride_for(self.rows.shape[1], per_row)].to(dtype).contiguous()
 
     def counted(self) -> CountedBatches:
-        """Return the counts of the sample over [-amax, amax] in 2 * BINS equal bins, of each row int64 on the CPU."""
+        """Return the counts of the sample over [-amax, amax] in 2 * BINS equal bins, of each
+        row int64 on the CPU.
+        """
         sample, count, width = self.sample(), len(self.rows), 2 * BINS
         amax = torch.where(self.amax == 0, 1.0, self.amax).to(sample)
         index = (

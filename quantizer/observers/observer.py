@@ -41,11 +41,14 @@ class UnobservedError(ObservationError):
 
 
 class NonFiniteError(ObservationError):
-    """A batch held NaN or infinity; `nans` and `infinities` count them, among `total` values."""
+    """A batch held NaN or infinity; `nans` and `infinities` count them, among `total`
+    values.
+    """
 
     def __init__(self, nans: int, infinities: int, total: int) -> None:
         super().__init__(
-            f"{nans} NaN and {infinities} infinite among {total} values; a range needs finite ones."
+            f"{nans} NaN and {infinities} infinite among {total} values; a range needs finite "
+            "ones."
         )
         self.nans, self.infinities, self.total = nans, infinities, total
 
@@ -57,12 +60,14 @@ class NegativeValuesError(ObservationError):
 class Observer:
     """Observes activations batch by batch, or a weight once, for a `spec` with a scale.
 
-    Every batch gives one range per tensor, channel or group by the spec's method. For a symmetric spec the statistic is
-    taken over the batches' scales, for an asymmetric one over either end of their ranges, where "max" is the outermost.
-    A statistic of powers of two is rounded up to one.
+    Every batch gives one range per tensor, channel or group by the spec's method. For a
+    symmetric spec the statistic is taken over the batches' scales, for an asymmetric one over
+    either end of their ranges, where "max" is the outermost. A statistic of powers of two is
+    rounded up to one.
 
-    With the statistic "pooled" all batches are counted in one histogram, which gives the range: any cut of the samples
-    into batches, in any order, and any merging of observers gives the same one.
+    With the statistic "pooled" all batches are counted in one histogram, which gives the range:
+    any cut of the samples into batches, in any order, and any merging of observers gives the
+    same one.
 
     Raises:
         ValueError: no range exists for this spec.
@@ -113,18 +118,21 @@ class Observer:
 
     @torch.no_grad()
     def observe(self, x: Tensor, beside: Observer | None = None) -> None:
-        """Take in one batch: a floating-point tensor of any layout, on any device; and have another observer do so,
-        which shares what can be shared.
+        """Take in one batch: a floating-point tensor of any layout, on any device; and have
+        another observer do so, which shares what can be shared.
 
         Raises:
-            NonFiniteError: it holds NaN or infinity. Such a batch leaves no trace, nor do those below.
+            NonFiniteError: it holds NaN or infinity. Such a batch leaves no trace, nor do those
+                below.
             NegativeValuesError: it holds negative values, and codes are unsigned and symmetric.
-            ObservationError: it holds no values at all, or has another number of channels than the batches before.
+            ObservationError: it holds no values at all, or has another number of channels than
+                the batches before.
         """
         batch, shape = self._batch(x), scale_shape(tuple(x.shape), *self.spec.cut)
         if not self._memory.is_empty and self._shape not in (None, shape):
             raise ObservationError(
-                f"There is a scale for each index of axis {self._axis}, and this batch has {math.prod(shape)} of them "
+                f"There is a scale for each index of axis {self._axis}, and this batch has "
+                f"{math.prod(shape)} of them "
                 f"where others have {math.prod(self._shape or ())}."
             )
         self._memory.add(x, batch)
@@ -164,12 +172,15 @@ class Observer:
         return QParams(self._shaped(qparams.scale), self._shaped(qparams.zero_point))
 
     def forget_after(self, batches: int) -> None:
-        """Drop what came after the first `batches` batches, so that one broken off leaves no trace."""
+        """Drop what came after the first `batches` batches, so that one broken off leaves no
+        trace.
+        """
         self._memory.forget_after(batches)
         self._qparams = None
 
     def merge(self, *others: Observer) -> None:
-        """Take in what others saw, as if their batches had come here: those of several in turn, one of each.
+        """Take in what others saw, as if their batches had come here: those of several in turn,
+        one of each.
 
         Raises:
             ValueError: one watched another spec.
@@ -177,14 +188,16 @@ class Observer:
         for other in others:
             if other.spec != self.spec:
                 raise ValueError(
-                    f"Only observers of one spec can be merged, not of {self.spec} and {other.spec}."
+                    f"Only observers of one spec can be merged, not of {self.spec} and "
+                    f"{other.spec}."
                 )
             self._shape = other._shape if self._shape is None else self._shape
         self._memory.merge(*(other._memory for other in others))
         self._qparams = None
 
     def restated(self, spec: QuantizationSpec, beside: Observer | None = None) -> Observer:
-        """What would be here had the same batches been observed for another spec of the same granularity.
+        """What would be here had the same batches been observed for another spec of the same
+        granularity.
 
         Args:
             spec: with another method, percentage or statistic.
@@ -211,8 +224,8 @@ class Observer:
 
         Args:
             spec: of the parts, too.
-            parts: the tensors' observers, which saw the same batches, and what their values are multiplied with,
-                powers of two.
+            parts: the tensors' observers, which saw the same batches, and what their values are
+                multiplied with, powers of two.
 
         Raises:
             ValueError: a part has another spec, or several scales.
@@ -230,7 +243,9 @@ class Observer:
         return _restored, (self.spec, self._shape, self.state_dict())
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
-        """Hold what was seen as `keep` gives it back: out of memory, for as long as nothing is asked for."""
+        """Hold what was seen as `keep` gives it back: out of memory, for as long as nothing is
+        asked for.
+        """
         self._memory.set_aside(keep)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -266,7 +281,8 @@ class Observer:
             and bool((low < 0).any())
         ):
             raise NegativeValuesError(
-                f"The smallest value is {low.min():g}, and unsigned symmetric codes have no negative values; "
+                f"The smallest value is {low.min():g}, and unsigned symmetric codes have no "
+                "negative values; "
                 "make it signed, or asymmetric."
             )
         return batch
@@ -282,7 +298,9 @@ class Observer:
 
 
 def find_ranges(observers: Iterable[Observer]) -> None:
-    """Find the ranges of the batch that all have seen, which together takes a fraction of what it takes one by one."""
+    """Find the ranges of the batch that all have seen, which together takes a fraction of what
+    it takes one by one.
+    """
     find_in_memories(observer._memory for observer in observers)
 
 

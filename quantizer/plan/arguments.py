@@ -1,4 +1,6 @@
-"""Values of which a small error makes another value: angles, what is rounded to integers, places that are read."""
+"""Values of which a small error makes another value: angles, what is rounded to integers,
+places that are read.
+"""
 
 from collections.abc import Iterator, Set
 
@@ -11,11 +13,12 @@ _UNQUANTIZED = ("passthrough", "structural")  # what has no quantization of its 
 
 
 def arguments(graph: Graph, constants: Set[str]) -> Set[str]:
-    """Return the layers that make arguments of sines, of what rounds to integers, and of what reads at places.
+    """Return the layers that make arguments of sines, of what rounds to integers, and of what
+    reads at places.
 
-    These are found backwards. Other readers quantize what they make of such a value, and a layer that multiplies it
-    quantizes its own input. What kernels of integers make, as a layer with weights, is no such value where it is
-    returned as well.
+    These are found backwards. Other readers quantize what they make of such a value, and a
+    layer that multiplies it quantizes its own input. What kernels of integers make, as a layer
+    with weights, is no such value where it is returned as well.
     """
     alone: set[str] = set()
     shared: set[str] = set()
@@ -37,7 +40,9 @@ def arguments(graph: Graph, constants: Set[str]) -> Set[str]:
 
 
 def _uses(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
-    """The `readers` of a node's values; a cast to integers, after which they are moved as integers, is one."""
+    """The `readers` of a node's values; a cast to integers, after which they are moved as
+    integers, is one.
+    """
     for reader in graph.consumers[name]:
         is_moved = reader and graph.by_name[reader].row.kind == "passthrough"
         if is_moved and not _is_cast_to_integers(graph.by_name[reader]):
@@ -49,7 +54,9 @@ def _uses(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
 def _is_argument(
     graph: Graph, reading: tuple[str, str], arguments: Set[str], constants: Set[str]
 ) -> bool:
-    """Whether a reader takes a value as an argument, or makes arguments of it and of constants."""
+    """Whether a reader takes a value as an argument, or makes arguments of it and of
+    constants.
+    """
     name, value = reading
     if not name:
         return False

@@ -1,7 +1,8 @@
-"""Along which axis of a tensor its scales lie, and whether its groups fit. Reads shapes; knows no values.
+"""Along which axis of a tensor its scales lie, and whether its groups fit. Reads shapes; knows
+no values.
 
-A config may name the axis; otherwise a layer knows its own: output channels have a scale each, groups and rows of
-values run along the features that the layer sums over.
+A config may name the axis; otherwise a layer knows its own: output channels have a scale each,
+groups and rows of values run along the features that the layer sums over.
 """
 
 import dataclasses
@@ -22,11 +23,13 @@ BATCH = 0
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor as its layer sees it: its sizes (None: open, all None: unknown) and the axes that are taken unasked.
+    """A tensor as its layer sees it: its sizes (None: open, all None: unknown) and the axes
+    that are taken unasked.
 
-    `maps`: it holds what a convolution reads or makes, so that a token is a whole sample. `stacked`: it is a stack of
-    so many tensors along the first axis, which share no scale. `groups`: it is the weight of a transposed convolution
-    with so many groups, each with output channels of its own.
+    `maps`: it holds what a convolution reads or makes, so that a token is a whole sample.
+    `stacked`: it is a stack of so many tensors along the first axis, which share no scale.
+    `groups`: it is the weight of a transposed convolution with so many groups, each with output
+    channels of its own.
     """
 
     sizes: tuple[int | None, ...] | None
@@ -60,7 +63,8 @@ class Misfit:
 def parameter_view(graph: Graph, node: Node, role: str) -> TensorView:
     """Return the view of a weight or a bias.
 
-    A weight's output channels come first (second in transposed layers); a bias has its features alone.
+    A weight's output channels come first (second in transposed layers); a bias has its features
+    alone.
     """
     sizes = tuple(graph.tensors[node.params[parameter_name(role)]].shape)
     if base_role(role) == "bias" or node.op == "parameter":
@@ -75,7 +79,9 @@ def parameter_view(graph: Graph, node: Node, role: str) -> TensorView:
 
 
 def activation_view(graph: Graph, node: Node, source: str) -> TensorView:
-    """What `source` makes, for `node`: features of matrices lie last, those of convolutions along the channels."""
+    """What `source` makes, for `node`: features of matrices lie last, those of convolutions
+    along the channels.
+    """
     path = node.params.get("weight")
     rank = graph.tensors[path].dim() if path and node.row.kind == "mac" else 0
     return TensorView(
@@ -84,15 +90,17 @@ def activation_view(graph: Graph, node: Node, source: str) -> TensorView:
 
 
 def fitted(spec: QuantizationSpec, view: TensorView, role: str) -> QuantizationSpec:
-    """The spec for one tensor: axes filled in and counted from the front, and nothing left that it does not read."""
+    """The spec for one tensor: axes filled in and counted from the front, and nothing left that
+    it does not read.
+    """
     if not spec.is_scaled:
         return QuantizationSpec(dtype=spec.dtype)
     if is_parameter(role):
-        spec = dataclasses.replace(
-            spec, is_dynamic=False
-        )  # a parameter's range is found once, and stays
+        # A parameter's range is found once, and stays
+        spec = dataclasses.replace(spec, is_dynamic=False)
     if spec.qscheme == "per_token" and view.maps:
-        # Positions share the weights of a kernel, so that no runtime could give each of them its own scale.
+        # Positions share the weights of a kernel, so that no runtime could give each of them
+        # its own scale.
         spec = dataclasses.replace(spec, qscheme="per_channel", ch_axis=BATCH)
     defaults = {
         "per_channel": view.channels,
@@ -129,8 +137,8 @@ def impossible(
     view: TensorView,
     sources: Mapping[str, Sourced],
 ) -> Iterator[Diagnostic]:
-    """Axes that the tensor does not have, whose size is open, or along which matrices lie that share no scale; and
-    fixed scales for groups that differ in number.
+    """Axes that the tensor does not have, whose size is open, or along which matrices lie that
+    share no scale; and fixed scales for groups that differ in number.
     """
     if spec.ch_axis is None:
         return
@@ -141,14 +149,20 @@ def impossible(
         help_ = f"write a ch_axis from {-len(view.sizes)} to {len(view.sizes) - 1}"
         yield Diagnostic("QZ406", text, place, help=help_)
     elif view.stacked > 1 and spec.ch_axis != (1 if spec.qscheme == "per_group" else 0):
-        text = f"{spec.qscheme} with ch_axis {spec.ch_axis} would have experts share scales ({where})"
+        text = (
+            f"{spec.qscheme} with ch_axis {spec.ch_axis} would have experts share scales "
+            f"({where})"
+        )
         yield Diagnostic(
             "QZ406", text, place, help=f"write {1 - spec.ch_axis}, or exclude these layers"
         )
     elif is_parameter(role) or spec.is_dynamic:
         return
     elif spec.qscheme != "per_channel":
-        text = f"{spec.qscheme} needs is_dynamic: true ({where}): batches differ in how many scales they have"
+        text = (
+            f"{spec.qscheme} needs is_dynamic: true ({where}): batches differ in how many "
+            "scales they have"
+        )
         yield Diagnostic(
             "QZ408", text, place, help="set is_dynamic to true, or qscheme to per_tensor"
         )
@@ -169,7 +183,8 @@ def misfit(
     view: TensorView,
     sources: Mapping[str, Sourced],
 ) -> Misfit | None:
-    """The tensor, if its groups do not divide its axis; blocks with a shared exponent may end with a shorter one.
+    """The tensor, if its groups do not divide its axis; blocks with a shared exponent may end
+    with a shorter one.
 
     Source: OCP Microscaling Formats v1.0, section 5.
     """
@@ -205,7 +220,11 @@ def misfits(found: Sequence[Misfit]) -> Iterator[Diagnostic]:
             f"{length} long in {shortened(names)}" for length, names in named.items()
         )
         fitting = math.gcd(*lengths, *(each.group_size for each in here))
-        help_ = "-1 takes the whole axis; or choose another qscheme for these layers, or exclude them"
+        help_ = (
+            "-1 takes the whole axis; or choose another qscheme for these layers, or "
+            "exclude "
+            "them"
+        )
         yield Diagnostic(
             "QZ407",
             f"group_size {sizes} does not divide the axis of {len(here)} tensor(s): {rows}",

@@ -1,4 +1,6 @@
-"""What is wrong with a config once it meets a model: findings only, each at the place in the file that causes it."""
+"""What is wrong with a config once it meets a model: findings only, each at the place in the
+file that causes it.
+"""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
@@ -24,7 +26,9 @@ _KEYS = {
 def unmatched(
     form: Form, rules: Sequence[MatchedRule], original: Graph
 ) -> Iterator[Diagnostic]:
-    """A selector that finds nothing is an error, with the closest names; one that was not taken literally is a note."""
+    """A selector that finds nothing is an error, with the closest names; one that was not taken
+    literally is a note.
+    """
     for row in rules:
         selector, found = row.rule.selector, row.found
         if found.note:
@@ -39,7 +43,10 @@ def unmatched(
         if selector.kind == "weighted" and not row.rule.fields:
             continue  # an empty block says nothing
         if selector.kind == "weighted":
-            text = f"{row.rule.label} applies to no layer: {original.model} has none with weights of its own"
+            text = (
+                f"{row.rule.label} applies to no layer: {original.model} has none with "
+                "weights of its own"
+            )
             yield Diagnostic(
                 "QZ402",
                 text,
@@ -48,7 +55,11 @@ def unmatched(
             )
             continue
         if found.absorbed:
-            text = f"all {len(found.absorbed)} layers of type {selector.text!r} are folded into the layers before them"
+            text = (
+                f"all {len(found.absorbed)} layers of type {selector.text!r} are folded "
+                "into "
+                "the layers before them"
+            )
             help_ = "select those layers instead, by type or by name"
         else:
             text = f"{_KEYS[form, selector.kind]} {selector.text!r} matches no layer"
@@ -70,7 +81,9 @@ def overridden(rules: Sequence[MatchedRule]) -> Iterator[Diagnostic]:
 
 
 def _says_otherwise(rule: ConfigRule, other: ConfigRule) -> bool:
-    """Whether two rules for one layer disagree: about a tensor that both are about, or about which are quantized."""
+    """Whether two rules for one layer disagree: about a tensor that both are about, or about
+    which are quantized.
+    """
     are_about_same = (
         rule.roles is not None
         or other.roles is not None
@@ -98,8 +111,14 @@ def embeddings(
     ]
     reached = [name for name in names if name not in named]
     if everywhere and reached:
-        text = f"{everywhere[0].label} also quantizes the weights of embeddings: {', '.join(reached)}"
-        help_ = "add them to exclude to leave them in float, or give them an entry in layer_quant_config"
+        text = (
+            f"{everywhere[0].label} also quantizes the weights of embeddings: "
+            f"{', '.join(reached)}"
+        )
+        help_ = (
+            "add them to exclude to leave them in float, or give them an entry in "
+            "layer_quant_config"
+        )
         yield Diagnostic("QZ409", text, everywhere[0].selector.place, "note", help=help_)
 
 
@@ -117,7 +136,10 @@ def ineffective(
                 if selector.kind == "exclude"
                 else "changes no tensor"
             )
-            text = f"{row.rule.label} matches {len(layers)} layer(s) but {idle}: {layers[0]}: {why}"
+            text = (
+                f"{row.rule.label} matches {len(layers)} layer(s) but {idle}: {layers[0]}: "
+                f"{why}"
+            )
             yield Diagnostic("QZ405", text, selector.place, "warning")
 
 
@@ -129,9 +151,11 @@ def conflicting(
     config: Config,
     rules: Sequence[ConfigRule],
 ) -> Iterator[Diagnostic]:
-    """The rule book on a merged spec, for values that a file set: the built-in default is exempt.
+    """The rule book on a merged spec, for values that a file set: the built-in default is
+    exempt.
 
-    `rules`, weakest first, say how strong each value is: the strongest in conflict is the one to change.
+    `rules`, weakest first, say how strong each value is: the strongest in conflict is the one
+    to change.
     """
     order: dict[Place | None, int] = {}
     for strength, rule in enumerate(rules):
@@ -157,7 +181,9 @@ def conflicting(
 def under_float(
     role: Role, spec: QuantizationSpec, rules: Sequence[ConfigRule]
 ) -> Iterator[Diagnostic]:
-    """Integer values of a rule that inherits a floating-point datatype from a weaker one; `rules` are weakest first."""
+    """Integer values of a rule that inherits a floating-point datatype from a weaker one;
+    `rules` are weakest first.
+    """
     if spec.dtype != "int":
         blocks = [rule.fields.get(role, {}) for rule in rules]
         yield from filter(

@@ -1,6 +1,8 @@
-"""What the DPU has engines for, as rows: each limit, the sentence that refuses, and the document it comes from.
+"""What the DPU has engines for, as rows: each limit, the sentence that refuses, and the
+document it comes from.
 
-The limits are those of DPUCZDX8G_ISA1_B4096 (ZCU102, ZCU104): channel_parallel 16, bank_depth 2048. Sees no config.
+The limits are those of DPUCZDX8G_ISA1_B4096 (ZCU102, ZCU104): channel_parallel 16, bank_depth
+2048. Sees no config.
 """
 
 import math
@@ -35,7 +37,9 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Limit:
-    """`fits` says whether a geometry is inside; `words` is formatted with the geometry as `g`."""
+    """`fits` says whether a geometry is inside; `words` is formatted with the geometry as
+    `g`.
+    """
 
     engines: tuple[str, ...]
     fits: Callable[[Geometry], bool]
@@ -93,7 +97,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         _CONVOLVES,
         lambda g: max(g.dilation) * g.in_channels <= CHANNELS or max(g.dilation) == 1,
-        f"dilation times input channels is beyond {CHANNELS} with {{g.dilation}} and {{g.in_channels}}",
+        f"dilation times input channels is beyond {CHANNELS} with {{g.dilation}} and "
+        f"{{g.in_channels}}",
     ),
     Limit(
         _CONVOLVES,
@@ -122,7 +127,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         (*_CONVOLVES, *_TRANSPOSED, *_POOLS, "eltwise"),
         lambda g: max(g.in_channels, g.out_channels) <= CHANNELS,
-        f"it has {{g.in_channels}} input and {{g.out_channels}} output channels, and {CHANNELS} are the most",
+        f"it has {{g.in_channels}} input and {{g.out_channels}} output channels, and "
+        f"{CHANNELS} are the most",
     ),
 )
 

@@ -1,4 +1,5 @@
-"""For every layer whether the DPU can run it, and why not. Reads graph and plan; needs no data and no scales.
+"""For every layer whether the DPU can run it, and why not. Reads graph and plan; needs no data
+and no scales.
 
 What a compiler decides from a whole network (memory, scheduling) is not seen here.
 """
@@ -17,15 +18,15 @@ from quantizer.plan.model import Plan
 RESTRICTIONS = (
     "the DPU's restrictions on a configuration: 8 bits, symmetric, one power-of-two scale"
 )
-STUBS = (
-    "quant_stub",
-    "dequant_stub",
-)  # they say where quantization begins and ends, and compute nothing
+# They say where quantization begins and ends, and compute nothing
+STUBS = ("quant_stub", "dequant_stub")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`device` is "DPU", "CPU", or "" for what computes nothing; `engine` what runs it, `why` and `source` why not."""
+    """`device` is "DPU", "CPU", or "" for what computes nothing; `engine` what runs it, `why`
+    and `source` why not.
+    """
 
     device: str
     engine: str = ""
@@ -53,7 +54,9 @@ def verdicts(plan: Plan) -> dict[str, Verdict]:
 
 
 def subgraphs(graph: Graph, found: Mapping[str, Verdict]) -> int:
-    """In how many pieces the DPU runs the network: layers that feed each other without the CPU between."""
+    """In how many pieces the DPU runs the network: layers that feed each other without the CPU
+    between.
+    """
     stage: dict[str, int] = {}
     piece: dict[str, str] = {}
     for node in graph.nodes:
@@ -77,15 +80,12 @@ def subgraphs(graph: Graph, found: Mapping[str, Verdict]) -> int:
 
 def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
     """What the operator and its shape say."""
-    several = node.dtype is None and any(
-        graph.by_name[name].is_float for name in node.refs()
-    )  # results
+    # Results
+    several = node.dtype is None and any(graph.by_name[name].is_float for name in node.refs())
     if node.row.kind == "structural" or node.op in STUBS or not (node.is_float or several):
         return Verdict("")
-    in_order = node.row.only_moves and node.row.axes in (
-        SAME,
-        RESHAPED,
-    )  # values stay as they lie in memory
+    # Values stay as they lie in memory
+    in_order = node.row.only_moves and node.row.axes in (SAME, RESHAPED)
     if node.op == "getitem" or (
         in_order and node.dtype == graph.by_name[next(node.refs())].dtype
     ):

@@ -1,4 +1,6 @@
-"""Values that stay float whatever a config says, and why: read off the graph alone, before there is any data."""
+"""Values that stay float whatever a config says, and why: read off the graph alone, before
+there is any data.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,22 +14,19 @@ MASK = "may hold sentinels, as a mask's lowest values, which leave no resolution
 BOUNDED = "bounds what a float operator computes"
 DENOMINATOR = "divides, and rounding would make small values zero"
 COMPARED = "is compared to count an index, and rounding could count none"
-ARGUMENT = "makes an angle, an index or what is rounded to integers, and a small error there makes another value"
+ARGUMENT = (
+    "makes an angle, an index or what is rounded to integers, and a small error there "
+    "makes "
+    "another value"
+)
 FLOAT_READERS = "only float operators read it"
 UNREAD = "nothing reads it"
 RESIDUAL = "only normalizations, and sums that they read, take it"
 OUTSIDE = "outside QuantStub … DeQuantStub"
 
 _NORM_PARTS = ("rsqrt", "pow", "square")  # of a normalization that is written by hand
-_NEVER = (
-    "size",
-    "constant",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "empty",
-)  # on either side of a stub
+# On either side of a stub
+_NEVER = ("size", "constant", "zeros", "ones", "full", "arange", "empty")
 _PICKS = ("gather", "take_along_dim", "index_select", "index")  # by integers
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
 _HANDS_ON = ("compute", "fusable", "passthrough")  # with one operand: a sum, a guard, a slice
@@ -35,7 +34,9 @@ _PRODUCTS_PLUS = ("addmm", "baddbmm")  # their first argument is added to a prod
 
 
 def floating(graph: Graph) -> dict[str, str]:
-    """The reason for each layer whose values stay float, unless a layer that multiplies reads them."""
+    """The reason for each layer whose values stay float, unless a layer that multiplies reads
+    them.
+    """
     found = dict.fromkeys(derived(graph), DERIVED)
     constants = set(found)
     found |= dict.fromkeys((name for name in masks(graph) if name not in found), MASK)
@@ -60,7 +61,8 @@ def floating(graph: Graph) -> dict[str, str]:
 
 
 def derived(graph: Graph) -> set[str]:
-    """Layers whose values follow from constants, sizes and integer inputs: positions, masks, rotations.
+    """Layers whose values follow from constants, sizes and integer inputs: positions, masks,
+    rotations.
 
     What layers with weights make of integers (an embedding) is not among them.
     """
@@ -82,7 +84,9 @@ def derived(graph: Graph) -> set[str]:
 
 
 def multiplied(node: Node, name: str) -> bool:
-    """Whether the node multiplies the values of `name`: not a mask that it adds, nor a first state."""
+    """Whether the node multiplies the values of `name`: not a mask that it adds, nor a first
+    state.
+    """
     if node.row.kind != "mac":
         return False
     added = ("attn_mask", "bias", "hx", *(("input",) if node.op in _PRODUCTS_PLUS else ()))
@@ -92,16 +96,20 @@ def multiplied(node: Node, name: str) -> bool:
 
 
 def computes_in_float(node: Node, floats: Mapping[str, str]) -> bool:
-    """Return whether a node multiplies floats though it could multiply integers; `floats` are those of the graph.
+    """Return whether a node multiplies floats though it could multiply integers; `floats` are
+    those of the graph.
 
-    A product with constants does so where it makes an argument. A layer with weights never does.
+    A product with constants does so where it makes an argument. A layer with weights never
+    does.
     """
     reason = floats.get(node.name)
     return reason == DERIVED or (reason == ARGUMENT and not node.row.weight)
 
 
 def outside_stubs(graph: Graph) -> set[str]:
-    """Layers outside the part that a model marks with QuantStub and DeQuantStub; none where it has no QuantStub."""
+    """Layers outside the part that a model marks with QuantStub and DeQuantStub; none where it
+    has no QuantStub.
+    """
     if all(node.op != "quant_stub" for node in graph.nodes):
         return set()
     inside: set[str] = set()
@@ -121,13 +129,15 @@ def outside_stubs(graph: Graph) -> set[str]:
 
 
 def before_norms(graph: Graph) -> set[str]:
-    """Sums that only normalizations read, directly or through more such sums, and what linear layers add to them.
+    """Sums that only normalizations read, directly or through more such sums, and what linear
+    layers add to them.
 
-    The residual stream of a transformer: some of its channels are a hundred times as large as the others, so few bits
-    say nothing about these, and as normalizations compute in float nothing is gained by rounding what they read.
+    The residual stream of a transformer: some of its channels are a hundred times as large as
+    the others, so few bits say nothing about these, and as normalizations compute in float
+    nothing is gained by rounding what they read.
 
-    Source: Bondarenko et al., "Understanding and Overcoming the Challenges of Efficient Transformer Quantization",
-    2021, section 3.
+    Source: Bondarenko et al., "Understanding and Overcoming the Challenges of Efficient
+    Transformer Quantization", 2021, section 3.
     """
     found: set[str] = set()
     for node in reversed(graph.nodes):
@@ -157,8 +167,8 @@ def _feeds_norm(graph: Graph, reader: Node, found: set[str]) -> bool:
 
 
 def _bounded(graph: Graph) -> Iterator[str]:
-    """Layers that cut off what float operators compute: a norm that is kept from zero before something is divided by it
-    would be rounded to zero.
+    """Layers that cut off what float operators compute: a norm that is kept from zero before
+    something is divided by it would be rounded to zero.
     """
     for node in graph.nodes:
         source = graph.source(node)
@@ -167,19 +177,22 @@ def _bounded(graph: Graph) -> Iterator[str]:
 
 
 def _denominators(graph: Graph) -> Iterator[str]:
-    """Layers that make what is divided by, back through sums to the products and the layers that it comes from.
+    """Layers that make what is divided by, back through sums to the products and the layers
+    that it comes from.
 
-    The least divisors are the ones that count, and are what rounding makes zero: a guard of 1e-15 then divides instead.
+    The least divisors are the ones that count, and are what rounding makes zero: a guard of
+    1e-15 then divides instead.
     """
     divisors = (node.inputs.get(node.row.nonzero) for node in graph.nodes if node.row.nonzero)
     return _made_of(graph, (name for divisor in divisors for name in references(divisor)))
 
 
 def _compared(graph: Graph) -> Iterator[str]:
-    """Layers that make what is compared, where an index is counted from the outcome, as in a sparsemax.
+    """Layers that make what is compared, where an index is counted from the outcome, as in a
+    sparsemax.
 
-    In float one of the comparisons holds, whatever the values are; among rounded ones it may be that none does, and the
-    index lies outside.
+    In float one of the comparisons holds, whatever the values are; among rounded ones it may be
+    that none does, and the index lies outside.
     """
     picking = (node for node in graph.nodes if node.op in _PICKS)
     pending, seen = [name for node in picking for name in node.refs()], set[str]()
@@ -194,7 +207,9 @@ def _compared(graph: Graph) -> Iterator[str]:
 
 
 def _made_of(graph: Graph, names: Iterable[str]) -> Iterator[str]:
-    """Layers that make these values, back to products, to what computes in float, and to integers."""
+    """Layers that make these values, back to products, to what computes in float, and to
+    integers.
+    """
     pending, found = [*names], set[str]()
     while pending:
         node = graph.by_name[pending.pop()]
@@ -225,7 +240,9 @@ def _read_by_float_only(graph: Graph, node: Node, floats: dict[str, str]) -> boo
 
 
 def _takes_float(graph: Graph, name: str, floats: dict[str, str]) -> bool:
-    """Whether the reader of that name runs in float; a DeQuantStub ends what does not, as the output does."""
+    """Whether the reader of that name runs in float; a DeQuantStub ends what does not, as the
+    output does.
+    """
     if not name or graph.by_name[name].op == "dequant_stub":
         return False
     return floats.get(name) == FLOAT_READERS or graph.by_name[name].row.kind in (

@@ -1,4 +1,6 @@
-"""Where activations are quantized: what shares one quantization and what needs none. Knows operators, no config."""
+"""Where activations are quantized: what shares one quantization and what needs none. Knows
+operators, no config.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,15 @@ class Product:
 
 @dataclass(frozen=True)
 class Join:
-    """Values of several layers in one tensor, each quantized where it is made, or all of them at `group.point`.
+    """Values of several layers in one tensor, each quantized where it is made, or all of them
+    at `group.point`.
 
     Attributes:
         name: the layer that joins them.
-        group: it, and the activation function or the scaling after it, if nothing else reads what is before these.
-        alone: the parts that nothing but this join reads, as they are quantized if each is on its own.
+        group: it, and the activation function or the scaling after it, if nothing else reads
+            what is before these.
+        alone: the parts that nothing but this join reads, as they are quantized if each is on
+            its own.
         products: the layers that multiply several parts at once, and so need one grid for them.
         is_returned: whether some of it is what the network returns.
         is_single: whether all parts are quantized at `group.point`, as somebody has asked for.
@@ -60,11 +65,13 @@ class Layout:
         floats: why others need no quantization.
         origins: of what each joined value consists.
         joins: the joins that are read by something else than another join, by name.
-        arguments: what stays float as an argument and is multiplied as well; the layers that multiply it quantize it.
+        arguments: what stays float as an argument and is multiplied as well; the layers that
+            multiply it quantize it.
         runs: where the parts of joins lie in what is computed of them.
-        apart: those of `runs` that nothing reads which needs one grid for all parts, however indirectly.
-        blends: what is computed of parts and then multiplied by layers, like a join whose parts cannot be quantized
-            before it, by where it is quantized.
+        apart: those of `runs` that nothing reads which needs one grid for all parts, however
+            indirectly.
+        blends: what is computed of parts and then multiplied by layers, like a join whose parts
+            cannot be quantized before it, by where it is quantized.
     """
 
     groups: dict[str, Group]
@@ -87,7 +94,9 @@ class _Everything(Container[str]):
 
 _ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
 PART_SCALE = "input_scale"
-"""The operator that brings the parts of a join to one range, so that one scale loses nothing."""
+"""The operator that brings the parts of a join to one range, so that one scale loses
+nothing.
+"""
 EVERY_JOIN: Container[str] = _Everything()
 """For devices that have one grid for all that lies in one tensor."""
 
@@ -95,8 +104,9 @@ EVERY_JOIN: Container[str] = _Everything()
 def layout(graph: Graph, single: Container[str] = ()) -> Layout:
     """Group the graph's floating-point values.
 
-    A convolution followed only by a ReLU is quantized after the ReLU. Reshapes, pooling maxima and other moves keep the
-    quantization of their input, and so do the parts of a join. The last activation stays float.
+    A convolution followed only by a ReLU is quantized after the ReLU. Reshapes, pooling maxima
+    and other moves keep the quantization of their input, and so do the parts of a join. The
+    last activation stays float.
 
     Args:
         single: the joins whose parts are quantized together, at the join and not before it.
@@ -145,7 +155,8 @@ class _Layouter:
         if join:
             self.feeds[group.point] = join
         ends = {name for name, _ in outer_readers(self.graph, group.point)}
-        # A sigmoid, a softmax, or what is computed of parts on different grids, and then only returned.
+        # A sigmoid, a softmax, or what is computed of parts on different grids, and then only
+        # returned.
         is_last = node.row.kind == "nonlinear" and group.point == node.name
         reads_parts = self._reads_parts(node)
         if reads_parts and group.point in self.where.apart:
@@ -172,7 +183,9 @@ class _Layouter:
         return tuple(products)
 
     def _is_placed_behind(self, node: Node) -> bool:
-        """Place what is computed of parts behind the operators that bring these to one range, if any do."""
+        """Place what is computed of parts behind the operators that bring these to one range,
+        if any do.
+        """
         if (
             node.name not in self.where.runs
             or node.row.kind == "passthrough"
@@ -196,7 +209,9 @@ class _Layouter:
         return bool(scaling)
 
     def _reads_parts(self, node: Node) -> bool:
-        """Whether the node computes element by element with a value whose parts are on different grids."""
+        """Whether the node computes element by element with a value whose parts are on
+        different grids.
+        """
         if node.row.axes not in _ELEMENTWISE and node.name not in self.where.runs:
             return False
         for name in node.refs():
@@ -210,7 +225,9 @@ class _Layouter:
         return False
 
     def _place_join(self, node: Node) -> None:
-        """Place a join with its activation function, on a grid of its own where that is asked for."""
+        """Place a join with its activation function, on a grid of its own where that is asked
+        for.
+        """
         group, outer = self._chain(node)
         self.after_joins.update(group.members)
         if outer:
@@ -276,12 +293,15 @@ class _Layouter:
         return len(grids) + origins.constants > 1
 
     def _makes_values(self, node: Node) -> bool:
-        """Whether the node's output has other values than its inputs, so that it needs a quantization of its own."""
+        """Whether the node's output has other values than its inputs, so that it needs a
+        quantization of its own.
+        """
         where, kind = self.where, _producer(self.graph, node).row.kind
         if self._is_written_over(node):
             return False
         if node.name in where.floats or kind in ("unknown", "float"):
-            # A join of an argument with others is quantized for what multiplies it, and the argument stays as it is.
+            # A join of an argument with others is quantized for what multiplies it, and the
+            # argument stays as it is.
             is_argument = where.floats.get(node.name) == ARGUMENT
             readers_of = values_readers if is_argument else outer_readers
             products: list[Product] = []
@@ -311,7 +331,9 @@ class _Layouter:
         return multiplied(node, read) and not computes_in_float(node, self.where.floats)
 
     def _is_own_input(self, product: Product) -> bool:
-        """Whether a layer can quantize a value as its own input: not one of a list that it reads."""
+        """Whether a layer can quantize a value as its own input: not one of a list that it
+        reads.
+        """
         return product.value in self.graph.by_name[product.layer].input_roles().values()
 
     def _is_chosen(self, node: Node) -> bool:
@@ -356,7 +378,9 @@ class _Layouter:
 def values_readers(
     graph: Graph, name: str, floats: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the `readers` of a node's values; of values with sentinels, which do not outlive it, a choice is one."""
+    """Yield the `readers` of a node's values; of values with sentinels, which do not outlive
+    it, a choice is one.
+    """
     for reader in graph.consumers[name]:
         is_moved = reader and graph.by_name[reader].row.kind == "passthrough"
         if is_moved and not (floats.get(name) == MASK and chooses(graph.by_name[reader])):
@@ -368,7 +392,8 @@ def values_readers(
 def outer_readers(
     graph: Graph, name: str, floats: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (reader, what it reads) of a node's values, directly or through moves and joins; "" is the output.
+    """Yield (reader, what it reads) of a node's values, directly or through moves and joins; ""
+    is the output.
 
     Args:
         floats: of the layout; where it is given, sentinels end at a choice.
@@ -384,7 +409,9 @@ def outer_readers(
 
 
 def _staying_apart(graph: Graph, where: Layout) -> set[str]:
-    """Return what is computed of parts and read by the output, by factors for the parts, or to compute more such."""
+    """Return what is computed of parts and read by the output, by factors for the parts, or to
+    compute more such.
+    """
     apart: set[str] = set()
     for node in reversed(graph.nodes):
         if node.name not in where.runs:
@@ -404,7 +431,8 @@ def _staying_apart(graph: Graph, where: Layout) -> set[str]:
 
 
 def quantization_point(graph: Graph, where: Layout, name: str) -> str | None:
-    """Return the layer at which a node's values are quantized, None where its parts are on different grids, or on none.
+    """Return the layer at which a node's values are quantized, None where its parts are on
+    different grids, or on none.
 
     That is its group's point, or that of the values it hands on.
     """
@@ -425,5 +453,7 @@ def quantization_point(graph: Graph, where: Layout, name: str) -> str | None:
 
 
 def _producer(graph: Graph, node: Node) -> Node:
-    """The operator that computes what the node picks out of several results (an LSTM's outputs), else the node."""
+    """The operator that computes what the node picks out of several results (an LSTM's
+    outputs), else the node.
+    """
     return graph.by_name[next(node.refs())] if node.op == "getitem" else node

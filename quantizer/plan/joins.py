@@ -1,4 +1,6 @@
-"""What a plan says of joins: whose parts share a scale as the config asks for it, and what waits for calibration."""
+"""What a plan says of joins: whose parts share a scale as the config asks for it, and what
+waits for calibration.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _CHANNELS_OF_IMAGES = 1
 
 
 def single_joins(config: Config, graph: Graph, rules: Iterable[MatchedRule]) -> Container[str]:
-    """Return the joins whose parts share one scale: all on the DPU, else those that a layer entry names.
+    """Return the joins whose parts share one scale: all on the DPU, else those that a layer
+    entry names.
 
     An entry names joins if it speaks of their output and finds nothing else.
     """
@@ -50,9 +53,11 @@ def single_joins(config: Config, graph: Graph, rules: Iterable[MatchedRule]) -> 
 
 
 def open_joins(where: Layout) -> dict[str, Join]:
-    """Return the joins that calibration looks at, by the layer where all parts would be quantized.
+    """Return the joins that calibration looks at, by the layer where all parts would be
+    quantized.
 
-    It decides on those that products read. Of those that have one scale anyway it says what that costs.
+    It decides on those that products read. Of those that have one scale anyway it says what
+    that costs.
     """
     by_point: dict[str, Join] = {}
     for join in where.joins.values():
@@ -62,7 +67,9 @@ def open_joins(where: Layout) -> dict[str, Join]:
 
 
 def watched(joins: Iterable[Join]) -> dict[str, Group]:
-    """Return the parts of joins that are not quantized on their own, but observed, by where they would be."""
+    """Return the parts of joins that are not quantized on their own, but observed, by where
+    they would be.
+    """
     parts: dict[str, Group] = {}
     for join in joins:
         if join.is_single:
@@ -80,7 +87,9 @@ def products_of(joins: Iterable[Join]) -> dict[str, list[tuple[Join, Product]]]:
 
 
 def observed_at(where: Layout, join: Join, value: str) -> str:
-    """Return whose values a product's own quantization is found on: the join's, where the product reads all of it."""
+    """Return whose values a product's own quantization is found on: the join's, where the
+    product reads all of it.
+    """
     joined, read = where.origins[join.name], where.origins.get(value)
     is_whole = read is None or read.sources == joined.sources
     return join.group.point if is_whole else value
@@ -116,7 +125,8 @@ class JoinPlanner:
         self.tensors, self.stated = tensors, stated
 
     def unplanned_parts(self) -> dict[Key, TensorPlan]:
-        """Return tensors for parts of joins that nothing quantizes on their own, so that their ranges are seen.
+        """Return tensors for parts of joins that nothing quantizes on their own, so that their
+        ranges are seen.
 
         They are specified as the whole is, where a layer multiplies it.
         """
@@ -169,7 +179,9 @@ class JoinPlanner:
         return plans
 
     def _plan_of_channels(self, join: Join) -> JoinPlan:
-        """What there is to decide of parts that an operator computes, after which they are channels of one value."""
+        """What there is to decide of parts that an operator computes, after which they are
+        channels of one value.
+        """
         keys: dict[int, Key] = {}
         for number, (first, length) in self._spans(join).items():
             keys[number] = self._span_key(join, first, length)
@@ -202,9 +214,11 @@ class JoinPlanner:
         )
 
     def _spans(self, join: Join) -> dict[int, tuple[int, int]]:
-        """Where the parts lie in what is quantized, if calibration can bring them to one range there.
+        """Where the parts lie in what is quantized, if calibration can bring them to one range
+        there.
 
-        Nothing else can be done for them where all that multiplies them reads what an operator has computed.
+        Nothing else can be done for them where all that multiplies them reads what an operator
+        has computed.
         """
         whole, point = self._whole(join), join.group.point
         runs = self.where.runs.get(point)
@@ -266,7 +280,9 @@ class JoinPlanner:
         return None
 
     def _input_key(self, product: Product) -> Key | None:
-        """The quantization of what a layer multiplies, where it has one that calibration may drop."""
+        """The quantization of what a layer multiplies, where it has one that calibration may
+        drop.
+        """
         role = input_role(self.graph, product)
         key = (product.layer, role or "")
         return key if key in self.tensors and key not in self.stated else None
@@ -281,7 +297,9 @@ class JoinPlanner:
         return self._key_at(quantization_point(self.graph, self.where, source) or source)
 
     def _source_keys(self, join: Join) -> tuple[Key, ...]:
-        """The tensors of a join's parts, each once; trained tensors that stand among them are weights."""
+        """The tensors of a join's parts, each once; trained tensors that stand among them are
+        weights.
+        """
         alone: dict[str, Key] = {}
         for part in join.alone:
             alone.update(dict.fromkeys(part.members, self._key_at(part.point)))
@@ -308,7 +326,9 @@ class JoinPlanner:
         return tuple(runs)
 
     def _is_divisible(self, product: Product) -> bool:
-        """Whether a layer's product is a sum, or a row, of the products of the parts with a weight of its own."""
+        """Whether a layer's product is a sum, or a row, of the products of the parts with a
+        weight of its own.
+        """
         node = self.graph.by_name[product.layer]
         origins = self.where.origins.get(product.value)
         if origins is None or origins.axis is None or origins.constants:
@@ -320,7 +340,9 @@ class JoinPlanner:
         return node.row.spatial == 0 or origins.axis == _CHANNELS_OF_IMAGES
 
     def _is_scalable(self, product: Product) -> bool:
-        """Whether the parts lie along the layer's input channels, so that its weights can take factors back."""
+        """Whether the parts lie along the layer's input channels, so that its weights can take
+        factors back.
+        """
         node = self.graph.by_name[product.layer]
         lying = self.where.runs.get(product.value) or self.where.origins.get(product.value)
         if lying is None:
@@ -358,8 +380,10 @@ def decide(
     """Return how a join is quantized.
 
     Args:
-        lost_bits: by layer that makes a part, how many bits its values lose on the scale of the whole.
-        gains: by layer that multiplies the join, how much the squared error of each part weighs in its output.
+        lost_bits: by layer that makes a part, how many bits its values lose on the scale of the
+            whole.
+        gains: by layer that multiplies the join, how much the squared error of each part weighs
+            in its output.
     """
     lost_db = max((_lost_db(lost_bits, weights) for weights in gains.values()), default=0.0)
     left = left_out(join, is_close=lost_db <= CLOSE_DB)
@@ -368,11 +392,12 @@ def decide(
 
 
 def lost_bits(join: JoinPlan, widths: Mapping[Key, float]) -> dict[str, float]:
-    """Return the base-2 logarithm of how much wider the range of the whole is, by the layer that makes a part.
+    """Return the base-2 logarithm of how much wider the range of the whole is, by the layer
+    that makes a part.
 
     Args:
-        widths: of the ranges of tensors. Those that lose nothing on another scale have none: all zero, or in a format
-            with an exponent.
+        widths: of the ranges of tensors. Those that lose nothing on another scale have none:
+            all zero, or in a format with an exponent.
     """
     whole = widths.get(join.single or join.inputs[0])
     lost: dict[str, float] = {}
@@ -392,7 +417,9 @@ def _lost_db(lost_bits: Mapping[str, float], gains: Mapping[str, float]) -> floa
 
 
 def decided_unseen(plan: Plan) -> Plan:
-    """Return the plan with the joins decided whose scales calibration does not find: their parts count as close."""
+    """Return the plan with the joins decided whose scales calibration does not find: their
+    parts count as close.
+    """
     unseen: dict[str, JoinDecision] = {}
     for join in plan.joins:
         whole = join.single or join.inputs[0]

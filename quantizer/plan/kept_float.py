@@ -1,4 +1,6 @@
-"""Layers that a config keeps in float without naming them: by a global switch, or as part of a residual stream."""
+"""Layers that a config keeps in float without naming them: by a global switch, or as part of a
+residual stream.
+"""
 
 from quantizer.config.model import Config
 from quantizer.graph.ir import Graph
@@ -9,8 +11,9 @@ FIRST_LAST = "keep_first_last_layer_accuracy"
 
 
 def residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]:
-    """Layers whose outputs are no integers, as normalizations alone read them, but for those that the file speaks of;
-    the DPU has no other memory than integers, and the hierarchical form says itself which outputs it means.
+    """Layers whose outputs are no integers, as normalizations alone read them, but for those
+    that the file speaks of; the DPU has no other memory than integers, and the hierarchical
+    form says itself which outputs it means.
     """
     if config.form == "hierarchical" or config.settings.target_device == "DPU":
         return set()

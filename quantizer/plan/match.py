@@ -1,4 +1,6 @@
-"""Which layers a selector finds, and the closest names when it finds none; reporting that is the caller's."""
+"""Which layers a selector finds, and the closest names when it finds none; reporting that is
+the caller's.
+"""
 
 import dataclasses
 import difflib
@@ -24,17 +26,19 @@ KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
     "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.row.looks_up],
     "kind:head": lambda graph: [node.name for node in graph.nodes if node.is_multiplying][-1:],
 }
-"""What can be said of any model, so that a model without such layers is no error. The head is the last layer that
-multiplies."""
+"""What can be said of any model, so that a model without such layers is no error. The head is
+the last layer that multiplies.
+"""
 
-_OTHER_WORDS = {
-    "dense": "Linear"
-}  # the word of other frameworks, which the documentation of the form uses, too
+# The word of other frameworks, which the documentation of the form uses, too
+_OTHER_WORDS = {"dense": "Linear"}
 
 
 @dataclass(frozen=True)
 class Match:
-    """The layers a selector finds, how specific it is, and a `note` when it was not taken literally."""
+    """The layers a selector finds, how specific it is, and a `note` when it was not taken
+    literally.
+    """
 
     layers: tuple[str, ...]
     rank: int
@@ -44,7 +48,9 @@ class Match:
 
 @dataclass
 class MatchedRule:
-    """A rule with what its selector finds; `effects` counts the tensors that it sets something for."""
+    """A rule with what its selector finds; `effects` counts the tensors that it sets something
+    for.
+    """
 
     rule: ConfigRule
     found: Match
@@ -74,7 +80,8 @@ class MatchedRule:
 
 
 def match(selector: Selector, graph: Graph, original: Graph) -> Match:
-    """The layers of `graph` that `selector` means; `original` is the graph as traced, before layers were folded away.
+    """The layers of `graph` that `selector` means; `original` is the graph as traced, before
+    layers were folded away.
 
     A folded layer stands for the layer it went into when it is named, not when its type is.
     """
@@ -94,14 +101,18 @@ def match(selector: Selector, graph: Graph, original: Graph) -> Match:
 
 
 def is_weighted(node: Node) -> bool:
-    """Whether the node is a module such as Linear, with weights of its own; not a trained tensor in an expression."""
+    """Whether the node is a module such as Linear, with weights of its own; not a trained
+    tensor in an expression.
+    """
     return (
         node.row.weight and bool(node.params) and node.op not in ("parameter", "channel_scale")
     )
 
 
 def type_names(node: Node) -> frozenset[str]:
-    """All words that select the node by type: operator, torch's names for it, its modules' classes."""
+    """All words that select the node by type: operator, torch's names for it, its modules'
+    classes.
+    """
     names = {node.op, *node.row.types, *node.classes}
     short = {name.rpartition(".")[2] for name in names}
     return frozenset(
@@ -112,9 +123,11 @@ def type_names(node: Node) -> frozenset[str]:
 
 
 def _by_type(text: str, graph: Graph, original: Graph) -> Match:
-    """Layers of a type; other tools' words for torch's types are read as those, and so is another case.
+    """Layers of a type; other tools' words for torch's types are read as those, and so is
+    another case.
 
-    Layers of experts have the names of their tensors, which no module of the traced graph has run.
+    Layers of experts have the names of their tensors, which no module of the traced graph has
+    run.
     """
     experts = {node.name: node for node in graph.nodes if node.row.experts}
     nodes = [*(node for node in original.nodes if node.name not in experts), *experts.values()]
@@ -174,7 +187,9 @@ def advice(selector: Selector, original: Graph) -> str:
 
 
 def _by_name(text: str, graph: Graph, original: Graph) -> Match:
-    """Exact name, then a kind, the same scope with another last part, a module path, its operator, `re:`, a glob."""
+    """Exact name, then a kind, the same scope with another last part, a module path, its
+    operator, `re:`, a glob.
+    """
     if text in original.by_name:
         return _survivors([text], "name", graph)
     if text in KINDS:
@@ -216,14 +231,17 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
 
 
 def _around(node: Node, graph: Graph) -> list[str]:
-    """The paths of the modules around a node of the traced graph; the tensors of experts have paths of their own."""
+    """The paths of the modules around a node of the traced graph; the tensors of experts have
+    paths of their own.
+    """
     now = graph.by_name.get(node.name, node)
     return [*around(now.scope), *(node.params.values() if now.row.experts else ())]
 
 
 @contextmanager
 def _in_time(text: str) -> Iterator[None]:
-    """Refuse a regular expression that tries too many ways to match a name: some take longer than a universe lasts.
+    """Refuse a regular expression that tries too many ways to match a name: some take longer
+    than a universe lasts.
 
     Python has no limit for that; a signal ends it, which only the main thread has.
 
@@ -256,8 +274,8 @@ MATCHING_S = 2
 def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
     """For layer names and for module paths, the regular expressions of `re:…` or of a glob.
 
-    Layer names have brackets, so there they stand for themselves, and `[[]`, as shells want them, for one; in a module
-    path `[0-3]` is a set, as in a shell.
+    Layer names have brackets, so there they stand for themselves, and `[[]`, as shells want
+    them, for one; in a module path `[0-3]` is a set, as in a shell.
     """
     if text.startswith("re:"):
         try:
@@ -271,7 +289,9 @@ def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
 
 
 def _survivors(names: list[str], rank: str, graph: Graph, note: str | None = None) -> Match:
-    """The layers the found ones live in now; a layer that was folded counts as the one that took it."""
+    """The layers the found ones live in now; a layer that was folded counts as the one that
+    took it.
+    """
     alive = []
     for name in names:
         while name in graph.absorbed:

@@ -1,4 +1,6 @@
-"""The plan: for each (layer, role) one spec and where its values came from; for the rest, why it stays float."""
+"""The plan: for each (layer, role) one spec and where its values came from; for the rest, why
+it stays float.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,10 @@ ENTRIES = ("input", "quant_stub")
 class TensorPlan:
     """One quantized tensor; its `role` is one of `config.roles`.
 
-    `source` is the node whose value is quantized (for parameters, the layer itself), `members` the layers that share
-    it, `origins` the file position of each value of `spec`, or "default", `scales` how many scales a parameter has.
-    `channels` are those of the source that are looked at; None for all.
+    `source` is the node whose value is quantized (for parameters, the layer itself), `members`
+    the layers that share it, `origins` the file position of each value of `spec`, or "default",
+    `scales` how many scales a parameter has. `channels` are those of the source that are looked
+    at; None for all.
     """
 
     layer: str
@@ -43,7 +46,9 @@ class TensorPlan:
 
     @property
     def place(self) -> str:
-        """The source, with the channels of it: what tensors that are observed together have in common."""
+        """The source, with the channels of it: what tensors that are observed together have in
+        common.
+        """
         if self.channels is None:
             return self.source
         axis, first, length = self.channels
@@ -72,7 +77,8 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class JoinPlan:
-    """A join that products read, whose parts share one scale or keep their own: calibration decides.
+    """A join that products read, whose parts share one scale or keep their own: calibration
+    decides.
 
     The plan holds the tensors of both ways, of which those of one are left.
 
@@ -87,8 +93,8 @@ class JoinPlan:
         scalable: the layers whose weights can take back what each part is multiplied with.
         is_returned: whether the network returns some of it.
         is_single: whether the config asks for one scale, or the device has no other way.
-        parts: by layer that multiplies the join with a weight, which of `sources` each run of its input channels comes
-            from, and the run's length; None for constants.
+        parts: by layer that multiplies the join with a weight, which of `sources` each run of
+            its input channels comes from, and the run's length; None for constants.
     """
 
     name: str
@@ -105,7 +111,9 @@ class JoinPlan:
 
     @property
     def is_of_channels(self) -> bool:
-        """Whether its parts are channels of what an operator computes, and so cannot be quantized before it."""
+        """Whether its parts are channels of what an operator computes, and so cannot be
+        quantized before it.
+        """
         return any(is_of_channels(role) for _, role in self.sources)
 
 
@@ -128,10 +136,13 @@ class JoinDecision:
 
     Attributes:
         join: what was to be decided.
-        scale: "one" for all parts, "own" for each, or "scaled": one for parts that are brought to one range first.
-        gains: by layer that multiplies the join, how much the error of each part weighs in its output.
+        scale: "one" for all parts, "own" for each, or "scaled": one for parts that are brought
+            to one range first.
+        gains: by layer that multiplies the join, how much the error of each part weighs in its
+            output.
         lost_bits: by layer, how many bits its values would lose on the scale of the whole.
-        lost_db: how much larger the error of what multiplies the join is with one scale, at worst.
+        lost_db: how much larger the error of what multiplies the join is with one scale, at
+            worst.
         left: the tensors that were observed for this decision and are not quantized after it.
     """
 
@@ -145,7 +156,9 @@ class JoinDecision:
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """How many layers a block of the config found; `took_effect` counts the tensors it sets a value for."""
+    """How many layers a block of the config found; `took_effect` counts the tensors it sets a
+    value for.
+    """
 
     label: str
     selector: str
@@ -156,9 +169,9 @@ class RuleMatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions for one graph and one config; `off` are the tensors set to float32, and where that is said,
-    `ungrouped` those that stay float as groups do not fit them, and why; `joins` are open until calibration,
-    and `left` the tensors that it then does without.
+    """All decisions for one graph and one config; `off` are the tensors set to float32, and
+    where that is said, `ungrouped` those that stay float as groups do not fit them, and why;
+    `joins` are open until calibration, and `left` the tensors that it then does without.
     """
 
     graph: Graph
@@ -173,7 +186,9 @@ class Plan:
     left: Mapping[Key, TensorPlan] = field(default_factory=dict)
 
     def without(self, dropped: Mapping[Key, str]) -> Plan:
-        """Return the plan without tensors of joins that are decided, and why each layer's output stays float."""
+        """Return the plan without tensors of joins that are decided, and why each layer's
+        output stays float.
+        """
         tensors = {key: tensor for key, tensor in self.tensors.items() if key not in dropped}
         floats = dict(self.floats)
         for (layer, role), why in dropped.items():
@@ -196,14 +211,17 @@ class Plan:
 
     @property
     def needs_data(self) -> bool:
-        """Whether calibration has to run the model: to find a range that stays, or a mean output to correct by."""
+        """Whether calibration has to run the model: to find a range that stays, or a mean
+        output to correct by.
+        """
         return bool(self.corrected) or any(
             tensor.is_calibrated for tensor in self.tensors.values()
         )
 
     @cached_property
     def corrected(self) -> tuple[str, ...]:
-        """Layers whose bias is corrected: all that multiply by quantized weights, if the config asks for it.
+        """Layers whose bias is corrected: all that multiply by quantized weights, if the config
+        asks for it.
 
         On the DPU, which stores a bias as a code, only those that have one.
         """
@@ -223,7 +241,9 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """plan.json: rules with their matches, what passes did to parameters, then layers in execution order."""
+        """plan.json: rules with their matches, what passes did to parameters, then layers in
+        execution order.
+        """
         layers, off, ungrouped = [], _by_layer(self.off), _by_layer(self.ungrouped)
         for node in self.graph.nodes:
             row: dict[str, Any] = {"name": node.name, "op": node.op}

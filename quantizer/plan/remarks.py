@@ -16,7 +16,11 @@ def remarks(plan: Plan) -> Iterator[str]:
     yield from summary(plan.graph)
     for length in plan.graph.lengths:
         inputs = ", ".join(f"axis {axis} of input_{index}" for index, axis in length.axes)
-        yield f"{length.name}: any size of {length} ({inputs}); shapes and figures are those of the first batch"
+        yield (
+            f"{length.name}: any size of {length} ({inputs}); shapes and figures are those "
+            "of "
+            "the first batch"
+        )
     waiting = [join.name for join in plan.joins if not join.is_single]
     if waiting:
         text = "calibration decides whether what they join shares a scale or keeps its own"
@@ -45,7 +49,9 @@ def share_left(share: float) -> str:
 
 
 def left_parameters(plan: Plan) -> tuple[float, str]:
-    """The share of the parameters' values that no tensor of the plan covers, and the path of the largest such one."""
+    """The share of the parameters' values that no tensor of the plan covers, and the path of
+    the largest such one.
+    """
     own = [
         node for node in plan.graph.nodes if node.op != "constant" and node.row.kind != "float"
     ]  # no inserted factors
@@ -67,7 +73,9 @@ def left_parameters(plan: Plan) -> tuple[float, str]:
 
 
 def behind_norms(graph: Graph) -> list[str]:
-    """Linear layers that read what a normalization over channels makes, as those of transformers do."""
+    """Linear layers that read what a normalization over channels makes, as those of
+    transformers do.
+    """
     norms = [node.name for node in graph.nodes if node.row.normalizes]
     reading = {name for norm in norms for name, _ in readers(graph, norm) if name}
     return [node.name for node in graph.nodes if node.name in reading and node.row.spatial == 0]
@@ -85,7 +93,9 @@ def ungrouped(plan: Plan) -> Iterator[str]:
 
 
 def left_float(kinds: Iterable[str]) -> Iterator[str]:
-    """One sentence on operators or modules without quantization rules; none if there are none of these."""
+    """One sentence on operators or modules without quantization rules; none if there are none
+    of these.
+    """
     names = ", ".join(f"{name} ({count})" for name, count in sorted(Counter(kinds).items()))
     if names:
         yield f"left float, as there are no quantization rules for them: {names}"

@@ -1,4 +1,6 @@
-"""Config x graph -> plan. Decides for every tensor whether and how it is quantized; computes nothing on tensors."""
+"""Config x graph -> plan. Decides for every tensor whether and how it is quantized; computes
+nothing on tensors.
+"""
 
 import dataclasses
 import math
@@ -67,10 +69,11 @@ _AXES = {"per_channel", "per_group"}
 
 
 def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
-    """The plan of `config` for `graph`; `original` is the graph before passes, whose names users may write too.
+    """The plan of `config` for `graph`; `original` is the graph before passes, whose names
+    users may write too.
 
-    The plan's `diagnostics` hold errors as well: selectors that match nothing and conflicts that only show after
-    merging.
+    The plan's `diagnostics` hold errors as well: selectors that match nothing and conflicts
+    that only show after merging.
     """
     return _Resolver(config, graph, original).plan()
 
@@ -133,7 +136,9 @@ class _Resolver:
         return decided_unseen(plan)
 
     def _plan_parameters(self, node: Node) -> None:
-        """Weights and biases of the layers that have them; no single number, nor what only float operators read."""
+        """Weights and biases of the layers that have them; no single number, nor what only
+        float operators read.
+        """
         if not node.row.weight or node.name in self.kept:
             return
         if node.op == "parameter":
@@ -182,18 +187,24 @@ class _Resolver:
         self.floats[node.name] = reason or (EXCLUDED if excluded else LEFT_FLOAT)
 
     def _view(self, group: Group) -> TensorView:
-        """What is quantized at the group's point; its features are those that the group's first layer makes."""
+        """What is quantized at the group's point; its features are those that the group's first
+        layer makes.
+        """
         return axes.activation_view(
             self.graph, self.graph.by_name[group.members[0]], group.point
         )
 
     def _is_cast(self, group: Group) -> bool:
-        """Whether its values are cast to a shorter float, in which large ones cost small ones nothing."""
+        """Whether its values are cast to a shorter float, in which large ones cost small ones
+        nothing.
+        """
         merged = self._merge(self._rules_for(group.members), "activation")
         return merged is not None and merged[0].dtype in CAST_ONLY
 
     def _holds_weights(self, node: Node) -> bool:
-        """Whether the output is rows of weights, quantized alike for all rows: rounding again changes nothing."""
+        """Whether the output is rows of weights, quantized alike for all rows: rounding again
+        changes nothing.
+        """
         weights = self.tensors.get((node.name, "weights")) if node.row.looks_up else None
         if weights is None or weights.spec.ch_axis is not None:
             return False
@@ -241,7 +252,9 @@ class _Resolver:
         )
 
     def _plan_inputs(self, node: Node) -> None:
-        """The layer's own quantization of what it reads, where a rule for it sets another than its producer has."""
+        """The layer's own quantization of what it reads, where a rule for it sets another than
+        its producer has.
+        """
         rules = self._rules_for((node.name,)) if node.row.kind in ("mac", "compute") else []
         if node.name in self.kept or not any(
             row.found.rank and row.speaks_of("input") for row in rules
@@ -263,7 +276,9 @@ class _Resolver:
                 self._add(node.name, role, Group(name, (node.name,)), view)
 
     def _plan_joined_inputs(self, node: Node) -> None:
-        """What the layer multiplies of joins, quantized again as a whole, in case that parts keep their own scales."""
+        """What the layer multiplies of joins, quantized again as a whole, in case that parts
+        keep their own scales.
+        """
         for join, product in self.products.get(node.name, ()):
             if join.is_single:
                 continue
@@ -280,7 +295,9 @@ class _Resolver:
             )
 
     def _plan_argument_inputs(self) -> None:
-        """What a layer multiplies of an argument, quantized by the layer: the argument stays as it is."""
+        """What a layer multiplies of an argument, quantized by the layer: the argument stays as
+        it is.
+        """
         for name, products in self.where.arguments.items():
             role = "input" if self.graph.by_name[name].op in ENTRIES else "activation"
             whole = self.tensors.pop((name, role), None)
@@ -300,7 +317,9 @@ class _Resolver:
                         self.tensors[product.layer, key] = own
 
     def _is_quantized(self, name: str, spec: QuantizationSpec) -> bool:
-        """Whether values come from a quantizer with this spec already; moved values keep but one scale for all."""
+        """Whether values come from a quantizer with this spec already; moved values keep but
+        one scale for all.
+        """
         point = quantization_point(self.graph, self.where, name) or name
         made = "input" if self.graph.by_name[point].op in ENTRIES else "activation"
         producer = self.tensors.get((point, made))
@@ -358,7 +377,9 @@ class _Resolver:
         return True
 
     def _rules_for(self, members: Iterable[str]) -> list[MatchedRule]:
-        """The rules that speak about any of the layers, weakest first; equal ranks in the file's order."""
+        """The rules that speak about any of the layers, weakest first; equal ranks in the
+        file's order.
+        """
         wanted = set(members)
         return sorted(
             (r for r in self.rules if wanted.intersection(r.found.layers)),
@@ -368,7 +389,9 @@ class _Resolver:
     def _merge(
         self, rules: list[MatchedRule], role: Role
     ) -> tuple[QuantizationSpec, dict[str, Sourced]] | None:
-        """The effective spec, each field from the strongest rule that sets it; None if the last word is "float"."""
+        """The effective spec, each field from the strongest rule that sets it; None if the last
+        word is "float".
+        """
         quantized = True
         for row in rules:
             quantized = row.quantizes(role, quantized)
@@ -378,17 +401,18 @@ class _Resolver:
         spec = with_finest_position(
             QuantizationSpec.of(values), self.config.settings.target_device
         )
-        is_pooled = spec.method == AUTO and not is_parameter(
-            role
-        )  # of a parameter there is one batch, with all values
+        # Of a parameter there is one batch, with all values
+        is_pooled = spec.method == AUTO and not is_parameter(role)
         return (dataclasses.replace(spec, statistic=POOLED) if is_pooled else spec), values
 
 
 def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
-    """Each field from the strongest rule that sets it; `blocks` are the rules' fields for one role, weakest first.
+    """Each field from the strongest rule that sets it; `blocks` are the rules' fields for one
+    role, weakest first.
 
-    A shared exponent belongs to the format that states it, as the symmetry and the rounding of integers do to theirs.
-    An axis is turned where channels with a scale each become groups, or the other way round.
+    A shared exponent belongs to the format that states it, as the symmetry and the rounding of
+    integers do to theirs. An axis is turned where channels with a scale each become groups, or
+    the other way round.
 
     >>> words = {"dtype": Sourced("int"), "symmetric": Sourced(False)}
     >>> merged([words, {"dtype": Sourced("fp4")}], "weights")
@@ -422,7 +446,8 @@ def _value(values: Fields, name: str) -> object:
 
 
 def with_finest_position(spec: QuantizationSpec, device: str) -> QuantizationSpec:
-    """The spec as `device` takes it: the DPU's scales have at most 12 fraction bits up to 8 bits, else 15.
+    """The spec as `device` takes it: the DPU's scales have at most 12 fraction bits up to 8
+    bits, else 15.
 
     Source: pytorch_nndct 3.5. Other devices have no limit.
     """
@@ -438,7 +463,9 @@ def _count(rules: list[MatchedRule], role: Role) -> None:
 
 
 def _count_silenced(rules: list[MatchedRule], role: Role) -> None:
-    """Note for each rule for some layers that it leaves this tensor float, which weaker ones do not."""
+    """Note for each rule for some layers that it leaves this tensor float, which weaker ones do
+    not.
+    """
     quantized = True
     for row in rules:
         before, quantized = quantized, row.quantizes(role, quantized)

@@ -1,4 +1,6 @@
-"""Values that stand for "not this one": the lowest that a softmax makes zero, and the highest."""
+"""Values that stand for "not this one": the lowest that a softmax makes zero, and the
+highest.
+"""
 
 import math
 from collections.abc import Iterator, Set
@@ -30,11 +32,8 @@ _CARRIES = (
     "index_fill",
 )
 _PRODUCTS_PLUS = ("addmm", "baddbmm")
-_FILLS_TOO = (
-    "scatter",
-    "pad",
-    "index_put",
-)  # with a number, of which only those that end in one of the next count
+# With a number, of which only those that end in one of the next count
+_FILLS_TOO = ("scatter", "pad", "index_put")
 _ENDS = (
     *(
         "sigmoid",
@@ -58,7 +57,9 @@ _LOGARITHMS = ("log", "log2", "log10", "special_logit")  # of a mask's zeros
 
 
 def masks(graph: Graph) -> Iterator[str]:
-    """Layers whose values may be as low as a mask's, from where such values arise to where a softmax takes them."""
+    """Layers whose values may be as low as a mask's, from where such values arise to where a
+    softmax takes them.
+    """
     found: set[str] = set()
     for node in graph.nodes:
         moved = (
@@ -75,16 +76,19 @@ def masks(graph: Graph) -> Iterator[str]:
 
 
 def chooses(node: Node) -> bool:
-    """Return whether a node chooses among values, as a maximum does, so that sentinels are left behind."""
+    """Return whether a node chooses among values, as a maximum does, so that sentinels are left
+    behind.
+    """
     return node.row.kind == "passthrough" and node.op in _ENDS
 
 
 def sentinels(graph: Graph, constants: Set[str]) -> Iterator[str]:
-    """Yield layers whose values may be sentinels of either sign, and end where these say no more than "none".
+    """Yield layers whose values may be sentinels of either sign, and end where these say no
+    more than "none".
 
-    That end tells a sentinel from a constant that is large because pixels are: each reader saturates, chooses or
-    compares. So few layers can be meant by mistake, and none that multiplies. `constants` are the layers whose values
-    follow from constants.
+    That end tells a sentinel from a constant that is large because pixels are: each reader
+    saturates, chooses or compares. So few layers can be meant by mistake, and none that
+    multiplies. `constants` are the layers whose values follow from constants.
     """
     ending = _ending(graph)
     far: set[str] = set()
@@ -106,7 +110,9 @@ def _fills_far(node: Node) -> bool:
 
 
 def _handed_on(node: Node, constants: Set[str]) -> Iterator[str]:
-    """What the node reads that is a sentinel in its output, too, if it is one; a constant factor only scales others."""
+    """What the node reads that is a sentinel in its output, too, if it is one; a constant
+    factor only scales others.
+    """
     if node.op in ("mul", "div"):
         taken = node.inputs.get("input") if node.op == "div" else list(node.inputs.values())
         yield from (
@@ -121,7 +127,9 @@ def _handed_on(node: Node, constants: Set[str]) -> Iterator[str]:
 
 
 def _ending(graph: Graph) -> set[str]:
-    """Layers that nothing reads but what saturates, chooses or compares, directly or through sums, fills and moves."""
+    """Layers that nothing reads but what saturates, chooses or compares, directly or through
+    sums, fills and moves.
+    """
     ending: set[str] = set()
     for node in reversed(graph.nodes):
         read_by = graph.consumers[node.name]

@@ -1,4 +1,6 @@
-"""What a plan costs, from the graph alone: bytes of the weights before and after, peak memory of a calibration pass."""
+"""What a plan costs, from the graph alone: bytes of the weights before and after, peak memory
+of a calibration pass.
+"""
 
 import math
 from typing import Any
@@ -14,7 +16,9 @@ from quantizer.plan.model import Plan
 
 
 def weight_bytes(plan: Plan) -> tuple[int, int]:
-    """(float bytes, quantized bytes) of all tensors the graph owns; scales and zero points count."""
+    """(float bytes, quantized bytes) of all tensors the graph owns; scales and zero points
+    count.
+    """
     before = after = 0
     counted: set[str] = set()
     for node in plan.graph.nodes:
@@ -36,7 +40,9 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
 
 
 def parameter_bytes(values: int, spec: QuantizationSpec, scales: int) -> int:
-    """Of a parameter with that many values and scales, in the bytes that these take; integers have zero points, too."""
+    """Of a parameter with that many values and scales, in the bytes that these take; integers
+    have zero points, too.
+    """
     zero_points = scales if spec.dtype == "int" else 0
     return (
         math.ceil(values * bits_of(spec) / 8)
@@ -46,12 +52,15 @@ def parameter_bytes(values: int, spec: QuantizationSpec, scales: int) -> int:
 
 
 def peak_activation_bytes(graph: Graph, batch_size: int) -> int:
-    """Most bytes of values alive at once in one pass; values are freed after their last reader."""
+    """Most bytes of values alive at once in one pass; values are freed after their last
+    reader.
+    """
     return max((during for during, _ in alive_bytes(graph, batch_size).values()), default=0)
 
 
 def alive_bytes(graph: Graph, batch_size: int) -> dict[str, tuple[int, int]]:
-    """The bytes of all values that are alive while a node runs, and those that are read after it, by its name.
+    """The bytes of all values that are alive while a node runs, and those that are read after
+    it, by its name.
 
     A value lives as long as its views do.
     """
@@ -76,8 +85,8 @@ def alive_bytes(graph: Graph, batch_size: int) -> dict[str, tuple[int, int]]:
 
 
 def working_bytes(graph: Graph, node: Node, batch_size: int) -> int:
-    """What an operator takes beside its input and output: oneDNN, which runs convolutions, copies the larger of them
-    to channels in blocks.
+    """What an operator takes beside its input and output: oneDNN, which runs convolutions,
+    copies the larger of them to channels in blocks.
     """
     if not node.row.spatial:
         return 0

@@ -1,4 +1,6 @@
-"""What the report shows, as values: report.json. Read from a result folder alone; nothing is run."""
+"""What the report shows, as values: report.json. Read from a result folder alone; nothing is
+run.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,10 @@ def content(
         RuntimeError,
         ArithmeticError,
     ) as error:
-        why = f"{opened.folder} has no results that a report can be made of: {type(error).__name__}: {error}"
+        why = (
+            f"{opened.folder} has no results that a report can be made of: "
+            f"{type(error).__name__}: {error}"
+        )
         raise ResultError(why, help="run --quant_mode calib again") from error
 
 
@@ -108,13 +113,17 @@ def _content(
 
 
 def _line(origins: list[str], name: str) -> int | None:
-    """The line of the config of this name that says most about a tensor: the last one of those that say something."""
+    """The line of the config of this name that says most about a tensor: the last one of those
+    that say something.
+    """
     found = [re.fullmatch(rf"{re.escape(name)}:(\d+):\d+", place) for place in origins]
     return max((int(match[1]) for match in found if match is not None), default=None)
 
 
 def _damage(row: Json) -> float:
-    """The most damaged first; what is not measured, or without loss, in the order of execution after it."""
+    """The most damaged first; what is not measured, or without loss, in the order of execution
+    after it.
+    """
     return math.inf if row["local_sqnr_db"] is None else row["local_sqnr_db"]
 
 
@@ -182,7 +191,9 @@ def _tensors(
 def _observed(
     plan: Json, statistics: Mapping[tuple[str, str], dict[str, Tensor]]
 ) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """What was observed of each value under each spec; one tensor keeps it for all that have both in common."""
+    """What was observed of each value under each spec; one tensor keeps it for all that have
+    both in common.
+    """
     return {
         (planned.get("source", node["name"]), str(planned["spec"])): statistics[
             node["name"], role
@@ -238,7 +249,9 @@ def _distributed(
 
 
 def _sufficiency(ranges: Tensor, values: Distribution) -> Json:
-    """What was known after so many batches: the limits, the scale's quality, and from where on nothing changes."""
+    """What was known after so many batches: the limits, the scale's quality, and from where on
+    nothing changes.
+    """
     total = len(ranges)
     counts = sorted({max(1, round(total * at / POINTS)) for at in range(1, POINTS + 1)})
     curve = []

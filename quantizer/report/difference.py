@@ -1,4 +1,6 @@
-"""What two calibrations, or two plans, of one model have that differs, tensor by tensor. Reads; runs nothing."""
+"""What two calibrations, or two plans, of one model have that differs, tensor by tensor. Reads;
+runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: its tensors, each a spec as JSON and what is known of it besides, and its figures by name.
+    """One of the two: its tensors, each a spec as JSON and what is known of it besides, and its
+    figures by name.
 
-    `metrics` are the names of those that `evaluate` gives; `directions` says which way they are good, as far as that is
-    declared.
+    `metrics` are the names of those that `evaluate` gives; `directions` says which way they are
+    good, as far as that is declared.
     """
 
     model: str
@@ -43,9 +46,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """The tensors and the figures that differ, each with both values; None where one side has none.
+    """The tensors and the figures that differ, each with both values; None where one side has
+    none.
 
-    `worse` are the figures by which the second loses, `unknown` those of which nothing says whether less is better.
+    `worse` are the figures by which the second loses, `unknown` those of which nothing says
+    whether less is better.
     """
 
     rows: list[Json]
@@ -98,7 +103,9 @@ def of_folder(place: Path) -> Side:
 
 
 def _figures(tested: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the figures of a test, and where there are several outputs or parts those of each."""
+    """Return the figures of a test, and where there are several outputs or parts those of
+    each.
+    """
     figures: dict[str, float | None] = dict(tested.get("metrics", {}))
     outputs = tested.get("outputs", [])
     if "sqnr_db" in figures and figures["sqnr_db"] is None:
@@ -128,7 +135,9 @@ def _figures_of(row: Json) -> Iterator[tuple[str, float | None]]:
 
 
 def _sqnr_of(row: Json) -> float | None:
-    """Return the SQNR of an output or part; None if it has none. Where it is infinite, files have null."""
+    """Return the SQNR of an output or part; None if it has none. Where it is infinite, files
+    have null.
+    """
     ratio: float | None = row["sqnr_db"]
     if ratio is not None or row["kind"] != "float":
         return ratio
@@ -142,7 +151,9 @@ def of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
 
 
 def difference(first: Side, second: Side) -> Difference:
-    """What differs, in the order of the first; `worse` are the figures by which the second loses."""
+    """What differs, in the order of the first; `worse` are the figures by which the second
+    loses.
+    """
     keys = [*first.tensors, *(key for key in second.tensors if key not in first.tensors)]
     rows = [
         row
@@ -168,7 +179,9 @@ def difference(first: Side, second: Side) -> Difference:
 
 
 def _follows(name: str, metrics: Collection[str]) -> bool:
-    """Whether a figure is made of a metric, which is compared itself, and of the float model's."""
+    """Whether a figure is made of a metric, which is compared itself, and of the float
+    model's.
+    """
     ends = ("_float", DROP, RATIO)
     return any(name.endswith(end) and name.removesuffix(end) in metrics for end in ends)
 
@@ -191,7 +204,9 @@ def _row(key: Key, before: Json | None, after: Json | None) -> Json | None:
 
 
 def _is_worse(before: float | None, after: float | None, *, is_lower_better: bool) -> bool:
-    """Whether a figure says that the second is worse; no figure where there was one is worse, too."""
+    """Whether a figure says that the second is worse; no figure where there was one is worse,
+    too.
+    """
     if before is None or before == -math.inf:
         return False
     if after is None:

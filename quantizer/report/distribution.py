@@ -1,4 +1,6 @@
-"""What a tensor's histogram and its scale say together: what is cut off, which codes are used, what is lost."""
+"""What a tensor's histogram and its scale say together: what is cut off, which codes are used,
+what is lost.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Distribution:
 
     @cached_property
     def _occupied(self) -> tuple[Tensor, Tensor]:
-        """Centres of the bins with values in them, no further out than any value, and their counts."""
+        """Centres of the bins with values in them, no further out than any value, and their
+        counts.
+        """
         at = self.histogram.counts[0].nonzero().squeeze(1)
         centres = (at - BINS + 0.5) * self.histogram.width
         return centres.clamp(self.histogram.low, self.histogram.high), self.histogram.counts[
@@ -50,7 +54,9 @@ class Distribution:
         return low, high
 
     def clipped(self, qparams: QParams) -> float:
-        """The share of values beyond these limits by more than half a step, which are cut off."""
+        """The share of values beyond these limits by more than half a step, which are cut
+        off.
+        """
         (low, high), half = self.limits(qparams), float(qparams.scale) / 2
         centres, counts = self._occupied
         return float(
@@ -67,7 +73,9 @@ class Distribution:
         return decibel(float(counts @ centres.square()), float(counts @ lost.square()))
 
     def codes_used(self, qparams: QParams) -> float:
-        """The share of the codes of integers that some value has, counted between neighbouring bins' edges."""
+        """The share of the codes of integers that some value has, counted between neighbouring
+        bins' edges.
+        """
         (low, high), scale = self.limits(qparams), float(qparams.scale)
         centres, _ = self._occupied
         half, first = self.histogram.width / 2, round(low / scale)
@@ -82,7 +90,9 @@ class Distribution:
         return float((covering.cumsum(0)[:-1] > 0).double().mean())
 
     def methods(self, qparams: QParams) -> dict[str, tuple[float, float]]:
-        """Where the range methods that suit the spec cut, given all values at once, by name; its own has `qparams`."""
+        """Where the range methods that suit the spec cut, given all values at once, by name;
+        its own has `qparams`.
+        """
         found = {}
         for name in METHODS:
             for percentage in PERCENTAGES if name == "percentile" else (self.spec.percentage,):

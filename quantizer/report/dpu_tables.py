@@ -12,7 +12,9 @@ from quantizer.report.view import Listing, View
 
 
 def exact_table(found: ExactComparison, view: View) -> Listing:
-    """One line per tensor with codes, in execution order; the first to show are those with the most wrong ones."""
+    """One line per tensor with codes, in execution order; the first to show are those with the
+    most wrong ones.
+    """
     rows = [
         (
             row.layer,
@@ -32,7 +34,9 @@ def exact_table(found: ExactComparison, view: View) -> Listing:
 
 
 def support_table(graph: Graph, found: Mapping[str, Verdict], view: View) -> Listing:
-    """One line per layer: what runs it, and why not the DPU; the first to show are those that the DPU cannot run."""
+    """One line per layer: what runs it, and why not the DPU; the first to show are those that
+    the DPU cannot run.
+    """
     rows = [
         (
             node.name,
@@ -66,16 +70,25 @@ def _average(node: Node, before: Node) -> str:
 
 def _leaky_relu(node: Node, before: Node) -> str:
     multiplier, shift = LEAKY_SLOPE
-    return f"its slope is {multiplier} / 2^{shift}, in float it is {before.attrs.get('negative_slope', 0.01):.6g}"
+    return (
+        f"its slope is {multiplier} / 2^{shift}, in float it is "
+        f"{before.attrs.get('negative_slope', 0.01):.6g}"
+    )
 
 
 def _hardsigmoid(node: Node, before: Node) -> str:
-    return f"relu6(x + 3) * {SIXTH[0]} / 2^{SIXTH[1]}, which is {6 * SIXTH[0] / 2 ** SIXTH[1]:.6g} of the float slope"
+    return (
+        f"relu6(x + 3) * {SIXTH[0]} / 2^{SIXTH[1]}, which is "
+        f"{6 * SIXTH[0] / 2 ** SIXTH[1]:.6g} of the float slope"
+    )
 
 
 def _hardswish(node: Node, before: Node) -> str:
     largest = 1 - math.ldexp(1, -HARDSWISH_POSITION)
-    return f"x times its hardsigmoid in 8 bits at position {HARDSWISH_POSITION}, which is at most {largest:.6g}"
+    return (
+        f"x times its hardsigmoid in 8 bits at position {HARDSWISH_POSITION}, which is at "
+        f"most {largest:.6g}"
+    )
 
 
 _WORDS: dict[str, Callable[[Node, Node], str]] = {

@@ -1,4 +1,6 @@
-"""The report in the result folder: report.json, its values, and report.html, which shows them."""
+"""The report in the result folder: report.json, its values, and report.html, which shows
+them.
+"""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +24,8 @@ Commands = Mapping[str, list[str]]
 def report_of(
     opened: OpenedResults, tested: Mapping[str, Any], commands: Commands | None = None
 ) -> tuple[dict[str, Any], str]:
-    """The values and the page, of a calibration and of a test of it: what `tables.report` makes of one, or nothing.
+    """The values and the page, of a calibration and of a test of it: what `tables.report` makes
+    of one, or nothing.
 
     Raises:
         ResultError: a file is missing or damaged.
@@ -33,7 +36,10 @@ def report_of(
     try:
         return values, page(values)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        why = f"{opened.folder} has results that no page can be made of: {type(error).__name__}: {error}"
+        why = (
+            f"{opened.folder} has results that no page can be made of: "
+            f"{type(error).__name__}: {error}"
+        )
         raise ResultError(why, help="run --quant_mode calib again") from error
 
 
@@ -47,10 +53,12 @@ def write_report(
     """Write both about a calibration; return the values.
 
     Args:
-        opened: the calibration. Who writes into its folder holds the lock, and has seen that it is still there.
+        opened: the calibration. Who writes into its folder holds the lock, and has seen that it
+            is still there.
         tested: as `report_of` takes it; by default what the report in the folder has of a test.
         place: another folder to write to.
-        commands: those that made the results; by default as run.json had them when they were opened.
+        commands: those that made the results; by default as run.json had them when they were
+            opened.
 
     Raises:
         ResultError: a file is damaged, or cannot be written.

@@ -36,7 +36,8 @@ KINDS: Mapping[str, Callable[[str], bytes]] = {"svg": _svg, "png": _png}
 
 
 def write_plots(values: Mapping[str, Any], folder: Path, kind: str = "svg") -> list[Path]:
-    """Write each drawing of report.json's values into a folder, as .svg or, with the extra "plots", as .png.
+    """Write each drawing of report.json's values into a folder, as .svg or, with the extra
+    "plots", as .png.
 
     Raises:
         UsageError: there is no such kind, or its package is missing.
@@ -56,7 +57,8 @@ def write_plots(values: Mapping[str, Any], folder: Path, kind: str = "svg") -> l
 
 
 def write_events(values: Mapping[str, Any], folder: Path) -> None:
-    """Write what TensorBoard shows: metrics, SQNR by depth, the histogram of each activation, and the config.
+    """Write what TensorBoard shows: metrics, SQNR by depth, the histogram of each activation,
+    and the config.
 
     Raises:
         UsageError: the package tensorboard is missing.

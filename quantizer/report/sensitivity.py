@@ -1,4 +1,6 @@
-"""Tables and figures of an analysis: what each weight's width costs, and which was chosen. Runs nothing."""
+"""Tables and figures of an analysis: what each weight's width costs, and which was chosen. Runs
+nothing.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +12,9 @@ from quantizer.report.view import Listing, View
 
 
 def table(found: Analysis, picked: Sequence[int] | None, view: View) -> Listing:
-    """One line per weight: with a choice, its width; without one, what each width costs, most sensitive first."""
+    """One line per weight: with a choice, its width; without one, what each width costs, most
+    sensitive first.
+    """
     return (
         _sensitivity_table(found, view)
         if picked is None
@@ -35,7 +39,9 @@ def _sensitivity_table(found: Analysis, view: View) -> Listing:
 
 
 def _choice_table(found: Analysis, picked: Sequence[int], view: View) -> Listing:
-    """The width picked, and its share of the predicted noise; the first to show are those with the largest."""
+    """The width picked, and its share of the predicted noise; the first to show are those with
+    the largest.
+    """
     total = found.total(picked)
     noises = [row.noise[at] for row, at in zip(found.rows, picked, strict=True)]
     rows = [
@@ -145,8 +151,14 @@ def choice_json(found: Analysis, picked: Sequence[int], measured: float) -> dict
 
 def choice_line(label: str, found: Analysis, picked: Sequence[int], measured: float) -> str:
     """One line on a choice."""
-    line = f"{label}: {found.mean_bits(picked):.3f} bits per weight, weights {found.bytes(picked) / 1e6:.3f} MB"
-    return f"{line}, output {found.db(found.total(picked)):.2f} dB predicted, {found.db(measured):.2f} dB measured"
+    line = (
+        f"{label}: {found.mean_bits(picked):.3f} bits per weight, weights "
+        f"{found.bytes(picked) / 1e6:.3f} MB"
+    )
+    return (
+        f"{line}, output {found.db(found.total(picked)):.2f} dB predicted, "
+        f"{found.db(measured):.2f} dB measured"
+    )
 
 
 def _percent(part: float, whole: float) -> str:

@@ -1,4 +1,6 @@
-"""Tables of a graph's structure: its blocks, the layers that read one value, and where factors go."""
+"""Tables of a graph's structure: its blocks, the layers that read one value, and where factors
+go.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +14,9 @@ _TITLES = ("layers that read one value", "channels", "factors are folded into")
 
 
 def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | str]:
-    """The blocks, the groups of each kind of block once, and those outside; names are relative to a block."""
+    """The blocks, the groups of each kind of block once, and those outside; names are relative
+    to a block.
+    """
     rows = {
         number: tuple(
             _row(graph, group, block.path)
@@ -37,7 +41,8 @@ def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | s
     )
     layers = sum(len(group.layers) for group in structure.groups)
     yield (
-        f"{layers} layers read {len(structure.groups)} values; factors fold into a normalization for {kinds['norm']}, "
+        f"{layers} layers read {len(structure.groups)} values; factors fold into a "
+        f"normalization for {kinds['norm']}, "
         f"into the layer before for {kinds['layer']}, into neither for {kinds['none']}"
     )
 

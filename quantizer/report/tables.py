@@ -1,4 +1,6 @@
-"""Rows of plans, layers and damage, as tables for the terminal and as files. Printing is `cli`'s business."""
+"""Rows of plans, layers and damage, as tables for the terminal and as files. Printing is
+`cli`'s business.
+"""
 
 import csv
 import io
@@ -26,7 +28,9 @@ _LOSSLESS_DB = 144.0
 def layer_rows(
     comparison: Comparison, specs: Mapping[tuple[str, str], QuantizationSpec]
 ) -> list[dict[str, Any]]:
-    """One row per quantized tensor, the most damaged first (lowest local SQNR; ties by name)."""
+    """One row per quantized tensor, the most damaged first (lowest local SQNR; ties by
+    name).
+    """
     rows = [_row(noise, specs[noise.layer, noise.role]) for noise in comparison.layers]
     return sorted(rows, key=lambda row: (row["local_sqnr_db"], row["layer"], row["tensor"]))
 
@@ -42,7 +46,9 @@ def report(
     warnings: Iterable[OutputWarning] = (),
     directions: Directions = BY_NAME,
 ) -> dict[str, Any]:
-    """What test mode found, infinite figures as null. `stamp` marks results that say nothing of real data."""
+    """What test mode found, infinite figures as null. `stamp` marks results that say nothing of
+    real data.
+    """
     found: dict[str, Any] = {"metrics": {key: finite(value) for key, value in metrics.items()}}
     if pairs:
         found["pairs"] = {
@@ -61,7 +67,9 @@ def report(
 
 
 def output_rows(outputs: Iterable[OutputFigures]) -> list[dict[str, Any]]:
-    """Return the figures of each output and of its parts, for programs; infinite ones as null."""
+    """Return the figures of each output and of its parts, for programs; infinite ones as
+    null.
+    """
     rows: list[dict[str, Any]] = []
     for output in outputs:
         for part in output.rows:
@@ -92,7 +100,9 @@ def named_outputs(outputs: Iterable[Output]) -> list[dict[str, Any]]:
 
 
 def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
-    """Yield a line on each output: the names that gates may have, as in `sqnr_db[0.scores]>=30`."""
+    """Yield a line on each output: the names that gates may have, as in
+    `sqnr_db[0.scores]>=30`.
+    """
     for output in outputs:
         words: list[str] = []
         for part in output.parts:
@@ -142,13 +152,18 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 
 
 def describe_spec(spec: QuantizationSpec) -> str:
-    """The number format, its scales, how their range is found and the rounding, in one line; what is usual is left out.
+    """The number format, its scales, how their range is found and the rounding, in one line;
+    what is usual is left out.
 
     >>> describe_spec(QuantizationSpec(qscheme="per_channel", ch_axis=0))
     'int8 per_channel maxmin half_even'
-    >>> describe_spec(QuantizationSpec(dtype="fp4", qscheme="per_group", group_size=32, scale_type="e8m0"))
+    >>> describe_spec(
+    ...     QuantizationSpec(dtype="fp4", qscheme="per_group", group_size=32, scale_type="e8m0")
+    ... )
     'fp4 per_group 32 e8m0 floor'
-    >>> describe_spec(QuantizationSpec(dtype="fp4", qscheme="per_group", group_size=16, scale_type="e4m3"))
+    >>> describe_spec(
+    ...     QuantizationSpec(dtype="fp4", qscheme="per_group", group_size=16, scale_type="e4m3")
+    ... )
     'fp4 per_group 16 e4m3 maxmin'
     """
     if not spec.is_scaled:
@@ -286,7 +301,9 @@ def refusal_table(rows: Iterable[tuple[str, str, str]], view: View) -> Listing:
 def layer_table(
     graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str], view: View
 ) -> Listing:
-    """All layers: name, operator, output shape ("b" is the batch), quantized tensors, else why the output is float."""
+    """All layers: name, operator, output shape ("b" is the batch), quantized tensors, else why
+    the output is float.
+    """
     roles: dict[str, list[str]] = {}
     for layer, role in tensors:
         roles.setdefault(layer, []).append(role)

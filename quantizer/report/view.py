@@ -1,4 +1,6 @@
-"""Tables for a terminal: what they call the layers of a network, which rows they show, and how these are laid out."""
+"""Tables for a terminal: what they call the layers of a network, which rows they show, and how
+these are laid out.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +24,9 @@ _LEAST = 24
 class Listing:
     """A table whose first column is a name to copy, so it may wrap but never loses letters.
 
-    The first of `layouts` that fits is shown. Where none does, the text of the last column wraps, then the names, in
-    the last layout; where even that is too wide, each row is its name and, indented below, its other columns.
+    The first of `layouts` that fits is shown. Where none does, the text of the last column
+    wraps, then the names, in the last layout; where even that is too wide, each row is its name
+    and, indented below, its other columns.
 
     Args:
         titles: of all columns.
@@ -81,7 +84,9 @@ class Listing:
     def _wrapped(
         self, natural: Mapping[str, int], titles: Sequence[str], width: int
     ) -> dict[str, int] | None:
-        """The width of each column, the last and the first one narrowed as far as need be; None if that won't do."""
+        """The width of each column, the last and the first one narrowed as far as need be; None
+        if that won't do.
+        """
         widths = {title: natural[title] for title in titles}
         for title in (titles[-1], titles[0]):
             excess = _total(widths, titles) - width
@@ -122,7 +127,9 @@ class View:
     def text(self, sentence: str) -> str:
         """The sentence with its layers called as in tables.
 
-        >>> View({"Net::Net/Linear[fc]/linear": "fc"}).text("quantized at Net::Net/Linear[fc]/linear")
+        >>> View({"Net::Net/Linear[fc]/linear": "fc"}).text(
+        ...     "quantized at Net::Net/Linear[fc]/linear"
+        ... )
         'quantized at fc'
         """
         return _EXACT_NAME.sub(lambda found: self.names.get(found[0], found[0]), sentence)
@@ -139,11 +146,13 @@ class View:
         idle: str = "",
         also: str = "",
     ) -> Listing:
-        """The table of those rows that are to be shown, in the order given, each beginning with a layer's exact name.
+        """The table of those rows that are to be shown, in the order given, each beginning with
+        a layer's exact name.
 
         Args:
             titles: as in `Listing`, and so are `rows`, `numbers` and `layouts`.
-            ranks: of each row. Where only some are shown, these are the lowest, and none without a rank.
+            ranks: of each row. Where only some are shown, these are the lowest, and none
+                without a rank.
             what: what a row is about.
             idle: what the rows without a rank have in common, as in "3 of them without loss".
             also: where else the rows are that are left out.

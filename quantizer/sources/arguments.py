@@ -1,4 +1,6 @@
-"""Which arguments of `forward` the tensors of a batch fill, and whether the last of them is the target instead."""
+"""Which arguments of `forward` the tensors of a batch fill, and whether the last of them is the
+target instead.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Arguments:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of targets in dicts and files: those that are no inputs which `forward` needs."""
+        """The names of targets in dicts and files: those that are no inputs which `forward`
+        needs.
+        """
         return tuple(name for name in TARGET_NAMES if name not in self.names[: self.required])
 
     @property
@@ -49,9 +53,10 @@ class Arguments:
     def has_target(self, item: Sequence[Any]) -> bool:
         """Whether the last element of a tuple is the target.
 
-        It is where the tuple has one element more than `forward` needs, or can take. A model that needs none of
-        several, as those of transformers, takes it as an argument, unless it looks like a target: a value for each
-        sample, or for each token of a model that has labels.
+        It is where the tuple has one element more than `forward` needs, or can take. A model
+        that needs none of several, as those of transformers, takes it as an argument, unless it
+        looks like a target: a value for each sample, or for each token of a model that has
+        labels.
 
         Raises:
             DataError: the tuple has too few elements, or too many.
@@ -67,7 +72,8 @@ class Arguments:
             str(self.needed) if self.needed == self.most else f"{self.needed} to {self.most}"
         )
         raise DataError(
-            f"has {count} elements, but the model takes {wanted} inputs (and one target may follow)"
+            f"has {count} elements, but the model takes {wanted} inputs (and one target may "
+            "follow)"
         )
 
     def _is_target(self, item: Sequence[Any]) -> bool:

@@ -1,4 +1,6 @@
-"""One batch in the form the engine feeds to a model, how a user's item becomes one, and a fingerprint of several."""
+"""One batch in the form the engine feeds to a model, how a user's item becomes one, and a
+fingerprint of several.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,13 @@ _SAMPLED = 1024
 
 @dataclass(frozen=True)
 class Batch:
-    """What one call of the model gets, `module(*args, **kwargs)`; `raw` is the item as the user's data gave it.
+    """What one call of the model gets, `module(*args, **kwargs)`; `raw` is the item as the
+    user's data gave it.
 
-    Tensors carry the samples along dimension 0. `target` is None if the data has no labels; `left_out` names what
-    else there is, for which the model has no argument. The tensors of a batch that is not `is_stable` may be
-    overwritten when the next batch is asked for; who keeps such a batch for longer keeps `stable()` of it.
+    Tensors carry the samples along dimension 0. `target` is None if the data has no labels;
+    `left_out` names what else there is, for which the model has no argument. The tensors of a
+    batch that is not `is_stable` may be overwritten when the next batch is asked for; who keeps
+    such a batch for longer keeps `stable()` of it.
     """
 
     args: tuple[Any, ...]
@@ -47,7 +51,9 @@ class Batch:
         return next(iter(self.tensors()))[1].shape[0]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The input tensors, nested ones too, with a name each: `args[0]`, `kwargs['mask']`, …"""
+        """The input tensors, nested ones too, with a name each: `args[0]`, `kwargs['mask']`,
+        …
+        """
         yield from _leaves("args", self.args)
         yield from _leaves("kwargs", self.kwargs)
 
@@ -65,7 +71,9 @@ class Batch:
         return replace(moved, is_stable=self.is_stable or are_copies)
 
     def stable(self) -> Batch:
-        """Return a batch of these values that no loader overwrites: itself, or copies that lie in memory alike."""
+        """Return a batch of these values that no loader overwrites: itself, or copies that lie
+        in memory alike.
+        """
         if self.is_stable:
             return self
         return replace(self._map(_copy), is_stable=True)
@@ -80,7 +88,9 @@ class Batch:
         )
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch with each tensor replaced; what is one tensor in `args` and `raw` stays one."""
+        """Return the batch with each tensor replaced; what is one tensor in `args` and `raw`
+        stays one.
+        """
         results: dict[int, Tensor] = {}
 
         def once(tensor: Tensor) -> Tensor:
@@ -98,7 +108,8 @@ class Batch:
 class Fingerprint:
     """Count, shapes, dtypes and a digest of the batches given to `update`, in their order.
 
-    It tells whether two runs saw the same data, at the cost of one read of them; it is no proof.
+    It tells whether two runs saw the same data, at the cost of one read of them; it is no
+    proof.
     """
 
     def __init__(self) -> None:
@@ -117,7 +128,9 @@ class Fingerprint:
             self._hash.update(f"{name}:{kind}:{tensor.shape[0]}:{_digest(tensor)}".encode())
 
     def to_json(self) -> dict[str, Any]:
-        """For example `{"samples": 256, "batches": 8, "inputs": {"args[0]": ["float32[1, 8, 8]"]}, "digest": "…"}`."""
+        """For example `{"samples": 256, "batches": 8, "inputs": {"args[0]": ["float32[1, 8,
+        8]"]}, "digest": "…"}`.
+        """
         inputs = {name: sorted(kinds) for name, kinds in sorted(self._inputs.items())}
         return {
             "samples": self.samples,
@@ -128,7 +141,9 @@ class Fingerprint:
 
 
 def not_finite(tensor: Tensor, is_sound: Callable[[Tensor], Tensor] = torch.isfinite) -> int:
-    """How many values are not sound; a finite sum proves that all are finite, and reads each once."""
+    """How many values are not sound; a finite sum proves that all are finite, and reads each
+    once.
+    """
     if not tensor.is_floating_point() or torch.isfinite(tensor.float().sum()):
         return 0
     return tensor.numel() - int(is_sound(tensor.double()).sum())
@@ -151,8 +166,9 @@ def naming_batch(number: int) -> AbstractContextManager[None]:
 def as_batch(item: Any, given: Arguments) -> Batch:
     """The batch that a user's item stands for, given what `forward` takes.
 
-    A tensor is the input. A dict gives keyword arguments, apart from its target. A tuple or list gives the positional
-    inputs, of which the last may be the target (`Arguments.has_target`).
+    A tensor is the input. A dict gives keyword arguments, apart from its target. A tuple or
+    list gives the positional inputs, of which the last may be the target
+    (`Arguments.has_target`).
 
     Raises:
         DataError: it is something else.
@@ -234,10 +250,11 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy with the strides of the tensor, so that kernels add up its values in the same order.
+    """Return a copy with the strides of the tensor, so that kernels add up its values in the
+    same order.
 
-    Memory is copied from the first value to the last: of an expanded tensor that is as little as it has. A view
-    that leaves most of that out is copied value by value.
+    Memory is copied from the first value to the last: of an expanded tensor that is as little
+    as it has. A view that leaves most of that out is copied value by value.
     """
     values = tensor.detach().resolve_conj().resolve_neg()
     if type(values) is not Tensor or values.layout is not torch.strided or not values.numel():
@@ -251,9 +268,11 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> tuple[int, list[int]]:
-    """The exact sum of the bits read as integers, and some evenly spaced ones, which keep the order.
+    """The exact sum of the bits read as integers, and some evenly spaced ones, which keep the
+    order.
 
-    A cryptographic hash of 100 images of 224x224 takes 90 ms, 3 % of a calibration pass; this takes a tenth of it.
+    A cryptographic hash of 100 images of 224x224 takes 90 ms, 3 % of a calibration pass; this
+    takes a tenth of it.
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     octets = plain.contiguous().reshape(-1).view(torch.uint8)

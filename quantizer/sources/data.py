@@ -1,4 +1,6 @@
-"""How calibration and evaluation data come in: `--data`, or what the model's file offers, as batches. No guessing."""
+"""How calibration and evaluation data come in: `--data`, or what the model's file offers, as
+batches. No guessing.
+"""
 
 import contextlib
 import glob
@@ -43,7 +45,8 @@ KINDS: Mapping[str, Sequence[str]] = {
     IMAGES: IMAGE_SUFFIXES,
 }
 FORMS = (
-    "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, .safetensors or .pt tensors "
+    "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, "
+    ".safetensors or .pt tensors "
     "or of .txt texts, a folder of images, or random:NxCxHxW"
 )
 DEFAULT_BATCH_SIZE = 32
@@ -54,12 +57,12 @@ DEFAULT_TEXT_BATCH = 1  # a window has hundreds of tokens, and each a row of log
 class Batches:
     """Batches that can be gone through several times, the same ones each time.
 
-    `stamp` says what reports must say about the data ("random data"); a batch that `stands_in` for data shows no more
-    than their shape. `given` is what the model takes, `filled` what batches fill of it, once one was read.
-    `fingerprint` is None until one pass is complete.
+    `stamp` says what reports must say about the data ("random data"); a batch that `stands_in`
+    for data shows no more than their shape. `given` is what the model takes, `filled` what
+    batches fill of it, once one was read. `fingerprint` is None until one pass is complete.
 
-    Raises (when it is iterated):
-        DataError: the data cannot be had or used; the batch is named by its number.
+    Raises (when it is iterated): DataError: the data cannot be had or used; the batch is named
+    by its number.
     """
 
     open_pass: Callable[[], Iterator[Batch]]
@@ -82,7 +85,9 @@ class Batches:
 
     @property
     def total(self) -> int | None:
-        """How many batches a pass has, as far as that is known once one has begun: for progress only."""
+        """How many batches a pass has, as far as that is known once one has begun: for progress
+        only.
+        """
         if self.fingerprint is not None:
             return int(self.fingerprint["batches"])
         asked = (
@@ -94,7 +99,8 @@ class Batches:
         return min(known, default=None)
 
     def first(self) -> Batch:
-        """The first batch, which stays: asking for it again may make users read a tokenizer or a data set again.
+        """The first batch, which stays: asking for it again may make users read a tokenizer or
+        a data set again.
 
         Raises:
             DataError: there is none, or it cannot be used.
@@ -112,13 +118,19 @@ class Batches:
         prints = ranks.gather(self.fingerprint, f"the end of {self.label}")
         other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
         if other is not None:
-            remedy = "every rank reads all batches, in the same order: give no DistributedSampler, and a fixed seed"
+            remedy = (
+                "every rank reads all batches, in the same order: give no "
+                "DistributedSampler, "
+                "and a fixed seed"
+            )
             raise DataError(
                 f"{self.label} gives rank {other} other batches than rank 0", help=remedy
             )
 
     def note_length(self, items: object) -> None:
-        """Take the length of the user's data, if they tell one; a wrong one makes only the progress wrong."""
+        """Take the length of the user's data, if they tell one; a wrong one makes only the
+        progress wrong.
+        """
         with contextlib.suppress(Exception):
             self.length = len(items)  # type: ignore[arg-type]
 
@@ -140,9 +152,8 @@ class Batches:
             self.first_size = self.first_size or batch.size
             seen.update(batch)
             yield batch
-            give_back(
-                GROWTH
-            )  # holes in the heap grow from batch to batch, to several times what is alive
+            # Holes in the heap grow from batch to batch, to several times what is alive
+            give_back(GROWTH)
         if not seen.batches:
             raise DataError(f"{self.label} gives no batch", help=FORMS)
         if self.subset_len and seen.samples < self.subset_len:
@@ -189,19 +200,22 @@ def load_batches(
     """The batches of `--data`, or of a callable or iterable of the user's.
 
     Args:
-        source: what `--data` takes, a function that returns batches, or these; the user's own stay as they are.
+        source: what `--data` takes, a function that returns batches, or these; the user's own
+            stay as they are.
         module: tells which inputs a tuple holds.
-        batch_size: samples in a batch of files, images and random data; by default 32, of texts 1.
+        batch_size: samples in a batch of files, images and random data; by default 32, of texts
+            1.
         subset_len: use so many samples; cuts the last batch.
-        seed: draws random data and the order of images, and seeds the global generators before each pass of the user's
-            loader.
+        seed: draws random data and the order of images, and seeds the global generators before
+            each pass of the user's loader.
         preprocess: how images are resized.
         windows: how texts are cut.
         max_unpacked: bytes that a smaller file of tensors may unpack to.
         label: names data that come as values.
 
     Raises:
-        DataError: the data cannot be had; what only shows in the data itself is raised while iterating.
+        DataError: the data cannot be had; what only shows in the data itself is raised while
+            iterating.
         UsageError: the options do not go with the data.
     """
     for name, value in {"batch size": batch_size, "subset length": subset_len}.items():
@@ -248,7 +262,8 @@ def load_batches(
 
 
 def find_files(spec: str) -> tuple[str, list[Path]]:
-    """The kind and the files in the order of their names; a folder of images stays a folder; ("", []) for no path.
+    """The kind and the files in the order of their names; a folder of images stays a folder;
+    ("", []) for no path.
 
     Raises:
         DataError: there is nothing of this name, or files of no kind or of several.
@@ -285,7 +300,8 @@ def find_files(spec: str) -> tuple[str, list[Path]]:
 
 
 def _prefetched(items: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
-    """The batches in order, made in a thread up to two of them ahead; an exception comes where its batch would.
+    """The batches in order, made in a thread up to two of them ahead; an exception comes where
+    its batch would.
 
     The thread ends when the iterator is exhausted or closed.
     """

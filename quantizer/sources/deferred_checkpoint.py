@@ -15,9 +15,11 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
-    """The model as `from_pretrained` makes it, its parameters deferred; None where that has more to do than to read.
+    """The model as `from_pretrained` makes it, its parameters deferred; None where that has
+    more to do than to read.
 
-    It has where names, shapes or dtypes in the files are not those of the model: it renames, fuses and converts.
+    It has where names, shapes or dtypes in the files are not those of the model: it renames,
+    fuses and converts.
 
     Raises:
         Exception: as transformers and safetensors say; so does the usual way.
@@ -78,7 +80,8 @@ def indexed_files(index: Path) -> list[str]:
 
 
 def require_inside(source: Path, name: str) -> None:
-    """Refuse a file that is named by another one and not in the same folder, or in one below it.
+    """Refuse a file that is named by another one and not in the same folder, or in one below
+    it.
 
     Raises:
         ModelError: naming both.

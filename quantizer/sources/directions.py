@@ -148,11 +148,15 @@ class Directions:
         """Return whether less of a figure is better, or None if nothing says so.
 
         Args:
-            figure: a metric of `evaluate`, or what the package measures: of all outputs, or of one as
-                `sqnr_db[0.scores]`.
-            metrics: the names of the metrics of `evaluate`, which go before those of the package.
+            figure: a metric of `evaluate`, or what the package measures: of all outputs, or of
+                one as `sqnr_db[0.scores]`.
+            metrics: the names of the metrics of `evaluate`, which go before those of the
+                package.
 
-        >>> [BY_NAME.of_figure(name, ["cosine"]) for name in ("sqnr_db[0.scores]", "weight_bytes", "cosine")]
+        >>> [
+        ...     BY_NAME.of_figure(name, ["cosine"])
+        ...     for name in ("sqnr_db[0.scores]", "weight_bytes", "cosine")
+        ... ]
         [False, True, None]
         """
         if figure not in metrics:

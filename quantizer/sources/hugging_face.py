@@ -1,5 +1,6 @@
-"""Models of a Hugging Face folder, read by transformers from local safetensors alone; no code of the folder runs that
-is not trusted."""
+"""Models of a Hugging Face folder, read by transformers from local safetensors alone; no code
+of the folder runs that is not trusted.
+"""
 
 import importlib
 import importlib.util
@@ -30,12 +31,14 @@ CONFIG = "config.json"
 
 
 def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
-    """The model that `config.json` names, in eval mode and in the dtype of its checkpoint, without a cache of keys.
+    """The model that `config.json` names, in eval mode and in the dtype of its checkpoint,
+    without a cache of keys.
 
     `trust` lets Python files of the folder run, where `auto_map` of its config.json names some.
 
     Raises:
-        ModelError: it cannot be read, lacks weights or needs code that is not trusted, or transformers is missing.
+        ModelError: it cannot be read, lacks weights or needs code that is not trusted, or
+            transformers is missing.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
@@ -54,8 +57,15 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
             return for_windows(module)
         module, report = read_checkpoint(folder, architecture, trust_remote_code=trust)
     if missing := sorted(report["missing_keys"]):
-        said = f"{folder} lacks weights of {architecture}, {len(missing)} in all: {shortened(missing)}"
-        help_ = "they would be drawn at random: save the whole model, or name the class that was saved in config.json"
+        said = (
+            f"{folder} lacks weights of {architecture}, {len(missing)} in all: "
+            f"{shortened(missing)}"
+        )
+        help_ = (
+            "they would be drawn at random: save the whole model, or name the class that "
+            "was "
+            "saved in config.json"
+        )
         raise ModelError(said, help=help_)
     return module
 
@@ -75,7 +85,8 @@ def _require_own_files(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _class_of(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
-    """The class of transformers that makes the model; with code of the folder, the Auto class that knows where it is.
+    """The class of transformers that makes the model; with code of the folder, the Auto class
+    that knows where it is.
 
     Raises:
         ModelError: there is none, or it is in code that is not trusted.
@@ -95,15 +106,16 @@ def _class_of(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
         help_ = "read these Python files, and add --trust if you would run them"
         raise ModelError(f"{folder} is not loaded: {name} is code in this folder", help=help_)
     raise ModelError(
-        f"{folder / CONFIG} names a model {name!r}, which this version of transformers does not have"
+        f"{folder / CONFIG} names a model {name!r}, which this version of transformers does "
+        "not have"
     )
 
 
 def read_checkpoint(
     folder: Path, architecture: str, **settings: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """What `from_pretrained` makes of a folder, in eval mode, and what it says of keys that it has not found or not
-    used; errors are those of transformers.
+    """What `from_pretrained` makes of a folder, in eval mode, and what it says of keys that it
+    has not found or not used; errors are those of transformers.
     """
     transformers = importlib.import_module("transformers")
     said = transformers.utils.logging
@@ -121,8 +133,8 @@ def read_checkpoint(
 
 
 def for_windows(module: nn.Module) -> nn.Module:
-    """In eval mode; one call runs a whole window: there are no earlier keys and values, and a trace could not keep
-    them.
+    """In eval mode; one call runs a whole window: there are no earlier keys and values, and a
+    trace could not keep them.
     """
     for config in _caching(module):
         config.use_cache = False
@@ -131,7 +143,9 @@ def for_windows(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def without_cache(module: nn.Module) -> Iterator[None]:
-    """While the model is traced: a cache of keys cannot be. Models that have none are left alone."""
+    """While the model is traced: a cache of keys cannot be. Models that have none are left
+    alone.
+    """
     changed = _caching(module)
     try:
         for config in changed:
@@ -155,7 +169,8 @@ def _caching(module: nn.Module) -> list[Any]:
 
 
 def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
-    """An input that has the right shape and says nothing: tokens 0, 1, 2, … or grey pixels, one sample.
+    """An input that has the right shape and says nothing: tokens 0, 1, 2, … or grey pixels, one
+    sample.
 
     `seq_len` tokens, or as many as the model was made for if that is less.
 

@@ -1,4 +1,6 @@
-"""Image files as batches: finding them, their labels, and the preprocessing that the user states. Needs pillow."""
+"""Image files as batches: finding them, their labels, and the preprocessing that the user
+states. Needs pillow.
+"""
 
 import difflib
 import importlib
@@ -43,10 +45,11 @@ EXAMPLE = (
 
 @dataclass(frozen=True)
 class Preprocess:
-    """From pixels to a tensor: shorter side to `resize`, centre `crop` (pixels), then (pixel/255 - mean) / std.
+    """From pixels to a tensor: shorter side to `resize`, centre `crop` (pixels), then
+    (pixel/255 - mean) / std.
 
-    One mean per channel: three for RGB, one for grey. Images of more than `max_pixels`, as they are or resized, are
-    refused: a file of a few bytes can ask for any number.
+    One mean per channel: three for RGB, one for grey. Images of more than `max_pixels`, as they
+    are or resized, are refused: a file of a few bytes can ask for any number.
     """
 
     mean: tuple[float, ...]
@@ -117,7 +120,8 @@ def parse_preprocess(text: str) -> Preprocess:
 
 
 def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
-    """The image files, each with its label: None, or the index of its class folder in sorted order.
+    """The image files, each with its label: None, or the index of its class folder in sorted
+    order.
 
     `paths` are files, or one folder of images or of class folders.
 
@@ -149,7 +153,9 @@ def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
 def image_batches(
     images: Sequence[tuple[Path, int | None]], preprocess: Preprocess, size: int, seed: int
 ) -> Iterator[Batch]:
-    """Batches of `size` images, in an order drawn from `seed`, so that a subset is not all of one class."""
+    """Batches of `size` images, in an order drawn from `seed`, so that a subset is not all of
+    one class.
+    """
     order = list(images)
     random.Random(seed).shuffle(order)
     for start in range(0, len(order), size):

@@ -1,4 +1,6 @@
-"""How the user's model comes in: `--model` and `--weights` give a module in eval mode. A Python file is run as code."""
+"""How the user's model comes in: `--model` and `--weights` give a module in eval mode. A Python
+file is run as code.
+"""
 
 import inspect
 import logging
@@ -30,7 +32,10 @@ from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weight
 
 logger = logging.getLogger(__name__)
 
-FORMS = "give FILE.py, FILE.py:factory, package.module:factory, an exported .pt2 or a Hugging Face folder"
+FORMS = (
+    "give FILE.py, FILE.py:factory, package.module:factory, an exported .pt2 or a Hugging "
+    "Face folder"
+)
 Measure = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
 """A function that goes through the data with a model, and gives metrics by name."""
 
@@ -41,7 +46,8 @@ class Evaluate:
 
     Args:
         function: it.
-        directions: which of its metrics are better when they are lower, as far as its file says.
+        directions: which of its metrics are better when they are lower, as far as its file
+            says.
     """
 
     function: Measure
@@ -56,10 +62,10 @@ class Evaluate:
 class LoadedModel:
     """A float model ready to be traced, and what its file offers under the conventional names.
 
-    `name` is the class name of `module`. `calibration_data` and `evaluation_data` (by default the same) return what
-    `load_batches` takes; `evaluate(model, data)` returns metrics by name, of which `directions` says what the file
-    declares. `tokenizer` loads the function from text to
-    token ids. `example(seq_len)` is an item as data give it, for its shape alone.
+    `name` is the class name of `module`. `calibration_data` and `evaluation_data` (by default
+    the same) return what `load_batches` takes; `evaluate(model, data)` returns metrics by name,
+    of which `directions` says what the file declares. `tokenizer` loads the function from text
+    to token ids. `example(seq_len)` is an item as data give it, for its shape alone.
     """
 
     module: nn.Module
@@ -81,8 +87,9 @@ def load_model(
 ) -> LoadedModel:
     """The model of `--model`, with the weights of `--weights` if given.
 
-    `spec` is `FILE.py` (its `model()`), `FILE.py:factory`, `package.module:factory`, an exported `.pt2` (only with
-    `trust`, as loading one can run code), or a Hugging Face folder (whose own Python runs with `trust` alone).
+    `spec` is `FILE.py` (its `model()`), `FILE.py:factory`, `package.module:factory`, an
+    exported `.pt2` (only with `trust`, as loading one can run code), or a Hugging Face folder
+    (whose own Python runs with `trust` alone).
 
     Raises:
         ModelError: whatever goes wrong.
@@ -106,7 +113,8 @@ def load_model(
 
 
 def materialize(module: nn.Module, batch: Batch) -> None:
-    """Give lazy layers their shapes by running the first batch; what they draw at random is the same in every run.
+    """Give lazy layers their shapes by running the first batch; what they draw at random is the
+    same in every run.
 
     Raises:
         ModelError: the module cannot run the batch, or the drawn weights are not finite.
@@ -147,15 +155,15 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
 
 
 def load_evaluate(spec: str, beside: Directions = BY_NAME) -> Evaluate:
-    """Return the function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that `FILE.py:function` names.
+    """Return the function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that
+    `FILE.py:function` names.
 
     Args:
         spec: the file, or the file and the function.
         beside: what the model's file declares of metrics of which this one declares nothing.
 
-    Raises (also when the function is called):
-        DataError: there is none, it raises, it does not return a dict of numbers, or what the file declares of its
-            metrics is no set of names.
+    Raises (also when the function is called): DataError: there is none, it raises, it does not
+    return a dict of numbers, or what the file declares of its metrics is no set of names.
     """
     location, name = split_spec(spec)
     user = import_user_module(location, DataError)
@@ -250,7 +258,8 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
             help="add --trust if it is your own, or give the Python that builds the model",
         )
     try:
-        import torch.ao.quantization.fx._decomposed  # registers operators that programs may call
+        # Registers operators that programs may call
+        import torch.ao.quantization.fx._decomposed
 
         with user_exits(f"loading {path}", ModelError):
             return torch.export.load(path).module()

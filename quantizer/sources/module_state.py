@@ -1,4 +1,6 @@
-"""What a call of a user's module may change beside its output: buffers, attributes, modes, random generators."""
+"""What a call of a user's module may change beside its output: buffers, attributes, modes,
+random generators.
+"""
 
 import random
 import sys
@@ -17,7 +19,9 @@ _CONTAINERS = (list, dict, set)
 
 
 class ModuleState:
-    """The state of a module as it is now. Values of parameters are not in it, nor what other objects hold."""
+    """The state of a module as it is now. Values of parameters are not in it, nor what other
+    objects hold.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -74,7 +78,9 @@ class ModuleState:
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of one by their paths; those compiled by torch.jit hold what they have elsewhere."""
+    """The modules of one by their paths; those compiled by torch.jit hold what they have
+    elsewhere.
+    """
     return (
         (path, part)
         for path, part in module.named_modules()
@@ -101,7 +107,9 @@ def _same(one: Any, other: Any) -> bool:
 
 @contextmanager
 def left_alone(module: nn.Module) -> Iterator[ModuleState]:
-    """Whatever runs meanwhile, the module and the global random generators are afterwards what they were."""
+    """Whatever runs meanwhile, the module and the global random generators are afterwards what
+    they were.
+    """
     state, python, numpy = ModuleState(module), random.getstate(), sys.modules.get("numpy")
     drawn = numpy.random.get_state() if numpy else None
     try:

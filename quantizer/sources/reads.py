@@ -1,7 +1,7 @@
 """What a piece of work depends on: the code it ran, the files and folders it read.
 
-Python tells an audit hook of each file that is opened (PEP 578). What libraries written in C open on their own it does
-not tell; such files have to be named.
+Python tells an audit hook of each file that is opened (PEP 578). What libraries written in C
+open on their own it does not tell; such files have to be named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 HASHED_BYTES = 32 << 20
-"""Larger files are told by their size and times, as reading them would take longer than what is saved."""
+"""Larger files are told by their size and times, as reading them would take longer than what is
+saved.
+"""
 _INSTALLED = tuple(
     {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -33,7 +35,9 @@ class Reads:
     folders: set[str] = field(default_factory=set)
 
     def stamps(self) -> dict[str, str]:
-        """What tells each of them, and each file of a module that is imported, from a changed one."""
+        """What tells each of them, and each file of a module that is imported, from a changed
+        one.
+        """
         modules = {
             path
             for module in list(sys.modules.values())
@@ -46,7 +50,9 @@ class Reads:
 
 
 def source_of(path: str) -> str:
-    """The Python file that a compiled one in `__pycache__` was made of; any other path as it is."""
+    """The Python file that a compiled one in `__pycache__` was made of; any other path as it
+    is.
+    """
     if not path.endswith(".pyc"):
         return path
     try:
@@ -56,7 +62,9 @@ def source_of(path: str) -> str:
 
 
 def stamp(path: str) -> str:
-    """A digest of a file or of the names in a folder; of large files and of installed code the size and times."""
+    """A digest of a file or of the names in a folder; of large files and of installed code the
+    size and times.
+    """
     try:
         if os.path.isdir(path):
             return digest("\n".join(sorted(os.listdir(path))).encode(errors="surrogateescape"))
@@ -75,7 +83,9 @@ def are_unchanged(stamps: Mapping[str, str]) -> bool:
 
 @contextmanager
 def recorded(also: Iterable[Path] = ()) -> Iterator[Reads]:
-    """What this process reads meanwhile, in any thread; `also` are files that C libraries open."""
+    """What this process reads meanwhile, in any thread; `also` are files that C libraries
+    open.
+    """
     if not _hooked:
         sys.addaudithook(_note)  # for good: Python cannot remove one
         _hooked.append(True)

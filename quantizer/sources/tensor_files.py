@@ -1,7 +1,8 @@
-"""Named tensors of `.safetensors`, `.pt/.pth`, `.npy` and `.npz` files, also as batches. Never unpickles code.
+"""Named tensors of `.safetensors`, `.pt/.pth`, `.npy` and `.npz` files, also as batches. Never
+unpickles code.
 
-Nothing falls back, and numpy is not needed. Unreadable files are told apart: empty, Git LFS pointer, HTML page,
-truncated, pickled code.
+Nothing falls back, and numpy is not needed. Unreadable files are told apart: empty, Git LFS
+pointer, HTML page, truncated, pickled code.
 """
 
 import ast
@@ -34,7 +35,9 @@ from quantizer.sources.tensor_kinds import oddity
 MOST_UNPACKED = 10**9
 """The bytes that a smaller file may unpack to: one of a few may ask for any number."""
 LONGEST_HEADER = 10_000
-"""Of a NumPy array, as numpy has it; parsing one takes two hundred times its length of memory."""
+"""Of a NumPy array, as numpy has it; parsing one takes two hundred times its length of
+memory.
+"""
 LARGEST_SIZE = 1 << 63
 INPUT_NAMES = ("x", "input", "images", "data")
 Named = dict[str, Tensor]
@@ -52,8 +55,9 @@ _NPY_DTYPES = {
 }
 
 
-# zipfile raises RuntimeError and its child NotImplementedError for encryption and unknown compression, ValueError and
-# struct.error for a damaged directory: names that are no text, offsets before the beginning.
+# zipfile raises RuntimeError and its child NotImplementedError for encryption and unknown
+# compression, ValueError and struct.error for a damaged directory: names that are no text,
+# offsets before the beginning.
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, struct.error)
 
 
@@ -77,10 +81,12 @@ class _UnreadableError(Exception):
 
 
 def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None = None) -> Any:
-    """What a tensor file holds: a dict of tensors, or for `.npy` and `.pt/.pth` whatever was saved.
+    """What a tensor file holds: a dict of tensors, or for `.npy` and `.pt/.pth` whatever was
+    saved.
 
     Args:
-        max_unpacked: bytes that it may unpack to if it is smaller itself; by default `MOST_UNPACKED`.
+        max_unpacked: bytes that it may unpack to if it is smaller itself; by default
+            `MOST_UNPACKED`.
 
     Raises:
         error: it cannot be read, or is too large; file and reason are named.
@@ -127,7 +133,10 @@ def _check_unpacked(path: Path, most: int) -> None:
 def _check_size(path: Path, size: int, most: int) -> None:
     held = path.stat().st_size
     if size > max(held, most):
-        text = f"it has {in_words(held)} and would unpack to {in_words(size)}, more than {in_words(most)}"
+        text = (
+            f"it has {in_words(held)} and would unpack to {in_words(size)}, more than "
+            f"{in_words(most)}"
+        )
         raise _UnreadableError(text, "--max_unpacked allows more, such as --max_unpacked 8GB")
 
 
@@ -148,9 +157,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _read_torch(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about the pickle protocol and TorchScript: what matters is raised below
+            # About the pickle protocol and TorchScript: what matters is raised below
+            warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
@@ -163,7 +171,8 @@ def _why_torch_failed(message: str) -> _UnreadableError:
         return _UnreadableError(
             f"it holds the pickled object {blocked[1]}, and loading that could run code",
             "where you trust it, save its weights alone: "
-            "safetensors.torch.save_file(torch.load(FILE, weights_only=False).state_dict(), 'weights.safetensors')",
+            "safetensors.torch.save_file(torch.load(FILE, weights_only=False).state_dict(), "
+            "'weights.safetensors')",
         )
     if "TorchScript" in message:
         return _UnreadableError(
@@ -212,7 +221,9 @@ def _parse_npy(file: IO[bytes]) -> Tensor:
 
 
 def _npy_header(file: IO[bytes]) -> tuple[torch.dtype, bool, tuple[int, ...]]:
-    """dtype, order and shape (numpy.lib.format, versions 1 to 3: magic, header length, a Python dict)."""
+    """dtype, order and shape (numpy.lib.format, versions 1 to 3: magic, header length, a Python
+    dict).
+    """
     magic = file.read(8)
     if magic[:6] != b"\x93NUMPY" or len(magic) < 8:
         raise _UnreadableError("it is not a NumPy array file", None)
@@ -265,11 +276,12 @@ def tensor_batches(
     given: Arguments = UNKNOWN,
     max_unpacked: int | None = None,
 ) -> Iterator[Batch]:
-    """Batches of `size` samples. In every tensor, dimension 0 counts the samples; the last batch may be smaller.
+    """Batches of `size` samples. In every tensor, dimension 0 counts the samples; the last
+    batch may be smaller.
 
-    A tensor named x, input, images or data is the input, and so is an only one; several others are keyword arguments,
-    and beside such an input those that are `given`: what `forward` takes. One named y, target, label or labels is the
-    target.
+    A tensor named x, input, images or data is the input, and so is an only one; several others
+    are keyword arguments, and beside such an input those that are `given`: what `forward`
+    takes. One named y, target, label or labels is the target.
     """
     pending: Named = {}
     for path in paths:
@@ -320,7 +332,8 @@ def _joined(first: Named, second: Named, path: Path) -> Named:
     ]
     if kinds[0] != kinds[1]:
         raise DataError(
-            f"{path} does not go with the files before it: {_listed(second)} after {_listed(first)}"
+            f"{path} does not go with the files before it: {_listed(second)} after "
+            f"{_listed(first)}"
         )
     return {name: torch.cat([tensor, second[name]]) for name, tensor in first.items()}
 

@@ -1,4 +1,6 @@
-"""Which tensors can be computed with: dense ones of plain numbers, in memory. Says of others what they are."""
+"""Which tensors can be computed with: dense ones of plain numbers, in memory. Says of others
+what they are.
+"""
 
 import torch
 from torch import Tensor
@@ -22,13 +24,20 @@ _COMPUTED = (
     torch.complex64,
     torch.complex128,
 )
-"""Types for which torch has kernels; others, such as float8_e4m3fn, are there to store values."""
+"""Types for which torch has kernels; others, such as float8_e4m3fn, are there to store
+values.
+"""
 
 
 def oddity(tensor: Tensor) -> str | None:
-    """Return what keeps a tensor from being computed with, as the end of a sentence; None for a plain one.
+    """Return what keeps a tensor from being computed with, as the end of a sentence; None for a
+    plain one.
 
-    >>> oddity(torch.zeros(2, 2).to_sparse()), oddity(torch.zeros(2, device="meta")), oddity(torch.zeros(2))
+    >>> (
+    ...     oddity(torch.zeros(2, 2).to_sparse()),
+    ...     oddity(torch.zeros(2, device="meta")),
+    ...     oddity(torch.zeros(2)),
+    ... )
     ('is sparse', 'has no values', None)
     """
     if isinstance(tensor, DeferredTensor):

@@ -1,4 +1,6 @@
-"""Text files as windows of tokens of one length, with targets for perplexity. Knows no model but its input's name."""
+"""Text files as windows of tokens of one length, with targets for perplexity. Knows no model
+but its input's name.
+"""
 
 import inspect
 import logging
@@ -18,9 +20,8 @@ from quantizer.sources.tokenizer import Encode
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEQ_LEN = 512
-UNSCORED = (
-    -100
-)  # the target of a token that does not count, as torch's cross_entropy ignores it
+# The target of a token that does not count, as torch's cross_entropy ignores it
+UNSCORED = -100
 INPUT = "input_ids"
 BETWEEN_FILES = "\n\n"
 
@@ -29,7 +30,8 @@ BETWEEN_FILES = "\n\n"
 class Windows:
     """Windows of `seq_len` tokens whose starts lie `stride` apart, by default `seq_len`.
 
-    `tokenizer` loads the function that makes the tokens; it is None if nothing names a tokenizer.
+    `tokenizer` loads the function that makes the tokens; it is None if nothing names a
+    tokenizer.
     """
 
     tokenizer: Callable[[], Encode] | None = None
@@ -39,7 +41,8 @@ class Windows:
     def __post_init__(self) -> None:
         if self.seq_len < 2:
             raise UsageError(
-                f"--seq_len {self.seq_len}: a window needs two tokens, one to predict and one before it"
+                f"--seq_len {self.seq_len}: a window needs two tokens, one to predict and one "
+                "before it"
             )
         if self.stride is not None and not 1 <= self.stride <= self.seq_len:
             raise UsageError(
@@ -57,15 +60,18 @@ class TextData:
     module: nn.Module | None = None
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Batches of `size` windows [b, seq_len]; the last may have fewer. All windows are full.
+        """Batches of `size` windows [b, seq_len]; the last may have fewer. All windows are
+        full.
 
-        The targets are the tokens themselves, -100 where an earlier window has scored them: each token of the text is
-        scored once, with at least `seq_len - stride` tokens before it.
+        The targets are the tokens themselves, -100 where an earlier window has scored them:
+        each token of the text is scored once, with at least `seq_len - stride` tokens before
+        it.
 
         Raises:
             DataError: the text cannot be used.
 
-        Source: the strided sliding window of https://huggingface.co/docs/transformers/perplexity.
+        Source: the strided sliding window of
+        https://huggingface.co/docs/transformers/perplexity.
         """
         seq_len, stride = self.windows.seq_len, self.windows.stride or self.windows.seq_len
         scored = self.is_scored
@@ -86,7 +92,8 @@ class TextData:
         scored = foretells(self.module)
         if getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
             raise DataError(
-                f"{type(self.module).__name__} reads two texts, to encode and to decode, and {self.label} is one",
+                f"{type(self.module).__name__} reads two texts, to encode and to decode, and "
+                f"{self.label} is one",
                 help="give batches of your own: {'input_ids': …, 'decoder_input_ids': …}",
             )
         if not scored:
@@ -100,7 +107,11 @@ class TextData:
         """The text's token ids [n], without those behind the last full window."""
         seq_len, stride = self.windows.seq_len, self.windows.stride or self.windows.seq_len
         if self.windows.tokenizer is None:
-            remedy = "give --tokenizer, a tokenizer.json or a folder, or add tokenizer() to the model's file"
+            remedy = (
+                "give --tokenizer, a tokenizer.json or a folder, or add tokenizer() to "
+                "the "
+                "model's file"
+            )
             raise UsageError(f"{self.label} is text, and there is no tokenizer", help=remedy)
         ids = self.windows.tokenizer()(BETWEEN_FILES.join(_read(path) for path in self.paths))
         if len(ids) < seq_len:
@@ -140,8 +151,8 @@ def longest_window(module: nn.Module) -> int | None:
 
 
 def foretells(module: nn.Module | None) -> bool:
-    """Whether logits at a token say what the next one is. Models of transformers tell (those for masked words do not);
-    what others make of a text is theirs to know.
+    """Whether logits at a token say what the next one is. Models of transformers tell (those
+    for masked words do not); what others make of a text is theirs to know.
     """
     can_generate = getattr(module, "can_generate", None)
     return can_generate is None or bool(can_generate())
@@ -165,7 +176,8 @@ def _read(path: Path) -> str:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as cause:
         raise DataError(
-            f"{path} is not UTF-8 text: byte {cause.object[cause.start]:#04x} at offset {cause.start}",
+            f"{path} is not UTF-8 text: byte {cause.object[cause.start]:#04x} at offset "
+            f"{cause.start}",
             help="save it as UTF-8",
         ) from cause
     except OSError as cause:

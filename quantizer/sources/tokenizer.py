@@ -1,4 +1,6 @@
-"""A tokenizer as a function from text to token ids: of a `tokenizer.json`, a model's folder or the user's file."""
+"""A tokenizer as a function from text to token ids: of a `tokenizer.json`, a model's folder or
+the user's file.
+"""
 
 import importlib
 import importlib.util
@@ -17,10 +19,11 @@ _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.
 
 
 def load_tokenizer(spec: str | Path, *, trust: bool = False) -> Encode:
-    """The tokenizer of `--tokenizer`: a `tokenizer.json`, or a folder that holds one or what transformers can read.
+    """The tokenizer of `--tokenizer`: a `tokenizer.json`, or a folder that holds one or what
+    transformers can read.
 
-    Special tokens are added as the tokenizer does by default; its truncation and padding are switched off.
-    Code of a folder runs with `trust` alone.
+    Special tokens are added as the tokenizer does by default; its truncation and padding are
+    switched off. Code of a folder runs with `trust` alone.
 
     Raises:
         DataError: there is none, it is damaged, or the package that reads it is missing.
@@ -31,7 +34,10 @@ def load_tokenizer(spec: str | Path, *, trust: bool = False) -> Encode:
     if path.is_dir() and not (path / FILE).is_file():
         auto = _package("transformers", path).AutoTokenizer
         if not trust and _is_code(path):
-            help_ = "read its Python files, and add --trust if you would run them; or give a tokenizer.json"
+            help_ = (
+                "read its Python files, and add --trust if you would run them; or give a "
+                "tokenizer.json"
+            )
             raise DataError(f"the tokenizer of {path} is code in this folder", help=help_)
         with user_errors(f"transformers, loading the tokenizer of {path},", DataError):
             return as_encode(
@@ -61,17 +67,17 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def as_encode(tokenizer: Any, label: str) -> Encode:
-    """A function from text to ids, of a tokenizer of `tokenizers` or transformers, or of any with `encode(text)`.
+    """A function from text to ids, of a tokenizer of `tokenizers` or transformers, or of any
+    with `encode(text)`.
 
     Raises:
-        DataError: it has no `encode`; the function raises it if the ids are no list of integers.
+        DataError: it has no `encode`; the function raises it if the ids are no list of
+            integers.
     """
     if not callable(getattr(tokenizer, "encode", None)):
         raise DataError(f"{label} is {a_kind(tokenizer)} without encode(text)", help=FORMS)
-    for name in (
-        "no_truncation",
-        "no_padding",
-    ):  # a stored limit would cut the text without a word
+    # A stored limit would cut the text without a word
+    for name in ("no_truncation", "no_padding"):
         if hasattr(tokenizer, name):
             getattr(tokenizer, name)()
 

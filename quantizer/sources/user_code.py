@@ -1,6 +1,8 @@
-"""Imports the user's Python and calls it, so that what goes wrong there is reported with the user's own lines.
+"""Imports the user's Python and calls it, so that what goes wrong there is reported with the
+user's own lines.
 
-The only place that runs foreign code by name: `FILE.py:NAME` or `package.module:NAME`. Leaves `sys.path` as it was.
+The only place that runs foreign code by name: `FILE.py:NAME` or `package.module:NAME`. Leaves
+`sys.path` as it was.
 """
 
 import difflib
@@ -33,8 +35,9 @@ _IMPORTED: ContextVar[dict[Path, ModuleType] | None] = ContextVar("_IMPORTED", d
 
 @contextmanager
 def imported_once() -> Iterator[None]:
-    """What a command is run in: a file of the user's runs once, though `--model` and `--data` both name it, so they
-    share what it keeps. The next command runs it again, as it may have changed.
+    """What a command is run in: a file of the user's runs once, though `--model` and `--data`
+    both name it, so they share what it keeps. The next command runs it again, as it may have
+    changed.
     """
     token = _IMPORTED.set({})
     try:
@@ -45,7 +48,9 @@ def imported_once() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class UserModule:
-    """A module of the user's; `folder` is importable while `call` runs code of it; a miss is an `error`."""
+    """A module of the user's; `folder` is importable while `call` runs code of it; a miss is an
+    `error`.
+    """
 
     module: ModuleType
     folder: Path
@@ -72,14 +77,17 @@ class UserModule:
     def call(
         self, function: Callable[..., Any], error: type[QuantizerError], *args: Any
     ) -> Any:
-        """`function(*args)` with the folder importable; what it raises comes back as `error` with the user's frames."""
+        """`function(*args)` with the folder importable; what it raises comes back as `error`
+        with the user's frames.
+        """
         name = getattr(function, "__name__", type(function).__name__)
         with user_errors(f"{name}() of {self.label}", error), _importable(self.folder):
             return function(*args)
 
 
 def import_user_module(location: str, error: type[QuantizerError]) -> UserModule:
-    """The module at `location`: a path that ends in `.py`, or a dotted name looked up in the working directory first.
+    """The module at `location`: a path that ends in `.py`, or a dotted name looked up in the
+    working directory first.
 
     Raises:
         error: there is no such file or module, or it raises while it is imported.
@@ -105,7 +113,8 @@ def import_user_module(location: str, error: type[QuantizerError]) -> UserModule
 
 
 def split_spec(spec: str) -> tuple[str, str | None]:
-    """`FILE.py:NAME` or `package.module:NAME` as (location, name); name is None if there is none.
+    """`FILE.py:NAME` or `package.module:NAME` as (location, name); name is None if there is
+    none.
 
     >>> split_spec("nets/small.py:build"), split_spec("nets/small.py")
     (('nets/small.py', 'build'), ('nets/small.py', None))
@@ -120,7 +129,8 @@ def split_spec(spec: str) -> tuple[str, str | None]:
 def user_errors(
     what: str, error: type[QuantizerError], ended: type[QuantizerError] | None = None
 ) -> Iterator[None]:
-    """Turn what the user's code raises into `error`: "`what` raised ValueError: …" and the user's own frames.
+    """Turn what the user's code raises into `error`: "`what` raised ValueError: …" and the
+    user's own frames.
 
     Args:
         what: was run.
@@ -131,7 +141,8 @@ def user_errors(
         try:
             yield
         except QuantizerError as cause:
-            # 0 and 1 say that all went well and that a gate failed: no code of the user's decides that.
+            # 0 and 1 say that all went well and that a gate failed: no code of the user's
+            # decides that.
             if cause.exit_code in (0, GateError.exit_code):
                 raise raised(what, cause, error) from cause
             raise
@@ -141,10 +152,11 @@ def user_errors(
 
 @contextmanager
 def user_exits(what: str, error: type[QuantizerError]) -> Iterator[None]:
-    """Turn what would end the process into `error`: `sys.exit()`, GeneratorExit, the user's own BaseException.
+    """Turn what would end the process into `error`: `sys.exit()`, GeneratorExit, the user's own
+    BaseException.
 
-    Other exceptions pass, and so does Ctrl-C. The body must not yield: who closes a generator raises GeneratorExit
-    in it.
+    Other exceptions pass, and so does Ctrl-C. The body must not yield: who closes a generator
+    raises GeneratorExit in it.
     """
     try:
         yield
@@ -155,7 +167,9 @@ def user_exits(what: str, error: type[QuantizerError]) -> Iterator[None]:
 
 
 def raised(what: str, cause: BaseException, error: type[QuantizerError]) -> QuantizerError:
-    """Return the sentence that `what` raised `cause`, with the user's own frames, as an `error`."""
+    """Return the sentence that `what` raised `cause`, with the user's own frames, as an
+    `error`.
+    """
     kind = type(cause).__name__
     text = " ".join(str(cause).split())
     return error(
@@ -195,7 +209,9 @@ def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
 
 
 def _fresh_name(path: Path) -> str:
-    """A module name that no other file holds, and that does not depend on where the file lies."""
+    """A module name that no other file holds, and that does not depend on where the file
+    lies.
+    """
     stem, n = f"user_{path.stem}", 1
     name = stem
     while name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
@@ -221,7 +237,9 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def _forget_namesakes(folder: Path) -> None:
-    """Two users' files may each have a `helper.py` beside them: drop the one whose folder is no longer importable."""
+    """Two users' files may each have a `helper.py` beside them: drop the one whose folder is no
+    longer importable.
+    """
     importable = {str(folder), *(str(Path(entry or ".").resolve()) for entry in sys.path)}
     for file in folder.glob("*.py"):
         origin = getattr(sys.modules.get(file.stem), "__file__", None)
@@ -234,7 +252,9 @@ def _forget_namesakes(folder: Path) -> None:
 
 
 def _frames(cause: BaseException) -> list[str]:
-    """Where in the user's code: `file.py:12 in build: the line`, outermost first, at most five."""
+    """Where in the user's code: `file.py:12 in build: the line`, outermost first, at most
+    five.
+    """
     others = (*_INSTALLED, _OURS, "<frozen")
     frames = [
         frame

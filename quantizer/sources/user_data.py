@@ -29,7 +29,9 @@ def from_python(spec: str) -> tuple[Any, str]:
 
 
 def asked_once(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function, but a list that it returns stays for the passes that follow: it is in memory in each of them."""
+    """The function, but a list that it returns stays for the passes that follow: it is in
+    memory in each of them.
+    """
     kept: list[Any] = []
 
     def ask() -> Any:
@@ -44,14 +46,14 @@ def asked_once(function: Callable[[], Any]) -> Callable[[], Any]:
 def user_batches(
     source: Any, label: str, given: Arguments, seed: int, tell: Callable[[object], None]
 ) -> Iterator[Batch]:
-    """A pass over the user's batches; `tell` is called with what holds them, `given` is what `forward` takes.
+    """A pass over the user's batches; `tell` is called with what holds them, `given` is what
+    `forward` takes.
 
     Raises:
         DataError: they are none, or the user's code fails; the batch is named.
     """
-    seed_everything(
-        seed
-    )  # a loader that shuffles or crops gives the same batches in every pass
+    # A loader that shuffles or crops gives the same batches in every pass
+    seed_everything(seed)
     with user_errors(label, DataError):
         items = _iterator(source, label, tell)
     yield from batches_of(items, label, given)
@@ -71,7 +73,8 @@ def batches_of(items: Iterator[Any], label: str, given: Arguments) -> Iterator[B
     Raises:
         DataError: the user's code fails, or an item is no batch; the batch is named.
     """
-    # Between two items of a list no code of the user's runs, which could write into the last one.
+    # Between two items of a list no code of the user's runs, which could write into the last
+    # one.
     are_stable = isinstance(items, _OF_LISTS)
     for index in range(1 << 62):
         place = f"batch {index} of {label}"

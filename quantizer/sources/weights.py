@@ -1,4 +1,6 @@
-"""Puts the weights of a file into a module; checks that they fit and are finite. Weights are data: no code is run."""
+"""Puts the weights of a file into a module; checks that they fit and are finite. Weights are
+data: no code is run.
+"""
 
 import logging
 from collections.abc import Container, Mapping
@@ -26,7 +28,8 @@ def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) 
     """Copy the tensors of a `.safetensors` or `.pt/.pth` state dict into `module`.
 
     Raises:
-        ModelError: the file is unreadable, holds something else or unpacks to too much, or a name or a shape differs.
+        ModelError: the file is unreadable, holds something else or unpacks to too much, or a
+            name or a shape differs.
     """
     if Path(path).suffix.lower() not in WEIGHT_SUFFIXES:
         raise ModelError(
@@ -44,8 +47,10 @@ def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) 
 
 
 def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
-    """Raise `ModelError` naming the first parameter with NaN or Inf, or buffer with NaN (masks may hold -inf), but for
-    those that are looked at elsewhere; or the first that cannot be computed with."""
+    """Raise `ModelError` naming the first parameter with NaN or Inf, or buffer with NaN (masks
+    may hold -inf), but for those that are looked at elsewhere; or the first that cannot be
+    computed with.
+    """
     check_kinds(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor) or name in besides:
@@ -63,7 +68,8 @@ def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
 
 
 def check_kinds(module: nn.Module) -> None:
-    """Look for parameters and buffers that are sparse, quantized or without values, before the module runs.
+    """Look for parameters and buffers that are sparse, quantized or without values, before the
+    module runs.
 
     Raises:
         ModelError: naming the first.
@@ -88,8 +94,10 @@ def _state_dict(content: Any, path: str) -> dict[str, Tensor]:
     other = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
     if other:
         raise ModelError(
-            f"{path} is not a state_dict: {other[0]!r} is {_describe(content[other[0]])}, not a tensor",
-            help=f"save model.state_dict(), alone or under one of the keys {', '.join(_WRAPPERS)}",
+            f"{path} is not a state_dict: {other[0]!r} is {_describe(content[other[0]])}, not "
+            "a tensor",
+            help="save model.state_dict(), alone or under one of the keys "
+            f"{', '.join(_WRAPPERS)}",
         )
     return dict(content)
 
@@ -99,7 +107,9 @@ def _describe(content: Any) -> str:
 
 
 def _misfit(given: Tensor, wanted: Tensor) -> str | None:
-    """Why values cannot be copied as they are: integers would become floats, complex numbers lose a part."""
+    """Why values cannot be copied as they are: integers would become floats, complex numbers
+    lose a part.
+    """
     if (reason := oddity(given)) is not None:
         return reason.removeprefix("is ")
     kinds = [(each.is_floating_point(), each.is_complex()) for each in (given, wanted)]
@@ -108,9 +118,8 @@ def _misfit(given: Tensor, wanted: Tensor) -> str | None:
 
 def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> None:
     own = module.state_dict()
-    given = {
-        own[name].data_ptr() for name in state if name in own
-    }  # a file may store tied weights once
+    # A file may store tied weights once
+    given = {own[name].data_ptr() for name in state if name in own}
     missing = [
         name
         for name, tensor in own.items()
@@ -142,6 +151,7 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
         return
     if unexpected and all(name.startswith("module.") for name in unexpected):
         lines.append(
-            'the file comes from DataParallel: strip "module." from the names, or save model.module.state_dict()'
+            'the file comes from DataParallel: strip "module." from the names, or save '
+            "model.module.state_dict()"
         )
     raise ModelError(f"the weights of {path} do not fit the model", help=lines)

@@ -1,4 +1,6 @@
-"""How much memory the algorithms take above the float model and what they find: it does not grow with the depth."""
+"""How much memory the algorithms take above the float model and what they find: it does not
+grow with the depth.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside held at one time, by their storages; memory of kernels is not seen."""
+    """The most bytes that tensors made inside held at one time, by their storages; memory of
+    kernels is not seen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,9 +44,8 @@ class LiveBytes(TorchDispatchMode):
         for leaf in filter(is_tensor, pytree.tree_leaves(out)):
             storage = leaf.untyped_storage()
             if storage._cdata not in before:
-                self.held -= self.live.get(storage._cdata, (None, 0))[
-                    1
-                ]  # it is gone, and its address used again
+                # It is gone, and its address used again
+                self.held -= self.live.get(storage._cdata, (None, 0))[1]
                 self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.held += storage.nbytes()
         if self.held > self.peak:
@@ -103,8 +106,10 @@ def above(name: str, blocks: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smoothquant", "awq", "gptq", "gptaq", "qronos"])
 def test_no_more_than_two_blocks_activations_and_one_hessian(name: str) -> None:
-    """What a block reads and what a group in it reads, of all batches; the rest is one batch inside a block, and a
-    Hessian with its copies and factor. GPTAQ and Qronos run the float network beside the rounded one."""
+    """What a block reads and what a group in it reads, of all batches; the rest is one batch
+    inside a block, and a Hessian with its copies and factor. GPTAQ and Qronos run the float
+    network beside the rounded one.
+    """
     activations, hessian = 4 * BATCHES * TOKENS * WIDTH, 4 * WIDTH * WIDTH
     networks = 2 if name in ("gptaq", "qronos") else 1
     few, many = above(name, 2), above(name, 5)
@@ -114,7 +119,9 @@ def test_no_more_than_two_blocks_activations_and_one_hessian(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptaq", "qronos"])
 def test_values_in_files_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the budget of memory, which is nothing here, what goes from block to block lies on disk."""
+    """Beyond the budget of memory, which is nothing here, what goes from block to block lies on
+    disk.
+    """
     torch.manual_seed(0)
     model, inputs = nn.Sequential(Block(), Block()), list(torch.randn(3, 1, 32, WIDTH))
     task, run, settings = task_of(model, inputs, INT4), load_run(name), ALGORITHMS[name]()

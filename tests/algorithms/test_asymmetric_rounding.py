@@ -72,7 +72,9 @@ def test_what_layers_make_up_for_counts_at_the_end_of_a_stack(bits: int) -> None
 
 @pytest.mark.parametrize("name", ASYMMETRIC)
 def test_where_inputs_have_no_error_it_is_gptq(name: str) -> None:
-    """The first layer reads what the float network reads; to the last bit if the damping is the same."""
+    """The first layer reads what the float network reads; to the last bit if the damping is the
+    same.
+    """
     run, settings = RUNS[name]
     settings = replace(settings, alpha=0.25 if name == "gptaq" else 0.0)  # type: ignore[call-arg]
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
@@ -114,7 +116,9 @@ def rounded_column(column: Tensor, qparams: QParams) -> Tensor:
 def gptaq_by_definition(
     weight: Tensor, f: Tensor, x: Tensor, settings: GPTAQConfig, qparams: QParams
 ) -> Tensor:
-    """Column by column, each with least squares of its own over the columns that are left (arXiv 2504.02692)."""
+    """Column by column, each with least squares of its own over the columns that are left
+    (arXiv 2504.02692).
+    """
     w, gram = weight.double(), x.T.double() @ x.double()
     h = gram + settings.damp_percent * gram.diagonal().mean() * torch.eye(len(gram))
     for i in range(len(h) - 1):
@@ -136,7 +140,9 @@ def gptaq_by_definition(
 def qronos_by_definition(
     weight: Tensor, f: Tensor, x: Tensor, damping: float, qparams: QParams
 ) -> Tensor:
-    """Each column the best for all others as they are, then those that are left fitted anew (arXiv 2505.11695)."""
+    """Each column the best for all others as they are, then those that are left fitted anew
+    (arXiv 2505.11695).
+    """
     w, depth = weight.double(), weight.shape[1]
     pull = torch.eye(depth).double() * damping**0.5
     a = torch.cat([x.double(), pull])
@@ -247,7 +253,9 @@ def test_dead_inputs_and_few_tokens_leave_finite_weights(name: str) -> None:
 
 
 def test_a_fit_to_few_tokens_is_told() -> None:
-    """Ninety-six unknowns of a row and as many equations; more damping helps as more tokens do."""
+    """Ninety-six unknowns of a row and as many equations; more damping helps as more tokens
+    do.
+    """
     few = replace(
         stack(4),
         batches=task_of(nn.Linear(96, 96), [3 * decaying(96, 96, seed=1)], CHANNELS).batches,
@@ -255,7 +263,12 @@ def test_a_fit_to_few_tokens_is_told() -> None:
     found, damped = (
         qronos(few, QronosConfig(alpha=alpha), Adjustment()) for alpha in (1e-6, 1e-3)
     )
-    few_tokens = "qronos fits its 96 inputs to 96 tokens, and on fewer than 384 that may not hold for other data"
+    few_tokens = (
+        "qronos fits its 96 inputs to 96 tokens, and on fewer than 384 that may not "
+        "hold "
+        "for "
+        "other data"
+    )
     assert all(any(few_tokens in text for text in texts) for texts in remarks(found).values())
     assert output_error(few, damped) < 0.5 * output_error(few, found)
     assert not any(

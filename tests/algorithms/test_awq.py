@@ -1,4 +1,6 @@
-"""AWQ against its paper's claims: never worse than round-to-nearest, better with outliers, the float function kept."""
+"""AWQ against its paper's claims: never worse than round-to-nearest, better with outliers, the
+float function kept.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def model_with(gain: Tensor) -> tuple[nn.Module, list[Tensor]]:
 
 
 def test_gains_of_the_paper() -> None:
-    """Lin et al. 2023, tables 1 to 3: factors help where a few channels are large, and do no harm elsewhere."""
+    """Lin et al. 2023, tables 1 to 3: factors help where a few channels are large, and do no
+    harm elsewhere.
+    """
     torch.manual_seed(0)
     few = torch.ones(256)
     few[torch.randperm(256)[:6]] = 60.0
@@ -127,7 +131,9 @@ def test_clipping_helps_by_itself_and_with_factors() -> None:
 @pytest.mark.parametrize("signed", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("scheme", ["per_channel", "per_group"])
 def test_one_large_channel(bits: int, signed: bool, scheme: str) -> None:
-    """Factors pay on each qparams, so does clipping, and both together are no worse than one of them."""
+    """Factors pay on each qparams, so does clipping, and both together are no worse than one of
+    them.
+    """
     gain = torch.ones(128)
     gain[17] = 60.0
     model, inputs = model_with(gain)
@@ -199,7 +205,9 @@ def test_a_group_is_never_worse_than_plain_rounding() -> None:
     "spec", [dataclasses.replace(INT4, qscheme="per_group", ch_axis=1, group_size=8), INT4]
 )
 def test_a_convolution_of_correlated_inputs_is_never_worse(spec: QuantizationSpec) -> None:
-    """Also where a scale has inputs of several places, so that its own error is known but roughly."""
+    """Also where a scale has inputs of several places, so that its own error is known but
+    roughly.
+    """
     for seed in range(12):
         torch.manual_seed(seed)
         layer, images = nn.Conv2d(8, 16, 3, padding=1, bias=False), torch.randn(2, 2, 8, 24, 24)
@@ -341,7 +349,9 @@ def test_half_precision_keeps_its_bits(dtype: torch.dtype) -> None:
 @settings(max_examples=20)
 @given(st.sampled_from(sorted(SPECS)), st.integers(0, 1000))
 def test_errors_of_scales_add_up(name: str, seed: int) -> None:
-    """With inputs that do not correlate, the errors of all scales are the error of the outputs."""
+    """With inputs that do not correlate, the errors of all scales are the error of the
+    outputs.
+    """
     torch.manual_seed(seed)
     spec, layer = SPECS[name], nn.Linear(32, 12)
     gram = torch.diag(torch.rand(32) + 0.1)[None]

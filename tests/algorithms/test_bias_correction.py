@@ -1,4 +1,6 @@
-"""Bias correction gives every layer its float mean back, exactly, or to half a step of the DPU's scales."""
+"""Bias correction gives every layer its float mean back, exactly, or to half a step of the
+DPU's scales.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_the_mean_shift_falls_to_the_noise_of_float_arithmetic(
 
 
 class Layers(nn.Module):
-    """One of each: no bias, grouped, transposed, one and three dimensions, linear on three dimensions."""
+    """One of each: no bias, grouped, transposed, one and three dimensions, linear on three
+    dimensions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +192,9 @@ def digits_mobile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_depthwise_net_wins_its_accuracy_back(
     bit_width: int, per_channel: bool, gain: float, digits_mobile: Any, tmp_path: Path
 ) -> None:
-    """The claim of Nagel et al. 2019, table 3, on the example: measured 59.4 to 95.0, 9.0 to 55.0, 22.2 to 92.4 %."""
+    """The claim of Nagel et al. 2019, table 3, on the example: measured 59.4 to 95.0, 9.0 to
+    55.0, 22.2 to 92.4 %.
+    """
     model = digits_mobile.model().eval()
     batches = [
         Batch((images,), {}, labels, None)

@@ -65,7 +65,9 @@ def test_few_states_stay_within_the_budget_and_no_worse_than_one_choice_for_all(
 
 
 def layers(count: int) -> list[list[Option]]:
-    """Layers of many different sizes in 2, 3, 4 and 8 bits, whose errors fall by 6 dB per bit."""
+    """Layers of many different sizes in 2, 3, 4 and 8 bits, whose errors fall by 6 dB per
+    bit.
+    """
     found = []
     for at in range(count):
         weights = 4096 + 977 * (at * 7919 % 101)
@@ -85,7 +87,9 @@ def test_where_states_are_a_sample_the_choice_is_close_to_the_best() -> None:
 
 
 def lower_bound(items: list[list[Option]], limit: int) -> float:
-    """What no choice within the budget can go below: the largest value of the Lagrangian dual over many multipliers."""
+    """What no choice within the budget can go below: the largest value of the Lagrangian dual
+    over many multipliers.
+    """
     prices = [10 ** (exponent / 50) for exponent in range(-600, 100)]
     return max(
         sum(min(option.error + price * option.size for option in item) for item in items)

@@ -1,4 +1,6 @@
-"""Where calibration data or weights are of no use, every algorithm says so or leaves finite weights, no worse ones."""
+"""Where calibration data or weights are of no use, every algorithm says so or leaves finite
+weights, no worse ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ READS_DATA = sorted(name for name, kind in ALGORITHMS.items() if kind.needs_data
 
 
 class Cubed(nn.Module):
-    """Layers with a norm before, and a power between them that overflows where inputs are large."""
+    """Layers with a norm before, and a power between them that overflows where inputs are
+    large.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +67,9 @@ def check(task: Task, found: Adjustment) -> None:
 @pytest.mark.parametrize("name", READS_DATA)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e15])
 def test_values_that_are_not_finite_are_named_by_layer_and_batch(name: str, bad: float) -> None:
-    """NaN comes in with the second batch, or appears inside the network as a power of a finite value."""
+    """NaN comes in with the second batch, or appears inside the network as a power of a finite
+    value.
+    """
     inputs = data()
     task = task_of(Cubed(), inputs, INT4, QuantizationSpec())
     inputs[1] = inputs[1].clone()
@@ -90,7 +96,9 @@ def test_a_batch_of_another_shape_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_weight_that_is_not_finite_is_named(name: str, bad: float) -> None:
-    """In a model in memory, as checkpoints are checked when they are read; with whatever runs before the ranges."""
+    """In a model in memory, as checkpoints are checked when they are read; with whatever runs
+    before the ranges.
+    """
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     model[3].weight.data[1, 2] = bad
     key = "pre_quant_opt_config" if name in ("smoothquant", "rotation") else "algo_config"

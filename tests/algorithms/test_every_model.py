@@ -1,4 +1,6 @@
-"""Every algorithm on every kind of model: language models, encoders, experts, vision, convolutions; no tables."""
+"""Every algorithm on every kind of model: language models, encoders, experts, vision,
+convolutions; no tables.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ def test_every_layer_is_rounded_and_none_is_worse_for_it(name: str, model: str) 
 @pytest.mark.parametrize("model", ["Llama", "experts", "grouped"])
 @pytest.mark.parametrize("name", ["smoothquant", "awq", *ROUNDING])
 def test_a_layer_runs_at_most_once_for_each_batch(name: str, model: str) -> None:
-    """Errors come from sums of products of the inputs, not from running the model with each candidate. Short batches of
-    token ids may run as one.
+    """Errors come from sums of products of the inputs, not from running the model with each
+    candidate. Short batches of token ids may run as one.
     """
     network, inputs = built(model)
     task = task_of(network, inputs, INT4, QuantizationSpec() if name == "smoothquant" else None)

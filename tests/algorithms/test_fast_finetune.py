@@ -1,4 +1,6 @@
-"""Fast finetuning: a layer's least squares, what it promises for every spec, and what a trained network wins."""
+"""Fast finetuning: a layer's least squares, what it promises for every spec, and what a trained
+network wins.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,9 @@ def problem(
 
 
 def test_coordinate_descent_comes_near_the_best_of_all_roundings() -> None:
-    """The mean error of 40 rows is at most 1.25 times that of the best of 64 choices, and below round-to-nearest's."""
+    """The mean error of 40 rows is at most 1.25 times that of the best of 64 choices, and below
+    round-to-nearest's.
+    """
     task, integers = problem(40, 6), adaround(problem(40, 6))[0]
     low, high = task.bounds(task.scale)
     # errors() leaves out a constant: the error of the float weights themselves.
@@ -200,13 +204,14 @@ def of_toy(name: str, folder: Path, mode: str, content: dict[str, Any]) -> Any:
 
 
 def assert_on_the_codes(graph: Graph, before: Solution, made: Finetuned) -> None:
-    """Quantizing again changes nothing, and each code is next to that of round-to-nearest with the same scales."""
+    """Quantizing again changes nothing, and each code is next to that of round-to-nearest with
+    the same scales.
+    """
     nodes = [node for node in graph.nodes if node.row.is_linear_or_convolution]
     assert nodes
     assert set(made.layers) == {node.name for node in nodes}
-    solution = engine.finetuned(
-        before, made.layers
-    )  # what there is without the last look at the output
+    # What there is without the last look at the output
+    solution = engine.finetuned(before, made.layers)
     network, plain = quantized_network(graph, solution), Solution(solution.tensors)
     nearest = quantized_network(graph, plain)
     for name, found in made.layers.items():
@@ -427,7 +432,9 @@ def test_adaquant_knows_the_scale_that_cuts_nothing_off() -> None:
 def test_learned_rounding_beats_nearest_in_three_bits(
     mobile_digits: Any, mode: str, gain_db: float, tmp_path: Path
 ) -> None:
-    """W3A8 per channel: 80.8 % with round-to-nearest, 99.6 % (adaround) and 99.4 % (adaquant) with fast finetuning."""
+    """W3A8 per channel: 80.8 % with round-to-nearest, 99.6 % (adaround) and 99.4 % (adaquant)
+    with fast finetuning.
+    """
     original, calibration, evaluation = mobile_digits
     unsigned = {"symmetry": False, "signed": False}
     tensor = {
@@ -449,7 +456,8 @@ def test_learned_rounding_beats_nearest_in_three_bits(
     ]
     plain, learned = (each.pairs()["top1"]["quantized"] for each in compared)
     print(
-        f"\nW3A8 {mode}: top-1 {plain:.3f} -> {learned:.3f}, median layer error {statistics.median(ratios):.2f}"
+        f"\nW3A8 {mode}: top-1 {plain:.3f} -> {learned:.3f}, median layer error "
+        f"{statistics.median(ratios):.2f}"
     )
     assert learned - plain >= 0.15
     assert compared[1].output.sqnr_db - compared[0].output.sqnr_db >= gain_db

@@ -1,4 +1,6 @@
-"""GPTQ: what the paper promises on inputs of known statistics, every qparams, and what it does where the data fail."""
+"""GPTQ: what the paper promises on inputs of known statistics, every qparams, and what it does
+where the data fail.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_uncorrelated_inputs_give_plain_rounding_bit_by_bit(
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_the_gain_grows_with_the_correlation_of_the_inputs(bits: int) -> None:
-    """On other inputs of the same statistics; the gates of experiments with the paper's algorithm (section 3)."""
+    """On other inputs of the same statistics; the gates of experiments with the paper's
+    algorithm (section 3).
+    """
     spec = replace(CHANNELS, bit_width=bits)
     for inputs, least in ((autoregressive, 3.0), (low_rank, 8.0), (decaying, 1.7)):
         rounded, _ = solved(WEIGHT, inputs(2048, 256, seed=1), spec, PLAIN_ORDER)
@@ -212,7 +216,9 @@ def test_scales_found_on_the_way_fit_the_weights_as_they_are_then(
 
 
 def test_scales_found_on_the_way_are_those_of_the_papers_algorithm() -> None:
-    """Algorithm 1 as it is printed, in float64: all columns left take the error of each one before a group begins."""
+    """Algorithm 1 as it is printed, in float64: all columns left take the error of each one
+    before a group begins.
+    """
     spec, size = GROUPS, 16
     x, weight = autoregressive(2048, 64, seed=1), WEIGHT[:32, :64]
     left, hessian = weight.double(), x.T.double() @ x.double()
@@ -418,16 +424,20 @@ def test_convolutions_gain_on_smooth_images(name: str) -> None:
     [
         (
             [3],
-            "1 input channel was zero on the calibration data; its weights stay at round-to-nearest",
+            "1 input channel was zero on the calibration data; its weights stay at "
+            "round-to-nearest",
         ),
         (
             [3, 40],
-            "2 input channels were zero on the calibration data; their weights stay at round-to-nearest",
+            "2 input channels were zero on the calibration data; their weights stay at "
+            "round-to-nearest",
         ),
     ],
 )
 def test_channels_that_were_zero_are_rounded_plainly(zero: list[int], said: str) -> None:
-    """They may not be zero at run time, so their weights stay what they are (and are not set to zero)."""
+    """They may not be zero at run time, so their weights stay what they are (and are not set to
+    zero).
+    """
     x = autoregressive(2048, 64, seed=1)
     x[:, zero] = 0
     weight = WEIGHT[:32, :64]
@@ -463,7 +473,9 @@ def test_a_hessian_of_rank_one_is_damped_until_it_is_positive_definite() -> None
 
 
 def test_what_no_damping_helps_is_rounded_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Gram matrix with a negative eigenvalue, as only an overflow or a broken accelerator could make it."""
+    """A Gram matrix with a negative eigenvalue, as only an overflow or a broken accelerator
+    could make it.
+    """
     negative = torch.eye(256)[None].clone()
     negative[0, :2, :2] = torch.tensor([[1.0, 9.0], [9.0, 1.0]])
     monkeypatch.setattr(Gram, "matrix", property(lambda gram: negative))
@@ -541,7 +553,9 @@ def test_weights_without_a_scale_are_no_business_of_it() -> None:
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, GPTQConfig]:
-    """A weight with rows of any size, inputs with zeros and repetitions, a qparams and settings."""
+    """A weight with rows of any size, inputs with zeros and repetitions, a qparams and
+    settings.
+    """
     rows, depth = draw(st.integers(1, 5)), draw(st.sampled_from([4, 8, 36, 40]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     weight = torch.randn(rows, depth, generator=generator) * 10.0 ** draw(st.integers(-6, 6))
@@ -614,13 +628,14 @@ def test_a_group_that_is_given_scales_needs_no_range() -> None:
 def test_rows_choose_between_the_scales_that_cut_half_a_step_and_those_that_do_not(
     qscheme: str,
 ) -> None:
-    """What each row ends with is one of the two, and no row is worse than with the rule of the config alone."""
+    """What each row ends with is one of the two, and no row is worse than with the rule of the
+    config alone.
+    """
     cut = {"group_size": 64, "ch_axis": 1} if qscheme == "per_group" else {"ch_axis": 0}
     half = QuantizationSpec(bit_width=3, qscheme=qscheme, symmetric_scale="half_range", **cut)  # type: ignore[arg-type]
     x = autoregressive(2048, 256, seed=1)
-    weight = torch.cat(
-        [WEIGHT[:64], WEIGHT[64:].sign() * 0.3]
-    )  # the lower rows are on the grid that cuts nothing off
+    # The lower rows are on the grid that cuts nothing off
+    weight = torch.cat([WEIGHT[:64], WEIGHT[64:].sign() * 0.3])
     rounded, _ = solved(weight, x, half, PLAIN_ORDER)
     scales = (
         nearest_qparams(half, weight).scale,

@@ -37,7 +37,9 @@ def test_every_row_gives_the_error_itself(seed: int) -> None:
 
 @pytest.mark.parametrize("stride", [2, 4, 8])
 def test_inputs_with_a_large_mean(stride: int) -> None:
-    """What some rows alone say is off by more: of a few rows that follow the mean, all or none are looked at."""
+    """What some rows alone say is off by more: of a few rows that follow the mean, all or none
+    are looked at.
+    """
     draw = torch.Generator().manual_seed(0)
     x, rows = (
         torch.randn(1, 4096, 64, generator=draw) + 3,

@@ -1,4 +1,6 @@
-"""Loaders that write into batches which they have given before: results are those of a loader with fresh tensors."""
+"""Loaders that write into batches which they have given before: results are those of a loader
+with fresh tensors.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Net(nn.Module):
 
 
 def fresh() -> list[dict[str, Tensor]]:
-    """Batches of growing size: with one of them in place of another, every scale would differ."""
+    """Batches of growing size: with one of them in place of another, every scale would
+    differ.
+    """
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(4, 6, 16, generator=generator)
     shifts = torch.randn(4, 1, 16, generator=generator)

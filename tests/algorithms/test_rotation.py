@@ -1,4 +1,6 @@
-"""Rotation keeps the float function of any model, and what it turns has no outliers: what 4 bits need."""
+"""Rotation keeps the float function of any model, and what it turns has no outliers: what 4
+bits need.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class Called(nn.Module):
     "Llama", "Qwen2", "Mistral", "Gemma", "Phi3", "Cohere", "GPTNeoX", "OPT", "GPT2", "T5"
 )
 def test_the_residual_stream_of_decoders_turns(family: str) -> None:
-    """Every layer that reads it is told, and the outputs stay: GQA, biases, offset norms, LayerNorm, tied heads."""
+    """Every layer that reads it is told, and the outputs stay: GQA, biases, offset norms,
+    LayerNorm, tied heads.
+    """
     given_task, inputs = task(family)
     found = rotation(given_task, RotationConfig(values=False, online=False), Adjustment())
     assert not found.remarks
@@ -82,14 +86,15 @@ def test_other_rotations_keep_the_function(family: str, part: str) -> None:
     assert difference(given_task, found, inputs) < 1e-5
     if part == "values":
         assert not found.insertions
-        assert len(found.parameters) == (
-            12 if family == "T5" else 4
-        )  # the values of each layer and their readers
+        # The values of each layer and their readers
+        assert len(found.parameters) == (12 if family == "T5" else 4)
 
 
 @families("Bert", "ViT", "Olmo2", "Mixtral")
 def test_what_is_in_the_way_is_told(family: str) -> None:
-    """Post-norm, a stream that the model returns, norms of what a layer adds, experts that write to it."""
+    """Post-norm, a stream that the model returns, norms of what a layer adds, experts that
+    write to it.
+    """
     given_task, _ = task(family)
     found = rotation(given_task, RotationConfig(values=False, online=False), Adjustment())
     assert not found.parameters
@@ -175,7 +180,9 @@ def norms() -> dict[str, nn.Module]:
 @pytest.mark.parametrize("norm", ["rms", "layer", "decomposed", "bare"])
 @pytest.mark.parametrize("spoil", ["", "tanh", "mul", "returned"])
 def test_each_use_of_the_stream_counts(norm: str, spoil: str) -> None:
-    """A norm that runs twice, a head without bias that takes one, and operators that no rotation passes."""
+    """A norm that runs twice, a head without bias that takes one, and operators that no
+    rotation passes.
+    """
     ids = IDS % 20
     given_task = task_of(Stream(norms()[norm], spoil), [ids], W4, A4)
     found = rotation(given_task, RotationConfig(online=False), Adjustment())
@@ -214,7 +221,9 @@ def test_a_layer_norm_in_single_operators_turns() -> None:
 
 
 def outlying(family: str = "Llama", gain: float = 8.0) -> tuple[Task, list[Any]]:
-    """A decoder of which a few norm weights are eight times as large, as in trained language models."""
+    """A decoder of which a few norm weights are eight times as large, as in trained language
+    models.
+    """
     pytest.importorskip("transformers", reason="needs transformers (extra: llm)")
     import transformers
 
@@ -256,7 +265,9 @@ def test_four_bits_of_weights_and_activations() -> None:
 
 
 def test_inputs_of_turned_layers_have_no_outliers() -> None:
-    """Largest over root mean square of what q, k, v, gate and up read: near that of normal numbers."""
+    """Largest over root mean square of what q, k, v, gate and up read: near that of normal
+    numbers.
+    """
     given_task, ids = outlying(gain=30.0)
 
     def peak(graph: Graph) -> float:

@@ -1,4 +1,6 @@
-"""GPTQ, its kin and AWQ on experts: each by the tokens that were routed to it, and rounded as a linear layer."""
+"""GPTQ, its kin and AWQ on experts: each by the tokens that were routed to it, and rounded as a
+linear layer.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def weights(result: Any, name: str = "gate_up_proj") -> Tensor:
 
 
 def routed(model: Any) -> list[list[Tensor]]:
-    """The tokens of each expert, batch by batch, as the model's own module of experts is called."""
+    """The tokens of each expert, batch by batch, as the model's own module of experts is
+    called.
+    """
     found: list[list[Tensor]] = [[] for _ in range(EXPERTS)]
 
     def look(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -65,7 +69,9 @@ def routed(model: Any) -> list[list[Tensor]]:
 
 
 def error(model: Any, rounded: Tensor) -> float:
-    """Squared error of the outputs of the first layer's experts on their tokens, as a share of their energy."""
+    """Squared error of the outputs of the first layer's experts on their tokens, as a share of
+    their energy.
+    """
     lost = energy = 0.0
     for tokens, matrix, own in zip(
         routed(model), matrices(experts(model, 0), "gate_up_proj"), rounded, strict=True
@@ -104,9 +110,8 @@ def test_an_expert_is_rounded_as_a_linear_layer_on_its_tokens(
         [layer] = [
             each for name, each in result.network.layers.items() if name.endswith("/linear")
         ]
-        close = torch.isclose(
-            layer.weight, found[expert], rtol=1e-5
-        )  # sums are of tokens in another order
+        # Sums are of tokens in another order
+        close = torch.isclose(layer.weight, found[expert], rtol=1e-5)
         assert float(close.float().mean()) > 0.99
 
 
@@ -186,7 +191,9 @@ def test_each_expert_has_factors_of_its_own_where_its_own_layer_takes_them(
 def test_the_router_follows_the_experts_into_their_norm(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """One fold for all that read it, so that nothing has to be inserted, which no engine's model has."""
+    """One fold for all that read it, so that nothing has to be inserted, which no engine's
+    model has.
+    """
     model, all_layers = spread("Mixtral"), {"exclude": OTHERS[:2]}
     result = calibrated(model, config(settings) | all_layers)
     result.save(tmp_path)

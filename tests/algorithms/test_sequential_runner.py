@@ -1,4 +1,6 @@
-"""Running node by node gives every layer's values as the network does, however little memory there is."""
+"""Running node by node gives every layer's values as the network does, however little memory
+there is.
+"""
 
 from __future__ import annotations
 

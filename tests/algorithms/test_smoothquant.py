@@ -1,4 +1,6 @@
-"""SmoothQuant against its paper's claims, and what must hold for any model: the float function stays."""
+"""SmoothQuant against its paper's claims, and what must hold for any model: the float function
+stays.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,10 @@ def outliers(layers: int = 1) -> tuple[nn.Module, list[Tensor]]:
 
 
 def test_gains_of_the_paper() -> None:
-    """Six of 256 channels are 60 times as large, all per tensor at 8 bits. Xiao et al. 2022, section 5.4 and figure 10:
-    alpha around 0.5 is best, as 0 leaves the activations and 1 makes the weights as hard as they were."""
+    """Six of 256 channels are 60 times as large, all per tensor at 8 bits. Xiao et al. 2022,
+    section 5.4 and figure 10: alpha around 0.5 is best, as 0 leaves the activations and 1 makes
+    the weights as hard as they were.
+    """
     model, inputs = outliers()
     task = task_of(model, inputs, PER_TENSOR, A8)
     plain = quantized_error(task, Adjustment(), inputs)
@@ -74,7 +78,9 @@ def test_the_factors_are_those_of_equation_4() -> None:
 
 
 def test_factors_are_at_least_scale_clamp_min() -> None:
-    """Where inputs are small, so that dividing by a factor does not make them arbitrarily large."""
+    """Where inputs are small, so that dividing by a factor does not make them arbitrarily
+    large.
+    """
     torch.manual_seed(0)
     model = Outliers(16, outliers=0)
     model.norm.weight.data = torch.logspace(-6, 0, 16)

@@ -51,7 +51,9 @@ def quantized(
 
 
 class TinyLM(nn.Module):
-    """A causal language model of one block, its head tied to its embedding; `generate` takes the likeliest token."""
+    """A causal language model of one block, its head tied to its embedding; `generate` takes
+    the likeliest token.
+    """
 
     def __init__(self, vocabulary: int = 40, width: int = 32) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""ModelQuantizer with algorithms: what they find is written back into modules, and saved with them."""
+"""ModelQuantizer with algorithms: what they find is written back into modules, and saved with
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, a convolution behind them, a head whose weight is the embedding's, and a layer that is called twice."""
+    """Blocks, a convolution behind them, a head whose weight is the embedding's, and a layer
+    that is called twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +89,9 @@ WEIGHT = spec(
 
 
 def config(*algorithms: Any, **tensors: Any) -> Config:
-    """4-bit weights with a scale per channel, unless `tensors` says something else; the embedding stays float."""
+    """4-bit weights with a scale per channel, unless `tensors` says something else; the
+    embedding stays float.
+    """
     pre = [each for each in algorithms if isinstance(each, SmoothQuantConfig)]
     rounding = [each for each in algorithms if each not in pre]
     return Config(
@@ -124,7 +130,9 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
 def test_rescaling_keeps_the_function_and_is_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By powers of two, so 16-bit weights round alike; norms, columns, explicit factors and a broken tie."""
+    """By powers of two, so 16-bit weights round alike; norms, columns, explicit factors and a
+    broken tie.
+    """
     model, fine = net(), spec(Dtype.int16)
     expected = model(IDS[0])
     with caplog.at_level(logging.INFO, "quantizer"):
@@ -168,9 +176,8 @@ def test_static_inputs_are_observed_behind_the_factors() -> None:
     for ids in IDS:
         model(ids)
     largest = max(float(x.abs().max()) for x in seen)
-    assert largest == pytest.approx(
-        127 * float(scales[1]), rel=0.05
-    )  # the layers before are float there
+    # The layers before are float there
+    assert largest == pytest.approx(127 * float(scales[1]), rel=0.05)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -202,7 +209,9 @@ def test_gptq_is_better_than_plain_rounding() -> None:
 
 
 def skewed() -> Net:
-    """Some channels behind the norms are much larger than others, as in trained language models."""
+    """Some channels behind the norms are much larger than others, as in trained language
+    models.
+    """
     model = net()
     for block in model.blocks:
         block.norm.weight.data[[2, 7]] *= 30
@@ -218,7 +227,9 @@ COMPOSED: dict[str, tuple[list[Any], float]] = {
 
 @pytest.mark.parametrize("name", COMPOSED)
 def test_algorithms_go_together_and_with_quantized_inputs(name: str) -> None:
-    """4-bit weights and static 8-bit inputs; the inputs' scales are found behind the factors."""
+    """4-bit weights and static 8-bit inputs; the inputs' scales are found behind the
+    factors.
+    """
     algorithms, least = COMPOSED[name]
     data = [
         torch.randint(0, 11, (4, 32), generator=torch.Generator().manual_seed(seed))
@@ -445,7 +456,9 @@ def test_a_failure_after_the_algorithms_undoes_them(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("family", ["Llama", "OPT", "GPT2"])
 def test_language_models_of_transformers(family: str, tmp_path: Path) -> None:
-    """GPT-2's weights are written back transposed; the cache of keys is there for generate()."""
+    """GPT-2's weights are written back transposed; the cache of keys is there for
+    generate().
+    """
     pytest.importorskip("transformers")
     from api import test_transformers
 

@@ -1,4 +1,6 @@
-"""`calibrate` and `load` do from Python what the shell does, with the same files and the same sentences."""
+"""`calibrate` and `load` do from Python what the shell does, with the same files and the same
+sentences.
+"""
 
 from __future__ import annotations
 
@@ -395,7 +397,9 @@ def test_text_in_tables_is_escaped() -> None:
 def test_a_notebook_shows_progress_as_bars(
     network: nn.Module, data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what IPython documents of `display`: `display_id=True` returns a handle with `update`."""
+    """With what IPython documents of `display`: `display_id=True` returns a handle with
+    `update`.
+    """
     pages: list[str] = []
     handle = SimpleNamespace(update=pages.append)
     shell = type("ZMQInteractiveShell", (), {})()

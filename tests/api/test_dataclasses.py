@@ -1,4 +1,6 @@
-"""The dataclasses say what they cannot take, and say the same as a file of the hierarchical form."""
+"""The dataclasses say what they cannot take, and say the same as a file of the hierarchical
+form.
+"""
 
 from __future__ import annotations
 
@@ -112,12 +114,15 @@ def everything() -> Config:
         ),  # type: ignore[arg-type]
         (
             lambda: Config(QuantizationConfig(), {"0": spec()}),
-            "Config.layer_type_quant_config['0'] is a QuantizationSpec, not a QuantizationConfig",
-            "write QuantizationConfig(…) with it as input_tensors=, output_tensors=, weight=, bias=",
+            "Config.layer_type_quant_config['0'] is a QuantizationSpec, not a "
+            "QuantizationConfig",
+            "write QuantizationConfig(…) with it as input_tensors=, output_tensors=, weight=, "
+            "bias=",
         ),  # type: ignore[dict-item]
         (
             lambda: Config(QuantizationConfig(), {nn.Linear: QuantizationConfig()}),
-            "a key of Config.layer_type_quant_config is <class 'torch.nn.modules.linear.Linear'>, not a str",
+            "a key of Config.layer_type_quant_config is <class "
+            "'torch.nn.modules.linear.Linear'>, not a str",
             'write "Linear"',
         ),  # type: ignore[dict-item]
         (
@@ -185,7 +190,9 @@ def test_an_algorithm_and_its_file_say_the_same(algorithm: AlgoConfig, tmp_path:
 
 
 def test_defaults_of_an_algorithm_are_not_stated() -> None:
-    """So a width that the class has by default is no contradiction of the weights' specification."""
+    """So a width that the class has by default is no contradiction of the weights'
+    specification.
+    """
     config = Config(
         QuantizationConfig(weight=spec()), algo_config=[AWQConfig(), GPTQConfig(group_size=64)]
     )
@@ -250,7 +257,10 @@ def test_the_dataclasses_need_no_torch(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(everything().to_dict()))
     names = ", ".join(sorted({*quantizer.__all__} - {"ModelQuantizer", "calibrate", "load"}))
-    code = f"import sys; from quantizer import {names}; Config.load({str(file)!r}); sys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys; from quantizer import {names}; Config.load({str(file)!r}); "
+        "sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

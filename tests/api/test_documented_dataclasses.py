@@ -1,5 +1,7 @@
-"""The code of the public documentation of the API (AMD Quark for PyTorch: "Configuration Description" and
-"Quantization Strategies") runs with `from quantizer import *`, and each of its import lines with another path."""
+"""The code of the public documentation of the API (AMD Quark for PyTorch: "Configuration
+Description" and "Quantization Strategies") runs with `from quantizer import *`, and each of its
+import lines with another path.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ IMPORTS = [
     "from quark.torch.quantization.config.config import QuantizationConfig",
     "from quark.torch.quantization.config.config import QuantizationSpec",
     "from quark.torch.quantization.config.type import Dtype, ScaleType, RoundType, QSchemeType",
-    "from quark.torch.quantization.config.config import Config, QuantizationSpec, QuantizationConfig",
+    "from quark.torch.quantization.config.config import Config, QuantizationSpec, "
+    "QuantizationConfig",
     "from quark.torch.quantization.observer.observer import PerTensorMinMaxObserver",
     "from quark.torch import ModelQuantizer",
 ]
@@ -88,7 +91,9 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 observer_cls=PerChannelMinMaxObserver,
                 ...)""": ({}, {"dtype": Dtype.int8, "ch_axis": 0}),
 }
-"""Code with dots in it, and what may stand for them: by the keyword before, and of bare ones."""
+"""Code with dots in it, and what may stand for them: by the keyword before, and of bare
+ones.
+"""
 
 STRATEGIES = """
 # 1. Set model
@@ -145,7 +150,9 @@ quant_model = quantizer.quantize_model(model, calib_dataloader)
 
 
 class Stand:
-    """In the place of `AutoModelForCausalLM` and `AutoTokenizer`: a small model, and letters as tokens."""
+    """In the place of `AutoModelForCausalLM` and `AutoTokenizer`: a small model, and letters as
+    tokens.
+    """
 
     def __init__(self, made: Any) -> None:
         self.made = made
@@ -259,12 +266,14 @@ def test_the_defaults_are_the_documented_ones() -> None:
     [
         (
             QuantizationSpec,
-            "dtype is_dynamic observer_cls qscheme ch_axis group_size symmetric round_method scale_type",
+            "dtype is_dynamic observer_cls qscheme ch_axis group_size symmetric round_method "
+            "scale_type",
         ),
         (QuantizationConfig, "input_tensors output_tensors weight bias target_device"),
         (
             Config,
-            "global_quant_config layer_type_quant_config layer_quant_config exclude algo_config pre_quant_opt_config",
+            "global_quant_config layer_type_quant_config layer_quant_config exclude "
+            "algo_config pre_quant_opt_config",
         ),
     ],
 )
@@ -321,6 +330,7 @@ def test_fields_come_in_the_documented_order(cls: type, fields: str) -> None:
 def test_algorithms_have_the_documented_fields_and_defaults(
     algorithm: Any, values: dict[str, Any]
 ) -> None:
-    """The documented fields come first; what follows are additions. One default is of later versions, static_groups:
-    the documented False cannot go with the documented desc_act."""
+    """The documented fields come first; what follows are additions. One default is of later
+    versions, static_groups: the documented False cannot go with the documented desc_act.
+    """
     assert list(vars(algorithm).items())[: len(values)] == list(values.items())

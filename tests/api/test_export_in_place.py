@@ -1,4 +1,6 @@
-"""ModelQuantizer.export: a model that was quantized in place as a checkpoint that transformers loads."""
+"""ModelQuantizer.export: a model that was quantized in place as a checkpoint that transformers
+loads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Transposed convolutions with groups: each output channel has a scale of its own, whoever calibrates or corrects."""
+"""Transposed convolutions with groups: each output channel has a scale of its own, whoever
+calibrates or corrects.
+"""
 
 from __future__ import annotations
 

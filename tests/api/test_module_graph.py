@@ -55,7 +55,9 @@ def test_attention_has_its_projections() -> None:
 
 
 class Odd(nn.Module):
-    """Layers without rules: a bilinear one, a trained matrix, a weight that is computed, one in integers."""
+    """Layers without rules: a bilinear one, a trained matrix, a weight that is computed, one in
+    integers.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""`output_tensors` means the same in place as in a traced network: the output after the ReLU that follows a layer."""
+"""`output_tensors` means the same in place as in a traced network: the output after the ReLU
+that follows a layer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ import quantizer
 from quantizer import Config, ModelQuantizer, QuantizationConfig, QuantizationSpec
 from quantizer.errors import DataError, UsageError
 
-# Images with their channels last, as traced networks hold them: both convolve by one kernel, on every processor.
+# Images with their channels last, as traced networks hold them: both convolve by one kernel, on
+# every processor.
 X = [
     torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(n)).to(
         memory_format=torch.channels_last
@@ -114,11 +117,13 @@ def test_saved_models_and_copies_do_the_same(kind: str, tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "a norm": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *head()),
-        r"Conv2d\[0\]/conv2d is quantized after .*BatchNorm2d\[1\].*\n.*fold the norm into the layer first",
+        r"Conv2d\[0\]/conv2d is quantized after .*BatchNorm2d\[1\].*\n.*fold the norm into "
+        r"the layer first",
     ),
     "another activation": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU6(), *head()),
-        r"quantized after .*ReLU6\[1\]/relu6, which its module does not do\n.*use quantizer\.calibrate or the shell",
+        r"quantized after .*ReLU6\[1\]/relu6, which its module does not do\n.*use "
+        r"quantizer\.calibrate or the shell",
     ),
     "two calls": (
         Twice,

@@ -1,4 +1,6 @@
-"""ModelQuantizer: in place, nothing else changes; the plan is the one that a trace of the model gets."""
+"""ModelQuantizer: in place, nothing else changes; the plan is the one that a trace of the model
+gets.
+"""
 
 from __future__ import annotations
 
@@ -163,11 +165,8 @@ def test_shared_specs_and_the_config_are_not_changed() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 8))
     ModelQuantizer(config).quantize_model(model, [X])
     assert config == before
-    assert set(model[1].quantizers) == {
-        "weights",
-        "bias",
-        "input",
-    }  # the layer without a bias took it from nobody
+    # The layer without a bias took it from nobody
+    assert set(model[1].quantizers) == {"weights", "bias", "input"}
 
 
 class Scaled(nn.Linear):
@@ -536,8 +535,8 @@ def test_a_depthwise_convolution_that_groups_do_not_fit_stays_float(
     )
     assert [bool(getattr(layer, "quantizers", {})) for layer in model] == [False, True]
     assert (
-        "left float, as groups of 4 do not divide 1: weights of Sequential::Sequential/Conv2d[0]"
-        in caplog.text
+        "left float, as groups of 4 do not divide 1: weights of "
+        "Sequential::Sequential/Conv2d[0]" in caplog.text
     )
 
 

@@ -1,4 +1,6 @@
-"""Every round method is what is computed with, for every tensor of a layer and however finely its scales are cut."""
+"""Every round method is what is computed with, for every tensor of a layer and however finely
+its scales are cut.
+"""
 
 from __future__ import annotations
 

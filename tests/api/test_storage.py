@@ -1,4 +1,6 @@
-"""A saved model, loaded into a float one, computes the same to the last bit; weights are stored as codes."""
+"""A saved model, loaded into a float one, computes the same to the last bit; weights are stored
+as codes.
+"""
 
 from __future__ import annotations
 
@@ -373,7 +375,9 @@ def test_what_is_no_folder_or_no_model_is_told(call: Any, tmp_path: Path) -> Non
 
 
 def test_scales_of_fp8_come_back(tmp_path: Path) -> None:
-    """Stated by the dataclass, and by a list of two specifications as newer versions of the public tool write it."""
+    """Stated by the dataclass, and by a list of two specifications as newer versions of the
+    public tool write it.
+    """
     nvfp4 = QuantizationSpec(Dtype.fp4, scale_format="e4m3", ch_axis=1, group_size=4)
     model = quantized(tiny_lm(), weight=nvfp4)
     ModelQuantizer.save(model, tmp_path)

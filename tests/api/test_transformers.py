@@ -1,4 +1,6 @@
-"""Models of transformers in their own classes: `.generate()` works, GPT-2's Conv1D is quantized, dtypes stay."""
+"""Models of transformers in their own classes: `.generate()` works, GPT-2's Conv1D is
+quantized, dtypes stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A made-up number format, registered at run time and known to no other file, is planned, calibrated and stored."""
+"""A made-up number format, registered at run time and known to no other file, is planned,
+calibrated and stored.
+"""
 
 from __future__ import annotations
 

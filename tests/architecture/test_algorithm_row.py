@@ -1,4 +1,6 @@
-"""An algorithm is one file and one row: a made-up one is registered here, and everything knows it."""
+"""An algorithm is one file and one row: a made-up one is registered here, and everything knows
+it.
+"""
 
 from __future__ import annotations
 
@@ -237,8 +239,8 @@ def test_it_has_a_page(capsys: Capture) -> None:
     assert "Stretch: weights are rounded with scales of another size." in page
     assert '| `axis` | "rows" or "columns" | `"rows"` | Which way to stretch. |' in page
     assert (
-        "| `factor` | a number, at least 1, less than 8 | `2.0` | What scales are multiplied by. |"
-        in page
+        "| `factor` | a number, at least 1, less than 8 | `2.0` | What scales are multiplied "
+        "by. |" in page
     )
 
 

@@ -1,4 +1,6 @@
-"""One table means one table: a row added at run time is read everywhere, and no other file lists operators by name."""
+"""One table means one table: a row added at run time is read everywhere, and no other file
+lists operators by name.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ NAMED = {
     "graph/passes/linear_from_matmul.py": "rewrites these operators",
     "graph/passes/linear_of_experts.py": "rewrites these operators",
     "graph/passes/separate_biases.py": "makes these layers of a bias",
-    "config/convert_findings.py": "writes entries for types, and knows no graph; a test compares it with the table",
+    "config/convert_findings.py": "writes entries for types, and knows no graph; a test "
+    "compares "
+    "it "
+    "with "
+    "the "
+    "table",
     "plan/arguments.py": "what some operators want exact for some of their settings",
     "plan/floating.py": "what each operator makes of divisors and indices",
     "plan/sentinels.py": "what each operator makes of the lowest values of a mask",
@@ -46,9 +53,14 @@ NAMED = {
     "plan/dpu_support.py": "what the DPU has",
     "report/dpu_tables.py": "what the DPU approximates",
     "algorithms/dpu_alignment.py": "what the DPU's shifters can take",
-    "algorithms/residual_stream.py": "finds norms that are written out by what they are made of",
+    "algorithms/residual_stream.py": "finds norms that are written out by what they are made "
+    "of",
     "engine/exact_layers.py": "computes these operators in integers",
-    "export/onnx_complex.py": "what torch.onnx can do with complex numbers, and what is written out for it",
+    "export/onnx_complex.py": "what torch.onnx can do with complex numbers, and what is "
+    "written "
+    "out "
+    "for "
+    "it",
 }
 """Files that may name operators, and why: each implements or rewrites those it names."""
 WORDS = {
@@ -73,13 +85,17 @@ WORDS = {
     "sum",
     "to",
 }
-"""Names that are also words for something else, and count only where they are compared with an operator."""
+"""Names that are also words for something else, and count only where they are compared with an
+operator.
+"""
 TRACED = {"placeholder", "call_function", "get_attr", "output"}
 """What torch.fx calls the operations of its own nodes."""
 
 
 def operators() -> set[str]:
-    """Operators of torch; not inputs, parameters, results of several and layers of this package."""
+    """Operators of torch; not inputs, parameters, results of several and layers of this
+    package.
+    """
     return {name for name, row in OPS.items() if row.kind != "structural" and row.aten} - {
         "getitem"
     }

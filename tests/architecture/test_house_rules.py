@@ -1,4 +1,6 @@
-"""Only the command line prints, exits or reads the environment; files and functions are short; modules say what for."""
+"""Only the command line prints, exits or reads the environment; files and functions are short;
+modules say what for.
+"""
 
 from __future__ import annotations
 

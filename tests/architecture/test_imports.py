@@ -40,7 +40,9 @@ def room_of(path: Path) -> str:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Every module that a file imports, also inside functions, also by `importlib.import_module("…")`."""
+    """Every module that a file imports, also inside functions, also by
+    `importlib.import_module("…")`.
+    """
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

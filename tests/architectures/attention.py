@@ -1,4 +1,6 @@
-"""Attention in its many spellings: ViT, Swin, BERT, GPT-2, OPT, LLaMA, T5, mixed experts, torch's own transformer."""
+"""Attention in its many spellings: ViT, Swin, BERT, GPT-2, OPT, LLaMA, T5, mixed experts,
+torch's own transformer.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def vit() -> Case:
 
 
 class ShiftedWindows(nn.Module):
-    """Attention inside windows of a rolled image, with a bias by distance and a mask of -100 (Liu et al. 2021)."""
+    """Attention inside windows of a rolled image, with a bias by distance and a mask of -100
+    (Liu et al. 2021).
+    """
 
     def __init__(self, size: int, window: int, shift: int) -> None:
         super().__init__()
@@ -140,7 +144,9 @@ def swin() -> Case:
 
 
 class Bert(nn.Module):
-    """Norms after, a mask of the dtype's lowest value made from ones and zeros (Devlin et al. 2018)."""
+    """Norms after, a mask of the dtype's lowest value made from ones and zeros (Devlin et al.
+    2018).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +294,9 @@ class Llama(nn.Module):
 
     @staticmethod
     def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Pairs of channels turned by an angle that grows with the position (Su et al. 2021)."""
+        """Pairs of channels turned by an angle that grows with the position (Su et al.
+        2021).
+        """
         left, right = x.chunk(2, -1)
         return x * cos + torch.cat([-right, left], -1) * sin
 
@@ -345,7 +353,9 @@ def t5() -> Case:
 
 
 class Experts(nn.Module):
-    """Every expert computes, a gate of the best two weighs them (Shazeer et al. 2017, without sending words around)."""
+    """Every expert computes, a gate of the best two weighs them (Shazeer et al. 2017, without
+    sending words around).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +379,9 @@ def mixture_of_experts() -> Case:
 
 
 class Sequence2Sequence(nn.Module):
-    """torch's own encoder and decoder, the causal mask given by the caller, as a float tensor of -inf."""
+    """torch's own encoder and decoder, the causal mask given by the caller, as a float tensor
+    of -inf.
+    """
 
     def __init__(self) -> None:
         super().__init__()

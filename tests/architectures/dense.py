@@ -1,5 +1,5 @@
-"""Segmentation, detection, super-resolution, generation: a value for every pixel. U-Net, DeepLabV3, FPN, YOLO, ESPCN,
-an autoencoder, a variational autoencoder's mean path, DCGAN.
+"""Segmentation, detection, super-resolution, generation: a value for every pixel. U-Net,
+DeepLabV3, FPN, YOLO, ESPCN, an autoencoder, a variational autoencoder's mean path, DCGAN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def unit(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Down, up by transposed convolutions, skips joined by concatenation (Ronneberger et al. 2015)."""
+    """Down, up by transposed convolutions, skips joined by concatenation (Ronneberger et al.
+    2015).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +45,9 @@ def unet() -> Case:
 
 
 class DeepLab(nn.Module):
-    """Dilated convolutions side by side with a pooled view of the whole, bilinear upsampling (Chen et al. 2017)."""
+    """Dilated convolutions side by side with a pooled view of the whole, bilinear upsampling
+    (Chen et al. 2017).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +103,9 @@ def fpn() -> Case:
 
 
 class Yolo(nn.Module):
-    """Pixels stacked into channels, pooling at several sizes, boxes decoded on a grid (Redmon et al. 2018)."""
+    """Pixels stacked into channels, pooling at several sizes, boxes decoded on a grid (Redmon
+    et al. 2018).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +170,9 @@ def autoencoder() -> Case:
 
 
 class MeanPath(nn.Module):
-    """A variational autoencoder as it is used after training: without noise, standard deviations returned."""
+    """A variational autoencoder as it is used after training: without noise, standard
+    deviations returned.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Takes a model the whole way: traced, calibrated, written as code, compared with the float network."""
+"""Takes a model the whole way: traced, calibrated, written as code, compared with the float
+network.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from quantizer.sources.batches import Batch
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its batches; `floors` are the least output SQNR in dB by config, `unknown` the operators without
-    quantization rules.
+    """A model and its batches; `floors` are the least output SQNR in dB by config, `unknown`
+    the operators without quantization rules.
     """
 
     module: nn.Module
@@ -51,7 +53,9 @@ def architecture(make: Callable[[], Case]) -> Callable[[], Case]:
 
 
 def images(count: int, *shape: int) -> tuple[tuple[Any, ...], ...]:
-    """Two batches of smooth random images (noise upsampled), so that convolutions see something like edges."""
+    """Two batches of smooth random images (noise upsampled), so that convolutions see something
+    like edges.
+    """
     generator = torch.Generator().manual_seed(count)
     coarse = torch.randn(
         2, count, shape[0], *(max(1, size // 4) for size in shape[1:]), generator=generator
@@ -97,7 +101,9 @@ def traced(case: Case) -> Graph:
 
 
 def run(case: Case, original: Graph, config: Config, folder: Path) -> Found:
-    """Calibrate on all batches, compare on all batches, and run the generated code on the first."""
+    """Calibrate on all batches, compare on all batches, and run the generated code on the
+    first.
+    """
     begin = time.perf_counter()
     graph = run_passes(original, config.settings)
     plan = resolve(config, graph, original)

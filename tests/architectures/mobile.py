@@ -1,4 +1,6 @@
-"""MobileNetV2 and V3, EfficientNet, ShuffleNetV2, GhostNet: depthwise convolutions, gates, channel shuffles."""
+"""MobileNetV2 and V3, EfficientNet, ShuffleNetV2, GhostNet: depthwise convolutions, gates,
+channel shuffles.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class SqueezeExcite(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Expand, filter each channel, gate, project; a shortcut where shapes allow it (Sandler et al. 2018)."""
+    """Expand, filter each channel, gate, project; a shortcut where shapes allow it (Sandler et
+    al. 2018).
+    """
 
     def __init__(
         self, inputs: int, outputs: int, act: nn.Module, stride: int, gate: nn.Module | None

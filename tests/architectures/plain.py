@@ -105,7 +105,9 @@ def inception() -> Case:
 
 
 class ConvNeXtBlock(nn.Module):
-    """A large depthwise kernel, a norm over channels, two linear layers, a learned scale (Liu et al. 2022)."""
+    """A large depthwise kernel, a norm over channels, two linear layers, a learned scale (Liu
+    et al. 2022).
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()

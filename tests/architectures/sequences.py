@@ -1,4 +1,6 @@
-"""One dimension, three dimensions, points, tables and recurrence: WaveNet, C3D, PointNet, DLRM, LSTM and GRU models."""
+"""One dimension, three dimensions, points, tables and recurrence: WaveNet, C3D, PointNet, DLRM,
+LSTM and GRU models.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from torch.nn import functional as F
 
 
 class WaveNet(nn.Module):
-    """Dilated causal convolutions, a gate of tanh and sigmoid, skips summed (van den Oord et al. 2016)."""
+    """Dilated causal convolutions, a gate of tanh and sigmoid, skips summed (van den Oord et
+    al. 2016).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +147,9 @@ def lstm_tagger() -> Case:
 
 
 class Translator(nn.Module):
-    """A GRU encodes, another decodes from its last state and attends to its outputs (Bahdanau et al. 2014)."""
+    """A GRU encodes, another decodes from its last state and attends to its outputs (Bahdanau
+    et al. 2014).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +187,9 @@ def gru_with_attention() -> Case:
 
 
 class Elman(nn.Module):
-    """A plain recurrent layer from a given first state; a cell written out step by step beside it."""
+    """A plain recurrent layer from a given first state; a cell written out step by step beside
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

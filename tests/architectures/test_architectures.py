@@ -1,4 +1,6 @@
-"""Every architecture that torch.export can trace calibrates, tests, and is written as code that computes the same."""
+"""Every architecture that torch.export can trace calibrates, tests, and is written as code that
+computes the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""On architectures of all kinds a fold keeps the function, and each layer that multiplies is in one group."""
+"""On architectures of all kinds a fold keeps the function, and each layer that multiplies is in
+one group.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from quantizer.graph.passes import run_passes
 
 pytestmark = pytest.mark.slow
 
-KINDS = "vit swin bert gpt2 t5 mixture_of_experts encoder_decoder resnet densenet mobilenet_v3 shufflenet_v2"
+KINDS = (
+    "vit swin bert gpt2 t5 mixture_of_experts encoder_decoder resnet densenet "
+    "mobilenet_v3 "
+    "shufflenet_v2"
+)
 KINDS += " convnext wavenet yolo dlrm gru_with_attention"
 
 

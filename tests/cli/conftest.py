@@ -34,7 +34,10 @@ def toy(tmp_path: Path) -> Callable[..., str]:
         data: str = "return [torch.ones(4, 3)] * 4", model: str = "return torch.nn.Linear(3, 2)"
     ) -> str:
         path = tmp_path / "toy.py"
-        functions = f"def model():\n    torch.manual_seed(0)\n    {model}\n\ndef calibration_data():\n    {data}\n"
+        functions = (
+            f"def model():\n    torch.manual_seed(0)\n    {model}\n\ndef "
+            f"calibration_data():\n    {data}\n"
+        )
         path.write_text(f"import torch\n\n{functions}")
         return str(path)
 

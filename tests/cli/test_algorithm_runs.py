@@ -1,4 +1,6 @@
-"""Configs with algorithms at the shell: results, test mode, files for other runtimes, resuming, refusals."""
+"""Configs with algorithms at the shell: results, test mode, files for other runtimes, resuming,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,9 @@ def metrics(folder: Path, model: str, capsys: Capture, *more: str) -> dict[str, 
 def test_rescaling_by_powers_of_two_keeps_the_network(
     short: str, tmp_path: Path, capsys: Capture
 ) -> None:
-    """Nothing is quantized, so test mode gives the float model to rounding; norms and insertions carry the factors."""
+    """Nothing is quantized, so test mode gives the float model to rounding; norms and
+    insertions carry the factors.
+    """
     path = config(tmp_path, "smoothquant", roles=("bias",))
     assert calibrate(tmp_path / "out", model=short, config=path) == 0
     header = info_of(tmp_path / "out")["header"]
@@ -156,9 +160,8 @@ def test_results_repeat_and_are_what_the_algorithms_found(
     assert check(tmp_path / "out", "--config_file", config(tmp_path, "gptq"), model=model) == 5
     assert "its algorithms differ" in capsys.readouterr().err
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["layers"]
-    assert (
-        min(row["local_sqnr_db"] for row in rows if row["tensor"] == "weights") > 5
-    )  # not against other columns
+    # Not against other columns
+    assert min(row["local_sqnr_db"] for row in rows if row["tensor"] == "weights") > 5
 
 
 def test_layers_are_compared_with_the_float_network_as_it_was_rescaled(
@@ -212,7 +215,9 @@ def test_stopped_then_resumed_equals_undisturbed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
 ) -> None:
-    """A kill leaves the last block's checkpoint; Ctrl-C saves by itself. Layers that are done are not solved again."""
+    """A kill leaves the last block's checkpoint; Ctrl-C saves by itself. Layers that are done
+    are not solved again.
+    """
     path = config(tmp_path, "smoothquant", "gptq")
     assert calibrate(tmp_path / "whole", model=model, config=path) == 0
     layers = list(stand_ins.SOLVED)
@@ -281,7 +286,8 @@ def test_data_that_do_not_fit_are_not_to_be_gone_on_with(
     path = tmp_path / "net.py"
     path.write_text(
         "import torch\nfrom torch import nn\n\n"
-        "def model():\n    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))\n\n"
+        "def model():\n    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, "
+        "4))\n\n"
         "def example_input():\n    return torch.ones(2, 4)\n\n"
         "def calibration_data():\n    return [torch.ones(2, 4, dtype=torch.float64)]\n"
     )
@@ -373,7 +379,9 @@ def test_finetuning_and_bias_correction_go_on_from_rescaled_weights(
 def test_a_process_that_is_killed_goes_on_with_its_last_block(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real GPTQ, in a process of its own, killed when the first checkpoint is there; it goes on in this one."""
+    """The real GPTQ, in a process of its own, killed when the first checkpoint is there; it
+    goes on in this one.
+    """
     monkeypatch.setattr(GPTQConfig, "run", "quantizer.algorithms.gptq:gptq")
     path = config(tmp_path, "gptq")
     out = tmp_path / "out"

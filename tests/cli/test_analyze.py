@@ -27,7 +27,9 @@ def model():
 
 
 class Small(nn.Module):
-    """Two convolutions, one of them in groups, and a linear layer whose output hardly counts."""
+    """Two convolutions, one of them in groups, and a linear layer whose output hardly
+    counts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,9 +268,8 @@ def test_small_noise_is_predicted_from_gradients(
             row["noise"]["8"] for row in json.loads(capsys.readouterr().out)["layers"]
         ]
     ratios = [fast / every for fast, every in zip(*noise.values(), strict=True)]
-    assert all(
-        0.6 < ratio < 1.6 for ratio in ratios
-    )  # 32 random projections: a standard deviation of a quarter
+    # 32 random projections: a standard deviation of a quarter
+    assert all(0.6 < ratio < 1.6 for ratio in ratios)
 
 
 def test_an_output_without_gradient_asks_for_measurement(
@@ -392,7 +393,8 @@ def test_a_value_that_is_not_finite_names_the_layer(
     path = Path(model(Small))
     broken = path.read_text().replace(
         "return Small()",
-        "net = Small(); net.first.bias.data[0] = 3e38; net.first.weight.data *= 1e38; return net",
+        "net = Small(); net.first.bias.data[0] = 3e38; net.first.weight.data *= 1e38; return "
+        "net",
     )
     path.write_text(broken)
     config = path.with_name("weights.json")

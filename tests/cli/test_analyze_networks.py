@@ -106,9 +106,8 @@ def test_a_language_model_in_groups(
     assert run_command([*command, "--budget", "4", "-o", str(written)]) == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["layers"]) == 14
-    assert any(
-        "it shares the weight of" in why for why in told["kept"].values()
-    )  # the head, with the embedding
+    # The head, with the embedding
+    assert any("it shares the weight of" in why for why in told["kept"].values())
     assert told["mixed"]["weight_bytes"] <= told["uniform"]["weight_bytes"]
     assert told["mixed"]["predicted_db"] > told["uniform"]["predicted_db"]
     assert told["mixed"]["measured_db"] > told["uniform"]["measured_db"]

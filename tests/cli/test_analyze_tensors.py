@@ -1,4 +1,6 @@
-"""`analyze --tensors` and `--metric`: what each tensor costs the output, what has to stay in float for a metric."""
+"""`analyze --tensors` and `--metric`: what each tensor costs the output, what has to stay in
+float for a metric.
+"""
 
 from __future__ import annotations
 

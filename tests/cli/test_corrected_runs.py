@@ -1,4 +1,6 @@
-"""`include_bias_corr` at the shell: what it writes, that test mode and generated code use it, and how it fails."""
+"""`include_bias_corr` at the shell: what it writes, that test mode and generated code use it,
+and how it fails.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,14 @@ from quantizer.opened_files import json_digest
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
 MODEL = (
-    "return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 5, bias=False), "
+    "return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 5, "
+    "bias=False), "
     "torch.nn.ReLU(), torch.nn.Linear(5, 2))"
 )
-DATA = "g = torch.Generator().manual_seed(0); return [torch.randn(8, 3, generator=g) for _ in range(4)]"
+DATA = (
+    "g = torch.Generator().manual_seed(0); return [torch.randn(8, 3, generator=g) for _ in "
+    "range(4)]"
+)
 LAYERS = [f"Sequential::Sequential/Linear[{index}]/linear" for index in (0, 2, 4)]
 
 
@@ -94,7 +100,8 @@ def test_the_generated_file_equals_test_mode_in_another_process(
         "import sys, torch\n"
         f"sys.path[:0] = [{str(folder)!r}, {str(Path(model).parent)!r}]\n"
         "from Sequential import Sequential\nfrom toy import calibration_data\n"
-        f"torch.save(torch.cat([Sequential()(x) for x in calibration_data()]), {str(tmp_path / 'y.pt')!r})\n"
+        "torch.save(torch.cat([Sequential()(x) for x in calibration_data()]), "
+        f"{str(tmp_path / 'y.pt')!r})\n"
     )
     subprocess.run([sys.executable, str(script)], check=True)
     here = imported(folder / "Sequential.py")
@@ -171,7 +178,9 @@ def test_interrupted_then_resumed_equals_undisturbed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three layers on four batches: the 4th value is of the second batch, the 13th the first of the correction."""
+    """Three layers on four batches: the 4th value is of the second batch, the 13th the first of
+    the correction.
+    """
     original, seen = ChannelMean.observe, []
 
     def broken_off(self: ChannelMean, x: torch.Tensor) -> None:
@@ -236,7 +245,8 @@ def test_a_batch_norm_that_cannot_fold_gets_a_correction(
 ) -> None:
     path = toy(
         DATA,
-        "return torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.ReLU(), torch.nn.Linear(3, 2))",
+        "return torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.ReLU(), "
+        "torch.nn.Linear(3, 2))",
     )
     assert calibrate(tmp_path / "out", model=path, config=config) == 0
     corrections = load_file(tmp_path / "out" / "bias_corr.safetensors")

@@ -1,4 +1,6 @@
-"""`quantizer diff`: configs value by value, what they do to a model, result folders tensor by tensor."""
+"""`quantizer diff`: configs value by value, what they do to a model, result folders tensor by
+tensor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`quantizer diff --fail-on worse` judges each output and part, and metrics of which it is known which way is good."""
+"""`quantizer diff --fail-on worse` judges each output and part, and metrics of which it is
+known which way is good.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ WEIGHTS = ["weights"]
 def results(
     tmp_path: Path, name: str, outputs: str, bits: Mapping[str, int | None], more: str = ""
 ) -> str:
-    """A result folder, tested, of a detector whose layers have weights of so many bits, or float ones."""
+    """A result folder, tested, of a detector whose layers have weights of so many bits, or
+    float ones.
+    """
     model = tmp_path / f"{name}.py"
     model.write_text(MODEL % outputs + more)
     entries = []

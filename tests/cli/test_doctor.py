@@ -1,4 +1,6 @@
-"""`quantizer doctor`: what a run would stumble over, each with its remedy, and an exit code for CI."""
+"""`quantizer doctor`: what a run would stumble over, each with its remedy, and an exit code for
+CI.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,8 @@ def test_a_sound_run_has_nothing_to_warn_of_and_is_left_untouched(
         (
             document(),
             {
-                "batch": "torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(i % 4))"
+                "batch": "torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(i % "
+                "4))"
             },
             "data",
             "warning",

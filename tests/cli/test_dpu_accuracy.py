@@ -1,4 +1,6 @@
-"""`--dpu_accuracy high` at the shell and in Python: what it gains, what it stands for, and where it is refused."""
+"""`--dpu_accuracy high` at the shell and in Python: what it gains, what it stands for, and
+where it is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Code of the user's that would end the process: a sentence and an exit code that no gate has, in every command."""
+"""Code of the user's that would end the process: a sentence and an exit code that no gate has,
+in every command.
+"""
 
 from __future__ import annotations
 

@@ -98,13 +98,17 @@ OFF = {
 EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "layered": (
         LAYERED,
-        ["weights", "per_channel true q.json", "symmetry true q.json", "calib_statistic_method max q.json",
-         "datatype int default", "symmetric_scale quant_max default", "activation", "per_channel false q.json"],
+        ["weights", "per_channel true q.json", "symmetry true q.json", "calib_statistic_method max "
+            "q.json",
+         "datatype int default", "symmetric_scale quant_max "
+             "default", "activation", "per_channel false q.json"],
     ),
     "hierarchical": (
         {"global_quant_config": SPELLED_OTHERWISE},
-        ["weight", "dtype int4 q.json", "observer_cls PerTensorMinMax q.json", "round_method round q.json",
-         "scale_type float default", "symmetric_scale half_range default", "qscheme per_tensor default",
+        ["weight", "dtype int4 q.json", "observer_cls PerTensorMinMax "
+            "q.json", "round_method round q.json",
+         "scale_type float default", "symmetric_scale half_range "
+             "default", "qscheme per_tensor default",
          "output_tensors: float: the config leaves it float"],
     ),
     "blocks": (
@@ -113,7 +117,9 @@ EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "off": (OFF, ["weight: float, as q.json"]),
 }  # fmt: skip
-"""A config, and words of the lines that explain a linear layer under it, places without their numbers."""
+"""A config, and words of the lines that explain a linear layer under it, places without their
+numbers.
+"""
 INTERNAL = (
     "bit_width 4",
     "symmetric ",

@@ -1,4 +1,6 @@
-"""`--fast_finetune` at the shell: what it writes, that it resumes where it stopped, and how it refuses."""
+"""`--fast_finetune` at the shell: what it writes, that it resumes where it stopped, and how it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from quantizer.engine.events import Stage
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
-MODEL = "return torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(6, 6), torch.nn.ReLU())))"
+MODEL = (
+    "return torch.nn.Sequential(*(layer for _ in range(3) for layer in "
+    "(torch.nn.Linear(6, "
+    "6), torch.nn.ReLU())))"
+)
 DATA = "g = torch.Generator().manual_seed(0); m = torch.randn(6, 6, generator=g); "
 DATA += "return [torch.randn(16, 6, generator=g) @ m for _ in range(4)]"
 

@@ -1,4 +1,6 @@
-"""A short run of the fuzzers: `make fuzz` and `make soak` run them for longer, with other seeds."""
+"""A short run of the fuzzers: `make fuzz` and `make soak` run them for longer, with other
+seeds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A gate on a metric that does not exist is refused before anything is run for it; the others see all metrics."""
+"""A gate on a metric that does not exist is refused before anything is run for it; the others
+see all metrics.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +93,13 @@ def test_metrics_of_evaluate_are_known_after_the_float_model(
 def test_a_model_that_returns_integers_is_measured_by_them(
     toy: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With weights of two bits an argmax often chooses another class: no gate may call that perfect."""
-    net = "class Net(torch.nn.Linear):\n        def forward(self, x):\n            return super().forward(x).argmax(1)\n"
+    """With weights of two bits an argmax often chooses another class: no gate may call that
+    perfect.
+    """
+    net = (
+        "class Net(torch.nn.Linear):\n        def forward(self, x):\n            return "
+        "super().forward(x).argmax(1)\n"
+    )
     path = toy(
         "return [torch.randn(32, 8, generator=torch.Generator().manual_seed(1))]",
         f"{net}    return Net(8, 9)",
@@ -117,7 +124,11 @@ def test_a_model_that_returns_integers_is_measured_by_them(
 def test_a_quantized_network_that_gives_infinity_fails_without_a_gate(
     toy: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    net = "class Net(torch.nn.Module):\n        def forward(self, x):\n            return (x + 1) / x\n"
+    net = (
+        "class Net(torch.nn.Module):\n        def forward(self, x):\n            return (x "
+        "+ "
+        "1) / x\n"
+    )
     path = toy("return [torch.tensor([[9.0], [0.001]])]", f"{net}    return Net()")
     preset = Path(__file__).parents[2] / "configs" / "cpu_int8.json"
     config = tmp_path / "inputs.json"

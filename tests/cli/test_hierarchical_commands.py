@@ -1,4 +1,6 @@
-"""The commands with a file of the hierarchical form: counts, origins, and places of what does not fit the model."""
+"""The commands with a file of the hierarchical form: counts, origins, and places of what does
+not fit the model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`quantizer inspect --algorithms`: blocks, layers that read one value, where factors fold, names that do not fit."""
+"""`quantizer inspect --algorithms`: blocks, layers that read one value, where factors fold,
+names that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ SHOWN = {
         "attention.output.dense": "attention.self.value",
         "intermediate.dense": "none: attention.output.LayerNorm is also read by output.add",
         "output.dense": "none: no factor passes through intermediate.intermediate_act_fn",
-        "pooler.dense": "none: encoder.layer.1.output.LayerNorm is also read by the output of the network",
+        "pooler.dense": "none: encoder.layer.1.output.LayerNorm is also read by the output of "
+        "the "
+        "network",
         "13 layers read 9 values; factors": "0 2 7",
     },
     "ViT": {
@@ -162,7 +166,9 @@ def test_it_shows_each_kind_of_block_once_and_what_is_outside(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
 def test_architectures(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers that read one value, and where its factors go; last, how many go into norms, into layers, nowhere."""
+    """Layers that read one value, and where its factors go; last, how many go into norms, into
+    layers, nowhere.
+    """
     if name not in ("Mixture", "Mobile"):
         pytest.importorskip("transformers", reason="needs transformers (extra: llm)")
     path = tmp_path / "net.py"

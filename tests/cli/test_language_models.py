@@ -1,4 +1,6 @@
-"""Language models on the command line: a Hugging Face folder, text, perplexity, and configs that need no data."""
+"""Language models on the command line: a Hugging Face folder, text, perplexity, and configs
+that need no data.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +155,9 @@ def test_options_that_do_not_go(
 
 @pytest.fixture
 def llama(folder: Path) -> str:
-    """A tiny LLaMA in bfloat16 with a tied head, saved by transformers, and a tokenizer of bytes beside it."""
+    """A tiny LLaMA in bfloat16 with a tied head, saved by transformers, and a tokenizer of
+    bytes beside it.
+    """
     transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
     tokenizers = pytest.importorskip("tokenizers", reason="needs quantizer-torch[llm]")
     torch.manual_seed(0)
@@ -203,7 +207,9 @@ def test_a_hugging_face_folder(llama: str, capsys: pytest.CaptureFixture[str]) -
 def test_results_hold_for_texts_of_any_length(
     llama: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The check of the model traces it with the calibrated length; without `--seq_len`, that is the one that is run."""
+    """The check of the model traces it with the calibrated length; without `--seq_len`, that is
+    the one that is run.
+    """
     assert run("calib", "--config_file", WEIGHTS_ONLY, "--seq_len", "16", model=llama) == 0
     found = []
     for length in ((), ("--seq_len", "16"), ("--seq_len", "20")):
@@ -224,7 +230,11 @@ def test_results_hold_for_texts_of_any_length(
 def test_lengths_that_a_calibration_does_not_hold_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    branch = "x = self.table(input_ids)\n        return self.head(x.relu() if x.shape[1] > 20 else x.tanh())"
+    branch = (
+        "x = self.table(input_ids)\n        return self.head(x.relu() if x.shape[1] > 20 "
+        "else "
+        "x.tanh())"
+    )
     (folder / "branch.py").write_text(
         NET.replace("return self.head(self.table(input_ids).relu())", branch)
     )
@@ -234,8 +244,8 @@ def test_lengths_that_a_calibration_does_not_hold_for(
     assert run("test", "--data", "text.txt", "--seq_len", "24", model="branch.py") == 5
     said = capsys.readouterr().err
     assert (
-        "calibrated with inputs of the shape [b, 16], this run has [b, 24]: then layer Net::Net/tanh is another"
-        in said
+        "calibrated with inputs of the shape [b, 16], this run has [b, 24]: then layer "
+        "Net::Net/tanh is another" in said
     )
     assert "help: give --seq_len 16" in said
 
@@ -316,7 +326,9 @@ def saved(name: str, folder: Path) -> str:
 def test_another_family(
     config: str, llama: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """GPT-2 has learned positions, one projection for query, key and value, and weights the other way round."""
+    """GPT-2 has learned positions, one projection for query, key and value, and weights the
+    other way round.
+    """
     model, tokens = (
         saved("gpt2", folder),
         ("--tokenizer", llama, "--data", "text.txt", "--seq_len", "16"),

@@ -1,4 +1,6 @@
-"""A lost part of an output: in the terminal, the report, run.json, annotations, files that are deployed, and gates."""
+"""A lost part of an output: in the terminal, the report, run.json, annotations, files that are
+deployed, and gates.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ LOST = "0.scores is 0 everywhere in the quantized network"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A detector calibrated for the DPU, which has one scale for all that a concatenation joins."""
+    """A detector calibrated for the DPU, which has one scale for all that a concatenation
+    joins.
+    """
     folder = tmp_path_factory.mktemp("detector")
     (folder / "net.py").write_text(DETECTOR)
     assert calibrate(folder / "out", model=str(folder / "net.py"), config=None) == 0
@@ -165,7 +169,9 @@ def test_a_low_sqnr_needs_no_sentence_where_the_task_is_held(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A network of two bits has few dB, and a metric that says that it is as good, or as bad."""
+    """A network of two bits has few dB, and a metric that says that it is as good, or as
+    bad.
+    """
     path = tmp_path / "net.py"
     text = DETECTOR.replace(
         "torch.cat([self.boxes(x).sigmoid() * 640, self.scores(x).sigmoid()], 1)",

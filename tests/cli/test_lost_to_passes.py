@@ -1,4 +1,6 @@
-"""What passes and quantization cost is the figure of the output that loses most, with its name."""
+"""What passes and quantization cost is the figure of the output that loses most, with its
+name.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,10 @@ def test_a_pass_that_ruins_a_small_output_is_seen_beside_a_large_one(
     assert passes["quantization_db"] > 25
     assert passes["outputs"]["passes_db"] == passes["outputs"]["together_db"] == scores
     assert json.loads((folder / "run.json").read_text())["passes"] == passes
-    line = f"passes: {passes['passes_db']:.1f} dB ({scores}), quantization: {passes['quantization_db']:.1f} dB ("
+    line = (
+        f"passes: {passes['passes_db']:.1f} dB ({scores}), quantization: "
+        f"{passes['quantization_db']:.1f} dB ("
+    )
     assert line in " ".join(shown.out.split())
     assert line in (folder / "report.html").read_text()
     assert f"dB of the model's output {scores} on one batch" in " ".join(shown.err.split())

@@ -1,4 +1,6 @@
-"""`quantizer merge`: calibrations on parts of the data, as one on all of them; what cannot be merged is refused."""
+"""`quantizer merge`: calibrations on parts of the data, as one on all of them; what cannot be
+merged is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`X_drop` is loss of quality, whichever way X is good; which way that is, names or the model's file say."""
+"""`X_drop` is loss of quality, whichever way X is good; which way that is, names or the model's
+file say.
+"""
 
 from __future__ import annotations
 

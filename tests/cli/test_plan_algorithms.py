@@ -1,4 +1,6 @@
-"""`quantizer plan` with algorithms in the config: it runs none, and checks the names in their settings."""
+"""`quantizer plan` with algorithms in the config: it runs none, and checks the names in their
+settings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An LSTM with projections says nothing of oneDNN, in any command or in Python; other warnings are seen."""
+"""An LSTM with projections says nothing of oneDNN, in any command or in Python; other warnings
+are seen.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ CONFIG = (
 TRACED = (
     f"quantizer.calibrate(net, quantizer.Config.from_dict({CONFIG}), calibration_data()).test()"
 )
-IN_PLACE = f"quantizer.ModelQuantizer(quantizer.Config.from_dict({CONFIG})).quantize_model(net, calibration_data())"
+IN_PLACE = (
+    f"quantizer.ModelQuantizer(quantizer.Config.from_dict({CONFIG})).quantize_model(net, "
+    "calibration_data())"
+)
 
 
 def said(folder: Path, *words: str) -> str:

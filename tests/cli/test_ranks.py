@@ -1,4 +1,6 @@
-"""Several ranks of one run: the bytes of one process, one voice, and an end when a rank fails or is lost."""
+"""Several ranks of one run: the bytes of one process, one voice, and an end when a rank fails
+or is lost.
+"""
 
 from __future__ import annotations
 
@@ -362,9 +364,8 @@ def test_a_rank_that_is_lost_ends_the_others(
         tmp_path / "ranks",
         before=stopping(number, 1, lambda: os.kill(os.getpid(), sign)),
     )
-    assert (
-        time.monotonic() - began < 40
-    )  # a busy machine is slow; by default it would take 60 seconds
+    # A busy machine is slow; by default it would take 60 seconds
+    assert time.monotonic() - began < 40
     assert [rank.code for rank in found] == [
         -sign if rank == number else 40 for rank in range(count)
     ]
@@ -466,8 +467,8 @@ def test_a_stopped_run_goes_on_with_another_number_of_ranks(
     found = run_ranks(before, stopped, tmp_path / "ranks", before=stop)
     assert [rank.code for rank in found] == [130] * before, found[0].err
     assert (
-        f"calib stopped after {max(before, 3) if before != 2 else 2} batches; --resume goes on from"
-        in found[0].err
+        f"calib stopped after {max(before, 3) if before != 2 else 2} batches; --resume goes "
+        "on from" in found[0].err
     )
     found = run_ranks(after, [*stopped, "--resume"], tmp_path / "ranks")
     assert [rank.code for rank in found] == [0] * after, found[0].err

@@ -1,4 +1,6 @@
-"""Who reads a result folder sees one calibration, whatever is written meanwhile, and takes no lock for it."""
+"""Who reads a result folder sees one calibration, whatever is written meanwhile, and takes no
+lock for it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def calibrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Calibrations of one model: `old` and `part` alike but for their data, `new` with fewer bits, all tested."""
+    """Calibrations of one model: `old` and `part` alike but for their data, `new` with fewer
+    bits, all tested.
+    """
     place = tmp_path_factory.mktemp("calibrations")
     (place / "net.py").write_text(MODEL)
     for name, bits, data in (
@@ -89,7 +93,9 @@ def replace(folder: Path, other: Path) -> None:
 
 
 def begin_to_replace(folder: Path, other: Path) -> None:
-    """Do what a calibration does that is stopped in the middle: every second file is in its place."""
+    """Do what a calibration does that is stopped in the middle: every second file is in its
+    place.
+    """
     (folder / ASIDE).mkdir()
     names = sorted(path.name for path in other.iterdir() if path.name not in RUN_FILES)
     for name in names:
@@ -231,7 +237,9 @@ READERS: dict[str, tuple[list[str], int]] = {
         5,
     ),
 }
-"""Commands that read a folder, and how they end if another calibration takes its place meanwhile."""
+"""Commands that read a folder, and how they end if another calibration takes its place
+meanwhile.
+"""
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -307,7 +315,9 @@ def test_python_goes_on_with_what_it_loaded(
 def test_a_generated_network_is_filled_from_one_calibration(
     folder: Path, calibrations: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights are those of quant_info.json, also if another calibration ends between the two."""
+    """Its weights are those of quant_info.json, also if another calibration ends between the
+    two.
+    """
     plain, switched = json.loads, []
 
     def loads(text: Any, *args: Any, **more: Any) -> Any:

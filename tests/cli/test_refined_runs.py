@@ -1,4 +1,6 @@
-"""What a run tells of its refinements: what it cannot go on with, what it did not do, and what is no noise."""
+"""What a run tells of its refinements: what it cannot go on with, what it did not do, and what
+is no noise.
+"""
 
 from __future__ import annotations
 

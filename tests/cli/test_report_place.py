@@ -1,4 +1,6 @@
-"""Test mode writes its report beside the results, to `--report_dir`, or nowhere if it may not write."""
+"""Test mode writes its report beside the results, to `--report_dir`, or nowhere if it may not
+write.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def read_only(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the system refuse to make files in a folder; permissions do not stop an administrator."""
+    """Have the system refuse to make files in a folder; permissions do not stop an
+    administrator.
+    """
     plain = os.open
 
     def refusing(path: Any, flags: int, *args: Any, **more: Any) -> int:

@@ -1,4 +1,6 @@
-"""A result folder is written as a whole, and nothing beside what we write is touched: no links, no foreign files."""
+"""A result folder is written as a whole, and nothing beside what we write is touched: no links,
+no foreign files.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def filling_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """For n from 0 on: the disk is full when the n-th file is written, until no run writes as many."""
+    """For n from 0 on: the disk is full when the n-th file is written, until no run writes as
+    many.
+    """
     for full_at in itertools.count():
         written = itertools.count()
         hit = []
@@ -305,7 +309,9 @@ def quantized() -> torch.nn.Module:
 def test_nothing_outside_is_touched_through_links_whoever_opens_a_folder(
     opener: str, link: str, folder: Path, toy: Toy, tmp_path: Path
 ) -> None:
-    """Moves would go through `export`, which leads elsewhere, as might the folder with the files to move."""
+    """Moves would go through `export`, which leads elsewhere, as might the folder with the
+    files to move.
+    """
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for name in ("verify.json", "weights.safetensors", "model.safetensors", MOVES):

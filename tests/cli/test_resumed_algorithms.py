@@ -1,5 +1,5 @@
-"""The algorithms themselves, stopped anywhere and resumed, with what they keep in files: the same bytes as in one run
-in memory.
+"""The algorithms themselves, stopped anywhere and resumed, with what they keep in files: the
+same bytes as in one run in memory.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def test_any_stop_and_any_memory_leave_the_same_bytes(
 def test_awq_behind_another_algorithm_goes_on_after_the_last_block(
     first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its inputs are those of the network that the first one left, though many of its own factors are folded."""
+    """Its inputs are those of the network that the first one left, though many of its own
+    factors are folded.
+    """
     words = written(tmp_path, (first, "awq"))
     assert calibrate(tmp_path / "whole", **words) == 0
     original, stop_at = Checkpoints.advanced, {5}
@@ -141,10 +143,13 @@ def test_awq_behind_another_algorithm_goes_on_after_the_last_block(
 def test_a_layer_that_would_end_worse_keeps_round_to_nearest_and_the_report_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Noise without any correlation, in which there is nothing that one weight could make up for another."""
+    """Noise without any correlation, in which there is nothing that one weight could make up
+    for another.
+    """
     words, model = written(tmp_path, ("gptq",)), tmp_path / "net.py"
     model.write_text(
-        "import torch\n\ndef model():\n    torch.manual_seed(0)\n    return torch.nn.Linear(64, 64)\n\n"
+        "import torch\n\ndef model():\n    torch.manual_seed(0)\n    return "
+        "torch.nn.Linear(64, 64)\n\n"
         "def calibration_data():\n    draw = torch.Generator().manual_seed(1)\n"
         "    return [torch.randn(64, 64, generator=draw) for _ in range(4)]\n"
     )

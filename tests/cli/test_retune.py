@@ -1,4 +1,6 @@
-"""`quantizer retune`: scales from what was kept are those that a calibration would find, or it is refused."""
+"""`quantizer retune`: scales from what was kept are those that a calibration would find, or it
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -98,9 +100,11 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
 def test_it_is_a_calibration_with_the_changed_config(
     config: str, words: list[str], apart: set[str], net: str, tmp_path: Path
 ) -> None:
-    """Of one histogram the outermost values are known, but not batch by batch: then statistics are others, no scale.
+    """Of one histogram the outermost values are known, but not batch by batch: then statistics
+    are others, no scale.
 
-    The report names the lines of the config; those of an entry for a layer in the hierarchical form are one.
+    The report names the lines of the config; those of an entry for a layer in the hierarchical
+    form are one.
     """
     folder, changed = (
         calibrated(net, CONFIGS[config], tmp_path),
@@ -234,7 +238,9 @@ def test_it_writes_in_place_and_a_dry_run_writes_nothing(
 
 @pytest.mark.parametrize("kind", ["dict", "Config"])
 def test_a_config_of_python_is_changed_where_it_speaks(kind: str, tmp_path: Path) -> None:
-    """It has no text, so its places are paths of values; the narrower level says another method than the wider."""
+    """It has no text, so its places are paths of values; the narrower level says another method
+    than the wider.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     data = [torch.randn(8, 6) * (1 + at) for at in range(4)]

@@ -23,11 +23,8 @@ pytest.importorskip(
 PRESETS = sorted((ROOT / "configs").glob("*.json"))
 GGUF = tuple(f"gguf_{name}" for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"))
 LINEAR = ("mxfp4", "nvfp4", "weight_int4_group", *GGUF)  # presets for networks of linear layers
-ALGORITHMS = (
-    "gptq_int4_group",
-    "awq_int4_group",
-    "smoothquant_int8",
-)  # groups are of 128 inputs
+# Groups are of 128 inputs
+ALGORITHMS = ("gptq_int4_group", "awq_int4_group", "smoothquant_int8")
 PERCEPTRON = """
 import torch
 from sklearn.datasets import load_digits
@@ -376,7 +373,8 @@ def test_a_run_that_does_not_fit_says_so(
     assert calibrate(tmp_path) == 0
     said = capsys.readouterr().err
     assert re.search(
-        r"calibration takes about \d+ MB more memory, and 0 MB are free: use a smaller --batch_size",
+        r"calibration takes about \d+ MB more memory, and 0 MB are free: use a smaller "
+        r"--batch_size",
         said,
     )
     monkeypatch.setattr("quantizer.memory.total", lambda: 2000)
@@ -391,9 +389,8 @@ def test_a_run_that_does_not_fit_says_so(
 def test_the_plan_knows_what_calibration_may_keep(
     toy: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "quantizer.memory.peak", lambda: 0
-    )  # else that of the tests before, which nothing here reaches
+    # Else that of the tests before, which nothing here reaches
+    monkeypatch.setattr("quantizer.memory.peak", lambda: 0)
     model, peaks = toy("return [torch.randn(1 << 15, 3) for _ in range(64)]"), []
     for memory in ("0B", "1GB"):
         arguments = [

@@ -1,4 +1,6 @@
-"""What goes wrong in a run: one sentence, the exit code of the table, and never a half-written result."""
+"""What goes wrong in a run: one sentence, the exit code of the table, and never a half-written
+result.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ Capture = pytest.CaptureFixture[str]
 
 
 def one_sentence(capture: Capture) -> str:
-    """What stderr says, which must be an error line and at most a help line, and no traceback."""
+    """What stderr says, which must be an error line and at most a help line, and no
+    traceback.
+    """
     said = capture.readouterr().err
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, said
@@ -71,7 +75,8 @@ def test_bad_data(
         ("return 3", "not a torch.nn.Module"),
         ("m = torch.nn.Linear(3, 2); m.weight.data[0] = float('inf'); return m", "weight"),
         (
-            "return type('M', (torch.nn.Module,), {'forward': lambda self, x: x if x.sum() > 0 else -x})()",
+            "return type('M', (torch.nn.Module,), {'forward': lambda self, x: x if x.sum() > "
+            "0 else -x})()",
             "M cannot be traced: its control flow depends on the values of a tensor",
         ),
     ],
@@ -95,7 +100,10 @@ def test_bad_models(toy: Toy, tmp_path: Path, capsys: Capture, model: str, said:
 )
 def test_models_that_need_a_hand(toy: Toy, tmp_path: Path, model: str, data: str) -> None:
     path = toy(data, model)
-    chosen = "class Chosen(torch.nn.Module):\n    def forward(self, x):\n        return torch.where(x > 0, x * 2, x - 1)\n"
+    chosen = (
+        "class Chosen(torch.nn.Module):\n    def forward(self, x):\n        return "
+        "torch.where(x > 0, x * 2, x - 1)\n"
+    )
     Path(path).write_text(Path(path).read_text() + chosen)
     assert calibrate(tmp_path / "out", model=path, config=None) == 0
     assert check(tmp_path / "out", model=path) == 0
@@ -417,15 +425,15 @@ def test_interrupted_inside_a_batch(
     from quantizer.observers import Observer
 
     model = toy(
-        "g = torch.Generator().manual_seed(0); return [torch.randn(4, 3, generator=g) for _ in range(4)]"
+        "g = torch.Generator().manual_seed(0); return [torch.randn(4, 3, generator=g) for _ "
+        "in range(4)]"
     )
     original, seen = Observer.observe, []
 
     def broken_off(self: Observer, x: Tensor, beside: Observer | None = None) -> None:
         seen.append(x)
-        if (
-            len(seen) == 7
-        ):  # weights, bias, then input and output of two batches, the input of the third
+        # Weights, bias, then input and output of two batches, the input of the third
+        if len(seen) == 7:
             raise KeyboardInterrupt
         original(self, x, beside)
 
@@ -486,7 +494,9 @@ def test_killed_at_every_write(
 
 @pytest.mark.slow
 def test_disk_full(toy: Toy, tmp_path: Path) -> None:
-    """A file size limit stands for a full disk: the write fails with an OSError in the middle."""
+    """A file size limit stands for a full disk: the write fails with an OSError in the
+    middle.
+    """
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -511,11 +521,11 @@ def test_disk_full(toy: Toy, tmp_path: Path) -> None:
 def test_signals_in_a_real_process(
     toy: Toy, tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:
-    started = (
-        tmp_path / "started"
-    )  # tracing reads one batch, so ten are read in the calibration
+    # Tracing reads one batch, so ten are read in the calibration
+    started = tmp_path / "started"
     data = (
-        "import time, pathlib\n    for i in range(1200):\n        time.sleep(0.05)\n        yield torch.ones(4, 3)\n"
+        "import time, pathlib\n    for i in range(1200):\n        time.sleep(0.05)\n        "
+        "yield torch.ones(4, 3)\n"
         f"        if i == 9: pathlib.Path({str(started)!r}).touch()"
     )
     command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", toy(data)]
@@ -524,9 +534,8 @@ def test_signals_in_a_real_process(
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a job in the background ignores it
+        # A job in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while not started.exists() and time.monotonic() < deadline:
@@ -560,9 +569,8 @@ def test_an_interrupt_while_packages_are_imported(package: str, tmp_path: Path) 
         env={**os.environ, "PYTHONPATH": paths},
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a job in the background ignores it
+        # A job in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "imported").exists() and time.monotonic() < deadline:

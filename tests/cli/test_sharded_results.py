@@ -1,4 +1,6 @@
-"""Parameters beyond the size of a file lie in several, which every command reads as it reads one."""
+"""Parameters beyond the size of a file lie in several, which every command reads as it reads
+one.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from configs import document
 from quantizer.cli.main import run_command
 
 LIMIT = 300  # bytes; all have some more
-MODEL = "return torch.nn.Sequential(torch.nn.Linear(3, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))"
+MODEL = (
+    "return torch.nn.Sequential(torch.nn.Linear(3, 64), torch.nn.ReLU(), "
+    "torch.nn.Linear(64, "
+    "2))"
+)
 BATCHES = "return [torch.randn(4, 3)] * 4"
 SHARDS = [f"weights-0000{number}-of-00002.safetensors" for number in (1, 2)]
 INDEX = "weights.safetensors.index.json"

@@ -74,7 +74,9 @@ def test_wrong_usage_is_exit_code_2(
 
 
 def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Options]:
-    """Put a stand-in for the run command in place: it notes its options, then returns or raises `outcome`."""
+    """Put a stand-in for the run command in place: it notes its options, then returns or raises
+    `outcome`.
+    """
     seen: list[Options] = []
 
     def stand_in(options: Options) -> int:
@@ -159,9 +161,8 @@ def test_every_error_has_its_exit_code(
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:133] can't allocate memory: you tried 8"),
         OSError(12, "Cannot allocate memory"),
-        RuntimeError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB"
-        ),  # the parent of torch's own class
+        # The parent of torch's own class
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     ],
 )
 def test_no_more_memory_is_exit_code_6(
@@ -210,7 +211,8 @@ def test_a_config_error_is_shown_with_its_excerpt(
     runner(monkeypatch, ConfigError([found], {"net.json": "{\n  conv\n}"}))
     assert run_command(["--quant_mode", "calib"]) == 2
     assert capsys.readouterr().err == (
-        "net.json:2:3: error QZ402: matches no layer\n    2 |   conv\n      |   ^^^^\n   help: closest: conv1\n"
+        "net.json:2:3: error QZ402: matches no layer\n    2 |   conv\n      |   ^^^^\n   "
+        "help: closest: conv1\n"
     )
 
 

@@ -1,4 +1,6 @@
-"""A run that ends at any operation on files loses no result and no progress, and leaves nothing behind."""
+"""A run that ends at any operation on files loses no result and no progress, and leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def toy_model(toy: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(
-        "quantizer.engine.checkpoint.EVERY_S", 0.0
-    )  # a snapshot after each batch and layer
+    # A snapshot after each batch and layer
+    monkeypatch.setattr("quantizer.engine.checkpoint.EVERY_S", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as forks have; results say how many there were
     yield toy(DATA, MODEL)

@@ -128,7 +128,9 @@ def test_a_result_folder_with_something_else_in_place_of_a_file(
     tmp_path: Path,
     capsys: Capture,
 ) -> None:
-    """It is told before anything is calibrated; a pipe in place of a file is replaced, as a file is."""
+    """It is told before anything is calibrated; a pipe in place of a file is replaced, as a
+    file is.
+    """
     out = tmp_path / "out"
     out.mkdir()
     make(out / name)

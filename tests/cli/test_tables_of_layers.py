@@ -1,4 +1,6 @@
-"""Tables of layers where they are printed: on a terminal, in a pipe, and cut as `--names`, `--top`, `--filter` say."""
+"""Tables of layers where they are printed: on a terminal, in a pipe, and cut as `--names`,
+`--top`, `--filter` say.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ import pytest
 from quantizer.cli.main import run_command
 
 Capture = pytest.CaptureFixture[str]
-DEEP = "return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()) for _ in range(9)))"
+DEEP = (
+    "return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(3, 3), "
+    "torch.nn.ReLU()) "
+    "for _ in range(9)))"
+)
 LAST = "Sequential::Sequential/Sequential[8]/Linear[0]/linear"
 RELU = "Sequential::Sequential/Sequential[8]/ReLU[1]/relu"
 INT8 = {
@@ -167,7 +173,8 @@ def test_inspect_without_a_config_shows_the_network_as_it_is(
 ) -> None:
     model = toy(
         data="return [torch.ones(2, 3, 8, 8)]",
-        model="return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))",
+        model="return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), "
+        "torch.nn.Conv2d(8, 4, 3))",
     )
     for more in ([], ["--algorithms"]):
         assert run_command(["inspect", "--model", model, *more]) == 0
@@ -191,7 +198,10 @@ def test_the_built_in_default_is_named_where_it_holds(
     toy: Callable[..., str], deep: list[str], capsys: Capture, tmp_path: Path
 ) -> None:
     run = ["--quant_mode", "calib", "--output_dir", str(tmp_path / "out")]
-    said = "no --config_file: the built-in default for the DPU holds; `quantizer init --list` shows others\n"
+    said = (
+        "no --config_file: the built-in default for the DPU holds; `quantizer init --list` "
+        "shows others\n"
+    )
     assert run_command([*run, "--model", toy()]) == 0
     assert capsys.readouterr().err.count(said) == 1
     assert run_command([*run, "--model", toy(), "--quiet"]) == 0

@@ -1,4 +1,6 @@
-"""`--for`: what a target of --deploy cannot hold is told, and refused, before anything is calibrated."""
+"""`--for`: what a target of --deploy cannot hold is told, and refused, before anything is
+calibrated.
+"""
 
 from __future__ import annotations
 

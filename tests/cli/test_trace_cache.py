@@ -1,4 +1,6 @@
-"""`plan` and its like take a trace from an earlier command: the same output, unless anything it came from changed."""
+"""`plan` and its like take a trace from an earlier command: the same output, unless anything it
+came from changed.
+"""
 
 from __future__ import annotations
 
@@ -134,9 +136,8 @@ def test_presets_plan_the_same_from_a_known_trace(
     for more in ([], [], ["--no_cache"]):
         code = run_command([*plan, *more])
         out, err = capfd.readouterr()
-        found.append(
-            (code, planned(out) if code == 0 else err)
-        )  # some are for other kinds of models
+        # Some are for other kinds of models
+        found.append((code, planned(out) if code == 0 else err))
     assert found[0] == found[1] == found[2]
 
 

@@ -1,4 +1,6 @@
-"""What a plain install can do: the commands that only read and write configs, and the dataclasses."""
+"""What a plain install can do: the commands that only read and write configs, and the
+dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("arguments", LIGHT, ids=lambda arguments: " ".join(arguments[:2]))
 def test_commands_about_configs_do_not_ask_for_torch(arguments: list[str]) -> None:
-    program = f"{BLOCK}from quantizer.cli.main import run_command\nassert run_command(sys.argv[1:]) == 0\n"
+    program = (
+        f"{BLOCK}from quantizer.cli.main import run_command\nassert "
+        "run_command(sys.argv[1:]) "
+        "== 0\n"
+    )
     done = run(f"{program}assert not Missing.asked, Missing.asked\n", *arguments)
     assert done.returncode == 0, done.stderr
 
@@ -49,7 +55,8 @@ def test_a_missing_torch_is_one_sentence(arguments: list[str]) -> None:
     done = run(BLOCKED, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: this command needs torch, which this Python does not have\nhelp: pip install 'quantizer-torch[torch]'\n"
+        "error: this command needs torch, which this Python does not have\nhelp: pip install "
+        "'quantizer-torch[torch]'\n"
     )
 
 
@@ -65,6 +72,7 @@ from quantizer import calibrate
 """
     done = run(BLOCK + program, str(tmp_path / "config.json"))
     assert done.stderr.splitlines()[-1] == (
-        "ModuleNotFoundError: quantizer.calibrate needs torch: pip install 'quantizer-torch[torch]'"
+        "ModuleNotFoundError: quantizer.calibrate needs torch: pip install "
+        "'quantizer-torch[torch]'"
     )
     assert "assert" not in done.stderr

@@ -1,4 +1,6 @@
-"""What a file says of algorithms is what runs: the same entries in both forms, in order, with the same defaults."""
+"""What a file says of algorithms is what runs: the same entries in both forms, in order, with
+the same defaults.
+"""
 
 from __future__ import annotations
 

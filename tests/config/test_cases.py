@@ -1,6 +1,9 @@
-"""Every file in tests/cases/configs gives exactly the findings in its `.expected` file; a new case needs no code.
+"""Every file in tests/cases/configs gives exactly the findings in its `.expected` file; a new
+case needs no code.
 
-`python -m tests.config.test_cases` writes the expected texts anew; read the difference before committing it."""
+`python -m tests.config.test_cases` writes the expected texts anew; read the difference before
+committing it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One file form turned into the other: the plan is the same where both can say it, and what cannot be said is told."""
+"""One file form turned into the other: the plan is the same where both can say it, and what
+cannot be said is told.
+"""
 
 from __future__ import annotations
 
@@ -225,10 +227,8 @@ def test_the_whole_network_is_planned_alike_where_there_is_no_residual_stream() 
     assert (finding.code, finding.severity) == ("QZ125", "warning")
     assert finding.message.startswith("sums that normalizations alone read")
     assert plan(written, "preactivated").diagnostics == ()
-    ours, theirs = (
-        plan(document(), "preactivated"),
-        plan(written, "preactivated"),
-    )  # with a concatenation and a norm
+    # With a concatenation and a norm
+    ours, theirs = plan(document(), "preactivated"), plan(written, "preactivated")
     assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
         key: tensor.spec for key, tensor in ours.tensors.items()
     }
@@ -267,7 +267,9 @@ def test_a_residual_stream_in_bfloat16_is_planned_alike() -> None:
 
 
 def test_what_is_written_passes_the_checks_of_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The safety net: what a writer gets wrong is refused, at the place of the source that it comes from."""
+    """The safety net: what a writer gets wrong is refused, at the place of the source that it
+    comes from.
+    """
     source = document(layer("fc", roles=["weights"]), quantizable_data_type=["weights"])
     place = config(source).rules[-1].selector.place
 
@@ -481,7 +483,10 @@ def test_the_command_writes_nothing_that_is_not_the_same(
         == 1
     )
     assert not target.exists()
-    refusal = "static_fp8.json:6:16: error QZ124: dtype fp8_e4m3: the layered form has no floating-point formats with a"
+    refusal = (
+        "static_fp8.json:6:16: error QZ124: dtype fp8_e4m3: the layered form has no "
+        "floating-point formats with a"
+    )
     assert refusal in capsys.readouterr().err
 
 
@@ -509,7 +514,10 @@ def preset_row(name: str) -> str:
         return f"| `{name}` | {found.form} | refused | {outcome} |"
     result = check_document(Document.of(other.document, name))
     assert codes(result.diagnostics) == []
-    return f"| `{name}` | {found.form} | converts | {'; '.join(each.message for each in other.findings)} |"
+    return (
+        f"| `{name}` | {found.form} | converts | "
+        f"{'; '.join(each.message for each in other.findings)} |"
+    )
 
 
 def test_the_page_says_what_becomes_of_each_preset() -> None:

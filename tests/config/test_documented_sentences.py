@@ -1,7 +1,9 @@
-"""Sentences of the documented format, each said as JSON and as dataclasses: both are one document and one plan.
+"""Sentences of the documented format, each said as JSON and as dataclasses: both are one
+document and one plan.
 
-Source: AMD Quark for PyTorch, "Configuration Description" and "Quantization Strategies". That the plans are carried
-out is tested in tests/api; defaults and fields of the dataclasses in tests/api/test_documented_dataclasses.py.
+Source: AMD Quark for PyTorch, "Configuration Description" and "Quantization Strategies". That
+the plans are carried out is tested in tests/api; defaults and fields of the dataclasses in
+tests/api/test_documented_dataclasses.py.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ Expected = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Case:
-    """A sentence, and what it makes of a model `{"conv": Conv2d, "fc1": Linear, "fc2": Linear}`: path, role, fields."""
+    """A sentence, and what it makes of a model `{"conv": Conv2d, "fc1": Linear, "fc2":
+    Linear}`: path, role, fields.
+    """
 
     sentence: str
     written: Mapping[str, Any]
@@ -74,7 +78,8 @@ BUILT_SPEC: dict[str, Any] = {
 
 CASES = [
     Case(
-        "Global quantization configuration applied to the entire model unless overridden at the layer level.",
+        "Global quantization configuration applied to the entire model unless overridden at "
+        "the layer level.",
         {
             "global_quant_config": W8,
             "layer_quant_config": {"fc1": {"weight": {"dtype": "int4"}}},
@@ -119,13 +124,15 @@ CASES = [
         },
     ),
     Case(
-        "A list of layer names to be excluded from quantization, enabling selective quantization of the model.",
+        "A list of layer names to be excluded from quantization, enabling selective "
+        "quantization of the model.",
         {"global_quant_config": W8, "exclude": ["fc1", "conv"]},
         weight(INT8, exclude=["fc1", "conv"]),
         {"fc2": {"weights": {}}},
     ),
     Case(
-        "If the input_tensors in layer_type_quant_config is None, the configuration from global_quant_config is used.",
+        "If the input_tensors in layer_type_quant_config is None, the configuration from "
+        "global_quant_config is used.",
         {
             "global_quant_config": {"input_tensors": {"dtype": "int8"}},
             "layer_type_quant_config": {
@@ -143,7 +150,8 @@ CASES = [
         },
     ),
     Case(
-        "If None in global_quant_config, input_tensors are not quantized; output, weight and bias: the same as above.",
+        "If None in global_quant_config, input_tensors are not quantized; output, weight and "
+        "bias: the same as above.",
         {
             "global_quant_config": {
                 "input_tensors": None,
@@ -292,7 +300,8 @@ CASES = [
         },
     ),
     Case(
-        "Percentile and MSE calibration methods (per tensor), for each tensor by its observer_cls.",
+        "Percentile and MSE calibration methods (per tensor), for each tensor by its "
+        "observer_cls.",
         {
             "global_quant_config": {
                 "input_tensors": {
@@ -314,13 +323,15 @@ CASES = [
         },
     ),
     Case(
-        "Weight-only: the weights are quantized ahead of time, but the activations are not quantized.",
+        "Weight-only: the weights are quantized ahead of time, but the activations are not "
+        "quantized.",
         {"global_quant_config": W8},
         weight(INT8),
         {path: {"weights": {"is_dynamic": False}} for path in EVERYWHERE},
     ),
     Case(
-        "Dynamic: quantizes the weights ahead of time, while the activations are quantized dynamically at runtime.",
+        "Dynamic: quantizes the weights ahead of time, while the activations are quantized "
+        "dynamically at runtime.",
         {
             "global_quant_config": {
                 "input_tensors": {"dtype": "int8", "is_dynamic": True},
@@ -339,7 +350,8 @@ CASES = [
         },
     ),
     Case(
-        "Static: quantizes both the weights and activations; this process necessitates calibration with a dataset.",
+        "Static: quantizes both the weights and activations; this process necessitates "
+        "calibration with a dataset.",
         {
             "global_quant_config": {
                 "input_tensors": {"dtype": "fp8_e4m3", "is_dynamic": False},
@@ -390,7 +402,9 @@ def test_both_ways_to_say_a_sentence_make_the_plan_it_asks_for(case: Case) -> No
 
 @pytest.mark.parametrize("device", DeviceType)
 def test_the_target_device(device: DeviceType) -> None:
-    """Configuration specifying the target device (e.g., CPU, GPU, IPU) for the quantized model."""
+    """Configuration specifying the target device (e.g., CPU, GPU, IPU) for the quantized
+    model.
+    """
     written = {"global_quant_config": {**W8, "target_device": device.name}}
     built = Config(QuantizationConfig(weight=INT8, target_device=device))
     for document in (

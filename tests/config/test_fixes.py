@@ -1,4 +1,6 @@
-"""What `validate --fix` writes: what has one known answer, tried against all rules; the rest of the file stays."""
+"""What `validate --fix` writes: what has one known answer, tried against all rules; the rest of
+the file stays.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ DROPPED = [
 def test_dropped_keys_come_back(
     name: str, paths: set[tuple[str | int, ...]], indent: int | str | None
 ) -> None:
-    """With the values of the ready config for the device, where the file is that one; nothing else changes."""
+    """With the values of the ready config for the device, where the file is that one; nothing
+    else changes.
+    """
     complete = json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))
     value = json.loads(json.dumps(complete))
     for path in sorted(
@@ -290,10 +294,14 @@ def test_entries_are_completed_after_the_top_is_right() -> None:
 
 
 def test_the_layout_of_the_file_is_kept() -> None:
-    text = '{\r\n\t"overall_quantize_config": {"bit_width": 4},\r\n\t"target_device": "DPU"\r\n}\r\n'
+    text = (
+        '{\r\n\t"overall_quantize_config": {"bit_width": 4},\r\n\t"target_device": '
+        '"DPU"\r\n}\r\n'
+    )
     written = fix(text)
     assert written.startswith(
-        '{\r\n\t"overall_quantize_config": {"bit_width": 4, "method": "diffs", "round_mode": "std_round"'
+        '{\r\n\t"overall_quantize_config": {"bit_width": 4, "method": "diffs", "round_mode": '
+        '"std_round"'
     )
     assert '\r\n\t"target_device": "DPU",\r\n\t"convert_relu6_to_relu": false,\r\n\t' in written
     assert written.count("\n") == written.count("\r\n")
@@ -305,7 +313,8 @@ def test_the_layout_of_the_file_is_kept() -> None:
         ("{'exclude': ['a'], global_quant_config: {'weight': None,},}", {"weight": None}),
         ('{"global_quant_config": {"weight": {"dtype": "int8", "symmetric": TRUE}}}', None),
         (
-            '{"global_quant_config": {"weight": {"dtype": "int8", "is_dynamic": "no", "ch_axis": "-1"}}}',
+            '{"global_quant_config": {"weight": {"dtype": "int8", "is_dynamic": "no", '
+            '"ch_axis": "-1"}}}',
             None,
         ),
     ],

@@ -1,6 +1,8 @@
-"""What a file of the hierarchical form says once it is loaded. Sentences in docstrings are those of the form's page.
+"""What a file of the hierarchical form says once it is loaded. Sentences in docstrings are
+those of the form's page.
 
-Source: AMD Quark for PyTorch, "Configuration Description" and the API page of `quark.torch.quantization.config.config`.
+Source: AMD Quark for PyTorch, "Configuration Description" and the API page of
+`quark.torch.quantization.config.config`.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def spec(role: str = "weight", **keys: Any) -> QuantizationSpec:
 
 
 def test_all_but_the_global_config_is_optional_and_empty() -> None:
-    """All instances are optional except global_quant_config. Default is an empty dictionary / an empty list / None."""
+    """All instances are optional except global_quant_config. Default is an empty dictionary /
+    an empty list / None.
+    """
     assert SCHEMA["required"] == ["global_quant_config"]
     defaults = {
         key: SCHEMA["properties"][key]["default"]
@@ -78,7 +82,9 @@ def test_all_but_the_global_config_is_optional_and_empty() -> None:
 
 
 def test_global_config_reaches_every_layer_with_weights() -> None:
-    """Global quantization configuration applied to the entire model unless overridden at the layer level."""
+    """Global quantization configuration applied to the entire model unless overridden at the
+    layer level.
+    """
     config = load(global_quant_config={"weight": INT8, "input_tensors": INT8})
     nothing, everywhere = config.rules
     assert (nothing.selector.kind, nothing.roles) == ("all", frozenset())
@@ -108,15 +114,19 @@ def test_levels_become_rules_in_order() -> None:
 
 @pytest.mark.parametrize(("key", "role"), ROLE_OF.items())
 def test_each_tensor_of_a_layer_has_its_key(key: str, role: str) -> None:
-    """input_tensors, output_tensors, weight, bias: quantization specification of each. Defaults to None."""
+    """input_tensors, output_tensors, weight, bias: quantization specification of each. Defaults
+    to None.
+    """
     config = load(global_quant_config={key: INT8})
     assert rule(config, "global").adds == {role}
     assert SCHEMA["definitions"]["level"]["properties"][key]["default"] is None
 
 
 def test_none_inherits_from_the_wider_level() -> None:
-    """If the input_tensors in layer_type_quant_config is None, the configuration from global_quant_config will be
-    used instead. If None in global_quant_config, input_tensors are not quantized."""
+    """If the input_tensors in layer_type_quant_config is None, the configuration from
+    global_quant_config will be used instead. If None in global_quant_config, input_tensors are
+    not quantized.
+    """
     config = load(
         global_quant_config={"input_tensors": INT8, "weight": None},
         layer_type_quant_config={
@@ -156,7 +166,9 @@ def test_a_key_that_is_none_inherits_too(null: dict[str, None]) -> None:
 
 
 def test_what_nobody_states_has_defaults() -> None:
-    """Default is None: static, MinMax, per tensor, symmetric where codes are signed, half_even, a float scale."""
+    """Default is None: static, MinMax, per tensor, symmetric where codes are signed, half_even,
+    a float scale.
+    """
     assert all(SPEC[key]["default"] is None for key in SPEC_KEYS)
     assert spec(dtype="int8") == QuantizationSpec()
     assert spec(dtype="uint8") == QuantizationSpec(signed=False, symmetric=False)
@@ -175,7 +187,9 @@ def test_target_device_is_that_of_the_global_config(device: str, word: str) -> N
 
 
 def test_documented_specs() -> None:
-    """The examples per tensor, per channel (should set ch_axis) and per group (should set ch_axis and group_size)."""
+    """The examples per tensor, per channel (should set ch_axis) and per group (should set
+    ch_axis and group_size).
+    """
     common = {
         "symmetric": True,
         "scale_type": "float",
@@ -221,7 +235,9 @@ def test_documented_specs() -> None:
 def test_few_bits_divide_by_half_the_range_of_codes(
     role: str, keys: dict[str, Any], rule: str
 ) -> None:
-    """As the public tool does for every width (torch/quantization/utils: amax / ((quant_max - quant_min) / 2))."""
+    """As the public tool does for every width (torch/quantization/utils: amax / ((quant_max -
+    quant_min) / 2)).
+    """
     assert spec(role, **keys).symmetric_scale == rule
 
 
@@ -262,7 +278,9 @@ def test_a_rule_for_symmetric_scales_that_nothing_reads_is_reported(
     ],
 )
 def test_observers(observer: str, method: str, qscheme: str) -> None:
-    """MinMax (per tensor/channel/group), Percentile and MSE (per tensor); an observer without a scheme implies it."""
+    """MinMax (per tensor/channel/group), Percentile and MSE (per tensor); an observer without a
+    scheme implies it.
+    """
     found = spec(dtype="int8", observer_cls=observer)
     assert (found.method, found.qscheme) == (method, qscheme)
     assert found.statistic == "max"  # there is one batch of a weight
@@ -310,7 +328,9 @@ def test_integer_dtypes(dtype: str) -> None:
 
 
 def test_32_bits_are_for_biases() -> None:
-    """Sums of products of 8-bit codes have 32 bits; a weight or an activation of 32 is refused."""
+    """Sums of products of 8-bit codes have 32 bits; a weight or an activation of 32 is
+    refused.
+    """
     found = spec("bias", dtype="int32")
     assert (found.bit_width, found.signed, found.symmetric) == (32, True, True)
     for role in set(ROLE_OF) - {"bias"}:
@@ -382,7 +402,9 @@ def test_every_word_of_the_enumerations_is_read() -> None:
 
 @pytest.mark.parametrize("role", ["weight", "bias"])
 def test_weights_are_quantized_ahead_of_time(role: str) -> None:
-    """Post training dynamic quantization: quantizes the weights ahead of time, activations at runtime."""
+    """Post training dynamic quantization: quantizes the weights ahead of time, activations at
+    runtime.
+    """
     assert not spec(role, dtype="int8", is_dynamic=True).is_dynamic
     assert spec("input_tensors", dtype="int8", is_dynamic=True).is_dynamic
 
@@ -447,8 +469,9 @@ def test_every_value_knows_its_key() -> None:
 
 def test_an_inherited_value_keeps_the_place_of_the_wider_level() -> None:
     text = (
-        '{"global_quant_config": {"weight": {"dtype": "int8", "ch_axis": 0}},\n"layer_quant_config": {"fc": {"weight": \
-{"dtype": "int8", "qscheme": "per_channel"}}}}'
+        '{"global_quant_config": {"weight": {"dtype": "int8", "ch_axis": '
+        '0}},\n"layer_quant_config": {"fc": {"weight": '
+        '{"dtype": "int8", "qscheme": "per_channel"}}}}'
     )
     config = check_document(parse_document(Text("net.json", text))).require()
     found = rule(config, 'layer_quant_config["fc"]').fields["weights"]
@@ -479,7 +502,8 @@ ALGORITHMS = {
         "group_size": 128,
         "damp_percent": 0.01,
         "desc_act": True,
-        "static_groups": True,  # the documented False goes with the documented desc_act in no version
+        # The documented False goes with the documented desc_act in no version
+        "static_groups": True,
         "true_sequential": True,
         "inside_layer_modules": None,
         "model_decoder_layers": None,

@@ -1,4 +1,6 @@
-"""What a level of the hierarchical form inherits and what it does not; where conflicts between levels are told."""
+"""What a level of the hierarchical form inherits and what it does not; where conflicts between
+levels are told.
+"""
 
 from __future__ import annotations
 

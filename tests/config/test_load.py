@@ -1,4 +1,6 @@
-"""What a config says once it is loaded: settings, rules in the file's order, and where each value stands."""
+"""What a config says once it is loaded: settings, rules in the file's order, and where each
+value stands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every key of a valid file, misspelt, of a wrong type or with another's value: an error on its line, and a hint."""
+"""Every key of a valid file, misspelt, of a wrong type or with another's value: an error on its
+line, and a hint.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,8 @@ WORDS = [
     {},
     "x",
 ]
-EVERY_WORD = (
-    "example",
-    "weight_int4_group",
-)  # a file of each form; the others have the same keys, so a third does
+# A file of each form; the others have the same keys, so a third does
+EVERY_WORD = ("example", "weight_int4_group")
 MAY_BE = {
     "onnx_opset_version": {8},
     "percentage": {8, 0.5},
@@ -179,7 +179,9 @@ def test_any_json_value_gives_diagnostics_only(value: dict[str, Any]) -> None:
 
 
 def assert_fixes_end(source: Text, before: tuple[Diagnostic, ...]) -> None:
-    """What fixes leave was there before, or inside what they made readable, and there is nothing more to fix."""
+    """What fixes leave was there before, or inside what they made readable, and there is
+    nothing more to fix.
+    """
     text, count = fixed(source)
     left = check_document(parse_document(text)).diagnostics
     assert [found.fixes for found in left if found.fixes] == []

@@ -1,4 +1,6 @@
-"""Files that cannot be read as JSON, beyond what tests/cases holds; and the places of keys and values."""
+"""Files that cannot be read as JSON, beyond what tests/cases holds; and the places of keys and
+values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The rule book itself: both schemas are sound, editors and terminal agree, and generated files are fresh."""
+"""The rule book itself: both schemas are sound, editors and terminal agree, and generated files
+are fresh.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,9 @@ def test_editor_and_terminal_agree_on_an_overall_block(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["DPU", "CPU"])
 def test_editor_and_terminal_agree_where_blocks_are_merged(device: str) -> None:
-    """At the top and in an entry: overall blocks, blocks of some tensors, lists of tensors, drawn at random."""
+    """At the top and in an entry: overall blocks, blocks of some tensors, lists of tensors,
+    drawn at random.
+    """
     draw = random.Random(device)
     verdicts = Counter[bool]()
     for _ in range(300):
@@ -149,7 +153,9 @@ def test_editor_and_terminal_agree_where_blocks_are_merged(device: str) -> None:
 
 
 def level(draw: random.Random, device: str) -> dict[str, Any]:
-    """The blocks of a file or of an entry; half of the words are those that every device takes."""
+    """The blocks of a file or of an entry; half of the words are those that every device
+    takes.
+    """
     sound = json.loads(
         (ROOT / "configs" / f"{'dpu' if device == 'DPU' else 'default'}.json").read_text(
             "utf-8"

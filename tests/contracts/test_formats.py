@@ -1,4 +1,6 @@
-"""What every floating-point format promises: its own values stay, all others become the nearest finite one."""
+"""What every floating-point format promises: its own values stay, all others become the nearest
+finite one.
+"""
 
 import json
 import math
@@ -12,7 +14,8 @@ from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 
 CAST_BY_TORCH = ["float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 SMALL = ["fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6", "mx9"]
-# Finite values >= 0 of OCP MX v1.0, tables 3 to 6 (E3M2 by exponent: subnormals, then four values each).
+# Finite values >= 0 of OCP MX v1.0, tables 3 to 6 (E3M2 by exponent: subnormals, then four
+# values each).
 GRIDS = {
     "fp4": [0, 0.5, 1, 1.5, 2, 3, 4, 6],
     "fp6_e2m3": [k / 8 for k in range(16)]
@@ -91,9 +94,8 @@ def test_between_two_values_the_nearer_one_is_taken_and_of_a_tie_every_second(na
     values = values_of(name).to(dtype)
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2
-    exact = (middle - low == high - middle) & (
-        middle > low
-    )  # in float32 the middle of two bfloat16 subnormals is none
+    # In float32 the middle of two bfloat16 subnormals is none
+    exact = (middle - low == high - middle) & (middle > low)
     for toward, nearest in ((low, low), (high, high)):
         beside = torch.nextafter(middle, toward)
         assert torch.equal(cast_round_trip_(beside[exact].clone(), name), nearest[exact])

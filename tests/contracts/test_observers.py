@@ -126,9 +126,8 @@ def test_scale_and_zero_point_fit_the_grid_and_the_data(spec):
     )
     error = (x - quantized(x, spec, qparams)).abs()
     step = scale / 2 if spec.round_mode in NEAREST else scale
-    assert (error <= step + x.abs() * 2.0**-22)[
-        inside
-    ].all()  # float32 resolves 2^-23 of a value
+    # Float32 resolves 2^-23 of a value
+    assert (error <= step + x.abs() * 2.0**-22)[inside].all()
     assert inside.float().mean() > (0.9 if spec.bit_width >= 8 else 0.3)
 
 

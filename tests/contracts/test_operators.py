@@ -1,4 +1,6 @@
-"""What each row of the table of operators says of axes and channels is what torch computes, no more and no less."""
+"""What each row of the table of operators says of axes and channels is what torch computes, no
+more and no less.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def random(*shape: int) -> Tensor:
 def case(
     overload: str = "default", of: Tensor | None = None, **arguments: Any
 ) -> tuple[str, Tensor, dict[str, Any]]:
-    """A call: its overload, what is followed, and its arguments, the first of them `X` unless another one is."""
+    """A call: its overload, what is followed, and its arguments, the first of them `X` unless
+    another one is.
+    """
     is_named = X.name in references(arguments)
     return (
         overload,
@@ -140,7 +144,9 @@ TABLE = [
 
 @dataclass(frozen=True)
 class Called:
-    """A graph of one call: its node, the value `x` that is followed, and the call as a function of it."""
+    """A graph of one call: its node, the value `x` that is followed, and the call as a function
+    of it.
+    """
 
     labels: ChannelLabels
     node: Node
@@ -243,7 +249,9 @@ def shifts(here: Called, axis: int, values: Tensor) -> bool:
 
 
 def turns(here: Called, axis: int, values: Tensor) -> bool:
-    """Where the row says so, along the axis that `moved` finds, if it finds one; else along the same axis."""
+    """Where the row says so, along the axis that `moved` finds, if it finds one; else along the
+    same axis.
+    """
     rotates = Commutes.ROTATIONS in here.node.row.commutes
     after = here.labels.moved(here.node, axis) if rotates else axis
     if len(values) == 1 or after is None:

@@ -91,7 +91,9 @@ def test_what_cannot_fold_is_quantized_and_found_by_its_type(tmp_path: Path) -> 
 
 
 def folded(module: nn.Module, *shape: int) -> tuple[Graph, float]:
-    """The folded graph, and how far its output is from the model's relative to the model's largest value."""
+    """The folded graph, and how far its output is from the model's relative to the model's
+    largest value.
+    """
     torch.manual_seed(1)
     shake(module)
     x = torch.randn(*shape)
@@ -148,7 +150,9 @@ def test_batch_norm_folds(
 
 
 class Moved(nn.Module):
-    """A batch norm behind a linear layer whose outputs are moved; `reads` is what else reads them."""
+    """A batch norm behind a linear layer whose outputs are moved; `reads` is what else reads
+    them.
+    """
 
     def __init__(
         self,
@@ -167,15 +171,14 @@ class Moved(nn.Module):
 
 
 MOVES: list[tuple[str, Callable[[], Moved]]] = [
-    (
-        "rows together",
-        lambda: Moved(lambda y: y.flatten(0, 1), lambda x, y: x.reshape_as(y)),
-    ),  # as in LeViT
+    # As in LeViT
+    ("rows together", lambda: Moved(lambda y: y.flatten(0, 1), lambda x, y: x.reshape_as(y))),
     ("viewed back", lambda: Moved(lambda y: y.view(-1, 6), lambda x, y: x.view_as(y))),
+    # PatchTST
     (
         "channels second",
         lambda: Moved(lambda y: y.transpose(1, 2), lambda x, y: x.transpose(1, 2)),
-    ),  # PatchTST
+    ),
     ("twice", lambda: Moved(lambda y: y.permute(0, 2, 1).reshape(-1, 6, 5))),
     ("the first token", lambda: Moved(lambda y: y[:, 0])),
 ]
@@ -233,7 +236,9 @@ def test_batch_norm_folds_through_a_concatenation(dim: int) -> None:
 
 
 class JoinedAndMoved(nn.Module):
-    """A batch norm after a concatenation of two linear layers: channels become the second axis before it or after."""
+    """A batch norm after a concatenation of two linear layers: channels become the second axis
+    before it or after.
+    """
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()

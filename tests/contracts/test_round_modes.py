@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 
-# Half-way cases of the rounding kernels of pytorch_nndct 3.5 (methods 2, 3, 6 and 8), observed by running them.
+# Half-way cases of the rounding kernels of pytorch_nndct 3.5 (methods 2, 3, 6 and 8), observed
+# by running them.
 POINTS = [-2.5, -1.5, -0.7, -0.5, -0.3, 0.49999997, 0.5, 1.5, 2.5, 3.5]
 HALF_WAY = {
     "half_up": [-2, -1, -1, 0, 0, 0, 1, 2, 3, 4],

@@ -1,4 +1,6 @@
-"""The words of a `QuantizationSpec` are those that can be carried out: types, registries and schema agree."""
+"""The words of a `QuantizationSpec` are those that can be carried out: types, registries and
+schema agree.
+"""
 
 from __future__ import annotations
 

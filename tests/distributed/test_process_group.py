@@ -1,4 +1,6 @@
-"""Exchanges between ranks: values in the order of ranks, sums in float64, NaN kept, and ranks that diverge told."""
+"""Exchanges between ranks: values in the order of ranks, sums in float64, NaN kept, and ranks
+that diverge told.
+"""
 
 from __future__ import annotations
 

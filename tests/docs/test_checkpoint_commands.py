@@ -1,4 +1,6 @@
-"""docs/language_models.md: from a Hugging Face folder to generated text in five commands, run as they are written."""
+"""docs/language_models.md: from a Hugging Face folder to generated text in five commands, run
+as they are written.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,17 @@ from documented import Commands
 
 from quantizer.export import EXPORTERS
 
-TEXT = "It is a truth universally acknowledged, that a sentence in want of readers must be repeated. "
+TEXT = (
+    "It is a truth universally acknowledged, that a sentence in want of readers must be "
+    "repeated. "
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a LLaMA in bfloat16 whose layers have 128 inputs, a tokenizer of bytes, and a text."""
+    """With a LLaMA in bfloat16 whose layers have 128 inputs, a tokenizer of bytes, and a
+    text.
+    """
     for package in (*EXPORTERS["compressed-tensors"].needs, "tokenizers"):
         pytest.importorskip(package, reason="needs quantizer-torch[llm]")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,4 +1,6 @@
-"""action.yml and docs/ci.md: each command runs as it is written, with the inputs that a workflow gives it."""
+"""action.yml and docs/ci.md: each command runs as it is written, with the inputs that a
+workflow gives it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def repository(tmp_path: Path) -> Path:
 
 
 def shell(command: str, folder: Path, code: int = 0, **variables: str) -> str:
-    """What bash prints, as a step of Actions or a job of GitLab runs it: it ends with the first command that fails."""
+    """What bash prints, as a step of Actions or a job of GitLab runs it: it ends with the first
+    command that fails.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
     env.pop("COLUMNS", None)

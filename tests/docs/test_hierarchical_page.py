@@ -1,4 +1,6 @@
-"""docs/hierarchical.md: each file in it is read, and each command prints the lines that the page shows."""
+"""docs/hierarchical.md: each file in it is read, and each command prints the lines that the
+page shows.
+"""
 
 from __future__ import annotations
 

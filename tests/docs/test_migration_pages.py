@@ -1,9 +1,10 @@
-"""The pages for those who come from another tool: what they say to write here runs, and every word of ours exists.
+"""The pages for those who come from another tool: what they say to write here runs, and every
+word of ours exists.
 
-A block ```py is code of the other tool, which does not run. Blocks ```python run one after the other, as in a notebook;
-those below "As `file`:" are files first, like ```json. Blocks that begin with `$ quantizer` print the lines below each
-command. In tables, what stands as code in a column "here" or "for the same as there" is an option, a key, a value, a
-name or a file of ours.
+A block ```py is code of the other tool, which does not run. Blocks ```python run one after the
+other, as in a notebook; those below "As `file`:" are files first, like ```json. Blocks that
+begin with `$ quantizer` print the lines below each command. In tables, what stands as code in a
+column "here" or "for the same as there" is an option, a key, a value, a name or a file of ours.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ DOCUMENTED = {
     "quark.torch.quantization.config.config": "Config QuantizationConfig QuantizationSpec "
     "SmoothQuantConfig AWQConfig GPTQConfig",
     "quark.torch.quantization.config.type": "Dtype QSchemeType ScaleType RoundType DeviceType",
-    "quark.torch.quantization.observer.observer": "PerTensorMinMaxObserver PerChannelMinMaxObserver "
+    "quark.torch.quantization.observer.observer": "PerTensorMinMaxObserver "
+    "PerChannelMinMaxObserver "
     "PerTensorPercentileObserver PerTensorMSEObserver",
 }
 """The classes that Quark's public pages import, by module."""
@@ -180,7 +182,9 @@ def _exists(word: str) -> bool:
 
 
 def _is_part_of_a_config(part: dict[str, Any]) -> bool:
-    """Whether an algorithm, or the spec of a weight or of an input, is read without an error."""
+    """Whether an algorithm, or the spec of a weight or of an input, is read without an
+    error.
+    """
     weight = {"dtype": "int8"}
     levels: list[dict[str, Any]] = [{"weight": part}, {"weight": weight, "input_tensors": part}]
     documents = [{"global_quant_config": level} for level in levels]
@@ -213,7 +217,9 @@ def _options(command: click.Command | None) -> set[str]:
 
 @cache
 def _words() -> set[str]:
-    """Keys and values of both file forms, fields and names of Python, operators by their torch names."""
+    """Keys and values of both file forms, fields and names of Python, operators by their torch
+    names.
+    """
 
     def inside(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
@@ -244,7 +250,9 @@ def _words() -> set[str]:
 
 @cache
 def _files() -> set[str]:
-    """Result files and presets: those that docs/run.md lists, what deploys, and what a model in place is saved as."""
+    """Result files and presets: those that docs/run.md lists, what deploys, and what a model in
+    place is saved as.
+    """
     listed = set(
         re.findall(r"`([\w<>]+\.\w[\w.]*)`", (ROOT / "docs" / "run.md").read_text("utf-8"))
     )
@@ -257,18 +265,14 @@ def _files() -> set[str]:
         "model.safetensors",
         "quantizer.json",
     }
-    return {
-        *listed,
-        *presets,
-        *exported,
-        "scale",
-        "zero_point",
-        "position",
-    }  # the last are keys of quant_info.json
+    # The last are keys of quant_info.json
+    return {*listed, *presets, *exported, "scale", "zero_point", "position"}
 
 
 def _is_name(word: str) -> bool:
-    """A dotted name that is there, such as `quantizer.calibrate(model, config, data)` or `result.save(folder)`."""
+    """A dotted name that is there, such as `quantizer.calibrate(model, config, data)` or
+    `result.save(folder)`.
+    """
     path, _, arguments = word.partition("(")
     root, *rest = path.split(".")
     roots = {

@@ -1,4 +1,6 @@
-"""docs/deploy.md: from the README's model to an .onnx file that runs in 8 bits, in five commands, run as written."""
+"""docs/deploy.md: from the README's model to an .onnx file that runs in 8 bits, in five
+commands, run as written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/run.md has a section with a command for every option of a run, and none that is not one."""
+"""docs/run.md has a section with a command for every option of a run, and none that is not
+one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The pages as a site: all are in its navigation, links lead somewhere, and the tutorial runs as it is written."""
+"""The pages as a site: all are in its navigation, links lead somewhere, and the tutorial runs
+as it is written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/walkthrough.md: from five mistakes to a gate, in at most twelve commands, run as they are written."""
+"""docs/walkthrough.md: from five mistakes to a gate, in at most twelve commands, run as they
+are written.
+"""
 
 from __future__ import annotations
 

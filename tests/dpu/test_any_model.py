@@ -1,4 +1,6 @@
-"""Whatever a model is made of: the DPU's verdict, alignment and exact run say something about it, and none breaks."""
+"""Whatever a model is made of: the DPU's verdict, alignment and exact run say something about
+it, and none breaks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the DPU computes in another way: only on the DPU, with its constants, and in the generated code bit for bit."""
+"""What the DPU computes in another way: only on the DPU, with its constants, and in the
+generated code bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,8 @@ def test_hard_activations_have_the_integer_form() -> None:
     sixth = 2731 / 16384
     hardsigmoid = [min(max(v + 3, 0), 6) * sixth for v in x.tolist()]
     torch.testing.assert_close(on_dpu(F.hardsigmoid, x), torch.tensor(hardsigmoid))
-    # In 8 bits at position 7: 2 * 2731 / 16384 = 42.67 / 128 is 43, one half is 64, and 6/6 is cut to 127.
+    # In 8 bits at position 7: 2 * 2731 / 16384 = 42.67 / 128 is 43, one half is 64, and 6/6 is
+    # cut to 127.
     gates = [0, 0, 43, 64, 85, 127, 127]
     expected = [v * g / 128 for v, g in zip(x.tolist(), gates, strict=True)]
     assert on_dpu(F.hardswish, x).tolist() == expected
@@ -120,9 +123,8 @@ def test_other_devices_compute_what_the_model_computes(device: str) -> None:
             Network(passed(module, example(), device))(example()),
             module(example()),
         )
-    torch.testing.assert_close(
-        found, expected, rtol=0, atol=1e-6
-    )  # sums are in another order on some processors
+    # Sums are in another order on some processors
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The DPU's integers are the simulation code for code: convolutions, elementwise, pooling, concat, every rounding."""
+"""The DPU's integers are the simulation code for code: convolutions, elementwise, pooling,
+concat, every rounding.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def respecified(
 
 
 def test_the_integers_are_those_of_exact_arithmetic() -> None:
-    """One output value by Python's fractions alone: codes, bias shift, shift_cut, half_up, the clip."""
+    """One output value by Python's fractions alone: codes, bias shift, shift_cut, half_up, the
+    clip.
+    """
     torch.manual_seed(0)
     graph, solution = calibrated(planned(nn.Conv2d(4, 3, 1)))
     layer = quantized_network(graph, solution)

@@ -1,4 +1,6 @@
-"""Aligned positions are inside the DPU's limits, whatever calibration found; each move is told."""
+"""Aligned positions are inside the DPU's limits, whatever calibration found; each move is
+told.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ def conv(weights: int, bias: int, made: int, read: int = 6) -> tuple[Graph, dict
     }
 
 
-# (weights, bias, output) at input position 6, before and after: the limits of pytorch_nndct 3.5, shift_cut in [0, 16]
-# and shift_bias in [min(0, shift_cut - 16), 16].
+# (weights, bias, output) at input position 6, before and after: the limits of pytorch_nndct
+# 3.5, shift_cut in [0, 16] and shift_bias in [min(0, shift_cut - 16), 16].
 SHIFTS = {
     "inside": ((7, 9, 5), (7, 9, 5)),
     "the output is finer than the products": ((2, 6, 11), (2, 6, 8)),
@@ -168,7 +170,9 @@ def test_aligned_positions_are_inside_the_limits(
 
 
 def test_a_circle_of_ties_ends() -> None:
-    """The output of `a` and what it reads share one position, and the weights are coarser than the limit allows."""
+    """The output of `a` and what it reads share one position, and the weights are coarser than
+    the limit allows.
+    """
 
     class Circle(nn.Module):
         def __init__(self) -> None:

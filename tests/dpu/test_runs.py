@@ -1,4 +1,6 @@
-"""The command line on the DPU: `--exact` on whole models, what it refuses, and what calibration tells of positions."""
+"""The command line on the DPU: `--exact` on whole models, what it refuses, and what calibration
+tells of positions.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,10 @@ def test_calibration_tells_and_keeps_what_it_aligned(
     entries = json.loads((out / "quant_info.json").read_text())["tensors"][
         "Sequential::Sequential/Conv2d[0]/conv2d"
     ]
-    told = f"note: weights of Sequential::Sequential/Conv2d[0]/conv2d: {entries['weights']['notes'][-1]}"
+    told = (
+        "note: weights of Sequential::Sequential/Conv2d[0]/conv2d: "
+        f"{entries['weights']['notes'][-1]}"
+    )
     assert told in notes
     assert told.split(" -> ")[1].startswith(f"{entries['weights']['position']}: ")
     assert (

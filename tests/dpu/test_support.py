@@ -1,4 +1,6 @@
-"""Which layers the DPU can run, and why not, by the table of UG1414; and what `inspect --target DPU` prints."""
+"""Which layers the DPU can run, and why not, by the table of UG1414; and what `inspect --target
+DPU` prints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What test mode holds of a model: the float network and the quantized one have in common what they can."""
+"""What test mode holds of a model: the float network and the quantized one have in common what
+they can.
+"""
 
 from __future__ import annotations
 

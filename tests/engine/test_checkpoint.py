@@ -1,4 +1,6 @@
-"""A checkpoint survives a stop at any write: what comes back is the last whole snapshot or the one before it."""
+"""A checkpoint survives a stop at any write: what comes back is the last whole snapshot or the
+one before it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class KilledError(Exception):
 
 
 def snapshots() -> list[Snapshot]:
-    """Three states: a tensor that stays, one that changes, one under two names, one that comes and goes."""
+    """Three states: a tensor that stays, one that changes, one under two names, one that comes
+    and goes.
+    """
     kept, shared = torch.arange(4.0), torch.ones(2, dtype=torch.int32)
     contents: list[dict[str, Tensor]] = [
         {"kept": kept, "changing": torch.zeros(3)},
@@ -135,7 +139,9 @@ def test_a_stop_at_any_write_leaves_a_whole_snapshot(
 def test_another_runs_files_never_mix_with_this_ones(
     resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run takes over the checkpoint of one that was stopped: a kill in between leaves that as it was."""
+    """A run takes over the checkpoint of one that was stopped: a kill in between leaves that as
+    it was.
+    """
     Checkpoint(tmp_path, "stage", KEY).save(snapshots()[1])
     fresh = Checkpoint(tmp_path, "stage", KEY)
     if resume:

@@ -1,4 +1,6 @@
-"""A result folder holds quantized parameters as codes, and they give test mode's values back without rounding again."""
+"""A result folder holds quantized parameters as codes, and they give test mode's values back
+without rounding again.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def weights_of(calibration: Calibration, found: Solution) -> dict[str, Tensor]:
 def test_weights_are_an_eighth_of_float32_and_come_back_exactly(
     weights: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Codes times their scale, rounded down once more, would be the code below where the product is a bit too small."""
+    """Codes times their scale, rounded down once more, would be the code below where the
+    product is a bit too small.
+    """
     calibration, found = calibrated(weights, exclude=("conv1",))
     read = written(tmp_path, calibration, found)
     stored, graph = load_file(tmp_path / "weights.safetensors"), calibration.plan.graph
@@ -97,9 +101,8 @@ def test_replaced_weights_are_stored_as_codes_alone(tmp_path: Path) -> None:
     read = written(tmp_path, calibration, changed)
     assert {name: list(own) for name, own in read.weights.items()} == {CONV: ["weight"]}
     assert torch.equal(read.weights[CONV]["weight"], floats)
-    assert torch.equal(
-        read.rescaled[FC]["weight"], weight
-    )  # the float network is compared with them as they were
+    # The float network is compared with them as they were
+    assert torch.equal(read.rescaled[FC]["weight"], weight)
     assert leaves_equal(weights_of(calibration, read), weights_of(calibration, changed))
 
 

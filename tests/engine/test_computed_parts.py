@@ -1,4 +1,6 @@
-"""Parts of a join keep their bits behind what is computed of them before a layer multiplies it."""
+"""Parts of a join keep their bits behind what is computed of them before a layer multiplies
+it.
+"""
 
 from __future__ import annotations
 
@@ -221,7 +223,9 @@ def test_parts_that_were_observed_otherwise_than_the_whole_keep_their_own_scales
 
 
 class Half(nn.Module):
-    """A network of halves, for which a factor of 2^18 is infinite, and zero times it no number."""
+    """A network of halves, for which a factor of 2^18 is infinite, and zero times it no
+    number.
+    """
 
     def __init__(self) -> None:
         super().__init__()

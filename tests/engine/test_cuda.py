@@ -1,4 +1,6 @@
-"""What `test_devices` shows on a stand-in, on a GPU: the same as on the CPU, up to the order of sums and ties."""
+"""What `test_devices` shows on a stand-in, on a GPU: the same as on the CPU, up to the order of
+sums and ties.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_scales_without_a_search(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gptq", "gptaq", "qronos", "awq", "rotation"])
 def test_algorithms_are_as_good(name: str) -> None:
-    """A search that is at a tie goes on elsewhere, so that outputs are compared and not codes."""
+    """A search that is at a tie goes on elsewhere, so that outputs are compared and not
+    codes.
+    """
     ours, theirs = (
         run("language_model", torch.float32, device, HIERARCHICAL[name])
         for device in (CUDA, CPU)

@@ -1,4 +1,6 @@
-"""Models whose weights stay in their files: the results are those of the same model in memory, at a bounded cost."""
+"""Models whose weights stay in their files: the results are those of the same model in memory,
+at a bounded cost.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,9 @@ def test_results_are_those_in_memory(name: str, folder: Path) -> None:
 def test_results_in_four_bits_are_an_eighth_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a scale of float32 for each 128 weights; what describes them does not grow with them."""
+    """With a scale of float32 for each 128 weights; what describes them does not grow with
+    them.
+    """
     saved(
         tmp_path / "model", llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=3)
     )

@@ -1,4 +1,6 @@
-"""Everything on a second device as on the CPU: nothing is mixed, nothing large goes back. See `strict_device`."""
+"""Everything on a second device as on the CPU: nothing is mixed, nothing large goes back. See
+`strict_device`.
+"""
 
 from __future__ import annotations
 
@@ -185,8 +187,10 @@ GIVE_TO_THE_CPU = {
     "observers/observed_batch.py:counted",
     "observers/observed_batch.py:<genexpr>",
 }
-"""What moves more than single numbers: ranges, histograms, means and scales; what tells parts of outputs apart; which
-scale a column has, once for a layer; and weights, once, for their codes."""
+"""What moves more than single numbers: ranges, histograms, means and scales; what tells parts
+of outputs apart; which scale a column has, once for a layer; and weights, once, for their
+codes.
+"""
 SPILLS = "numerics/deferred.py:bytes_of"
 """What moves values beyond the budget of an activation store into files."""
 
@@ -259,7 +263,9 @@ model = Net
 def test_the_shell_writes_the_same_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With bias correction, the DPU's approximations and its integers, and test mode on the other device."""
+    """With bias correction, the DPU's approximations and its integers, and test mode on the
+    other device.
+    """
     model = tmp_path / "net.py"
     model.write_text(NETWORK)
     given = ["--model", str(model), "--data", "random:4x4x8x8", "-q"]
@@ -289,7 +295,9 @@ def eight_tokens() -> list[dict[str, Tensor]]:
 
 
 def test_weights_in_files_give_the_same_bytes(tmp_path: Path) -> None:
-    """The attention of torch is laid out in another way, so that numbers of modules are not compared."""
+    """The attention of torch is laid out in another way, so that numbers of modules are not
+    compared.
+    """
     folder, found = saved(tmp_path / "model", language_model(torch.bfloat16)), []
     (tmp_path / "config.json").write_text(
         json.dumps({"global_quant_config": {"weight": GROUPS}})
@@ -355,7 +363,9 @@ def test_weights_in_files_are_rounded_as_those_in_memory(
 
 
 def test_weights_that_are_deferred_stay_so_on_a_device() -> None:
-    """Each goes there when it is computed with, so that a model may be larger than the device's memory."""
+    """Each goes there when it is computed with, so that a model may be larger than the device's
+    memory.
+    """
     layer = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
     weight, read = layer[0].weight.detach(), list[int]()
     layer[0].weight = nn.Parameter(

@@ -70,7 +70,8 @@ def test_agreement_counts_samples_over_batches() -> None:
     quantized = quantized_network(graph, Solution({("Doubled::input_0", "input"): COARSE}))
     found = compare(Network(graph), quantized, batches(x, x[1:], x[1:]))
     assert found.metrics()["top1_agreement"] == 1.0
-    # Onto multiples of 0.25: (.30, .37) becomes a tie that the first class wins, (.37, .38) stays apart.
+    # Onto multiples of 0.25: (.30, .37) becomes a tie that the first class wins, (.37, .38)
+    # stays apart.
     close = torch.tensor([[0.30, 0.37, 0.0], [0.37, 0.38, 0.0]])
     found = compare(Network(graph), quantized, batches(close, close[:1]))
     assert found.metrics()["top1_agreement"] == pytest.approx(1 / 3)

@@ -1,4 +1,6 @@
-"""A trace is compared with its model once: what it has frozen is told, and the model is left as it was."""
+"""A trace is compared with its model once: what it has frozen is told, and the model is left as
+it was.
+"""
 
 from __future__ import annotations
 
@@ -135,9 +137,12 @@ def test_random_outputs_are_a_warning_that_names_the_layer(
 
 
 ERRORS = {
-    Counting: "Counting gives another output when it is called again on the same batch: it changes calls in forward()",
+    Counting: "Counting gives another output when it is called again on the same batch: it "
+    "changes "
+    "calls in forward()",
     Counted: "it changes calls in forward()",
-    Otherwise: "the trace of Otherwise computes something else than Otherwise: outputs differ by",
+    Otherwise: "the trace of Otherwise computes something else than Otherwise: outputs differ "
+    "by",
 }
 
 
@@ -274,8 +279,18 @@ def test_a_model_whose_weights_stay_in_files_is_not_run() -> None:
 def test_the_shell_says_so_with_the_models_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = "import torch\nclass Net(torch.nn.Module):\n    n = 0\n    def forward(self, x):\n        self.n += 1\n"
-    code += "        return x * self.n\ndef model(): return Net()\ndef calibration_data(): return [torch.ones(2, 3)]\n"
+    code = (
+        "import torch\nclass Net(torch.nn.Module):\n    n = 0\n    def forward(self, x):\n "
+        " "
+        " "
+        " "
+        "    self.n += 1\n"
+    )
+    code += (
+        "        return x * self.n\ndef model(): return Net()\ndef calibration_data(): "
+        "return "
+        "[torch.ones(2, 3)]\n"
+    )
     (tmp_path / "net.py").write_text(code)
     (tmp_path / "config.json").write_text(json.dumps(document()))
     given = [

@@ -1,4 +1,6 @@
-"""What calibration finds and writes for groups, scaled formats and dynamic ranges, and what it refuses."""
+"""What calibration finds and writes for groups, scaled formats and dynamic ranges, and what it
+refuses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Boxes in pixels and scores below 1, put into one tensor in all the ways that detectors have, keep 8 bits each."""
+"""Boxes in pixels and scores below 1, put into one tensor in all the ways that detectors have,
+keep 8 bits each.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ Body = Callable[["Detector", Tensor, Tensor], Any]
 
 
 class Detector(nn.Module):
-    """Four coordinates in pixels and three scores for each position; `body` puts them together."""
+    """Four coordinates in pixels and three scores for each position; `body` puts them
+    together.
+    """
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -316,7 +320,9 @@ def test_a_folder_with_scaled_parts_is_read_back(tmp_path: Path) -> None:
 
 
 class Unwritten(nn.Module):
-    """Rows of memory that nobody has written to, filled one by one, and added to what filled them."""
+    """Rows of memory that nobody has written to, filled one by one, and added to what filled
+    them.
+    """
 
     def __init__(self, garbage: float) -> None:
         super().__init__()

@@ -1,7 +1,9 @@
-"""The real proof: 3.2 billion parameters in bfloat16, 6.4 GB in shards, are quantized in 4 GB of memory.
+"""The real proof: 3.2 billion parameters in bfloat16, 6.4 GB in shards, are quantized in 4 GB
+of memory.
 
-`pytest -m large tests/engine/test_large_models.py`: an hour and 15 GB of disk. LARGE_LLAMA_LAYERS=1 makes a model of
-one layer instead of 28, which takes as much memory, in minutes.
+`pytest -m large tests/engine/test_large_models.py`: an hour and 15 GB of disk.
+LARGE_LLAMA_LAYERS=1 makes a model of one layer instead of 28, which takes as much memory, in
+minutes.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def control_group() -> Iterator[Path | None]:
-    """With the limit on what is resident, where this user may make one; elsewhere the figure must do."""
+    """With the limit on what is resident, where this user may make one; elsewhere the figure
+    must do.
+    """
     group = limited_group()
     yield group
     if group is not None:
@@ -106,6 +110,7 @@ def test_a_model_larger_than_memory(
     assert done.returncode == 0, done.stderr
     run = json.loads((tmp_path / "quantize_result" / "run.json").read_text(encoding="utf-8"))
     print(
-        f"{LAYERS} layers, {algorithm}: {run['peak_memory_bytes'] / 1e9:.2f} GB, {run['seconds']:.0f} s"
+        f"{LAYERS} layers, {algorithm}: {run['peak_memory_bytes'] / 1e9:.2f} GB, "
+        f"{run['seconds']:.0f} s"
     )
     assert run["peak_memory_bytes"] < LIMIT

@@ -1,4 +1,6 @@
-"""Channels of one value that lie a thousandfold apart keep their bits where layers read them one by one."""
+"""Channels of one value that lie a thousandfold apart keep their bits where layers read them
+one by one.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def depthwise(kernel: int = 3) -> nn.Conv2d:
 
 
 def skewed(*layers: nn.Module) -> nn.Module:
-    """The layers, with values between them as wide as RANGES, for which the last layer makes up."""
+    """The layers, with values between them as wide as RANGES, for which the last layer makes
+    up.
+    """
     convolutions = [
         layer for layer in layers if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)
     ]
@@ -112,7 +116,9 @@ def levels(folder: Path) -> dict[str, list[int]]:
 
 
 def normalizing() -> nn.Module:
-    """Weights that are far apart, as their inputs are: what they make is level, whatever weights say."""
+    """Weights that are far apart, as their inputs are: what they make is level, whatever
+    weights say.
+    """
     model = skewed(depthwise(1), nn.ReLU(), depthwise())
     model[2].weight.data *= RANGES.view(8, 1, 1, 1)  # type: ignore[index, union-attr, operator]
     model[0].bias.data /= RANGES  # type: ignore[index, union-attr, operator]

@@ -1,4 +1,6 @@
-"""A quantized network of no use is told where the loss begins, and which tensor to leave in float."""
+"""A quantized network of no use is told where the loss begins, and which tensor to leave in
+float.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ CONFIG = document(quantizable_data_type=["weights", "activation"])
 
 
 class Outlier(nn.Module):
-    """The second layer's first channel is ten thousand times as large as the others, and the third one ignores it."""
+    """The second layer's first channel is ten thousand times as large as the others, and the
+    third one ignores it.
+    """
 
     def __init__(self, size: float) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Outputs and their parts have figures of their own, whatever joins them, and a lost one is seen and named."""
+"""Outputs and their parts have figures of their own, whatever joins them, and a lost one is
+seen and named.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ CPU = torch.device("cpu")
 
 
 class Head(nn.Module):
-    """Boxes in pixels [b, 4, 16] and scores between 0 and 1 [b, 3, 16], put together by `join`."""
+    """Boxes in pixels [b, 4, 16] and scores between 0 and 1 [b, 3, 16], put together by
+    `join`.
+    """
 
     def __init__(self, join: Callable[[Head, Tensor, Tensor], Any]) -> None:
         super().__init__()

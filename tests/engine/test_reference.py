@@ -1,4 +1,6 @@
-"""Outputs are compared with the user's model, whatever passes made of it; biases are absorbed where data allow it."""
+"""Outputs are compared with the user's model, whatever passes made of it; biases are absorbed
+where data allow it.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def ratio_db(exact: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 def decisions(folder: Path) -> dict[str, bool]:
-    """For each first layer, by the attribute of its module, whether the next one absorbs its high biases."""
+    """For each first layer, by the attribute of its module, whether the next one absorbs its
+    high biases.
+    """
     header = json.loads((folder / "quant_info.json").read_text())["header"]
     rows = header["absorption"]["layers"]
     return {
@@ -146,7 +150,9 @@ def test_the_figure_is_against_the_users_model_and_passes_have_one_of_their_own(
 def test_a_conversion_alone_is_as_far_from_the_model_as_passes_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And files may differ from test mode by what quantization costs, however much a conversion does."""
+    """And files may differ from test mode by what quantization costs, however much a conversion
+    does.
+    """
     model, data = network(nn.ReLU6()), images(2, 1.0, seed=1)
     calibrated = quantizer.calibrate(model, CPU | {"convert_relu6_to_relu": True}, data)
     figures = calibrated.test().to_json()["passes"]

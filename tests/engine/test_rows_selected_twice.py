@@ -1,4 +1,6 @@
-"""Rows that are selected, and then selected again from among these, are matched by where they were at first."""
+"""Rows that are selected, and then selected again from among these, are matched by where they
+were at first.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ PLACES = 64
 
 
 class Detector(nn.Module):
-    """Boxes [b, 64, 4], scores [b, 64, 3] and the number of each row [b, 64]; `select` chooses among the rows."""
+    """Boxes [b, 64, 4], scores [b, 64, 3] and the number of each row [b, 64]; `select` chooses
+    among the rows.
+    """
 
     def __init__(self, select: Select) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The digits example: its shipped weights are right, and they are what its training script saves."""
+"""The digits example: its shipped weights are right, and they are what its training script
+saves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Fast finetuning on a real network and real photos: it wins back what 4-bit weights lose against 8-bit ones."""
+"""Fast finetuning on a real network and real photos: it wins back what 4-bit weights lose
+against 8-bit ones.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,14 @@ EIGHT_BITS_DB = 18.68  # what configs/cpu_int8.json reaches without corrections
 def test_finetuning_wins_back_a_third_of_the_decibels_that_four_bits_lose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Crops of eight photos to learn from, foolbox's 20 photos to score, which were not seen before."""
+    """Crops of eight photos to learn from, foolbox's 20 photos to score, which were not seen
+    before.
+    """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(
-            f"needs the packages of the EfficientNet example (make test installs them): {', '.join(missing)}"
+            "needs the packages of the EfficientNet example (make test installs them): "
+            f"{', '.join(missing)}"
         )
     content = json.loads((ROOT / "configs" / "cpu_int8.json").read_text())
     content["include_bias_corr"] = False
@@ -54,7 +59,8 @@ def test_finetuning_wins_back_a_third_of_the_decibels_that_four_bits_lose(
     regained = (found["adaround"] - found["plain"]) / lost
     with capsys.disabled():
         print(
-            f"\nEfficientNet-Lite0 W4A8, logit SQNR in dB: {found}; regained of {lost:.1f} dB: {regained:.0%}"
+            f"\nEfficientNet-Lite0 W4A8, logit SQNR in dB: {found}; regained of {lost:.1f} "
+            f"dB: {regained:.0%}"
         )
     assert lost > 10
     assert regained >= 1 / 3

@@ -1,4 +1,6 @@
-"""The ImageNet examples: ResNet-18 takes torchvision's weights; EfficientNet-Lite0 is right on real photos."""
+"""The ImageNet examples: ResNet-18 takes torchvision's weights; EfficientNet-Lite0 is right on
+real photos.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ RESNET18 = EXAMPLES / "imagenet_resnet18.py"
 
 
 def torchvision_resnet18() -> dict[str, list[int]]:
-    """Names and shapes of torchvision's public `resnet18` state dict (models/resnet.py, He et al. 2015, table 1)."""
+    """Names and shapes of torchvision's public `resnet18` state dict (models/resnet.py, He et
+    al. 2015, table 1).
+    """
 
     def batch_norm(name: str, width: int) -> dict[str, list[int]]:
         return {

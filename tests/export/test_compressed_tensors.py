@@ -1,4 +1,6 @@
-"""The compressed-tensors target as transformers loads it: every format, the traps of its readers, what is refused."""
+"""The compressed-tensors target as transformers loads it: every format, the traps of its
+readers, what is refused.
+"""
 
 from __future__ import annotations
 
@@ -129,9 +131,8 @@ SEVERAL = config(
 def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) -> None:
     given, layout = FORMATS[name]
     found = calibrated(given).export(TARGET, tmp_path / "out")
-    bound = (
-        1e-6 if "dynamic" in name else 0.0
-    )  # the reader finds ranges in float32, test mode in float64
+    # The reader finds ranges in float32, test mode in float64
+    bound = 1e-6 if "dynamic" in name else 0.0
     assert found.max_difference <= bound
     assert found.remarks == ("no tokenizer is copied: the model does not come from a folder",)
     quantization = written(tmp_path / "out")["quantization_config"]
@@ -167,7 +168,9 @@ def test_several_widths_are_disjoint_groups_by_exact_name(tmp_path: Path) -> Non
 
 
 def test_packed_asymmetric_weights_say_how_they_are_loaded(tmp_path: Path) -> None:
-    """compressed-tensors 0.18 to 0.20 cannot load them by default, and with several groups in no other way either."""
+    """compressed-tensors 0.18 to 0.20 cannot load them by default, and with several groups in
+    no other way either.
+    """
     asymmetric = integer(4, symmetric=False, **GROUP)
     found = calibrated(config(asymmetric)).export(TARGET, tmp_path / "out")
     assert found.max_difference == 0.0
@@ -183,9 +186,8 @@ def test_packed_asymmetric_weights_say_how_they_are_loaded(tmp_path: Path) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mxfp4_is_loaded_by_default_in_bfloat16(dtype: torch.dtype, tmp_path: Path) -> None:
     found = calibrated(config(MXFP4), llama().to(dtype)).export(TARGET, tmp_path / "out")
-    assert found.max_difference <= (
-        0.0 if dtype == torch.float32 else 0.01
-    )  # bfloat16 sums differ in order
+    # Bfloat16 sums differ in order
+    assert found.max_difference <= (0.0 if dtype == torch.float32 else 0.01)
     assert any("dequantize=True" in remark for remark in found.remarks) == (
         dtype == torch.float32
     )
@@ -199,7 +201,9 @@ def test_mxfp4_is_loaded_by_default_in_bfloat16(dtype: torch.dtype, tmp_path: Pa
 def test_nvfp4_has_a_scale_for_each_tensor_and_group(
     dtype: torch.dtype, algorithm: Spec, tmp_path: Path
 ) -> None:
-    """Readers compute it in bfloat16, to which they round its values, whatever the model's dtype is."""
+    """Readers compute it in bfloat16, to which they round its values, whatever the model's
+    dtype is.
+    """
     found = calibrated(config(NVFP4, **algorithm), llama().to(dtype)).export(
         TARGET, tmp_path / "out"
     )

@@ -1,4 +1,6 @@
-"""Values that are joined are quantized once, in test mode; in a file each is, so that integers make and join them."""
+"""Values that are joined are quantized once, in test mode; in a file each is, so that integers
+make and join them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.slow
 
 
 class Joined(nn.Module):
-    """Convolutions side by side, as in SqueezeNet and U-Nets; what they make may be pooled, or joined again."""
+    """Convolutions side by side, as in SqueezeNet and U-Nets; what they make may be pooled, or
+    joined again.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Deployed files carry bias corrections, exactly: codes where the bias is a multiple of its scale, else floats."""
+"""Deployed files carry bias corrections, exactly: codes where the bias is a multiple of its
+scale, else floats.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def needing(target: str) -> None:
 
 
 class Layers(nn.Module):
-    """Layers of all kinds that are corrected, with a bias and without, side by side in one network."""
+    """Layers of all kinds that are corrected, with a bias and without, side by side in one
+    network.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +99,9 @@ def linear(correction: torch.Tensor) -> Deployment:
     "correction", [0.0, 0.3], ids=["a multiple of the scale", "between its steps"]
 )
 def test_onnx_holds_the_values_of_a_bias(correction: float, tmp_path: Path) -> None:
-    """Not its codes: ONNX Runtime reads those of a convolution as if their scale were that of its sums."""
+    """Not its codes: ONNX Runtime reads those of a convolution as if their scale were that of
+    its sums.
+    """
     onnx = pytest.importorskip("onnx")
     needing("onnx")
     given = linear(torch.full([4], correction))

@@ -1,4 +1,6 @@
-"""Files for --gguf_template that are damaged, hostile or no files: each is refused with a sentence, and soon."""
+"""Files for --gguf_template that are damaged, hostile or no files: each is refused with a
+sentence, and soon.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def behind(content: bytes, name: bytes) -> int:
 
 
 def in_key(name: bytes, form: str, value: int, further: int = 4) -> Callable[[bytes], bytes]:
-    """Changes what stands behind a key: `further` bytes on is its value, or the type of a list's elements."""
+    """Changes what stands behind a key: `further` bytes on is its value, or the type of a
+    list's elements.
+    """
     return lambda content: put(content, behind(content, name) + further, form, value)
 
 

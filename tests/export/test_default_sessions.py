@@ -1,4 +1,6 @@
-"""The shipped presets on the shipped examples, in an ONNX Runtime session as docs/deploy.md opens it."""
+"""The shipped presets on the shipped examples, in an ONNX Runtime session as docs/deploy.md
+opens it.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ CASES = [
 
 
 INT8_SHARES = {"example": 0.9, "dpu": 1 / 11}
-"""Of configs with convolutions whose outputs are rounded by operators in float; all others are in integers."""
+"""Of configs with convolutions whose outputs are rounded by operators in float; all others are
+in integers.
+"""
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """What is in the result folder, and the outputs of test mode and of the file for all evaluation images."""
+    """What is in the result folder, and the outputs of test mode and of the file for all
+    evaluation images.
+    """
 
     folder: Path
     expected: Tensor
@@ -97,9 +103,8 @@ def test_a_default_session_has_test_modes_accuracy(deployed: Deployed) -> None:
     assert ours > 0.98
     assert theirs >= ours - 0.002  # one image of 500
     differing = deployed.expected.argmax(1) != deployed.found.argmax(1)
-    assert (
-        int(differing.sum()) <= 2
-    )  # of 500, and only where test mode's best two are two steps apart at most
+    # Of 500, and only where test mode's best two are two steps apart at most
+    assert int(differing.sum()) <= 2
     first, second = deployed.expected[differing].topk(2).values.T
     (step,) = {
         tensors["activation"]["scale"]
@@ -126,20 +131,20 @@ def test_multiplications_are_in_integers_where_the_config_allows_it(deployed: De
 
 
 def test_nearly_all_codes_are_test_modes(deployed: Deployed) -> None:
-    """Of all batches: at the output, to which every difference adds up, and of each layer made of the same codes."""
+    """Of all batches: at the output, to which every difference adds up, and of each layer made
+    of the same codes.
+    """
     (verified,) = deployed.read("export/verify.json").values()
     found = verified["default_session"]
     assert verified["equal"] >= 0.995
-    assert (
-        found["equal"] >= 0.99
-    )  # one code in a million differs in early layers, and each changes some outputs
+    # One code in a million differs in early layers, and each changes some outputs
+    assert found["equal"] >= 0.99
     assert found["within_step"] >= 0.999
     assert found["top1_agreement"] >= 0.998
     assert len(found["layers"]) > 10
     assert found["first_differing"] is None
     for row in found["layers"]:
         assert row["codes"] % len(deployed.labels) == 0
-        assert (
-            row["differing"] <= 2e-4 * row["codes"]
-        )  # a pair of codes that is frequent may add up to a tie
+        # A pair of codes that is frequent may add up to a tie
+        assert row["differing"] <= 2e-4 * row["codes"]
         assert row["most_steps"] <= 1

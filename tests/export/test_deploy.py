@@ -49,9 +49,8 @@ def test_every_target_on_the_digits(folder: Path, capsys: pytest.CaptureFixture[
     assert set(found) == {f"ResNet{EXPORTERS[target].suffix}" for target in FILES}
     assert found["ResNet.safetensors"]["max_difference"] == 0.0
     for name in ("ResNet.float.pt2", "ResNet.onnx"):
-        assert found[name]["equal"] >= 0.995, (
-            name
-        )  # codes that two correct convolutions may round apart
+        # Codes that two correct convolutions may round apart
+        assert found[name]["equal"] >= 0.995, name
     assert sorted(path.name for path in (folder / "export").iterdir()) == sorted(
         [*found, "verify.json"]
     )

@@ -1,4 +1,6 @@
-"""What ONNX Runtime, OpenVINO and the ONNX reference evaluator make of one default file, output by output."""
+"""What ONNX Runtime, OpenVINO and the ONNX reference evaluator make of one default file, output
+by output.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ LEAST_DB = 40
 
 
 class Branches(nn.Module):
-    """A stem whose values have a zero point, and one output for each thing that is done with them."""
+    """A stem whose values have a zero point, and one output for each thing that is done with
+    them.
+    """
 
     def __init__(self, dims: int, *branches: nn.Module, rectified: bool = False) -> None:
         super().__init__()
@@ -88,7 +92,9 @@ def norms() -> nn.Module:
 
 
 class Warped(nn.Module):
-    """Reads the size of the batch for places and for constants beside values with a zero point."""
+    """Reads the size of the batch for places and for constants beside values with a zero
+    point.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Of equal values, of which there are many among codes, test mode and all files pick the first."""
+"""Of equal values, of which there are many among codes, test mode and all files pick the
+first.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Selecting(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("largest", [True, False])
 def test_test_mode_and_files_pick_the_first(largest: bool, tmp_path: Path) -> None:
-    """The float network has ties, too: of each place there are two, so its trace must pick as the model is seen to."""
+    """The float network has ties, too: of each place there are two, so its trace must pick as
+    the model is seen to.
+    """
     torch.manual_seed(0)
     model, x = Selecting(largest).eval(), torch.randn(4, 400, 8)
     x[:, 200:] = x[:, :200]

@@ -1,4 +1,6 @@
-"""Mixtures of experts in files: each expert's layers by the names that engines know, or a refusal."""
+"""Mixtures of experts in files: each expert's layers by the names that engines know, or a
+refusal.
+"""
 
 from __future__ import annotations
 

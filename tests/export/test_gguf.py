@@ -1,4 +1,6 @@
-"""The gguf target as transformers loads it: every type of blocks, templates, known architectures, what is refused."""
+"""The gguf target as transformers loads it: every type of blocks, templates, known
+architectures, what is refused.
+"""
 
 from __future__ import annotations
 
@@ -128,9 +130,8 @@ def test_widths_may_differ_by_layer_and_float_layers_stay(tmp_path: Path) -> Non
     layers = {"attn_q": "Q4_0", "ffn_down": "Q8_0", "attn_v": "Q5_0", "attn_output": "F32"}
     assert {name: written[f"blk.0.{name}.weight"] for name in layers} == layers
     assert written["token_embd.weight"] == "F32"
-    assert (
-        gguf.GGUFReader(tmp_path / "net.gguf").fields["general.file_type"].contents() == 2
-    )  # mostly Q4_0
+    # Mostly Q4_0
+    assert gguf.GGUFReader(tmp_path / "net.gguf").fields["general.file_type"].contents() == 2
 
 
 ALGORITHMS = {
@@ -184,7 +185,9 @@ def test_one_file_serves_as_the_template_of_the_next_and_two_are_equal(tmp_path:
 def test_rows_that_are_not_permuted_would_be_noticed(
     by_template: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shapes are the same, so readers do not complain; an earlier file does not stay as if it were this one."""
+    """The shapes are the same, so readers do not complain; an earlier file does not stay as if
+    it were this one.
+    """
     model = llama()
     base = template(tmp_path / "base.gguf", model) if by_template else ""
     result = calibrated(preset("gguf_q8_0"), model)
@@ -219,9 +222,8 @@ def test_known_architectures_need_no_template(name: str, tmp_path: Path) -> None
     model = kind(settings).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(
-                torch.randn_like(parameter) * 0.02
-            )  # biases and norms say something, too
+            # Biases and norms say something, too
+            parameter.add_(torch.randn_like(parameter) * 0.02)
     found = calibrated(preset("gguf_q4_0"), model).export("gguf", tmp_path / "net.gguf")
     assert without_remarks(found) == (0.0, 1.0)
 
@@ -261,7 +263,9 @@ def test_a_template_tells_what_is_added_to_norms(tmp_path: Path) -> None:
 
 
 def test_test_mode_counts_what_halfs_round(tmp_path: Path) -> None:
-    """The solution as it runs is the file's, to the last bit, and rounding it again changes nothing."""
+    """The solution as it runs is the file's, to the last bit, and rounding it again changes
+    nothing.
+    """
     result = calibrated(preset("gguf_q5_1"))
     graph, solution = result._calibrated.graph, result._calibrated.solution
     run = as_run(["gguf"], graph, solution)
@@ -316,7 +320,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
             }
         },
         {},
-        r"input of LlamaForCausalLM::.* is quantized at run time, where a \.gguf holds weights alone",
+        r"input of LlamaForCausalLM::.* is quantized at run time, where a \.gguf holds "
+        r"weights alone",
         "llama.cpp rounds inputs to int8 by itself",
     ),
     "fp8": (

@@ -16,7 +16,9 @@ ROWS, COLUMNS = 3, 128
 
 
 def quantized(spec: QuantizationSpec, seed: int = 0) -> QuantizedTensor:
-    """Every code, also the ends of the range, with scales and zero points of a matrix of the spec's groups."""
+    """Every code, also the ends of the range, with scales and zero points of a matrix of the
+    spec's groups.
+    """
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(
         spec.quant_min, spec.quant_max + 1, (ROWS, COLUMNS), generator=generator
@@ -62,9 +64,8 @@ def test_a_block_is_scale_minimum_fifth_bits_and_nibbles() -> None:
     tensor = QuantizedTensor(
         spec, torch.tensor([[0.5]]), torch.tensor([[3]], dtype=torch.int32), codes
     )
-    nibbles = bytes(
-        low | low << 4 for low in range(16)
-    )  # codes j and j + 16 have the same low bits
+    # Codes j and j + 16 have the same low bits
+    nibbles = bytes(low | low << 4 for low in range(16))
     assert (
         bytes(packed(tensor)[0].tolist())
         == struct.pack("<eeI", 0.5, -1.5, 0xFFFF0000) + nibbles
@@ -78,7 +79,9 @@ def test_a_block_is_scale_minimum_fifth_bits_and_nibbles() -> None:
 
 
 def test_scales_are_halfs_and_so_are_minimums() -> None:
-    """For every zero point of 4 and 5 bits; the nearest of them, within half of the last bit that is left."""
+    """For every zero point of 4 and 5 bits; the nearest of them, within half of the last bit
+    that is left.
+    """
     zero_point = torch.arange(32)[:, None]
     scale = torch.logspace(-4, 1, 1001)[None].expand(32, -1)
     found = short_scale(scale, zero_point)

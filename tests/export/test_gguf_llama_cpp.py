@@ -1,4 +1,6 @@
-"""llama.cpp itself, through its CPU binding xllamacpp, on files that are written by a template."""
+"""llama.cpp itself, through its CPU binding xllamacpp, on files that are written by a
+template.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def log_probabilities(path: Path) -> Tensor:
 
 
 def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-    """The input of a product as ggml has it: int8 in blocks of 32, with scales in half precision (Q8_0)."""
+    """The input of a product as ggml has it: int8 in blocks of 32, with scales in half
+    precision (Q8_0).
+    """
     blocks = args[0].reshape(-1, 32)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     codes = torch.where(scale > 0, torch.round(blocks * (1 / scale)), 0.0)
@@ -61,7 +65,9 @@ def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_0", "q4_1", "q5_1"])
 def test_llama_cpp_computes_test_mode_but_for_inputs_in_int8(name: str, tmp_path: Path) -> None:
-    """Types with a minimum also round the sum of a block's inputs, which is not modelled here."""
+    """Types with a minimum also round the sum of a block's inputs, which is not modelled
+    here.
+    """
     model = llama(tie_word_embeddings=True)
     base = template(tmp_path / "base.gguf", model)
     result = quantizer.calibrate(model, ROOT / "configs" / f"gguf_{name}.json", tokens())

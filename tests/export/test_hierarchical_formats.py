@@ -1,4 +1,6 @@
-"""Files of groups, scaled floating-point formats and dynamic ranges: equal to test mode, or refused with layers."""
+"""Files of groups, scaled floating-point formats and dynamic ranges: equal to test mode, or
+refused with layers.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def exported(target: str, given: Deployment, folder: Path) -> float:
 
 
 class Side(nn.Module):
-    """Convolutions and linear layers side by side, one of each for a kind of quantization: one file holds all."""
+    """Convolutions and linear layers side by side, one of each for a kind of quantization: one
+    file holds all.
+    """
 
     def __init__(self, kinds: int) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Operators that only move values: their values keep their scale, and every file computes what test mode does."""
+"""Operators that only move values: their values keep their scale, and every file computes what
+test mode does.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Net(nn.Module):
-    """Each move of what a convolution makes, and another one behind it where it takes the result."""
+    """Each move of what a convolution makes, and another one behind it where it takes the
+    result.
+    """
 
     def __init__(self) -> None:
         super().__init__()

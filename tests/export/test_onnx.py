@@ -87,7 +87,9 @@ def integer_specs(widths: tuple[int, ...]) -> Iterator[QuantizationSpec]:
 def on_nodes(
     module: nn.Module, example: Tensor, role: str, specs: list[QuantizationSpec]
 ) -> Deployment:
-    """The module's compute nodes with one spec each, their range half of what comes, so that values are cut off."""
+    """The module's compute nodes with one spec each, their range half of what comes, so that
+    values are cut off.
+    """
     graph = trace(module.eval(), (example,))
     nodes = [node for node in graph.nodes if node.op in ("mul", "embedding")]
     tensors = {}
@@ -175,10 +177,8 @@ def test_weights_are_stored_as_codes(exported: Callable[[str, str], Written]) ->
         t.name: t.data_type for t in graph.initializer if t.name.endswith(".weights.codes")
     }
     assert len(codes) == 6
-    assert set(codes.values()) == {
-        onnx.TensorProto.UINT8,
-        onnx.TensorProto.INT8,
-    }  # the first layer reads floats
+    # The first layer reads floats
+    assert set(codes.values()) == {onnx.TensorProto.UINT8, onnx.TensorProto.INT8}
     floats = [
         t
         for t in graph.initializer
@@ -196,9 +196,8 @@ def test_the_batch_is_open(batch: int, exported: Callable[[str, str], Written]) 
     expected = replace(given, args=args, kwargs=kwargs).expected[0]
     step = float(given.solution.tensors[given.graph.output.name, "activation"].scale)
     difference = (torch.from_numpy(output) - expected).abs()
-    assert (
-        float(difference.max()) <= step * 1.0001
-    )  # the runtime's own optimizations may move a code by one
+    # The runtime's own optimizations may move a code by one
+    assert float(difference.max()) <= step * 1.0001
     assert float((difference == 0).float().mean()) >= 0.9
 
 

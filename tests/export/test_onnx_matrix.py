@@ -1,4 +1,5 @@
-"""Every operator with every kind of activation, weight and bias, at every operator set, in a default session.
+"""Every operator with every kind of activation, weight and bias, at every operator set, in a
+default session.
 
 One file holds all kinds side by side, so that torch.onnx runs once for each operator set.
 """
@@ -109,7 +110,9 @@ class Branches(nn.Module):
 
 
 def kinds(opset: int) -> Iterator[Kind]:
-    """Every operator with every kind of activation, and layers with every kind of weight, biases in turn."""
+    """Every operator with every kind of activation, and layers with every kind of weight,
+    biases in turn.
+    """
     activations = [name for name in ACTIVATIONS if name != "int16" or opset >= 21]
     biases = cycle(BIASES)
     yield from (
@@ -158,7 +161,9 @@ def _keep(values: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
 
 
 def _is_made(graph: Graph, node: Node) -> bool:
-    """Whether a node makes new values, and not what an activation function after it cuts off."""
+    """Whether a node makes new values, and not what an activation function after it cuts
+    off.
+    """
     cut = any(graph.by_name[name].op == "relu6" for name in graph.consumers[node.name] if name)
     return node.row.kind not in ("structural", "passthrough") and not cut
 
@@ -166,7 +171,9 @@ def _is_made(graph: Graph, node: Node) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [18, 20, 21, 23])
 def test_every_kind_is_test_modes_in_a_default_session(opset: int, tmp_path: Path) -> None:
-    """Every second kind at 18 and 21, the others at 20 and 23: 21 is the set from which optimizers do otherwise."""
+    """Every second kind at 18 and 21, the others at 20 and 23: 21 is the set from which
+    optimizers do otherwise.
+    """
     torch.manual_seed(opset)
     found = list(kinds(opset))[opset in (20, 23) :: 2]
     x = torch.randn(4, 8, 6, 6)
@@ -190,6 +197,7 @@ def test_every_kind_is_test_modes_in_a_default_session(opset: int, tmp_path: Pat
             or float((difference > 1e-6).float().mean()) > 0.01
         ):
             wrong[kind] = (
-                f"{float(difference.max() / one_step):.3g} steps, {float((difference > 1e-6).float().mean()):.2%}"
+                f"{float(difference.max() / one_step):.3g} steps, "
+                f"{float((difference > 1e-6).float().mean()):.2%}"
             )
     assert not wrong

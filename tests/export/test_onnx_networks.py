@@ -1,4 +1,6 @@
-"""Networks of many kinds in a default ONNX Runtime session: codes of every layer, products in integers."""
+"""Networks of many kinds in a default ONNX Runtime session: codes of every layer, products in
+integers.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def test_weights_that_stay_in_float_are_not_quantized_by_the_optimizer(tmp_path:
 def exported(
     build: Any, config: Any, batch: Tensor, path: Path
 ) -> tuple[Verification, onnx.GraphProto]:
-    """The verification in a default session, and the graph that its optimizer makes of the file."""
+    """The verification in a default session, and the graph that its optimizer makes of the
+    file.
+    """
     torch.manual_seed(0)
     found = quantizer.calibrate(build().eval(), config, [batch]).export(
         "onnx", path / "net.onnx"

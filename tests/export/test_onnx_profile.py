@@ -1,4 +1,6 @@
-"""`--onnx_profile`: what `fast` writes otherwise than `exact`, and what that costs and gives."""
+"""`--onnx_profile`: what `fast` writes otherwise than `exact`, and what that costs and
+gives.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def layered(round_mode: str) -> dict[str, Any]:
 def written(
     model: nn.Module, config: dict[str, Any], profile: str, x: Tensor, path: Path
 ) -> tuple[Any, Counter[str]]:
-    """The verification without optimizations, which has that of a default session, and the operators of the file."""
+    """The verification without optimizations, which has that of a default session, and the
+    operators of the file.
+    """
     verified = quantizer.calibrate(model, config, [x]).export(
         "onnx", path, [x], onnx_profile=profile
     )

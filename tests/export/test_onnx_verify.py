@@ -1,4 +1,6 @@
-"""What ONNX Runtime makes of a file by default: integers where it can, and test mode's values, or a refusal."""
+"""What ONNX Runtime makes of a file by default: integers where it can, and test mode's values,
+or a refusal.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def flattened() -> tuple[Graph, Tensor]:
 def quantized(
     activation: dict[str, Any], weights: dict[str, Any], *, exclude: str = "", opset: int = -1
 ) -> Deployment:
-    """The flattened network with these specs for inputs, outputs of layers and weights; one layer's weights float."""
+    """The flattened network with these specs for inputs, outputs of layers and weights; one
+    layer's weights float.
+    """
     graph, x = flattened()
     spec, wanted, network = (
         QuantizationSpec(**activation),
@@ -230,7 +234,11 @@ def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> No
             other,
         )
     assert refused.value.exit_code == 1
-    expected = r"^net.onnx is not written: ONNX Runtime .* does not compute what test mode does: outputs differ by"
+    expected = (
+        r"^net.onnx is not written: ONNX Runtime .* does not compute what test mode "
+        r"does: "
+        r"outputs differ by"
+    )
     assert re.match(expected, refused.value.message)
     assert "are within one step, SQNR" in refused.value.message
 
@@ -238,7 +246,9 @@ def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> No
 def test_what_is_as_near_to_the_float_network_as_test_mode_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a deep network, where one code that falls otherwise changes nearly all that follow."""
+    """As in a deep network, where one code that falls otherwise changes nearly all that
+    follow.
+    """
     monkeypatch.setattr(acceptance, "MARGIN_DB", 0.5)
     given = replace(
         quantized(UNSIGNED | {"bit_width": 6}, CHANNELS), float_graph=flattened()[0]
@@ -311,7 +321,9 @@ def test_a_softmax_above_the_largest_code_does_not_wrap_around(tmp_path: Path) -
 def test_a_bias_that_int32_cannot_hold_beside_tiny_weights(
     weights: dict[str, Any], tmp_path: Path
 ) -> None:
-    """ONNX Runtime would add what is left of it; networks with depthwise convolutions have such channels."""
+    """ONNX Runtime would add what is left of it; networks with depthwise convolutions have such
+    channels.
+    """
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(4, 3, 8, 8)
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""`--onnx_weights`: which integers hold 8-bit weights, so that a default session is right on any processor."""
+"""`--onnx_weights`: which integers hold 8-bit weights, so that a default session is right on
+any processor.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ INT8, UINT8 = onnx.TensorProto.INT8, onnx.TensorProto.UINT8
 
 
 class Extremes(nn.Module):
-    """Products whose neighbours add up to more than 16 bits hold: all weights and all inputs are large."""
+    """Products whose neighbours add up to more than 16 bits hold: all weights and all inputs
+    are large.
+    """
 
     def __init__(self) -> None:
         super().__init__()

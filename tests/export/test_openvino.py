@@ -1,4 +1,6 @@
-"""The same .onnx in OpenVINO: it loads, convolutions and linear layers run in integers, and outputs are test mode's."""
+"""The same .onnx in OpenVINO: it loads, convolutions and linear layers run in integers, and
+outputs are test mode's.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,8 @@ def test_openvino_runs_it_in_integers(tmp_path: Path) -> None:
         json.loads((ROOT / "configs" / "cpu_int8.json").read_text()),
     )
     if not torch.cpu._is_vnni_supported():
-        config["tensor_quantize_config"]["weights"]["bit_width"] = (
-            7  # of 8, ONNX Runtime adds up products wrong
-        )
+        # Of 8, ONNX Runtime adds up products wrong
+        config["tensor_quantize_config"]["weights"]["bit_width"] = 7
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert calibrate(folder, "--config_file", str(tmp_path / "config.json"), config=None) == 0
     assert check(folder, "--deploy", "onnx", "--onnx_weights", "int8") == 0

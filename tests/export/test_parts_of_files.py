@@ -1,4 +1,6 @@
-"""A file is refused for one part that it computes otherwise, however good all others together are."""
+"""A file is refused for one part that it computes otherwise, however good all others together
+are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What measured times say of a file's speed: the median of rounds with its spread, or that it cannot be told."""
+"""What measured times say of a file's speed: the median of rounds with its spread, or that it
+cannot be told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models of text, calibrated on texts of several lengths: test mode, generated code and files take yet others."""
+"""Models of text, calibrated on texts of several lengths: test mode, generated code and files
+take yet others.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +167,9 @@ def test_a_scale_for_each_position_fixes_the_length(tmp_path: Path) -> None:
 
 
 class Sizes(nn.Module):
-    """Arithmetic with the count of tokens, by the functions of Python that torch traces of sizes."""
+    """Arithmetic with the count of tokens, by the functions of Python that torch traces of
+    sizes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +192,9 @@ class Sizes(nn.Module):
 
 
 class Chunks(nn.Module):
-    """Fills up to chunks of four, so that torch cannot prove that one token, of which its trace would differ, works."""
+    """Fills up to chunks of four, so that torch cannot prove that one token, of which its trace
+    would differ, works.
+    """
 
     def __init__(self) -> None:
         super().__init__()

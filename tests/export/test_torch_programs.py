@@ -1,4 +1,6 @@
-"""`--deploy pt2`: integer weights and operators that torch's compiler and ExecuTorch know, with test mode's values."""
+"""`--deploy pt2`: integer weights and operators that torch's compiler and ExecuTorch know, with
+test mode's values.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from quantizer.numerics.rounding import ROUND_MODES
 INT8_WEIGHTS = QuantizationSpec(
     **{**WEIGHTS.to_json(), "bit_width": 8 if torch.cpu._is_vnni_supported() else 7}
 )
-"""The widest that torch's compiled kernels add up right: without VNNI two products share 16 bits, which saturate."""
+"""The widest that torch's compiled kernels add up right: without VNNI two products share 16
+bits, which saturate.
+"""
 BITS = {"4 bits": {"bit_width": 4}, "narrow": {"narrow_range": True}, "8 bits": {}}
 SIGNS: dict[str, dict[str, Any]] = {
     "signed": {},
@@ -44,7 +48,9 @@ SIGNS: dict[str, dict[str, Any]] = {
 
 
 class Layers(nn.Module):
-    """Convolutions with what stands between them in networks: a shortcut, pooling, padding, a reshape."""
+    """Convolutions with what stands between them in networks: a shortcut, pooling, padding, a
+    reshape.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +143,9 @@ def test_weights_take_a_byte_each(tmp_path: Path) -> None:
 def test_codes_of_an_activation_are_test_modes(
     bits: str, signs: str, round_mode: Any, activations: str
 ) -> None:
-    """But for half_even, where the operator multiplies by 1 / scale and a value beside a tie may fall a step away."""
+    """But for half_even, where the operator multiplies by 1 / scale and a value beside a tie
+    may fall a step away.
+    """
     spec = QuantizationSpec(round_mode=round_mode, **BITS[bits], **SIGNS[signs])
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(100_000, generator=generator)
@@ -181,7 +189,9 @@ def test_the_integers_of_activations_change_no_value(tmp_path: Path) -> None:
 
 
 def test_layers_read_codes_through_operators_that_keep_them(tmp_path: Path) -> None:
-    """After pooling, padding and a reshape; a transposed convolution has no kernel of integers."""
+    """After pooling, padding and a reshape; a transposed convolution has no kernel of
+    integers.
+    """
     export("pt2", deployment(), tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2")
     read = {
@@ -295,7 +305,9 @@ def test_integers_that_no_consumer_takes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", ["4 bits", "8 bits"])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs it")
 def test_torch_compiles_it_to_kernels_of_integers(bits: str, tmp_path: Path) -> None:
-    """And these keep to the bounds of codes; they multiply by 1 / scale and round sums otherwise."""
+    """And these keep to the bounds of codes; they multiply by 1 / scale and round sums
+    otherwise.
+    """
     from torch._dynamo.utils import counters
 
     given = deployment(QuantizationSpec(**BITS[bits]), INT8_WEIGHTS)
@@ -356,7 +368,9 @@ def test_executorch_delegates_it(tmp_path: Path) -> None:
 def test_xnnpack_gets_no_bias_that_int32_does_not_hold(
     activations: str, kernels: int, tmp_path: Path
 ) -> None:
-    """It rounds biases to multiples of input scale times weight scale; values near 1e-8 leave no room for one of 1."""
+    """It rounds biases to multiples of input scale times weight scale; values near 1e-8 leave
+    no room for one of 1.
+    """
     torch.manual_seed(0)
     model, x = (
         nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4)).eval(),

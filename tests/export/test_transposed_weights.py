@@ -1,4 +1,6 @@
-"""Weights of transposed convolutions with groups, whose scales lie along two axes, which DequantizeLinear lacks."""
+"""Weights of transposed convolutions with groups, whose scales lie along two axes, which
+DequantizeLinear lacks.
+"""
 
 from __future__ import annotations
 

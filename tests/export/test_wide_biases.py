@@ -1,4 +1,6 @@
-"""Biases that no int32 holds in units of a layer's sums, or that have no such units, in a default session."""
+"""Biases that no int32 holds in units of a layer's sums, or that have no such units, in a
+default session.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +61,18 @@ def test_a_bias_far_above_16_bit_products_is_added_in_full(
 def test_next_to_nothing_has_no_unit_of_sums(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The product of both scales is zero in float32, as it is in deep networks that nobody trained."""
+    """The product of both scales is zero in float32, as it is in deep networks that nobody
+    trained.
+    """
     (tmp_path / "small.py").write_text(
         "import torch\nfrom torch import nn\n\n\n"
-        "def model():\n    torch.manual_seed(0)\n    layers = [nn.Conv2d(4, 4, 1) for _ in range(3)]\n"
+        "def model():\n    torch.manual_seed(0)\n    layers = [nn.Conv2d(4, 4, 1) for _ in "
+        "range(3)]\n"
         "    for layer in layers:\n        nn.init.normal_(layer.weight, 0, 1e-14)\n"
         "        nn.init.zeros_(layer.bias)\n"
         "    return nn.Sequential(*layers).eval()\n\n\n"
-        "def calibration_data():\n    return [torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))]\n"
+        "def calibration_data():\n    return [torch.randn(8, 4, 3, 3, "
+        "generator=torch.Generator().manual_seed(0))]\n"
     )
     folder = ["--model", str(tmp_path / "small.py"), "--output_dir", str(tmp_path / "out")]
     config = ["--config_file", str(ROOT / "configs" / "cpu_int8.json")]

@@ -1,4 +1,6 @@
-"""What both file forms can say is one plan and, byte for byte, one quant_info.json, whichever form says it."""
+"""What both file forms can say is one plan and, byte for byte, one quant_info.json, whichever
+form says it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Configs drawn at random, in the other form: refused with a reason and a place, or valid and planned alike."""
+"""Configs drawn at random, in the other form: refused with a reason and a place, or valid and
+planned alike.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,8 @@ from quantizer.plan.resolve import resolve
 drawn = settings(
     max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
-SEEDS = st.integers(
-    0, 2**32
-)  # uniform draws: hypothesis' own prefer what is rare, which one form lacks
+# Uniform draws: hypothesis' own prefer what is rare, which one form lacks
+SEEDS = st.integers(0, 2**32)
 
 
 def planned(config: Config) -> Plan:
@@ -74,7 +75,9 @@ def _compare(value: dict[str, Any], form: Any) -> None:
 
 
 def decided(plan: Plan, other: Converted) -> dict[Any, QuantizationSpec]:
-    """The specs that have to be the same: without what a warning is about, and without inputs, which depend on that."""
+    """The specs that have to be the same: without what a warning is about, and without inputs,
+    which depend on that.
+    """
     warnings = " ".join(found.message for found in other.findings)
     specs = {
         key: replace(effective(tensor.spec), statistic="max")

@@ -1,4 +1,6 @@
-"""per_token: one scale for each row of a matrix, for each sample of a convolution; in place and on a trace."""
+"""per_token: one scale for each row of a matrix, for each sample of a convolution; in place and
+on a trace.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""`python tests/fuzz/checkpoints.py SECONDS [SEED]`: edits checkpoints of stopped runs, and goes on from them.
+"""`python tests/fuzz/checkpoints.py SECONDS [SEED]`: edits checkpoints of stopped runs, and
+goes on from them.
 
-A run ends with what an undisturbed one finds, or with a sentence; anything else is a finding. Half of the edits make
-the checksum right again; those may change what is found, and must not end in an internal error either.
+A run ends with what an undisturbed one finds, or with a sentence; anything else is a finding.
+Half of the edits make the checksum right again; those may change what is found, and must not
+end in an internal error either.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ RUNS = {
 
 
 def prepared(place: Path, step: int = 7) -> dict[str, tuple[list[str], Path, bytes]]:
-    """By kind of run: its command, a folder with a checkpoint, and what an undisturbed run writes."""
+    """By kind of run: its command, a folder with a checkpoint, and what an undisturbed run
+    writes.
+    """
     (place / "net.py").write_text(MODEL)
 
     found = {}
@@ -63,7 +67,9 @@ def prepared(place: Path, step: int = 7) -> dict[str, tuple[list[str], Path, byt
 def one(
     seed: int, runs: dict[str, tuple[list[str], Path, bytes]], place: Path
 ) -> tuple[str, int, str, bool]:
-    """One edit: what was done, the exit code of the run, what was printed, and whether it found what it should."""
+    """One edit: what was done, the exit code of the run, what was printed, and whether it found
+    what it should.
+    """
     draw = random.Random(seed)
     name = draw.choice(sorted(runs))
     command, kept, expected = runs[name]
@@ -108,7 +114,10 @@ def main() -> None:
 
         def ended(seed: int) -> tuple[str, list[str]]:
             done, code, said, is_right = one(seed, runs, Path(folder))
-            found = f"exit {code}, {'right' if is_right else 'other results'}: {done}\n    {said[-300:]}"
+            found = (
+                f"exit {code}, {'right' if is_right else 'other results'}: {done}\n    "
+                f"{said[-300:]}"
+            )
             return f"exit {code}", [] if code in (0, 5) and is_right else [found]
 
         search(ended)

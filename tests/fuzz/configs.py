@@ -1,7 +1,8 @@
-"""`python tests/fuzz/configs.py SECONDS [SEED]`: draws configs of both forms, edits most, and runs commands on them.
+"""`python tests/fuzz/configs.py SECONDS [SEED]`: draws configs of both forms, edits most, and
+runs commands on them.
 
-Each must do its work or end with a sentence; an internal error, a traceback or a hang is a finding, printed with the
-seed that replays it.
+Each must do its work or end with a sentence; an internal error, a traceback or a hang is a
+finding, printed with the seed that replays it.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def drawn(seed: int) -> tuple[str, str]:
 
 
 def one(seed: int, model: Path) -> tuple[str, int, str, str]:
-    """One config and one command: what was done, the exit code, what was printed, and the command."""
+    """One config and one command: what was done, the exit code, what was printed, and the
+    command.
+    """
     text, done = drawn(seed)
     path = model.parent / "config.json"
     path.write_text(text)

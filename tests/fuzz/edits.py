@@ -1,4 +1,6 @@
-"""Random edits of JSON values and of tensors in files, each by a seed: what someone may have written into a result."""
+"""Random edits of JSON values and of tensors in files, each by a seed: what someone may have
+written into a result.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def edited(
     value: Any, draw: random.Random, hostile: Sequence[Any] = HOSTILE
 ) -> tuple[Any, str]:
-    """A copy with one value replaced, removed, doubled or changed a little, and what was done."""
+    """A copy with one value replaced, removed, doubled or changed a little, and what was
+    done.
+    """
     value = json.loads(json.dumps(value))
     *around, last = draw.choice([path for path in places(value) if path])
     inside = value
@@ -88,7 +92,9 @@ def edited(
 
 
 def edit_tensors(path: Path, draw: random.Random) -> str:
-    """Change one tensor of a file: its values, its shape, its dtype or its name; or remove it."""
+    """Change one tensor of a file: its values, its shape, its dtype or its name; or remove
+    it.
+    """
     tensors = load_file(path)
     if not tensors:
         return "nothing"

@@ -1,5 +1,6 @@
-"""Small networks drawn at random, written as a model file: images or tokens, with residual sums, gates and norms,
-writes in place, and outputs of very different ranges, joined or one by one.
+"""Small networks drawn at random, written as a model file: images or tokens, with residual
+sums, gates and norms, writes in place, and outputs of very different ranges, joined or one by
+one.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ RETURNED = {
 def _two_ranges(
     draw: random.Random, channels: int, *, images: bool
 ) -> tuple[list[str], list[str]]:
-    """Layers and lines that end a network with values of two ranges, put together in some way."""
+    """Layers and lines that end a network with values of two ranges, put together in some
+    way.
+    """
     axis, factor = (
         (1, draw.choice([64.0, 640.0])) if images else (2, draw.choice([64.0, 640.0]))
     )
@@ -142,7 +145,10 @@ def _image(draw: random.Random, name: str, channels: int) -> Step:
         ]
     )
     act, wide = draw.choice(ACTIVATIONS), draw.choice([4, 8])
-    conv = f"self.{name} = nn.Conv2d({channels}, {{}}, {draw.choice([1, 3])}, padding='same', bias={draw.random() < 0.7})"
+    conv = (
+        f"self.{name} = nn.Conv2d({channels}, {{}}, {draw.choice([1, 3])}, padding='same', "
+        f"bias={draw.random() < 0.7})"
+    )
     if kind == "conv":
         return [conv.format(wide)], [f"x = {act}(self.{name}(x))"], wide
     if kind == "conv_bn":

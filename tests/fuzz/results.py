@@ -1,7 +1,8 @@
-"""`python tests/fuzz/results.py SECONDS [SEED]`: edits result folders, makes their checksums right, and runs commands.
+"""`python tests/fuzz/results.py SECONDS [SEED]`: edits result folders, makes their checksums
+right, and runs commands.
 
-Each must do its work or end with a sentence; an internal error, a traceback or a hang is a finding, printed with the
-seed that replays it.
+Each must do its work or end with a sentence; an internal error, a traceback or a hang is a
+finding, printed with the seed that replays it.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def quietly(arguments: list[str]) -> tuple[int, str]:
 
 
 def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, int, str, str]:
-    """One edit and one command: what was done, the exit code, what was printed, and the command."""
+    """One edit and one command: what was done, the exit code, what was printed, and the
+    command.
+    """
     draw = random.Random(seed)
     name = draw.choice(sorted(folders))
     copy = place / "copy"

@@ -1,5 +1,5 @@
-"""`python tests/fuzz/saved.py SECONDS [SEED]`: edits what ModelQuantizer.save has written, makes its checksums right,
-and loads it.
+"""`python tests/fuzz/saved.py SECONDS [SEED]`: edits what ModelQuantizer.save has written,
+makes its checksums right, and loads it.
 
 Loading ends with an error of quantizer, or with a model that runs; anything else is a finding.
 """
@@ -59,7 +59,9 @@ def prepared(place: Path) -> dict[str, Path]:
 
 
 def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, str, str]:
-    """One edit: what was done, how loading ended ("ok", "refused" or "broken"), and what was said."""
+    """One edit: what was done, how loading ended ("ok", "refused" or "broken"), and what was
+    said.
+    """
     draw = random.Random(seed)
     name = draw.choice(sorted(folders))
     copy = place / "copy"

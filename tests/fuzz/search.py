@@ -1,4 +1,6 @@
-"""What the programs of this folder have in common: seeds, one after the other, for so many seconds."""
+"""What the programs of this folder have in common: seeds, one after the other, for so many
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import torch
 
 
 def search(one: Callable[[int], tuple[str, list[str]]]) -> NoReturn:
-    """Go through seeds for as long as the command line says, `SECONDS [FIRST_SEED]`; exit with 1 if anything is found.
+    """Go through seeds for as long as the command line says, `SECONDS [FIRST_SEED]`; exit with
+    1 if anything is found.
 
     Args:
         one: how a seed ended, in a word, and what was found. What it raises is a finding.

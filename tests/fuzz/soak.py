@@ -1,9 +1,11 @@
-"""`python tests/fuzz/soak.py SECONDS [SEED]`: random networks, configs and data through everything that must agree.
+"""`python tests/fuzz/soak.py SECONDS [SEED]`: random networks, configs and data through
+everything that must agree.
 
-Of each seed a model is calibrated, and calibrated again by a run that is killed and resumed: the same bytes. Test mode,
-the generated file and a loaded folder give the same bits; a model in place the same codes; an ONNX file, in a default
-session, the same up to codes beside ties, output by output and part by part where
-values of two ranges are joined. What differs, or ends with an internal error, is printed with its seed.
+Of each seed a model is calibrated, and calibrated again by a run that is killed and resumed:
+the same bytes. Test mode, the generated file and a loaded folder give the same bits; a model in
+place the same codes; an ONNX file, in a default session, the same up to codes beside ties,
+output by output and part by part where values of two ranges are joined. What differs, or ends
+with an internal error, is printed with its seed.
 """
 
 from __future__ import annotations
@@ -41,9 +43,13 @@ PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 REFUSED = (1, 2, 3, 4)
 """A config that does not go with the network, or numbers that no format holds."""
 CLOSE_DB = 30.0
-"""An ONNX file is at least so near to the quantized network, or nearer than that is to the float one."""
+"""An ONNX file is at least so near to the quantized network, or nearer than that is to the
+float one.
+"""
 MARGIN_DB = 3.0
-"""How much nearer. A default session is held to what an export is held to: the loss may double."""
+"""How much nearer. A default session is held to what an export is held to: the loss may
+double.
+"""
 
 
 def drawn_config(draw: random.Random) -> dict[str, Any]:
@@ -111,7 +117,9 @@ def one(seed: int, place: Path) -> tuple[str, list[str]]:
 
 
 def resumed(draw: random.Random, given: list[str], folder: Path, place: Path) -> list[str]:
-    """A run that ends at some operation on files, and one that goes on, end in the same files."""
+    """A run that ends at some operation on files, and one that goes on, end in the same
+    files.
+    """
     other = place / "resumed"
     command = ["--quant_mode", "calib", *given, "--output_dir", str(other)]
     killed_at(command, draw.randrange(60))
@@ -168,8 +176,9 @@ def has_scaled_parts(folder: Path) -> bool:
 
 
 def parts(outputs: list[list[Tensor]]) -> list[tuple[str, Tensor]]:
-    """Masks of the values of all batches that are compared together, for each floating-point output: where values of
-    two ranges are joined, those of either."""
+    """Masks of the values of all batches that are compared together, for each floating-point
+    output: where values of two ranges are joined, those of either.
+    """
     masks: list[tuple[str, Tensor]] = []
     for number, leaves in enumerate(zip(*outputs, strict=True)):
         if leaves[0].is_floating_point():
@@ -183,7 +192,9 @@ WIDTH = 3
 
 
 def _blocks(leaf: Tensor) -> Tensor:
-    """For each value the number of the joined one that it is of; 0 for all where none were joined."""
+    """For each value the number of the joined one that it is of; 0 for all where none were
+    joined.
+    """
     axis = 1 if leaf.dim() == 4 else leaf.dim() - 1
     if leaf.dim() < 3 or leaf.shape[axis] not in (2 * WIDTH, 3 * WIDTH):
         return torch.zeros_like(leaf)
@@ -199,7 +210,9 @@ def in_place(
     config: dict[str, Any],
     expected: list[list[Tensor]],
 ) -> list[str]:
-    """The same config on the modules: the same network up to the order of sums, where it is taken at all."""
+    """The same config on the modules: the same network up to the order of sums, where it is
+    taken at all.
+    """
     try:
         made: nn.Module = quantizer.ModelQuantizer(
             quantizer.Config.from_dict(config)
@@ -246,9 +259,8 @@ def onnx(
     found: list[str] = []
     for kind, margin_db in (("default session", -MARGIN_DB), ("float inputs", MARGIN_DB)):
         options = onnxruntime.SessionOptions()
-        if (
-            kind == "float inputs"
-        ):  # else 8 bits for what products with float inputs read, as docs/deploy.md says
+        # Else 8 bits for what products with float inputs read, as docs/deploy.md says
+        if kind == "float inputs":
             options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         session = onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"]
@@ -263,7 +275,8 @@ def onnx(
                 ]
             )
         for part, near, equal in figures(quantized, got):
-            # In a network of a few channels one code of 4 bits that falls on the other side of a tie is half of this.
+            # In a network of a few channels one code of 4 bits that falls on the other side of
+            # a tie is half of this.
             if near <= min(CLOSE_DB, losses[part] + margin_db) and equal <= 0.9:
                 distances = (
                     f"{near:.1f} dB from test mode, which is {losses[part]:.1f} from float"

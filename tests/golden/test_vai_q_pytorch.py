@@ -1,6 +1,8 @@
-"""Numbers that vai_q_pytorch (pytorch_nndct 3.5.0, Vitis AI) gave for the same tensors, observed by running it.
+"""Numbers that vai_q_pytorch (pytorch_nndct 3.5.0, Vitis AI) gave for the same tensors,
+observed by running it.
 
-Where it is known to be wrong or not the best, the test says so and holds the better value instead.
+Where it is known to be wrong or not the best, the test says so and holds the better value
+instead.
 """
 
 from dataclasses import replace
@@ -57,7 +59,9 @@ def test_float_scales(method, randn, relu, ramp):
 
 
 def test_mse_scales_among_those_that_vai_q_pytorch_searches():
-    """It scores magnitudes on 0..127: those are our codes when their range is narrow or the data are positive."""
+    """It scores magnitudes on 0..127: those are our codes when their range is narrow or the
+    data are positive.
+    """
     assert scale(replace(NARROW, method="mse"), TENSORS["randn"]) == pytest.approx(
         0.03058919381, rel=1e-6
     )
@@ -70,7 +74,9 @@ def test_mse_scales_among_those_that_vai_q_pytorch_searches():
     ("name", "theirs"), [("randn", 0.03058919381), ("ramp", 0.007814422367)]
 )
 def test_mse_scales_are_better_where_its_search_stopped_short(name, theirs):
-    """With the code -128, and with the maximum itself among the candidates, there are better scales than its own."""
+    """With the code -128, and with the maximum itself among the candidates, there are better
+    scales than its own.
+    """
     x, ours = TENSORS[name], scale(replace(FLOAT, method="mse"), TENSORS[name])
     sqnr = [
         sqnr_db(x, fake_quantize(x, torch.tensor(s), torch.tensor(0), -128, 127, "half_even"))
@@ -86,7 +92,9 @@ def test_percentiles(percentage, amax):
 
 
 def test_the_hundredth_percentile_is_the_maximum():
-    """vai_q_pytorch gives the left edge of the last bin, 3.94358659, and so clips what it was told to keep."""
+    """vai_q_pytorch gives the left edge of the last bin, 3.94358659, and so clips what it was
+    told to keep.
+    """
     found = scale(replace(FLOAT, method="percentile", percentage=100.0), TENSORS["randn"])
     assert found * 127 == pytest.approx(TENSORS["randn"].abs().max().item(), rel=1e-6)
 

@@ -1,4 +1,6 @@
-"""Weights that the model computes from its own tensors become the layers' own; what inputs decide stays apart."""
+"""Weights that the model computes from its own tensors become the layers' own; what inputs
+decide stays apart.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def test_what_others_read_stays() -> None:
 
 
 class CrossAttention(nn.Module):
-    """torch computes the three biases from one parameter where keys and values have widths of their own."""
+    """torch computes the three biases from one parameter where keys and values have widths of
+    their own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +158,9 @@ class Conditioned(nn.Module):
 
 
 def test_biases_that_the_input_decides_are_added_apart(tmp_path: Path) -> None:
-    """So that bias correction finds a bias of its own in the layer, and files and test mode add the same."""
+    """So that bias correction finds a bias of its own in the layer, and files and test mode add
+    the same.
+    """
     torch.manual_seed(0)
     model, batches = (
         Conditioned().eval(),

@@ -1,4 +1,6 @@
-"""Cross-layer equalization keeps the float function and restores skewed networks; which layers make a pair."""
+"""Cross-layer equalization keeps the float function and restores skewed networks; which layers
+make a pair.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def accuracy(mobile: dict[str, Any], network: nn.Module) -> float:
 def test_equalization_restores_a_network_with_skewed_channels(
     mobile: dict[str, Any], reach: float
 ) -> None:
-    """Nagel et al. 2019, table 1: MobileNetV2 at 8 bits per tensor goes from 0.12 % to 69.91 of 71.72 %."""
+    """Nagel et al. 2019, table 1: MobileNetV2 at 8 bits per tensor goes from 0.12 % to 69.91 of
+    71.72 %.
+    """
     skewed, images = mobile["skewed"](reach).eval(), mobile["evaluation_data"]()[0][0]
     graph = trace(skewed, (images,))
     plain, equalized = run_passes(graph, PLAIN), run_passes(graph, CLE)
@@ -409,7 +413,9 @@ def test_any_chain_is_balanced_and_keeps_its_function(
 
 
 def test_the_factor_is_that_of_the_paper() -> None:
-    """Nagel et al. 2019, equation 11: s = sqrt(r1 r2) / r2, so the ranges become sqrt(r1 r2)."""
+    """Nagel et al. 2019, equation 11: s = sqrt(r1 r2) / r2, so the ranges become sqrt(r1
+    r2).
+    """
     module = nn.Sequential(nn.Linear(1, 3, bias=False), nn.ReLU(), nn.Linear(3, 1, bias=False))
     module[0].weight.data = torch.tensor([[16.0], [-1.0], [0.0]])
     module[2].weight.data = torch.tensor([[1.0, 4.0, 5.0]])
@@ -431,7 +437,9 @@ def test_a_channel_with_hardly_any_weight_does_not_take_the_bias_scale() -> None
 
 
 def absorbable(*between: nn.Module, second: nn.Module, mean: float = 10.0) -> nn.Module:
-    """A convolution whose output is known to be normal(mean, 1) in its first channel and normal(0, 1) in the others."""
+    """A convolution whose output is known to be normal(mean, 1) in its first channel and
+    normal(0, 1) in the others.
+    """
     first = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4))
     for parameter, values in (
         (first[1].bias, (mean, 0, 0, 0)),

@@ -1,4 +1,6 @@
-"""Layer names follow from the model's structure alone; hostile names never reach torch's tracer."""
+"""Layer names follow from the model's structure alone; hostile names never reach torch's
+tracer.
+"""
 
 from __future__ import annotations
 

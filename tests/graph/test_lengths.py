@@ -1,4 +1,6 @@
-"""Which sizes beside the batch a trace leaves open; the network computes what the model does at any of them."""
+"""Which sizes beside the batch a trace leaves open; the network computes what the model does at
+any of them.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def test_columns_of_a_table_are_no_length(kind: type[Words]) -> None:
 
 
 class Biased(nn.Module):
-    """Attention with a bias of its own [b, s, s], beside an image whose sizes equal the length."""
+    """Attention with a bias of its own [b, s, s], beside an image whose sizes equal the
+    length.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Products with trained matrices become linear layers: their weights have channels, their biases are biases."""
+"""Products with trained matrices become linear layers: their weights have channels, their
+biases are biases.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,8 @@ def test_products_become_linear_layers_and_scaled_ones_stay(tmp_path: Path) -> N
         "addmm.1": "addmm",
         "addmm.2": "linear",
     }
-    assert graph.absorbed == {
-        P + "second": P + "matmul"
-    }  # the scaled product still reads the others
+    # The scaled product still reads the others
+    assert graph.absorbed == {P + "second": P + "matmul"}
     settings = config(tmp_path, document(tensor={"weights": {"per_channel": True}}))
     plan = resolve(settings, graph, traced("products"))
     assert set(plan.of_layer(P + "addmm")) == {"weights", "bias"}

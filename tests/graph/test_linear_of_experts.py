@@ -1,4 +1,6 @@
-"""Products of tokens with the matrices of their experts become layers, called as people call the tensors."""
+"""Products of tokens with the matrices of their experts become layers, called as people call
+the tensors.
+"""
 
 from __future__ import annotations
 

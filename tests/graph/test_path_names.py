@@ -1,4 +1,6 @@
-"""What tables call layers: paths of modules that tell every layer of a graph apart, and that a config takes."""
+"""What tables call layers: paths of modules that tell every layer of a graph apart, and that a
+config takes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from quantizer.plan.match import match
 
 
 def graph_of(*layers: tuple[str, str]) -> Graph:
-    """Layers, each of the last part of its name, in the module at a path; those called linear have weights."""
+    """Layers, each of the last part of its name, in the module at a path; those called linear
+    have weights.
+    """
     nodes = []
     for path, last in layers:
         op, name = (
@@ -47,10 +51,8 @@ CASES = [
         ["two.linear", "two.bilinear", "two.mul"],
     ),
     ([("", "flatten"), ("fc", "linear")], ["flatten", "fc"]),
-    (
-        [("a", "add"), ("a.add", "linear")],
-        ["Net::Net/a/add", "Net::Net/a/add/linear"],
-    ),  # both would be a.add
+    # Both would be a.add
+    ([("a", "add"), ("a.add", "linear")], ["Net::Net/a/add", "Net::Net/a/add/linear"]),
 ]
 
 

@@ -1,4 +1,6 @@
-"""The trace that tests share is that of the model at hand: other code, attributes or constants are traced anew."""
+"""The trace that tests share is that of the model at hand: other code, attributes or constants
+are traced anew.
+"""
 
 from __future__ import annotations
 

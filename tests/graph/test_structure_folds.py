@@ -1,4 +1,6 @@
-"""Where factors fold in small networks whose structure is plain to see, and where they do not."""
+"""Where factors fold in small networks whose structure is plain to see, and where they do
+not.
+"""
 
 from __future__ import annotations
 

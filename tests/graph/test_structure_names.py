@@ -1,4 +1,6 @@
-"""Names that a config gives to blocks, layers and groups: what they find, and what is told of the others."""
+"""Names that a config gives to blocks, layers and groups: what they find, and what is told of
+the others.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from quantizer.graph.structure import Structure
 
 
 class Layer(nn.Module):
-    """Two layers that read a norm, one that reads their product, and one that reads an activation."""
+    """Two layers that read a norm, one that reads their product, and one that reads an
+    activation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,19 +106,22 @@ def test_a_prev_op_may_be_an_activation_that_takes_no_factors() -> None:
     ("names", "expected"),
     [
         ({"blocks": "block"}, [("QZ501", "there is no module 'block'", "did you mean 'blocks'?")]),
-        ({"blocks": "head"}, [("QZ502", "head holds no modules with linear or convolution layers",
+        ({"blocks": "head"}, [("QZ502", "head holds no modules with linear or convolution "
+            "layers",
                                "the graph shows blocks in blocks")]),
         ({"embeddings": ("embed", "emb", "xyz")}, [
             ("QZ501", "there is no module 'emb'", "did you mean 'embed'?"),
             ("QZ501", "there is no module 'xyz'",
-             "the model has blocks, blocks.0, blocks.0.act, blocks.0.down, blocks.0.gate, blocks.0.norm, …"),
+             "the model has blocks, blocks.0, blocks.0.act, blocks.0.down, blocks.0.gate, "
+             "blocks.0.norm, …"),
         ]),
         ({"inside": ("gates", "ups")}, [
             ("QZ501", "there is no module 'gates'", "did you mean 'gate'?"),
             ("QZ501", "there is no module 'ups'", "did you mean 'up'?"),
         ]),
         ({"inside": ("out", "gate")}, [
-            ("QZ503", "the layers of blocks.0 run in another order", "list them as they run: gate, out"),
+            ("QZ503", "the layers of blocks.0 run in another "
+                "order", "list them as they run: gate, out"),
         ]),
         ({"scaling": (ScalingLayer(("gate", "down")),)}, [
             ("QZ504", "blocks.0.down does not read what blocks.0.gate reads",
@@ -128,7 +135,8 @@ def test_a_prev_op_may_be_an_activation_that_takes_no_factors() -> None:
             ("QZ504", "blocks.0.gate is in two entries", "list it once"),
         ]),
         ({"scaling": (ScalingLayer(("down",), "gate"),)}, [
-            ("QZ505", "blocks.0.gate does not make what blocks.0.down reads", "it reads what blocks.0.up makes"),
+            ("QZ505", "blocks.0.gate does not make what blocks.0.down "
+                "reads", "it reads what blocks.0.up makes"),
         ]),
         ({"scaling": (ScalingLayer(("gate",), "nrm", "gat"),)}, [
             ("QZ501", "there is no module 'nrm'", "did you mean 'norm'?"),

@@ -59,11 +59,8 @@ FOLDS: dict[str, dict[tuple[str, ...], str]] = {
     },
     "GPT2": {("c_attn",): "ln_1", ("c_proj",): "c_attn", ("c_fc",): "ln_2"},
     "Bert": {
-        (
-            "query",
-            "key",
-            "value",
-        ): "is also read by",  # norms come after, around them flows their input
+        # Norms come after, around them flows their input
+        ("query", "key", "value"): "is also read by",
         ("dense",): "value",
     },
     "ViT": {
@@ -206,9 +203,8 @@ def test_a_head_that_has_the_weights_of_the_embedding_is_left_alone() -> None:
 
 
 def test_layers_behind_two_views_of_one_value_are_changed_together() -> None:
-    graph, _, structure = found(
-        "Qwen2Moe"
-    )  # a shared expert, a router and experts read the norm by ways of their own
+    # A shared expert, a router and experts read the norm by ways of their own
+    graph, _, structure = found("Qwen2Moe")
     fold = next(g.fold for g in structure.groups if "shared_expert]" in g.layers[0])
     assert fold is not None and fold.kind == "norm"
     assert sorted(modules_of(graph, fold.extra)) == ["gate", "gate_up_proj"]

@@ -1,4 +1,6 @@
-"""A traced network is called like the model and computes what the model computes, at any batch size."""
+"""A traced network is called like the model and computes what the model computes, at any batch
+size.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from quantizer.errors import DataError, ModelError
 from quantizer.graph.trace import quiet, trace
 from quantizer.nn.network import Network
 
-# The float attention and recurrent kernels of eager mode differ from the traced ones in the last bit.
+# The float attention and recurrent kernels of eager mode differ from the traced ones in the
+# last bit.
 TOLERANCE = {"attention": 1e-6, "gated": 1e-6}
 IMAGES = 4e-6
 """Convolutions add in another order, as their channels are last in memory."""
@@ -107,7 +110,9 @@ def test_a_batch_size_is_not_blamed_on_keywords_that_nobody_gave(
 
 
 class Detector(nn.Module):
-    """Boxes at three scales, as YOLO decodes them: it keeps the grids of the last shape it was called with."""
+    """Boxes at three scales, as YOLO decodes them: it keeps the grids of the last shape it was
+    called with.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +258,8 @@ class Conditional(nn.Module):
 UNTRACEABLE = [
     (
         Branching,
-        r"control flow depends on the values of a tensor at line \d+ of test_tracing.py: if x.sum\(\) > 0",
+        r"control flow depends on the values of a tensor at line \d+ of test_tracing.py: if "
+        r"x.sum\(\) > 0",
     ),
     (Looping, r"control flow depends on the values .* of test_tracing.py: for _ in range"),
     (Raising, r"ValueError: no good at line \d+ of test_tracing.py: raise ValueError"),

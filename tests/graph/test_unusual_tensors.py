@@ -1,4 +1,6 @@
-"""Networks with vectors for weights, complex numbers, outputs without dimensions, parts that torch.jit traced."""
+"""Networks with vectors for weights, complex numbers, outputs without dimensions, parts that
+torch.jit traced.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ DEFAULT = str(ROOT / "configs" / "cpu_int8.json")
 
 
 class Integral(nn.Module):
-    """Means of distributions over distances, as detectors take them, by a buffer or a trained vector."""
+    """Means of distributions over distances, as detectors take them, by a buffer or a trained
+    vector.
+    """
 
     def __init__(self, *, trained: bool, biased: bool = False) -> None:
         super().__init__()
@@ -213,7 +217,10 @@ def test_compiled_models_are_refused_in_a_sentence(name: str) -> None:
 def test_the_shell_refuses_a_compiled_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = "import torch\ndef model():\n    return torch.jit.trace(torch.nn.ReLU(), torch.ones(2, 2))\n"
+    text = (
+        "import torch\ndef model():\n    return torch.jit.trace(torch.nn.ReLU(), "
+        "torch.ones(2, 2))\n"
+    )
     (tmp_path / "net.py").write_text(
         text + "def calibration_data():\n    return [torch.ones(2, 2)]\n"
     )

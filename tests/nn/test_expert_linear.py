@@ -1,4 +1,6 @@
-"""Each expert is quantized as a linear layer by itself: scales of its own, whatever they are of."""
+"""Each expert is quantized as a linear layer by itself: scales of its own, whatever they are
+of.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The generated `<Model>.py` reads like a list of layers, holds only literals, and computes what test mode computes."""
+"""The generated `<Model>.py` reads like a list of layers, holds only literals, and computes
+what test mode computes.
+"""
 
 from __future__ import annotations
 
@@ -219,9 +221,10 @@ def test_the_documented_shape() -> None:
     source = emit(traced("residual"))
     assert "class Residual(torch.nn.Module):\n    def __init__(self):\n" in source
     assert (
-        "        self.module_1 = quantizer.nn.Conv2d(in_channels=3, out_channels=4, kernel_size=[3, 3], stride=[1, 1], "
-        "padding=[0, 0], dilation=[1, 1], groups=1, bias=False) #Residual::Residual/Conv2d[conv1]/conv2d\n"
-        in source
+        "        self.module_1 = quantizer.nn.Conv2d(in_channels=3, out_channels=4, "
+        "kernel_size=[3, 3], stride=[1, 1], "
+        "padding=[0, 0], dilation=[1, 1], groups=1, bias=False) "
+        "#Residual::Residual/Conv2d[conv1]/conv2d\n" in source
     )
     assert "        output_module_0 = self.module_0(input=args[0])\n" in source
     assert "        output_module_1 = self.module_1(output_module_0)\n" in source

@@ -1,4 +1,6 @@
-"""Convolutions run with their channels last in memory; nobody who reads what they make can tell."""
+"""Convolutions run with their channels last in memory; nobody who reads what they make can
+tell.
+"""
 
 from collections.abc import Callable
 
@@ -44,7 +46,9 @@ KEEPERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: x * x.sum((2, 3), keepdim=True),
     "exp": lambda x: x.exp().log1p(),
 }
-"""What stands between convolutions in real networks, and leaves images of eight channels in the order they have."""
+"""What stands between convolutions in real networks, and leaves images of eight channels in the
+order they have.
+"""
 
 
 class Net(nn.Module):
@@ -97,7 +101,9 @@ def test_convolutions_and_what_computes_alike_have_their_channels_last(
 
 
 def test_weights_may_have_their_channels_last_too() -> None:
-    """The same bits come out; a kernel of one pixel has both orders, and weights in files stay there."""
+    """The same bits come out; a kernel of one pixel has both orders, and weights in files stay
+    there.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8)

@@ -1,4 +1,6 @@
-"""Recurrent layers: weights, biases, inputs and outputs are quantized, the code names torch's own arguments."""
+"""Recurrent layers: weights, biases, inputs and outputs are quantized, the code names torch's
+own arguments.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,8 @@ def test_an_entry_reaches_weights_and_outputs(entry: dict[str, str], tmp_path: P
 def test_the_code_reads_as_torch_spells_it() -> None:
     source = emit(traced("gated"))
     assert (
-        "quantizer.nn.GRU(input_size=3, hidden_size=4, num_layers=2, bias=True, batch_first=True, bidirectional=True) #"
-        in source
+        "quantizer.nn.GRU(input_size=3, hidden_size=4, num_layers=2, bias=True, "
+        "batch_first=True, bidirectional=True) #" in source
     )
     assert (
         "num_layers=1, bias=True, batch_first=True, bidirectional=False, nonlinearity='relu')"

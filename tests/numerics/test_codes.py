@@ -1,4 +1,6 @@
-"""Codes give back what a quantizer made, to the last bit, and a few bits of each are enough to hold them."""
+"""Codes give back what a quantizer made, to the last bit, and a few bits of each are enough to
+hold them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Deferred tensors: computed with like any other, read when that happens, and out of memory in between."""
+"""Deferred tensors: computed with like any other, read when that happens, and out of memory in
+between.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def test_a_full_disk_is_one_sentence(load: Counted, monkeypatch: pytest.MonkeyPa
 def test_files_are_those_of_safetensors(
     tensors: dict[str, tuple[torch.dtype, list[int]]],
 ) -> None:
-    """Of every dtype and shape, with any names: written part by part, read by the package and tensor by tensor."""
+    """Of every dtype and shape, with any names: written part by part, read by the package and
+    tensor by tensor.
+    """
     from tempfile import TemporaryDirectory
 
     written = {

@@ -1,4 +1,6 @@
-"""Scaled floating-point formats: scales of block formats, values against the definition in float64."""
+"""Scaled floating-point formats: scales of block formats, values against the definition in
+float64.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -58,7 +60,9 @@ def scale_of(amax, *code_range):
     ],
 )
 def test_shared_exponents(dtype, mode, amax, scale):
-    """OCP MX v1.0, section 6.3: floor(log2 amax) - emax; "even" and "ceil" round the exponent up first."""
+    """OCP MX v1.0, section 6.3: floor(log2 amax) - emax; "even" and "ceil" round the exponent
+    up first.
+    """
     assert scale_of(amax, dtype, "e8m0", mode) == scale
 
 

@@ -240,7 +240,9 @@ def test_every_value_comes_back_within_half_a_step_or_one_of_its_clipped_self(
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_equal_onnx_runtime(signed):
-    """The division of the definition, not a product with 1 / scale, gives ONNX Runtime's codes, ties included."""
+    """The division of the definition, not a product with 1 / scale, gives ONNX Runtime's codes,
+    ties included.
+    """
     onnx = pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     helper, tensor_type = onnx.helper, onnx.TensorProto

@@ -34,15 +34,16 @@ def test_rows_come_back_and_are_as_many_as_scales(shape, qscheme, group, data):
     rows = to_rows(x, qscheme, axis, group)
     assert rows.ndim == 2
     assert len(rows) == torch.Size(scale_shape(shape, qscheme, axis, group)).numel()
-    assert rows.sum().item() == pytest.approx(
-        x.sum().item(), rel=1e-5
-    )  # what fills up a last group is 0
+    # What fills up a last group is 0
+    assert rows.sum().item() == pytest.approx(x.sum().item(), rel=1e-5)
     assert torch.equal(from_rows(rows, shape, qscheme, axis, group), x)
     assert torch.equal(rows, to_rows(x, qscheme, axis % len(shape), group))
 
 
 def test_a_row_is_what_its_scale_is_for():
-    """A weight [out, in] = [4, 6] in groups of 3 along the inputs, and along the outputs in groups of 2."""
+    """A weight [out, in] = [4, 6] in groups of 3 along the inputs, and along the outputs in
+    groups of 2.
+    """
     weight = torch.arange(24).view(4, 6)
     assert scale_shape((4, 6), "per_group", 1, 3) == (4, 2)
     assert to_rows(weight, "per_group", 1, 3)[2 * 2 + 1].tolist() == weight[2, 3:].tolist()
@@ -51,7 +52,9 @@ def test_a_row_is_what_its_scale_is_for():
 
 
 def test_a_row_of_a_stack_is_one_channel_of_one_tensor():
-    """The weight [in, out of a group] of two groups: outputs 0 to 2 read inputs 0 and 1, the others 2 and 3."""
+    """The weight [in, out of a group] of two groups: outputs 0 to 2 read inputs 0 and 1, the
+    others 2 and 3.
+    """
     weight = torch.arange(4 * 3 * 5).view(4, 3, 5)
     assert scale_shape((4, 3, 5), "per_channel", 1, 2) == (6,)
     rows = to_rows(weight, "per_channel", 1, 2)

@@ -1,4 +1,6 @@
-"""The mergeable histogram: a function of the values alone, whatever their order, parts and merges."""
+"""The mergeable histogram: a function of the values alone, whatever their order, parts and
+merges.
+"""
 
 import itertools
 

@@ -1,4 +1,6 @@
-"""Shifts with rounding are those of exact fractions; the pooling factors are those of the DPU."""
+"""Shifts with rounding are those of exact fractions; the pooling factors are those of the
+DPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SQNR, cosine and top-1 agreement on numbers one can check by hand, and the laws quantization noise obeys."""
+"""SQNR, cosine and top-1 agreement on numbers one can check by hand, and the laws quantization
+noise obeys.
+"""
 
 import math
 
@@ -44,7 +46,9 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_energy_reads_values_in_the_order_of_memory_without_a_copy_of_all(order):
-    """A copy in another order takes ten times as long as the sum: that was half of test mode for images."""
+    """A copy in another order takes ten times as long as the sum: that was half of test mode
+    for images.
+    """
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).contiguous(
         memory_format=order
     )
@@ -99,7 +103,9 @@ def test_different_shapes_are_an_error():
 
 @pytest.mark.parametrize("bits", range(2, 17))
 def test_uniform_data_follow_six_decibel_per_bit(bits):
-    """Min-max quantization of U(-1, 1) has 20 log10(2^b - 1) dB; an off-by-one in code_range or scale shows."""
+    """Min-max quantization of U(-1, 1) has 20 log10(2^b - 1) dB; an off-by-one in code_range or
+    scale shows.
+    """
     x = (
         torch.rand(
             1_000_000, generator=torch.Generator().manual_seed(bits), dtype=torch.float64
@@ -130,7 +136,9 @@ DATA = samples()
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize(("name", "expected"), [("fp8_e4m3", 31.5), ("fp8_e5m2", 25.6)])
 def test_fp8_does_not_care_for_the_distribution(data, name, expected):
-    """With scale = absmax / largest value. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
+    """With scale = absmax / largest value. Source: FP8 Formats for Deep Learning, arXiv
+    2209.05433.
+    """
     x = DATA[data]
     scale = x.abs().max() / FLOAT_FORMATS[name].largest
     assert sqnr_db(x, cast_round_trip_(x / scale, name) * scale) == pytest.approx(

@@ -1,4 +1,6 @@
-"""Scales and zero points: the ends of the code_range, powers of two, and ranges at the edge of float32."""
+"""Scales and zero points: the ends of the code_range, powers of two, and ranges at the edge of
+float32.
+"""
 
 import math
 
@@ -107,7 +109,9 @@ def step_by_definition(low, high, code_range):
     ids=str,
 )
 def test_the_steps_of_many_rows_equal_the_definition(code_range, dtype):
-    """Ranges of any width and on either side of 0, subnormal ones too; the arguments stay as they are."""
+    """Ranges of any width and on either side of 0, subnormal ones too; the arguments stay as
+    they are.
+    """
     generator = torch.Generator().manual_seed(0)
     ends = torch.randn(2, 1001, generator=generator, dtype=torch.float64)
     ends *= 10.0 ** torch.linspace(-42, 38, 1001, dtype=torch.float64)
@@ -194,12 +198,8 @@ def test_an_unknown_word_is_refused():
 
 @pytest.mark.parametrize(
     ("bits", "divisor"),
-    [
-        (8, 127.5),
-        (4, 7.5),
-        (3, 3.5),
-        (2, 1.5),
-    ],  # AMD Quark: X of absmax 5.3 in int8 has the scale 0.0415686
+    # AMD Quark: X of absmax 5.3 in int8 has the scale 0.0415686
+    [(8, 127.5), (4, 7.5), (3, 3.5), (2, 1.5)],
 )
 def test_half_range_divides_by_half_the_distance_of_the_outer_codes(bits, divisor):
     code_range = IntegerRange(
@@ -248,7 +248,9 @@ BITS = (
     | st.integers(0, 0x01000000)
     | st.sampled_from([0, 1, 0x400000, 0x7FFFFF, 0x800000])
 )
-"""Magnitudes by the bits of float32: all, those about the smallest normal number, and its neighbours."""
+"""Magnitudes by the bits of float32: all, those about the smallest normal number, and its
+neighbours.
+"""
 
 
 @pytest.mark.parametrize("mode", SCALE_MODES)

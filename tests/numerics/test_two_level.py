@@ -1,4 +1,6 @@
-"""Formats whose scales have few bits: NVFP4 against compressed-tensors, MX6 and MX9 against the paper in numpy."""
+"""Formats whose scales have few bits: NVFP4 against compressed-tensors, MX6 and MX9 against the
+paper in numpy.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ def rounded(x: Tensor, spec: QuantizationSpec) -> Tensor:
 
 
 def shared_microexponents(x: np.ndarray, bits: int) -> np.ndarray:
-    """Rows of 16 in the format of Rouhani et al. 2023, section 3: an exponent for 16 values, one bit less for pairs,
-    and signed mantissas of `bits` with one bit before the binary point."""
+    """Rows of 16 in the format of Rouhani et al. 2023, section 3: an exponent for 16 values,
+    one bit less for pairs, and signed mantissas of `bits` with one bit before the binary
+    point.
+    """
     out = np.zeros_like(x)
     for at in np.ndindex(x.shape[0], x.shape[1] // 16):
         block = x[at[0], 16 * at[1] : 16 * at[1] + 16]
@@ -84,7 +88,9 @@ def test_shared_microexponents_are_those_of_the_paper(
 
 
 def test_a_block_of_mx6_by_hand() -> None:
-    """The largest magnitude is 6, so the exponent is 2 and steps are 4 / 8; pairs below 4 have steps of 2 / 8."""
+    """The largest magnitude is 6, so the exponent is 2 and steps are 4 / 8; pairs below 4 have
+    steps of 2 / 8.
+    """
     x = torch.tensor([[6.0, 0.3, 3.0, 0.3, 3.99, 0.0, *[0.0] * 10]])
     assert rounded(x, MX6).tolist() == [[6.0, 0.5, 3.0, 0.25, 3.75, 0.0, *[0.0] * 10]]
     assert nearest_qparams(MX6, x).scale.tolist() == [[4.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]]
@@ -94,8 +100,9 @@ def test_a_block_of_mx6_by_hand() -> None:
 
 
 def test_a_block_of_nvfp4_by_hand() -> None:
-    """The tensor's factor is 448 * 6 / 12 = 224, so the scales are 2 = 448 / 224 and 0.5 = 112 / 224; the third,
-    0.55 = 123.2 / 224, becomes 120 / 224."""
+    """The tensor's factor is 448 * 6 / 12 = 224, so the scales are 2 = 448 / 224 and 0.5 = 112
+    / 224; the third, 0.55 = 123.2 / 224, becomes 120 / 224.
+    """
     x = torch.zeros(3, 16)
     x[0, :3], x[1, :3], x[2, :2] = (
         torch.tensor([12.0, 5.0, -1.0]),
@@ -114,7 +121,9 @@ def test_a_block_of_nvfp4_by_hand() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 2.0])
 def test_nvfp4_is_that_of_compressed_tensors(spread: float) -> None:
-    """Its own scales and rounding, of the version installed; its factor, a product with a reciprocal, is an ulp off."""
+    """Its own scales and rounding, of the version installed; its factor, a product with a
+    reciprocal, is an ulp off.
+    """
     pytest.importorskip("compressed_tensors", reason="needs quantizer-torch[llm]")
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize

@@ -30,7 +30,9 @@ def observed(batches: list[Tensor], **words: Any) -> tuple[QuantizationSpec, QPa
 
 
 def error(batches: list[Tensor], values: Tensor | None = None, **words: Any) -> float:
-    """The error of all values, or of others, under the range that is found, as the method weighs it."""
+    """The error of all values, or of others, under the range that is found, as the method
+    weighs it.
+    """
     spec, qparams = observed(batches, **words)
     values = torch.cat([batch.flatten() for batch in batches]) if values is None else values
     return float(
@@ -56,8 +58,8 @@ def drawn(seed: int, shape: str) -> list[Tensor]:
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10_000))
 def test_no_other_method_has_a_smaller_error(bit_width: int, shape: str, seed: int) -> None:
-    """Where all values are known, as a weight's are; up to a few percent, for bins are wide beside most values if one
-    is far away, and the ends are tried in steps.
+    """Where all values are known, as a weight's are; up to a few percent, for bins are wide
+    beside most values if one is far away, and the ends are tried in steps.
     """
     whole = [torch.cat(drawn(seed, shape))]
     words: dict[str, Any] = {"bit_width": bit_width, "statistic": "max"}
@@ -67,8 +69,9 @@ def test_no_other_method_has_a_smaller_error(bit_width: int, shape: str, seed: i
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_of_few_values_the_range_is_as_wide_as_others_need(symmetric: bool) -> None:
-    """What a network gives for 200 samples: the values of 200 others go beyond the extremes, and cutting them off costs
-    more than wider steps."""
+    """What a network gives for 200 samples: the values of 200 others go beyond the extremes,
+    and cutting them off costs more than wider steps.
+    """
     samples = torch.randn(100, 200, generator=torch.Generator().manual_seed(0)).unbind()
     words = {"symmetric": symmetric, "signed": symmetric}
     auto, maxmin = (
@@ -107,10 +110,11 @@ def test_a_symmetric_range_is_cut_alike() -> None:
     "words", [{}, {"method": "mse", "signed": True, "symmetric": True}], ids=["auto", "mse"]
 )
 def test_one_far_value_in_a_large_sample_is_not_overlooked(words: dict[str, Any]) -> None:
-    """A transformer's first token may have one value a hundred times as large as all others, which attention needs."""
+    """A transformer's first token may have one value a hundred times as large as all others,
+    which attention needs.
+    """
     values = torch.randn(4, 128, 384, generator=torch.Generator().manual_seed(0))
-    values[:, 0, 7] = (
-        60.0  # costs 4 * 60^2 if it is cut off, and rounding the others costs less
-    )
+    # Costs 4 * 60^2 if it is cut off, and rounding the others costs less
+    values[:, 0, 7] = 60.0
     _, found = observed([*values.split(1)], **words)
     assert found.scale * (255 if not words else 127) > 50

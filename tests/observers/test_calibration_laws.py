@@ -39,7 +39,9 @@ def sqnr(x, step, bits=8):
     [(2, 1.03, 8.26), (3, 1.83, 13.90), (4, 2.37, 19.24), (8, 3.86, 40.74)],
 )
 def test_mse_finds_the_best_clip_of_gaussian_data(bits, clip, decibel):
-    """Clip = scale * (2^(b-1) - 1) in sigma. Max (1960) has 19.4 dB for the best uniform 16-level quantizer."""
+    """Clip = scale * (2^(b-1) - 1) in sigma. Max (1960) has 19.4 dB for the best uniform
+    16-level quantizer.
+    """
     x = torch.special.ndtri(probabilities(100_000)).float()
     step = scale(x, method="mse", bit_width=bits)
     assert step.item() * (2 ** (bits - 1) - 1) == pytest.approx(clip, rel=0.05)
@@ -55,10 +57,11 @@ def test_mse_finds_the_best_clip_of_laplacian_data():
 @pytest.mark.parametrize("round_mode", ROUND_MODES)
 @pytest.mark.parametrize("bits", [2, 3, 5, 8])
 def test_no_scale_is_much_better_than_that_of_mse(bits, round_mode):
-    """Tried on the values themselves, half of which lie on half-way points of some of the scales.
+    """Tried on the values themselves, half of which lie on half-way points of some of the
+    scales.
 
-    Those are left out for floor, which takes a value on a code and its lower neighbour a step apart: no histogram sees
-    that.
+    Those are left out for floor, which takes a value on a code and its lower neighbour a step
+    apart: no histogram sees that.
     """
     values = gauss(20_000)
     x = torch.cat([values, (values * 8).round() / 8]) if round_mode in NEAREST else values

@@ -1,4 +1,6 @@
-"""The least and greatest value of each row, which are compared as integers where that is the same."""
+"""The least and greatest value of each row, which are compared as integers where that is the
+same.
+"""
 
 from __future__ import annotations
 

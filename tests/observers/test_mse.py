@@ -1,4 +1,6 @@
-"""The mse method: the least error among the scales that there can be, for both rules and for powers of two."""
+"""The mse method: the least error among the scales that there can be, for both rules and for
+powers of two.
+"""
 
 from dataclasses import replace
 
@@ -42,7 +44,9 @@ def test_the_best_power_of_two_of_normal_data(method, expected):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 12])
 @pytest.mark.parametrize("outlier", [1.0, 30.0])
 def test_no_other_power_of_two_has_a_smaller_error(bits, cut, outlier):
-    """Of all halvings of the scale, on the values themselves; the search sees them in 4096 bins."""
+    """Of all halvings of the scale, on the values themselves; the search sees them in 4096
+    bins.
+    """
     x = NORMAL.clone()
     x[:, 0] *= outlier
     spec = replace(POWER_OF_TWO, bit_width=bits, **CUTS[cut])

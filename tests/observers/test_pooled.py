@@ -1,4 +1,6 @@
-"""Observers that see all batches as one: any cut of the samples into batches and any merging give the same scale."""
+"""Observers that see all batches as one: any cut of the samples into batches and any merging
+give the same scale.
+"""
 
 import itertools
 import math
@@ -92,7 +94,9 @@ def test_samples_of_large_tensors_do_not_depend_on_the_cut_either(layout):
 
 
 def test_the_batches_of_a_statistic_do_show():
-    """What the hierarchical form was like: the range of one batch or of single samples, 4.04 or 4.55."""
+    """What the hierarchical form was like: the range of one batch or of single samples, 4.04 or
+    4.55.
+    """
     x = images(0)
     spec = replace(MSE, statistic="max")
     assert found(observed(spec, *x.split(1)))[0] != found(observed(spec, x))[0]

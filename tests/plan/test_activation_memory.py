@@ -24,14 +24,10 @@ class Residual(nn.Module):
 @pytest.mark.parametrize(
     ("module", "values"),
     [
-        (
-            nn.Sequential(nn.Linear(4, 100), nn.ReLU(), nn.Linear(100, 2)),
-            100 + 100,
-        ),  # before and after the ReLU
-        (
-            nn.Sequential(nn.Linear(4, 100), nn.Flatten(), nn.Linear(100, 2)),
-            4 + 100,
-        ),  # a view takes none of its own
+        # Before and after the ReLU
+        (nn.Sequential(nn.Linear(4, 100), nn.ReLU(), nn.Linear(100, 2)), 100 + 100),
+        # A view takes none of its own
+        (nn.Sequential(nn.Linear(4, 100), nn.Flatten(), nn.Linear(100, 2)), 4 + 100),
         (
             nn.Sequential(nn.Linear(4, 100), nn.Flatten(), nn.ReLU(), nn.Linear(100, 2)),
             100 + 100,

@@ -1,4 +1,6 @@
-"""No dead key: changing any accepted key changes the plan or the graph, or a warning says that the key is reserved."""
+"""No dead key: changing any accepted key changes the plan or the graph, or a warning says that
+the key is reserved.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ SWITCHES: dict[str, Any] = {
     "quantizable_data_type": ["weights"],
 }
 ROLES_OF = {"signed": ["input", "activation"]}
-"""The tensors that a parameter has another legal value for, where not for all: weights and biases are signed."""
+"""The tensors that a parameter has another legal value for, where not for all: weights and
+biases are signed.
+"""
 BLOCKS = ("overall_quantize_config", "tensor_quantize_config", "layer_quantize_config")
 ALGORITHMS = "algorithms"  # what they do to weights is in tests/cli/test_algorithm_runs.py
 ENTRY = (
@@ -59,7 +63,9 @@ ENTRY = (
 def outcome(
     folder: Path, content: dict[str, Any], toy: str = "mobile"
 ) -> tuple[Any, list[Diagnostic]]:
-    """The plan without places in the file, the operators of the graph, and the findings on the file."""
+    """The plan without places in the file, the operators of the graph, and the findings on the
+    file.
+    """
     found = config(folder, content)
     graph = run_passes(traced(toy), found.settings)
     plan = resolve(found, graph, traced(toy))

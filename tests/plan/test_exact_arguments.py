@@ -1,4 +1,6 @@
-"""Angles, indices and what is rounded: networks that lost nearly all when these had eight bits."""
+"""Angles, indices and what is rounded: networks that lost nearly all when these had eight
+bits.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +174,9 @@ MADE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 class Shared(nn.Module):
-    """Angles are read by sines and multiplied by a layer; either reads the same tensor, or one that is made again."""
+    """Angles are read by sines and multiplied by a layer; either reads the same tensor, or one
+    that is made again.
+    """
 
     def __init__(
         self, made: str, multiplied: Callable[[Any, Tensor], Tensor], *, is_one: bool
@@ -213,7 +217,9 @@ def rooms() -> list[Tensor]:
 def test_an_argument_that_a_layer_multiplies_as_well_stays_exact(
     made: str, multiplied: Callable[[Any, Tensor], Tensor], config: Any
 ) -> None:
-    """The layer quantizes its own input, so that it loses no more than where both are made apart."""
+    """The layer quantizes its own input, so that it loses no more than where both are made
+    apart.
+    """
     found = []
     for is_one in (True, False):
         model = Shared(made, multiplied, is_one=is_one).eval()

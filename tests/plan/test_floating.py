@@ -1,4 +1,6 @@
-"""What stays float whatever the config says: masks, what follows from constants, what only float operators read."""
+"""What stays float whatever the config says: masks, what follows from constants, what only
+float operators read.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Net(nn.Module):
 
 
 def floats(body: Callable[..., Any]) -> dict[str, str]:
-    """Reasons by layer, under the last part of the name, without those of constants and integers themselves."""
+    """Reasons by layer, under the last part of the name, without those of constants and
+    integers themselves.
+    """
     example = (torch.ones(2, 2, 4), torch.ones(2, 2, dtype=torch.long), torch.zeros(2, 2, 2))
     graph = trace(Net(body).eval(), example)
     where = layout(graph)
@@ -83,7 +87,9 @@ def with_its_sine(x: Tensor) -> Tensor:
 
 
 def sparsemax(x: Tensor) -> Tensor:
-    """Martins and Astudillo, 2016: how many of the largest stay above zero is the index of their sum."""
+    """Martins and Astudillo, 2016: how many of the largest stay above zero is the index of
+    their sum.
+    """
     largest, _ = x.sort(dim=-1, descending=True)
     sums = largest.cumsum(-1) - 1
     count = (torch.arange(1.0, x.shape[-1] + 1) * largest > sums).sum(-1, keepdim=True)
@@ -173,7 +179,8 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
         lambda n, x, i, g: both(n, n.a(x)),
         GIVEN | {"linear": ARGUMENT},
     ),
-    "a layer that a sine reads, and that is returned": (lambda n, x, i, g: returned(n.a(x)), GIVEN),
+    "a layer that a sine reads, and that is "
+    "returned": (lambda n, x, i, g: returned(n.a(x)), GIVEN),
     "a sum that a sine and another layer read": (
         lambda n, x, i, g: both(n, n.a(x) + 1),
         GIVEN | {"linear": ARGUMENT, "add": ARGUMENT},

@@ -1,4 +1,6 @@
-"""Where activations are quantized, operator by operator: the sharing rules of pytorch_nndct 3.5."""
+"""Where activations are quantized, operator by operator: the sharing rules of pytorch_nndct
+3.5.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def halves(y: Tensor, first: Tensor) -> Tensor:
 
 
 class Net(nn.Module):
-    """Two 1x1 convolutions `a` and `b`, a batch norm, an embedding, an LSTM, a linear layer; `body` says what runs."""
+    """Two 1x1 convolutions `a` and `b`, a batch norm, an embedding, an LSTM, a linear layer;
+    `body` says what runs.
+    """
 
     def __init__(self, body: Callable[..., Any]) -> None:
         super().__init__()
@@ -38,7 +42,9 @@ class Net(nn.Module):
 
 
 def quantized(body: Callable[..., Any]) -> dict[str, tuple[str, ...]]:
-    """For each place of quantization, without the network's inputs, the layers that share it; by short name."""
+    """For each place of quantization, without the network's inputs, the layers that share it;
+    by short name.
+    """
     where = layout(trace(Net(body).eval(), (torch.ones(2, 4, 6, 6),)))
     return {
         short(point): tuple(map(short, group.members))
@@ -162,10 +168,8 @@ CASES: dict[str, tuple[Callable[[Net, Tensor], Any], Groups]] = {
     "unknown at the end": (lambda n, x: n.a(x).cumsum(1), A),
     "lstm before linear": (
         lambda n, x: n.fc(n.lstm(x[:, :, :, 0])[0][:, :, :4]),
-        {
-            "lstm": ("lstm", "lstm"),
-            "fc": ("fc",),
-        },  # the layer and what is taken out of its results
+        # The layer and what is taken out of its results
+        {"lstm": ("lstm", "lstm"), "fc": ("fc",)},
     ),
 }
 

@@ -1,4 +1,6 @@
-"""The hierarchical form on a graph: global < layer type < layer name (glob < exact) < exclude, field by field."""
+"""The hierarchical form on a graph: global < layer type < layer name (glob < exact) < exclude,
+field by field.
+"""
 
 from __future__ import annotations
 
@@ -227,7 +229,9 @@ def test_a_group_size_that_does_not_divide_names_layers_and_one_that_does() -> N
 
 
 class Apart(nn.Module):
-    """A depthwise convolution, embeddings of tokens and of positions, those that are counted of tokens among them."""
+    """A depthwise convolution, embeddings of tokens and of positions, those that are counted of
+    tokens among them.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()

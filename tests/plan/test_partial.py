@@ -1,4 +1,6 @@
-"""Parts that stay float: outside QuantStub and DeQuantStub, and layers whose list of tensors is empty."""
+"""Parts that stay float: outside QuantStub and DeQuantStub, and layers whose list of tensors is
+empty.
+"""
 
 from __future__ import annotations
 

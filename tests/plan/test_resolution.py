@@ -1,4 +1,6 @@
-"""From a config file and a graph to the spec of each tensor, with the place every value came from."""
+"""From a config file and a graph to the spec of each tensor, with the place every value came
+from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Values that stand for "none", of either sign: quantized networks keep the others, and tables do not praise them."""
+"""Values that stand for "none", of either sign: quantized networks keep the others, and tables
+do not praise them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def anchors(outside: float) -> Tensor:
 
 
 class Boxes(nn.Module):
-    """Tokens of an image, what is predicted for each, and `body`, which says what becomes of it."""
+    """Tokens of an image, what is predicted for each, and `body`, which says what becomes of
+    it.
+    """
 
     def __init__(
         self, body: Callable[[Any, Tensor, Tensor], Any], outside: float = LARGEST
@@ -124,7 +128,9 @@ def test_sentinels_of_any_size_and_sign(form: str, outside: float) -> None:
 
 
 def test_a_layer_in_place_whose_outputs_are_filled_keeps_its_quantizer() -> None:
-    """What is filled stands behind the module, so that the module's own output has no sentinels."""
+    """What is filled stands behind the module, so that the module's own output has no
+    sentinels.
+    """
     model, data = built(lambda n, y, s: y.masked_fill(~n.valid, INF).sigmoid())
     quantized = ModelQuantizer(HIERARCHICAL).quantize_model(copy.deepcopy(model), data)
     assert "activation" in quantized.get_submodule("head").quantizers
@@ -175,7 +181,9 @@ def test_a_known_trace_without_values_gives_the_same_plan(outside: float, name: 
 def test_a_tensor_whose_range_a_sentinel_sets_never_looks_perfect(
     outside: float, most: float
 ) -> None:
-    """What is returned is quantized by its range, sentinels and all, and the others are what the table is about."""
+    """What is returned is quantized by its range, sentinels and all, and the others are what
+    the table is about.
+    """
     model, data = built(lambda n, y, s: y + n.anchors, outside)
     rows = quantizer.calibrate(model, LAYERED, data).test().layers
     found = {

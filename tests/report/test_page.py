@@ -1,4 +1,6 @@
-"""report.html: what report.json says, escaped, complete without a script, and loading nothing."""
+"""report.html: what report.json says, escaped, complete without a script, and loading
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -139,8 +141,10 @@ def test_a_test_adds_its_figures_and_report_makes_the_same_bytes(tmp_path: Path)
     model = tmp_path / "net.py"
     model.write_text(
         "import torch\n\ndef model():\n    torch.manual_seed(0)\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3)).eval()\n\n"
-        "def calibration_data():\n    return [torch.randn(4, 5, generator=torch.Generator().manual_seed(1))] * 2\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), "
+        "torch.nn.Linear(7, 3)).eval()\n\n"
+        "def calibration_data():\n    return [torch.randn(4, 5, "
+        "generator=torch.Generator().manual_seed(1))] * 2\n"
         "evaluation_data = calibration_data\n"
     )
     config = tmp_path / "q.json"
@@ -176,7 +180,9 @@ def test_a_test_adds_its_figures_and_report_makes_the_same_bytes(tmp_path: Path)
 
 
 def test_each_dead_channel_counts_and_each_reader_of_a_value_shows_it(tmp_path: Path) -> None:
-    """Strips of many channels are of runs of them; tensors of one value and spec have their statistics in common."""
+    """Strips of many channels are of runs of them; tensors of one value and spec have their
+    statistics in common.
+    """
 
     class Readers(nn.Module):
         def __init__(self) -> None:

@@ -90,7 +90,10 @@ def test_a_click_on_a_title_sorts_and_empty_cells_stay_last(page: str, tmp_path:
 
 
 def test_the_filter_hides_other_layers(page: str, tmp_path: Path) -> None:
-    typed = "const i = document.querySelector('#layers input'); i.value = 'FC'; i.dispatchEvent(new Event('input'));"
+    typed = (
+        "const i = document.querySelector('#layers input'); i.value = 'FC'; "
+        "i.dispatchEvent(new Event('input'));"
+    )
     rows = Rows(shown(page, tmp_path, typed)).rows
     assert {cells[0] for hidden, cells in rows if not hidden} == {"fc"}
     assert any(hidden for hidden, _ in rows)

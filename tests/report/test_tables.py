@@ -1,4 +1,6 @@
-"""Tables on wide and narrow terminals: what they show, what they call it, and what they leave out."""
+"""Tables on wide and narrow terminals: what they show, what they call it, and what they leave
+out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which arguments of `forward` a batch fills: pairs are (input, target) only where that is what they must be."""
+"""Which arguments of `forward` a batch fills: pairs are (input, target) only where that is what
+they must be.
+"""
 
 from __future__ import annotations
 

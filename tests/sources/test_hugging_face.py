@@ -1,4 +1,6 @@
-"""Folders of Hugging Face models are data: their code does not run, and weights that are missing are no random ones."""
+"""Folders of Hugging Face models are data: their code does not run, and weights that are
+missing are no random ones.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Words(PreTrainedTokenizer):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model and a tokenizer in code of their own; whoever is asked whether to run it says yes."""
+    """A model and a tokenizer in code of their own; whoever is asked whether to run it says
+    yes.
+    """
     place = saved(tmp_path / "model", llama())
     (place / "own.py").write_text(CODE.replace("MARK", repr(str(tmp_path / "ran"))))
     config = json.loads((place / "config.json").read_text())

@@ -1,4 +1,6 @@
-"""Image folders as data: labels, order, preprocessing to the pixel, and images that cannot be used."""
+"""Image folders as data: labels, order, preprocessing to the pixel, and images that cannot be
+used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`--data` and the user's loaders: what a batch is, counting, repeating, and a sentence for data of no use."""
+"""`--data` and the user's loaders: what a batch is, counting, repeating, and a sentence for
+data of no use.
+"""
 
 from __future__ import annotations
 
@@ -234,7 +236,8 @@ def test_a_factory_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     Path("loader.py").write_text(
         "import torch\ndef calibration_data():\n    yield torch.ones(2, 3)\n"
-        "def three():\n    return [torch.ones(3, 3)]\nready = [torch.ones(4, 3)]\ndef bad(): raise KeyError('x')\n"
+        "def three():\n    return [torch.ones(3, 3)]\nready = [torch.ones(4, 3)]\ndef bad(): "
+        "raise KeyError('x')\n"
     )
     specs = ["loader.py", "loader.py:three", "loader.py:ready", "loader:three"]
     assert [only(spec).size for spec in specs] == [2, 3, 4, 3]
@@ -263,7 +266,9 @@ def test_a_loader_that_draws_gives_the_same_batches_in_every_pass(tmp_path: Path
 
 
 def test_a_list_is_asked_for_once_and_a_generator_for_each_pass() -> None:
-    """The tracer, calibration and bias correction all read the data, and making them may take longer than a pass."""
+    """The tracer, calibration and bias correction all read the data, and making them may take
+    longer than a pass.
+    """
     calls: list[str] = []
 
     def listed() -> list[Tensor]:

@@ -1,4 +1,6 @@
-"""`--model` and what the model's file offers: every form, and a sentence for everything that can go wrong."""
+"""`--model` and what the model's file offers: every form, and a sentence for everything that
+can go wrong.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +194,8 @@ def test_a_file_that_is_wrong(folder: Path, source: str, sentence: str) -> None:
 
 def test_what_the_users_code_raises_is_told_in_the_users_own_lines(folder: Path) -> None:
     (folder / "net.py").write_text(
-        "import json\ndef build():\n    return json.loads('{')\ndef model():\n    return build()\n"
+        "import json\ndef build():\n    return json.loads('{')\ndef model():\n    return "
+        "build()\n"
     )
     error = refusal("net.py")
     assert error.message.startswith("model() of net.py raised JSONDecodeError: ")
@@ -205,8 +208,8 @@ def test_what_the_users_code_raises_is_told_in_the_users_own_lines(folder: Path)
 
 def test_data_and_metrics_that_fail_say_whose_fault_it_is(folder: Path) -> None:
     (folder / "net.py").write_text(
-        NET
-        + "def calibration_data(): raise OSError('disk on fire')\ndef evaluate(model, data): return 0.5\n"
+        NET + "def calibration_data(): raise OSError('disk on fire')\ndef evaluate(model, "
+        "data): return 0.5\n"
     )
     loaded = load_model("net.py")
     assert loaded.calibration_data and loaded.evaluate
@@ -246,7 +249,9 @@ class Evil:
 
 
 def test_a_program_that_would_run_code_does_not_run(folder: Path) -> None:
-    """torch.export.load unpickles the inputs that a program was exported with, whatever they are."""
+    """torch.export.load unpickles the inputs that a program was exported with, whatever they
+    are.
+    """
     torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.zeros(2, 3),)), "good.pt2")
     torch.save(Evil(), "evil.pt")
     with zipfile.ZipFile("good.pt2") as good, zipfile.ZipFile("evil.pt2", "w") as evil:

@@ -1,4 +1,6 @@
-"""`--weights`: state dicts of both kinds, and a file that is not one never runs code and says what it is instead."""
+"""`--weights`: state dicts of both kinds, and a file that is not one never runs code and says
+what it is instead.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_tied_weights_may_be_stored_once() -> None:
 
 
 def with_header(end: int = 32, **entry: Any) -> bytes:
-    """A safetensors file whose weight has something else in its entry, or whose bias ends elsewhere."""
+    """A safetensors file whose weight has something else in its entry, or whose bias ends
+    elsewhere.
+    """
     weight = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | entry
     header = json.dumps(
         {
@@ -118,11 +122,8 @@ def whole(path: str) -> bytes:
         ("a.safetensors", b"\xff" * 8 + b"{}", "it is truncated or not a safetensors file"),
         ("a.safetensors", save(STATE)[:-3], "it is truncated or not a safetensors file"),
         ("a.safetensors", save(STATE) + b"x", "it is truncated or not a safetensors file"),
-        (
-            "a.safetensors",
-            with_header(end=24),
-            "it is truncated or not a safetensors file",
-        ),  # two in one place
+        # Two in one place
+        ("a.safetensors", with_header(end=24), "it is truncated or not a safetensors file"),
         (
             "a.safetensors",
             with_header(dtype="F64"),

@@ -1,4 +1,6 @@
-"""Tensor files as data: each format, what is input and what target, cutting anew, and files that cannot be used."""
+"""Tensor files as data: each format, what is input and what target, cutting anew, and files
+that cannot be used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tensors that nothing can be computed with, in data, files, weights and models: a sentence names what they are."""
+"""Tensors that nothing can be computed with, in data, files, weights and models: a sentence
+names what they are.
+"""
 
 from __future__ import annotations
 

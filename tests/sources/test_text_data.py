@@ -1,4 +1,6 @@
-"""Text as data: which tokens a window has, which of them count, and texts and tokenizers that cannot be used."""
+"""Text as data: which tokens a window has, which of them count, and texts and tokenizers that
+cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -92,9 +94,8 @@ def test_every_token_but_the_first_counts_once_where_windows_overlap(
     path.write_text("".join(text))
     windows = Windows(lambda: lambda text: [ord(letter) for letter in text], seq_len, stride)
     found = list(TextData([path], "text", windows).batches(data.draw(st.integers(1, 4))))
-    targets = torch.cat(
-        [batch.target[:, 1:] for batch in found]
-    ).flatten()  # the first has nothing before it
+    # The first has nothing before it
+    targets = torch.cat([batch.target[:, 1:] for batch in found]).flatten()
     scored = [chr(token) for token in targets.tolist() if token != -100]
     last = (length - seq_len) // stride * stride + seq_len
     assert scored == text[1:last]

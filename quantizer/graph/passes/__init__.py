@@ -1,7 +1,7 @@
 """Rewrites between tracing and planning, registered by name, run in the order of `PASSES`.
 
-A pass keeps the names of the layers that survive and, unless its row says otherwise, the float function to rounding;
-it never sees a scale.
+A pass keeps the names of the layers that survive and, unless its row says otherwise, the float
+function to rounding; it never sees a scale.
 """
 
 import importlib
@@ -13,21 +13,24 @@ from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
 
 Pass = Callable[..., Graph]
-"""From a graph to a graph; one that a check on data limits also takes the layers that it must leave alone."""
+"""From a graph to a graph; one that a check on data limits also takes the layers that it must
+leave alone.
+"""
 CHECKED = "absorb_high_biases"
 """The pass that calibration checks on data, layer by layer."""
 
 
 @dataclass(frozen=True)
 class PassRow:
-    """One pass: its module, the setting and the device that switch it on (None: always), and what it keeps.
+    """One pass: its module, the setting and the device that switch it on (None: always), and
+    what it keeps.
 
-    `changes` says what it does to the float function: "nothing", "tails" (nothing but for values that batch norms have
-    hardly seen), "on purpose" (the config asks for it), or "device" (what the device computes instead; the float
-    network that test mode compares layers with is left alone). Outputs differ by
-    less than `tolerance` of the largest where it changes nothing or tails; `values` says whether the graph that it
-    makes depends on those of tensors. `summary` is a sentence on its `Graph.changes`,
-    with their count and the largest amount.
+    `changes` says what it does to the float function: "nothing", "tails" (nothing but for
+    values that batch norms have hardly seen), "on purpose" (the config asks for it), or
+    "device" (what the device computes instead; the float network that test mode compares layers
+    with is left alone). Outputs differ by less than `tolerance` of the largest where it changes
+    nothing or tails; `values` says whether the graph that it makes depends on those of tensors.
+    `summary` is a sentence on its `Graph.changes`, with their count and the largest amount.
     """
 
     module: str
@@ -65,7 +68,8 @@ PASSES: dict[str, PassRow] = {
         changes="tails",
         tolerance=0.05,
         values=True,
-        summary="layers whose high biases the next one absorbs: {count}; most channels {amount:.0f}",
+        summary="layers whose high biases the next one absorbs: {count}; most channels "
+        "{amount:.0f}",
     ),
     "dpu_average_pooling": PassRow("dpu_pooling", device="DPU", changes="device"),
     "dpu_leaky_relu": PassRow("activations", device="DPU", changes="device"),
@@ -81,7 +85,8 @@ def run_passes(
     Args:
         graph: as traced.
         settings: say which passes run.
-        device: whether those that compute as a device does run; without them it is the float network.
+        device: whether those that compute as a device does run; without them it is the float
+            network.
         refused: layers that the pass `CHECKED` leaves alone.
     """
     for name in _wanted(settings, device=device):
@@ -94,7 +99,9 @@ def run_passes(
 
 
 def graph_before(checked: str, graph: Graph, settings: Settings) -> Graph | None:
-    """Return the float network as a pass finds it, or None if the settings do not ask for that pass."""
+    """Return the float network as a pass finds it, or None if the settings do not ask for that
+    pass.
+    """
     for name in _wanted(settings, device=False):
         if name == checked:
             return graph
@@ -110,7 +117,9 @@ def _wanted(settings: Settings, *, device: bool) -> Iterator[str]:
 
 
 def for_device(settings: Settings) -> bool:
-    """Whether a pass that the settings ask for makes another network of the graph, as a device has it."""
+    """Whether a pass that the settings ask for makes another network of the graph, as a device
+    has it.
+    """
     return any(row.changes == "device" and _is_wanted(row, settings) for row in PASSES.values())
 
 

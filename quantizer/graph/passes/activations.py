@@ -1,4 +1,6 @@
-"""Operators that do nothing in inference are left out, activations that a device lacks become ones that it has."""
+"""Operators that do nothing in inference are left out, activations that a device lacks become
+ones that it has.
+"""
 
 from dataclasses import replace
 
@@ -40,7 +42,9 @@ def dpu_leaky_relu(graph: Graph) -> Graph:
 
 
 def dpu_hard_activations(graph: Graph) -> Graph:
-    """Every hardsigmoid as relu6(x + 3) * 2731 / 2^14, every hardswish as x times that in 8 bits."""
+    """Every hardsigmoid as relu6(x + 3) * 2731 / 2^14, every hardswish as x times that in 8
+    bits.
+    """
     hard = ("hardsigmoid", "hardswish")
     return graph.mapped(
         lambda node: (

@@ -1,4 +1,6 @@
-"""A weight that the model computes from trained tensors alone (weight_norm, spectral_norm) is computed once."""
+"""A weight that the model computes from trained tensors alone (weight_norm, spectral_norm) is
+computed once.
+"""
 
 import dataclasses
 from typing import Any
@@ -13,7 +15,9 @@ _KEYS = ("weight", "bias")
 
 
 def compute_weights(graph: Graph) -> Graph:
-    """The graph whose layers own the weights and biases that were computed for them; what computed them is gone."""
+    """The graph whose layers own the weights and biases that were computed for them; what
+    computed them is gone.
+    """
     fixed = _fixed(graph)
     tensors, nodes = dict(graph.tensors), list[Node]()
     done: dict[str, Any] = {}
@@ -68,7 +72,9 @@ def _value(graph: Graph, name: str, done: dict[str, Any]) -> Tensor:
 
 
 def _without_idle(graph: Graph, fixed: set[str], owners: dict[str, str]) -> Graph:
-    """Without fixed nodes that nothing reads any more; a layer's name stands for what was computed for it."""
+    """Without fixed nodes that nothing reads any more; a layer's name stands for what was
+    computed for it.
+    """
     read = set(references(graph.output))
     moved: dict[str, str] = {}
     for node in reversed(graph.nodes):
@@ -76,9 +82,8 @@ def _without_idle(graph: Graph, fixed: set[str], owners: dict[str, str]) -> Grap
             moved[node.name] = owners.get(node.name, "")
         else:
             read.update(node.refs())
-    for node in reversed(
-        graph.nodes
-    ):  # what a computed weight was made of goes where the weight went
+    # What a computed weight was made of goes where the weight went
+    for node in reversed(graph.nodes):
         for name in node.refs():
             if moved.get(name) == "":
                 moved[name] = moved[node.name]

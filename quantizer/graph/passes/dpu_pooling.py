@@ -1,4 +1,6 @@
-"""Average pooling as the DPU computes it: the sum of a window times m / 2^s. Other averages stay as they are."""
+"""Average pooling as the DPU computes it: the sum of a window times m / 2^s. Other averages
+stay as they are.
+"""
 
 import dataclasses
 from typing import Any
@@ -9,7 +11,9 @@ from quantizer.numerics.integer import pooling_factor
 
 
 def dpu_average_pooling(graph: Graph) -> Graph:
-    """Every average over one fixed window, by pooling or by a mean over height and width, as a scaled sum."""
+    """Every average over one fixed window, by pooling or by a mean over height and width, as a
+    scaled sum.
+    """
     return graph.mapped(lambda node: _scaled_sum(graph, node))
 
 

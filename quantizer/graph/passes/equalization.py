@@ -1,10 +1,13 @@
-"""Equalization on pairs of layers between which factors pass: so that one scale per tensor fits all channels.
+"""Equalization on pairs of layers between which factors pass: so that one scale per tensor fits
+all channels.
 
-Channel i is divided by s_i in the first layer of a pair and multiplied by s_i in the second, s_i = sqrt(r1_i r2_i) /
-r2_i with r a channel's range in either, until both are equally wide. Then high biases move to the next layer, where a
-channel lies so far from zero that most of its range is never used: relu(x - c) is relu(x) - c where x >= c; with
-c = max(0, mean - 3 std) of what a folded batch norm promises, that is all but 0.13 % of normally distributed values.
-Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", section 4.1 (2019).
+Channel i is divided by s_i in the first layer of a pair and multiplied by s_i in the second,
+s_i = sqrt(r1_i r2_i) / r2_i with r a channel's range in either, until both are equally wide.
+Then high biases move to the next layer, where a channel lies so far from zero that most of its
+range is never used: relu(x - c) is relu(x) - c where x >= c; with c = max(0, mean - 3 std) of
+what a folded batch norm promises, that is all but 0.13 % of normally distributed values.
+Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction",
+section 4.1 (2019).
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ STDS = 3
 
 @dataclass(frozen=True)
 class Pair:
-    """`second` alone reads what `first` makes, by way of `between`; `channels` are those of `first` in its input."""
+    """`second` alone reads what `first` makes, by way of `between`; `channels` are those of
+    `first` in its input.
+    """
 
     first: Node
     second: Node
@@ -67,9 +72,11 @@ def _pair(folds: Folds, first: Node) -> Pair | None:
 
 
 def cross_layer_equalization(graph: Graph) -> Graph:
-    """The graph with equalized pairs, once; a channel that is zero on one side keeps its weights.
+    """The graph with equalized pairs, once; a channel that is zero on one side keeps its
+    weights.
 
-    No sweep changes more than the one before it, as the logarithm of a factor is a mean of maxima of its neighbours'.
+    No sweep changes more than the one before it, as the logarithm of a factor is a mean of
+    maxima of its neighbours'.
     """
     if any(change.rewrite == NAME for change in graph.changes):
         return graph
@@ -113,12 +120,14 @@ def cross_layer_equalization(graph: Graph) -> Graph:
 
 
 class _Layer:
-    """The ranges of a layer's channels while they change, and the factors so far; float64 on the CPU.
+    """The ranges of a layer's channels while they change, and the factors so far; float64 on
+    the CPU.
 
-    `pair` is the one whose second layer this is, `before` the first; columns of one of its channels count as one.
-    `values` is the range of the outputs as a folded batch norm promises it, else the bias, in units in which the
-    largest one is as wide as the largest weight. It counts as a weight does: else a channel with hardly any weight
-    would be blown up until its values need all of the activation's range.
+    `pair` is the one whose second layer this is, `before` the first; columns of one of its
+    channels count as one. `values` is the range of the outputs as a folded batch norm promises
+    it, else the bias, in units in which the largest one is as wide as the largest weight. It
+    counts as a weight does: else a channel with hardly any weight would be blown up until its
+    values need all of the activation's range.
     """
 
     def __init__(
@@ -127,9 +136,8 @@ class _Layer:
         self.node = node
         largest = by_channel(node, graph.weight(node)).abs().amax(3)
         groups, outputs, inputs = largest.shape
-        self.channels = (
-            torch.tensor(pair.channels) if pair else torch.arange(groups * inputs)
-        )  # of each input
+        # Of each input
+        self.channels = torch.tensor(pair.channels) if pair else torch.arange(groups * inputs)
         count = len(before.outputs) if before else groups * inputs
         self.columns = self.channels
         if groups == 1:
@@ -196,7 +204,8 @@ class Absorption:
 
     Args:
         pair: both layers.
-        high: what each output channel of the first is lowered by, float64 [channels], some of it above 0.
+        high: what each output channel of the first is lowered by, float64 [channels], some of
+            it above 0.
     """
 
     pair: Pair
@@ -204,7 +213,9 @@ class Absorption:
 
     @property
     def high_inputs(self) -> Tensor:
-        """Return by how much each input channel of the second layer is lowered, float64 [channels]."""
+        """Return by how much each input channel of the second layer is lowered, float64
+        [channels].
+        """
         return self.high[list(self.pair.channels)]
 
 
@@ -256,7 +267,9 @@ def absorb_high_biases(graph: Graph, refused: Collection[str] = ()) -> Graph:
 
 
 def _shifts(pair: Pair) -> bool:
-    """Whether a shift after the first layer goes through a ReLU and reaches every input of the second unchanged."""
+    """Whether a shift after the first layer goes through a ReLU and reaches every input of the
+    second unchanged.
+    """
     others = [node for node in pair.between if not node.row.rectifies]
     through = len(others) < len(pair.between) and all(map(passes_shifts, others))
     return through and not is_padded(pair.second.attrs) and not pair.second.row.transposed

@@ -1,7 +1,9 @@
-"""BatchNorm folded into the convolutions or the linear layer before it; what cannot fold becomes a scale per channel.
+"""BatchNorm folded into the convolutions or the linear layer before it; what cannot fold
+becomes a scale per channel.
 
-w' = w * gamma / sqrt(var + eps) and b' = (b - mean) * gamma / sqrt(var + eps) + beta. Source: Jacob et al.,
-"Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2 (2017).
+w' = w * gamma / sqrt(var + eps) and b' = (b - mean) * gamma / sqrt(var + eps) + beta. Source:
+Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", section 3.2 (2017).
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from quantizer.graph.ir import Graph, Node, references, rewire
 
 
 def fold_batch_norm(graph: Graph) -> Graph:
-    """The graph without the batch norms whose input convolutions or a linear layer make for them alone.
+    """The graph without the batch norms whose input convolutions or a linear layer make for
+    them alone.
 
-    Between may stand what only moves values, as a transposition, and a concatenation of channels. Other batch norms
-    with running statistics become layers "channel_scale", y = x * weight + bias. `normal` keeps what a folded norm says
-    about its layers' outputs.
+    Between may stand what only moves values, as a transposition, and a concatenation of
+    channels. Other batch norms with running statistics become layers "channel_scale", y = x *
+    weight + bias. `normal` keeps what a folded norm says about its layers' outputs.
     """
     changed: dict[str, dict[str, Tensor]] = {}
     normal, moved, absorbed = dict(graph.normal), dict[str, str](), dict[str, str]()
@@ -33,9 +36,8 @@ def fold_batch_norm(graph: Graph) -> Graph:
         for node in graph.nodes
         if node.op == "batch_norm" and "running_mean" in node.params
     ]
-    norms = [
-        node for node in norms if not node.attrs.get("training")
-    ]  # one that uses its statistics is affine
+    # One that uses its statistics is affine
+    norms = [node for node in norms if not node.attrs.get("training")]
     for node in norms:
         sources = find.of(node)
         weights = [graph.weight(source) for source in sources]
@@ -64,7 +66,9 @@ def fold_batch_norm(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class _Norm:
-    """A batch norm's parameters per channel, float64, so that what it changes is rounded once."""
+    """A batch norm's parameters per channel, float64, so that what it changes is rounded
+    once.
+    """
 
     mean: Tensor
     deviation: Tensor
@@ -108,7 +112,9 @@ class _Sources:
         return ChannelLabels(self.graph)
 
     def of(self, norm: Node) -> list[Node]:
-        """The layers that a batch norm can fold into, in the order of their channels; empty if it cannot."""
+        """The layers that a batch norm can fold into, in the order of their channels; empty if
+        it cannot.
+        """
         made = self._maker(next(norm.refs()), norm, axis=1)
         maker, axis = made or (norm, 1)
         parts = [made]
@@ -122,8 +128,9 @@ class _Sources:
         return list(layers.values()) if len(layers) == len(parts) else []
 
     def _maker(self, name: str, reader: Node, axis: int) -> tuple[Node, int] | None:
-        """The node before all that only moves the value `name`, and where the channels that are then at `axis` are in
-        what it makes; None if others read that, too."""
+        """The node before all that only moves the value `name`, and where the channels that are
+        then at `axis` are in what it makes; None if others read that, too.
+        """
         node = self.graph.by_name[name]
         if self.graph.consumers[name] != (reader.name,):
             return None

@@ -1,5 +1,6 @@
-"""A product with a trained matrix is a linear layer: GPT-2 writes its layers as `addmm` with a weight [in, out], Falcon
-as `x @ weight.T`."""
+"""A product with a trained matrix is a linear layer: GPT-2 writes its layers as `addmm` with a
+weight [in, out], Falcon as `x @ weight.T`.
+"""
 
 import dataclasses
 
@@ -15,7 +16,8 @@ TRANSPOSED = "@transposed"
 
 
 def linear_from_matmul(graph: Graph) -> Graph:
-    """The graph with each `x @ weight (+ bias)` of trained `weight` [in, out] and `bias` [out] as a linear layer.
+    """The graph with each `x @ weight (+ bias)` of trained `weight` [in, out] and `bias` [out]
+    as a linear layer.
 
     The weight may also be the transpose of a trained matrix [out, in].
     """
@@ -65,7 +67,9 @@ def flipped(graph: Graph, value: object, dims: int) -> Node | None:
 
 
 def _linear(graph: Graph, node: Node, tensors: dict[str, Tensor]) -> Node | None:
-    """The layer that the node is; its weight, [out, in], is added to `tensors` where it is not there."""
+    """The layer that the node is; its weight, [out, in], is added to `tensors` where it is not
+    there.
+    """
     value = node.inputs.get(_MATRIX.get(node.op, ""))
     flips = flipped(graph, value, 2)
     matrix = flips or trained(graph, value, 2)

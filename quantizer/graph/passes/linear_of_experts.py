@@ -1,5 +1,7 @@
-"""A product of each token with the trained matrix of its expert is a linear layer of experts: transformers writes it as
-`grouped_mm` of tokens that are sorted by expert, or as `bmm` with a matrix picked for each token."""
+"""A product of each token with the trained matrix of its expert is a linear layer of experts:
+transformers writes it as `grouped_mm` of tokens that are sorted by expert, or as `bmm` with a
+matrix picked for each token.
+"""
 
 import dataclasses
 from collections import Counter
@@ -22,7 +24,9 @@ _AXES = 3
 
 @dataclass(frozen=True)
 class Product:
-    """What the node `last` makes: `inputs` times `matrix`, [experts, in, out], or [experts, out, in] if `flipped`."""
+    """What the node `last` makes: `inputs` times `matrix`, [experts, in, out], or [experts,
+    out, in] if `flipped`.
+    """
 
     last: Node
     matrix: Node
@@ -31,10 +35,11 @@ class Product:
 
 
 def linear_of_experts(graph: Graph) -> Graph:
-    """The graph with each product of tokens with trained matrices of their experts as a linear layer.
+    """The graph with each product of tokens with trained matrices of their experts as a linear
+    layer.
 
-    Its weight is [experts * out, in]. It has the name of the tensor, by which people know it; nodes that nothing reads
-    any more are gone.
+    Its weight is [experts * out, in]. It has the name of the tensor, by which people know it;
+    nodes that nothing reads any more are gone.
     """
     products = [
         found
@@ -79,8 +84,8 @@ def _grouped(graph: Graph, node: Node) -> Product | None:
 
 
 def _picked(graph: Graph, node: Node) -> Product | None:
-    """The product of each token with a matrix that is picked for it, by "picks", without the axis of size one that
-    makes a matrix of a token.
+    """The product of each token with a matrix that is picked for it, by "picks", without the
+    axis of size one that makes a matrix of a token.
     """
     source = graph.source(node)
     if (
@@ -136,7 +141,9 @@ def _columns(stack: Tensor) -> Tensor:
 
 
 def _served(graph: Graph, products: list[Product]) -> dict[str, str]:
-    """Nodes that products alone read, and now read in another way, each with one that reads it."""
+    """Nodes that products alone read, and now read in another way, each with one that reads
+    it.
+    """
     last = {product.last.name for product in products}
     read = {
         product.last.name: {each.name for each in product.inputs.values()}

@@ -1,4 +1,6 @@
-"""A bias that the model computes for each input anew is added by a layer of its own: a multiplying layer has none."""
+"""A bias that the model computes for each input anew is added by a layer of its own: a
+multiplying layer has none.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,8 +9,8 @@ from quantizer.graph.ir import Graph, Node, Ref, map_refs
 
 
 def separate_biases(graph: Graph) -> Graph:
-    """The graph with each such layer `x` as a layer without a bias, read by `x_add`; `x_bias` is a convolution's bias
-    as its sum needs it, [channels, 1, …].
+    """The graph with each such layer `x` as a layer without a bias, read by `x_add`; `x_bias`
+    is a convolution's bias as its sum needs it, [channels, 1, …].
     """
     found = {node.name for node in graph.nodes if _is_given_bias(node)}
     if not found:

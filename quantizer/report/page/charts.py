@@ -1,4 +1,5 @@
-"""Drawings in SVG: histograms, lines, points, strips of channels. They know no tensor and no layer.
+"""Drawings in SVG: histograms, lines, points, strips of channels. They know no tensor and no
+layer.
 
 All are as wide as the column they stand in. Colours are those of the page's style, by class.
 """
@@ -48,7 +49,9 @@ def number(value: float) -> str:
 def histogram(
     counts: Sequence[int], low: float, high: float, marks: Sequence[Mark], *, title: str
 ) -> Markup:
-    """Counts in equal bins from `low` to `high`, their heights logarithmic, with marks above them."""
+    """Counts in equal bins from `low` to `high`, their heights logarithmic, with marks above
+    them.
+    """
     height, ends = 96, [low, high, *(mark.value for mark in marks)]
     scale = _Scale(min(ends), max(ends), WIDTH)
     width = (high - low) / len(counts)
@@ -79,8 +82,9 @@ def lines(
     height: int = 150,
     has_points: bool = True,
 ) -> Markup:
-    """Values along positions, each with its name to read when pointed at, if it `has_points`; gaps where there is no
-    value."""
+    """Values along positions, each with its name to read when pointed at, if it `has_points`;
+    gaps where there is no value.
+    """
     values = [value for each in series for value in each.values if value is not None]
     if not values:
         return Markup("")
@@ -175,7 +179,8 @@ def strip(lows: Sequence[float], highs: Sequence[float], *, title: str) -> Marku
 
 
 def _steps(heights: Sequence[float], width: float) -> str:
-    """The upper or lower edge of bars of one width, as a path from where the pen is; equal ones are one step.
+    """The upper or lower edge of bars of one width, as a path from where the pen is; equal ones
+    are one step.
 
     >>> _steps([5, 5, 2.04], 3)
     'V5h6V2h3'

@@ -1,4 +1,6 @@
-"""The drawings of a report, each from the content of report.json: for the page, for files, for notebooks."""
+"""The drawings of a report, each from the content of report.json: for the page, for files, for
+notebooks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ ENDS = (("least code", "second"), ("greatest code", "first"))
 
 
 def figures(content: Json) -> Iterator[tuple[str, Markup]]:
-    """Every drawing with a name that says what it is of, unique but for characters that a file's name has not."""
+    """Every drawing with a name that says what it is of, unique but for characters that a
+    file's name has not.
+    """
     if (drawn := depth(content)) is not None:
         yield "sqnr by depth", drawn
     if (drawn := size_curve(content)) is not None:
@@ -49,7 +53,9 @@ def depth(content: Json) -> Markup | None:
 
 
 def size_curve(content: Json) -> Markup | None:
-    """Output SQNR against the size of the weights: the best mixed widths, and single widths for all."""
+    """Output SQNR against the size of the weights: the best mixed widths, and single widths for
+    all.
+    """
     found = content.get("analysis") or {}
     mixed = [
         _choice(each, "mixed")
@@ -74,7 +80,9 @@ def _choice(found: Json, what: str) -> Point:
 
 
 def measured(content: Json) -> list[Json]:
-    """The tensors that a test has compared, in the order of execution; of inputs little is lost, or nothing."""
+    """The tensors that a test has compared, in the order of execution; of inputs little is
+    lost, or nothing.
+    """
     return [
         row
         for row in in_order(content)
@@ -152,7 +160,9 @@ def styles() -> str:
 
 
 def standalone(drawing: Markup) -> str:
-    """A drawing as a file of its own, in the colours for light: SVG 1.1 without variables, which few programs read."""
+    """A drawing as a file of its own, in the colours for light: SVG 1.1 without variables,
+    which few programs read.
+    """
     light, _, rules = styles().partition("@media")
     rules = rules.partition("\n}\n")[2].replace("svg ", "")
     colours = dict(re.findall(r"--(\w+): (#\w+);", light))
@@ -160,5 +170,8 @@ def standalone(drawing: Markup) -> str:
     width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawing)[0]
     head, _, body = drawing.partition(">")
     paper = f'<rect width="{width}" height="{height}" fill="{colours["back"]}"/>'
-    sizes = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
+    sizes = (
+        f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif"'
+    )
     return f"{head} {sizes}><style>{style}</style>{paper}{body}\n"

@@ -24,7 +24,9 @@ SECTIONS: dict[str, tuple[str, Section]] = {
     "config": ("Config", sections.config),
     "reproduce": ("How to reproduce", sections.reproduce),
 }
-"""By the name that a link has, in the order of the page; one that has nothing to show is left out."""
+"""By the name that a link has, in the order of the page; one that has nothing to show is left
+out.
+"""
 
 
 def page(content: dict[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""The parts of the page, each from the content of report.json; None where there is nothing to show."""
+"""The parts of the page, each from the content of report.json; None where there is nothing to
+show.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,18 @@ from quantizer.report.page.parts import (
     weakest_output,
 )
 
-NO_COMMANDS = "No command is known that makes these results: Python has written them, or run.json is of others."
+NO_COMMANDS = (
+    "No command is known that makes these results: Python has written them, or "
+    "run.json "
+    "is "
+    "of "
+    "others."
+)
 ABOUT_COMMANDS = (
-    "The config is the one shown above. Options that change no result are left out, as --output_dir is. Paths are "
-    "relative to the folder where the command ran; files elsewhere are named without their folder."
+    "The config is the one shown above. Options that change no result are left out, as "
+    "--output_dir is. Paths are "
+    "relative to the folder where the command ran; files elsewhere are named without their "
+    "folder."
 )
 UNSTABLE = 40
 """Tensors whose curves over batches are drawn: those that are the last to become stable."""
@@ -171,7 +181,8 @@ def activations(content: Json) -> Markup | None:
     if not parts:
         return None
     said = (
-        "Counts are logarithmic. Solid lines are the least and the greatest value that has a code; "
+        "Counts are logarithmic. Solid lines are the least and the greatest value that has a "
+        "code; "
         "dashed ones where other range methods would have put them, given all batches at once."
     )
     return fragment(element("p", said, class_="dim"), filter_input("activations"), parts)
@@ -222,9 +233,17 @@ def sufficiency(content: Json) -> Markup | None:
     growing = [
         row for row in rows if row["batches"]["stable_after"] == row["batches"]["total"] > 1
     ]
-    said = f"After {late[0]['batches']['stable_after']} of {total} batches no scale changes by more than 2 %."
+    said = (
+        f"After {late[0]['batches']['stable_after']} of {total} batches no scale changes "
+        "by "
+        "more than 2 %."
+    )
     if growing:
-        said = f"{len(growing)} of {len(rows)} tensors still change with the last batches: more data may help."
+        said = (
+            f"{len(growing)} of {len(rows)} tensors still change with the last batches: "
+            "more "
+            "data may help."
+        )
     parts = []
     for row in late[:UNSTABLE]:
         batches = row["batches"]
@@ -246,7 +265,9 @@ def sufficiency(content: Json) -> Markup | None:
 
 
 def coverage(content: Json) -> Markup | None:
-    """What was not seen, or is of no use: floats, dead and constant tensors, and those that are cut off."""
+    """What was not seen, or is of no use: floats, dead and constant tensors, and those that are
+    cut off.
+    """
     tests: dict[str, Callable[[Json], bool]] = {
         "always zero": lambda row: row.get("low") == 0 == row.get("high"),
         "constant": lambda row: "low" in row and row["low"] == row["high"] != 0,
@@ -300,7 +321,9 @@ def algorithms(content: Json) -> Markup | None:
 
 
 def sensitivity(content: Json) -> Markup | None:
-    """What `analyze` found: each tensor's effect on the output, each width's, and the curve of sizes."""
+    """What `analyze` found: each tensor's effect on the output, each width's, and the curve of
+    sizes.
+    """
     found = content.get("analysis")
     if found is None:
         return None
