@@ -50,8 +50,8 @@ CLOCKS = (
     ("quantizer.cli.session", "open_data", "make the model and the data"),
     ("quantizer.cli.session", "open_model", "make the model and the data"),
     ("quantizer.cli.session", "traced", "trace"),
-    ("quantizer.engine.results", "write_results", "write"),
-    ("quantizer.cli.run", "write_report", "report"),
+    ("quantizer.cli.calib_mode", "write_results", "write"),
+    ("quantizer.cli.calib_mode", "write_report", "report"),
 )
 """Functions that the steps do not call, where the command finds them, and the part that their
 time is added to.

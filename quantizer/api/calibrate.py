@@ -110,10 +110,8 @@ def calibrate(
         memory=budget,
         dpu_accuracy=dpu_accuracy,
     )
-    with (
-        locked(checkpoints.folder) if checkpoints else nullcontext(),
-        pointing_into(read.sources),
-    ):
+    lock = locked(checkpoints.folder) if checkpoints else nullcontext()
+    with lock, pointing_into(read.sources):
         found = Calibrated(job.target.original, rules.settings, pipeline.run(job))
         if checkpoints:
             checkpoints.remove()

@@ -16,7 +16,6 @@ from torch import nn
 from quantizer.api.notebook import html_table
 from quantizer.api.report import Report
 from quantizer.config.wording import closest
-from quantizer.engine import results
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.events import Events
 from quantizer.engine.job import Job
@@ -24,6 +23,7 @@ from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_set import locked
 from quantizer.engine.results import OpenedResults, open_written
 from quantizer.engine.scores import DROP, RATIO, Scores, score
+from quantizer.engine.write_results import check_owner, write_copy, write_results
 from quantizer.errors import DataError, GateError, ModelError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
 from quantizer.export.agreement import Verification
@@ -255,11 +255,11 @@ class Result:
         """
         place = Path(folder)
         with locked(place):
-            results.check_owner(place, self._calibrated.graph.model, overwrite=overwrite)
+            check_owner(place, self._calibrated.graph.model, overwrite=overwrite)
             if self._job is not None:
                 self._write(place, self._job)
             elif self._opened is not None and not self._is_in(place):
-                results.write_copy(place, self._opened)
+                write_copy(place, self._opened)
             write_report(open_written(place, READ))
 
     def _is_in(self, place: Path) -> bool:
@@ -273,9 +273,7 @@ class Result:
 
     def _write(self, place: Path, job: Job) -> None:
         original = self._calibrated.original
-        results.write_results(
-            place, original, job.config, job.calibration, job.solution, job.header
-        )
+        write_results(place, original, job.config, job.calibration, job.solution, job.header)
 
     def report(
         self, path: str | os.PathLike[str] | None = None, tested: Comparison | None = None

@@ -110,9 +110,10 @@ def analyze(options: AnalyzeOptions) -> None:
     FILE the config is printed, and the table goes to standard error. With --metric layers stay
     in float instead, as few as test runs allow.
 
-    \b quantizer analyze --config_file net.json --model my_model.py quantizer analyze --budget 4
-    --config net.json --model my_model.py -o mix.json quantizer analyze --metric 'sqnr_db>=20'
-    --config net.json --model my_model.py
+    \b
+    quantizer analyze --config_file net.json --model my_model.py
+    quantizer analyze --budget 4 --config net.json --model my_model.py -o mix.json
+    quantizer analyze --metric 'sqnr_db>=20' --config net.json --model my_model.py
     """
     widths, budget = parse_choices(options.choices), parse_budget(options)
     changes = options.metric or budget

@@ -30,7 +30,9 @@ def convert(file: str, to: Form | None, output: str) -> int:
 
     Exit code 0: written; 1: the other form cannot express it; 2: the file is not valid.
 
-    \b quantizer convert net.json quantizer convert net.json --to hierarchical -o other.json
+    \b
+    quantizer convert net.json
+    quantizer convert net.json --to hierarchical -o other.json
     """
     result = load_config(file)
     config = result.require()

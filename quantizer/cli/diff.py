@@ -46,7 +46,9 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
 
     Two configs are compared value by value; with --model, by what they do to each layer of it.
 
-    \b quantizer diff net.json other.json quantizer diff net.json other.json --model my_model.py
+    \b
+    quantizer diff net.json other.json
+    quantizer diff net.json other.json --model my_model.py
     quantizer diff quantize_result other_result --fail-on worse
     """
     are_folders = [Path(place).is_dir() for place in (first, second)]

@@ -41,7 +41,8 @@ def doctor(options: Options) -> None:
     Without --model the machine and the config alone are looked at. The exit code is 1 if there
     is an error.
 
-    \b quantizer doctor --config_file net.json --model my_model.py
+    \b
+    quantizer doctor --config_file net.json --model my_model.py
     """
     with session.notes_on_stderr(True), redirect_stdout(sys.stderr):
         found = list(_checks(options))

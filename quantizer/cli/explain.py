@@ -46,8 +46,11 @@ def explain(name: str | None, options: Options) -> int | None:
 
     Without a name: the list of all codes and keys.
 
-    \b quantizer explain quantizer explain QZ301 quantizer explain round_mode quantizer explain
-    --config_file net.json --model my_model.py layer1.conv1
+    \b
+    quantizer explain
+    quantizer explain QZ301
+    quantizer explain round_mode
+    quantizer explain --config_file net.json --model my_model.py layer1.conv1
     """
     if name is None:
         click.echo(contents(), nl=False)

@@ -63,9 +63,11 @@ def inspect(
     inside_layer_modules take. With -o FILE.py it also writes the network as readable code, as
     calibration does.
 
-    \b quantizer inspect --model my_model.py quantizer inspect --filter 'layer1.*' --model
-    my_model.py quantizer inspect --target DPU --model my_model.py quantizer inspect
-    --algorithms --model my_model.py
+    \b
+    quantizer inspect --model my_model.py
+    quantizer inspect --filter 'layer1.*' --model my_model.py
+    quantizer inspect --target DPU --model my_model.py
+    quantizer inspect --algorithms --model my_model.py
     """
     gates = [parse_gate(text) for text in gate]
     read = config_to_look(options.config_file)
@@ -73,15 +75,8 @@ def inspect(
     for_dpu = target is not None or (
         options.config_file is not None and settings.target_device == "DPU"
     )
-    if algorithms and for_dpu:
-        raise UsageError(
-            "--algorithms and the DPU do not go together",
-            help="leave out --target, or the DPU's config",
-        )
-    if algorithms and (given := [n for n in ("names", "top", "filter") if getattr(options, n)]):
-        raise UsageError(
-            f"--{given[0]} is for tables of layers", help="leave it out, or --algorithms"
-        )
+    if algorithms:
+        _require_structure_alone(options, for_dpu=for_dpu)
     if gates and not for_dpu:
         raise UsageError(
             "--gate asks what the DPU can run", help="add --target DPU, or a config for the DPU"
@@ -126,6 +121,20 @@ def inspect(
             f"not met: {', '.join(failed)}",
             help="the table above says why a layer cannot run on the DPU",
         )
+
+
+def _require_structure_alone(options: Options, *, for_dpu: bool) -> None:
+    """Raise `UsageError` for what does not go with --algorithms."""
+    if for_dpu:
+        raise UsageError(
+            "--algorithms and the DPU do not go together",
+            help="leave out --target, or the DPU's config",
+        )
+    for name in ("names", "top", "filter"):
+        if getattr(options, name):
+            raise UsageError(
+                f"--{name} is for tables of layers", help="leave it out, or --algorithms"
+            )
 
 
 def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) -> None:

@@ -172,9 +172,11 @@ class LazyCommands(GroupedCommand, click.Group):
 def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
     """Post-training quantization of PyTorch models, driven by one JSON file.
 
-    \b quantizer init -o net.json quantizer plan --config_file net.json --model my_model.py
-    quantizer --quant_mode calib --config_file net.json --model my_model.py quantizer
-    --quant_mode test --config_file net.json --model my_model.py
+    \b
+    quantizer init -o net.json
+    quantizer plan --config_file net.json --model my_model.py
+    quantizer --quant_mode calib --config_file net.json --model my_model.py
+    quantizer --quant_mode test --config_file net.json --model my_model.py
 
     my_model.py is a file of yours with two functions: model() returns a torch.nn.Module,
     calibration_data() an iterable of batches.

@@ -20,6 +20,7 @@ from quantizer.engine.result_set import locked
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.same_calibration import check_model
 from quantizer.engine.target import TracedTarget
+from quantizer.engine.write_results import check_owner, write_results
 from quantizer.errors import UsageError
 from quantizer.report.files import READ, write_report
 from quantizer.seeding import seed_everything
@@ -47,7 +48,8 @@ def merge(folders: tuple[str, ...], options: Options) -> None:
     folders. Result folders are data: no code runs because one of them names it, so the model is
     an option.
 
-    \b quantizer merge monday tuesday --model my_model.py -o both
+    \b
+    quantizer merge monday tuesday --model my_model.py -o both
     """
     if len(folders) < 2:
         raise UsageError("merge needs two result folders or more")
@@ -70,7 +72,7 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
     with locked(folder), runlog.recorded(folder, options):
         original = traced(loaded.module, batch)
         check_model(infos[0], original)
-        results.check_owner(folder, original.model, overwrite=options.overwrite)
+        check_owner(folder, original.model, overwrite=options.overwrite)
         job = Job(
             TracedTarget(original),
             config,
@@ -87,7 +89,7 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
             levels=first.solution.levels,
         )
         pipeline.run(job)
-        results.write_results(
+        write_results(
             folder, original, config, job.calibration, job.solution, job.header, origins
         )
         opened = results.open_written(folder, READ)

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 QUANT_MODES = ("float", "calib", "test")
 FINETUNE_MODES = ("adaround", "adaquant")
+RAISING = ("fast_finetune", "dpu_accuracy")
+"""Options of calibration that test mode takes as well, to say that the results were made with
+them.
+"""
 GROUPS = ("", "Model", "Data", "Algorithm", "Output", "Debugging")
 NAMES_WIDTH = 20  # longer names have a line of their own, with the description below
 SETTINGS = {

@@ -48,7 +48,8 @@ def plan(options: Options) -> None:
     Only the first batches are read, for their shapes. Algorithms do not run; names in their
     settings are checked.
 
-    \b quantizer plan --config_file net.json --model my_model.py
+    \b
+    quantizer plan --config_file net.json --model my_model.py
     """
     require_extras(options.for_)
     with session.notes_on_stderr(options.json):

@@ -42,7 +42,9 @@ def report(folder: str, options: ReportOptions) -> None:
     The page is one file that loads nothing: what each layer loses, how its values are
     distributed, whether there was enough data. No model and no data are needed.
 
-    \b quantizer report quantizer report quantize_result --plots drawings
+    \b
+    quantizer report
+    quantizer report quantize_result --plots drawings
     """
     if not options.plots:
         refuse_typed(["plots_as"], "it says what files --plots DIR writes")

@@ -18,8 +18,9 @@ from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
 from quantizer.engine.calibrated_folder import CalibratedFolder
 from quantizer.engine.result_set import locked, locked_as_opened
-from quantizer.engine.results import check_owner, open_written
+from quantizer.engine.results import open_written
 from quantizer.engine.retune import Change, Retuned, retuned
+from quantizer.engine.write_results import check_owner
 from quantizer.errors import UsageError
 from quantizer.observers import METHODS, STATISTICS
 from quantizer.printable import json_text, one_line
@@ -77,8 +78,9 @@ def retune(folder: str, options: RetuneOptions) -> None:
     The result is that of a calibration with the changed config, to the last bit. What was not
     kept cannot be had: the error says what that is.
 
-    \b quantizer retune --method maxmin quantizer retune --percentage 99 --layer 'layer1.*' -o
-    net.json
+    \b
+    quantizer retune --method maxmin
+    quantizer retune --percentage 99 --layer 'layer1.*' -o net.json
     """
     change = Change(options.method, options.percentage, options.statistic)
     if change == Change():

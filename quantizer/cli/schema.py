@@ -17,7 +17,8 @@ def schema(name: str, as_text: bool) -> None:
     """Print a JSON Schema, for editors: of a file form, `layered` or `hierarchical`, or of one
     tensor's `quantization_spec`.
 
-    \b quantizer schema --path
+    \b
+    quantizer schema --path
     """
     path = resource("schemas", f"{name}.schema.json")
     click.echo(path.read_text("utf-8") if as_text else str(path), nl=not as_text)

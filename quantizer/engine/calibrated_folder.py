@@ -22,6 +22,7 @@ from quantizer.engine.joins import decided_again
 from quantizer.engine.result_files import read_json, write_bytes, write_json, write_tensors
 from quantizer.engine.results import PLAN, RESOLVED, STATISTICS
 from quantizer.engine.tensor_shards import deferred_shards, shard_files, write_shards
+from quantizer.engine.write_results import joins_entry, replaced_results, write_info
 from quantizer.errors import ResultError
 from quantizer.nn.load import WEIGHTS
 from quantizer.plan.model import Key
@@ -174,7 +175,7 @@ class CalibratedFolder:
         # Whom they reach, the model says
         plan = {name: value for name, value in self.plan.items() if name != "rules"}
         plan["config"] = {"name": Path(config.source).name, "text": config.text}
-        with results.replaced_results(place) as new:
+        with replaced_results(place) as new:
             written = {
                 **write_shards(new / WEIGHTS, tensors),
                 STATISTICS: write_tensors(new / STATISTICS, flat),
@@ -186,9 +187,7 @@ class CalibratedFolder:
             header["files"] = {name: header["files"][name] for name in others} | written
             write_json(new / PLAN, plan)
             write_json(new / RESOLVED, resolved_document(config))
-            results.write_info(
-                new, header, {layer: roles for layer, roles in info.items() if roles}
-            )
+            write_info(new, header, {layer: roles for layer, roles in info.items() if roles})
 
     def _joins(
         self, entries: Mapping[str, Mapping[str, Json]]
@@ -210,7 +209,7 @@ class CalibratedFolder:
             left: dict[str, dict[str, Json]] = {}
             for layer, role in decision.left:
                 left.setdefault(layer, {})[role] = dict(entries[layer][role])
-            rows[name] = results.joins_entry(decision, left)
+            rows[name] = joins_entry(decision, left)
             without.update(decision.left)
         return rows, without
 

@@ -202,10 +202,10 @@ class Comparison:
         """The first layer whose values quantization makes NaN or infinity, if they are
         compared.
         """
-        rows = (row for row in self.layers if row.accumulated is not None)
-        return next(
-            (row.layer for row in rows if not math.isfinite(row.accumulated.error)), None
-        )  # type: ignore[union-attr]
+        for row in self.layers:
+            if row.accumulated is not None and not math.isfinite(row.accumulated.error):
+                return row.layer
+        return None
 
     def pairs(self) -> dict[str, dict[str, float]]:
         """Top-1 accuracy or perplexity of both networks, where the data has labels or is
@@ -292,11 +292,7 @@ def compare(
     compared = ComparedNetworks(reference, user, outputs)
 
     def nothing() -> Comparison:
-        rows = []
-        for layer, role in activations:
-            is_bounded = quantized.graph.by_name[layer].row.kind == "nonlinear"
-            rows.append(LayerNoise(layer, role, accumulated=Noise(), is_bounded=is_bounded))
-        return Comparison(rows, *compared.empty())
+        return Comparison(_silent_rows(quantized, activations), *compared.empty())
 
     def one_batch(batch: Batch) -> None:
         """Both networks in step, so that each pair of values is compared while it exists."""
@@ -329,6 +325,15 @@ def compare(
 
     over_batches(batches, one_batch, ranks, exchange)
     return replace(result, layers=[*_parameters(reference, quantized), *result.layers])
+
+
+def _silent_rows(quantized: Network, activations: Sequence[Key]) -> list[LayerNoise]:
+    """Return the rows of quantized activations before any batch was compared."""
+    rows: list[LayerNoise] = []
+    for layer, role in activations:
+        is_bounded = quantized.graph.by_name[layer].row.kind == "nonlinear"
+        rows.append(LayerNoise(layer, role, accumulated=Noise(), is_bounded=is_bounded))
+    return rows
 
 
 def _taps(quantized: Network) -> tuple[list[Key], dict[str, list[tuple[nn.Module, int]]]]:

@@ -180,9 +180,7 @@ def quantize_activation(
     clip = None
     if in_floats or spec.round_mode != "half_even":
         x = emission.add("Div", x, scale)
-        x = emission.add(
-            "Clip", x, emission.constant("low", ends[0]), emission.constant("high", ends[1])
-        )
+        x = _clipped(emission, x, ends)
         x = emission.add(
             "Mul", rounded(emission, spec.round_mode, x), scale, output=y if in_floats else ""
         )
@@ -191,16 +189,8 @@ def quantize_activation(
     elif (ends + zero_point + offset).tolist() != [carrier.low, carrier.high]:
         clip = ends + zero_point + offset
     if clip is not None and carrier.data_type not in CLIPPED:
-        steps = ends * tensor.scale
-        x, clip = (
-            emission.add(
-                "Clip",
-                x,
-                emission.constant("low", steps[0]),
-                emission.constant("high", steps[1]),
-            ),
-            None,
-        )
+        x = _clipped(emission, x, ends * tensor.scale)
+        clip = None
     if apart and spec.round_mode == "half_even":
         x = emission.add("Max", x, emission.constant("zero", 0.0))
     zero = emission.codes("zero_point", tensor.zero_point + offset, carrier)
@@ -213,6 +203,12 @@ def quantize_activation(
         codes = emission.add("Clip", codes, low, high)
     emission.add("DequantizeLinear", codes, scale, zero, output=y)
     return emission
+
+
+def _clipped(emission: Emission, x: str, ends: torch.Tensor) -> str:
+    """Add a Clip of `x` to the two `ends`, and return its value."""
+    low, high = emission.constant("low", ends[0]), emission.constant("high", ends[1])
+    return emission.add("Clip", x, low, high)
 
 
 def _float(emission: Emission, tensor: QuantizedTensor, x: str, y: str) -> None:

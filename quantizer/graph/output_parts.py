@@ -22,11 +22,10 @@ from quantizer.graph.label_replay import (
     Replay,
     Seen,
     filled,
-    is_pointwise,
-    moved_operands,
     shape_in,
 )
 from quantizer.graph.output_names import OTHERS, numbered, output_leaves, unique_names
+from quantizer.graph.provenance import Provenance
 from quantizer.graph.row_order import RowOrder, row_order
 
 MOST = 32
@@ -135,98 +134,10 @@ class PartLabels:
         return torch.where(numbers == UNWRITTEN, UNWRITTEN, parts)
 
 
-class _Provenance:
-    """Follows values back through one graph."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.depends: dict[str, bool] = {}
-        for node in graph.nodes:
-            is_input = node.op == "input" and node.shape is not None
-            reads = node.row.reads_values and any(self.depends[name] for name in node.refs())
-            self.depends[node.name] = is_input or reads
-        self.joined: dict[str, bool] = {}
-        for node in graph.nodes:
-            self.joined[node.name] = self._is_joined(node)
-
-    def is_join(self, node: Node) -> bool:
-        """Return whether a node puts values of several sources, or filled in ones, side by
-        side."""
-        if not node.is_join or not self.depends[node.name]:
-            return False
-        written = [key for key in node.row.joins if key in node.inputs or key in node.attrs]
-        return len(written) > 1 or len(moved_operands(node)) > 1
-
-    def carrier(self, node: Node) -> str | None:
-        """Return the operand whose parts an elementwise operator keeps: the first that has
-        some, else the first."""
-        if not is_pointwise(node) or node.row.joins:
-            return None
-        operands = [name for name in dict.fromkeys(node.refs()) if self.depends[name]]
-        joined = [name for name in operands if self.joined.get(name)]
-        return next(iter(joined or operands), None)
-
-    def _is_joined(self, node: Node) -> bool:
-        """Return whether the values of a node have several sources side by side."""
-        if self.is_join(node):
-            return True
-        operand = self.before(node)
-        return operand is not None and self.joined[operand]
-
-    def before(self, node: Node) -> str | None:
-        """Return the node whose values another one moves, or computes on element by element."""
-        carried = self.carrier(node)
-        if carried is not None:
-            return carried
-        if node.row.joins or not node.row.only_moves or self._selects(node):
-            return None
-        return next(iter(moved_operands(node)), None)
-
-    def _selects(self, node: Node) -> bool:
-        """Return whether values decide what a node moves."""
-        steering = set(node.refs()) - set(moved_operands(node))
-        return any(self.depends[name] for name in steering)
-
-    def sources(self, end: str) -> tuple[list[str], dict[str, str]]:
-        """Return the nodes that make the parts of a value, and the operand that each
-        elementwise operator keeps."""
-        sources: dict[str, None] = {}
-        carriers: dict[str, str] = {}
-        seen: set[str] = set()
-        pending = [end]
-        while pending:
-            name = pending.pop(0)
-            if name in seen:
-                continue
-            seen.add(name)
-            node = self.graph.by_name[name]
-            if not self.joined[name]:
-                sources[name] = None
-            elif self.is_join(node):
-                pending += moved_operands(node)
-            else:
-                operand = self.before(node)
-                assert operand is not None  # else it would not be joined
-                if self.carrier(node) is not None:
-                    carriers[name] = operand
-                pending.append(operand)
-        return list(sources), carriers
-
-    def maker(self, name: str) -> Node:
-        """Return the layer that makes a source: the nearest before it that does more than
-        move or bend values."""
-        node = self.graph.by_name[name]
-        operand = self.before(node)
-        while operand is not None and "weight" not in node.params:
-            node = self.graph.by_name[operand]
-            operand = self.before(node)
-        return node
-
-
 def output_parts(graph: Graph) -> tuple[Output, ...]:
     """Return the outputs of a network in order, each with the parts that joins and writes
     make of it."""
-    provenance = _Provenance(graph)
+    provenance = Provenance(graph)
     leaves = output_leaves(graph)
     taken = {name for name, _ in leaves}
     outputs: list[Output] = []
@@ -247,7 +158,7 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
 
 def _with_parts(
     graph: Graph,
-    provenance: _Provenance,
+    provenance: Provenance,
     output: Output,
     taken: set[str],
 ) -> tuple[Output, int | None]:
@@ -290,7 +201,7 @@ def _fills(node: Node) -> bool:
     return any(key in node.attrs for key in node.row.joins) or "pad" in node.attrs
 
 
-def _pooled(provenance: _Provenance, makers: Mapping[int, str]) -> list[tuple[int, ...]]:
+def _pooled(provenance: Provenance, makers: Mapping[int, str]) -> list[tuple[int, ...]]:
     """Return the labels of each part: one, but for more than `MOST` those of one layer, and
     those that are left."""
     if len(makers) <= MOST:
@@ -307,7 +218,7 @@ def _pooled(provenance: _Provenance, makers: Mapping[int, str]) -> list[tuple[in
 
 
 def _named(
-    provenance: _Provenance,
+    provenance: Provenance,
     output: Output,
     groups: Sequence[tuple[int, ...]],
     makers: Mapping[int, str],
@@ -391,7 +302,7 @@ def _range(is_part: Tensor, axes: Sequence[int]) -> Range | None:
     return None
 
 
-def _channel_axis(graph: Graph, provenance: _Provenance, output: Output) -> int | None:
+def _channel_axis(graph: Graph, provenance: Provenance, output: Output) -> int | None:
     """Return the axis of an output's channels: where those of the layer are that makes it,
     else the second."""
     rank = graph.by_name[output.node].rank

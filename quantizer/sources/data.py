@@ -218,9 +218,8 @@ def load_batches(
             iterating.
         UsageError: the options do not go with the data.
     """
-    for name, value in {"batch size": batch_size, "subset length": subset_len}.items():
-        if value is not None and value < 1:
-            raise UsageError(f"the {name} must be at least 1, not {value}")
+    _require_positive("batch size", batch_size)
+    _require_positive("subset length", subset_len)
     size, given = batch_size or DEFAULT_BATCH_SIZE, arguments_of(module)
     kind, paths = find_files(source) if isinstance(source, str) else ("", [])
     if preprocess is not None and kind != IMAGES:
@@ -228,15 +227,12 @@ def load_batches(
     if kind == IMAGES:
         images = find_images(paths)
         if preprocess is None:
-            remedy = f"--preprocess '{EXAMPLE}'"
-            raise UsageError(
-                f"{source}: images need preprocessing, and none is given", help=remedy
-            )
+            text = f"{source}: images need preprocessing, and none is given"
+            raise UsageError(text, help=f"--preprocess '{EXAMPLE}'")
         opened = partial(image_batches, images, parse_preprocess(preprocess), size, seed)
         length = math.ceil(len(images) / size)
-        return Batches(
-            partial(_prefetched, opened), str(source), subset_len, length=length, given=given
-        )
+        reader = partial(_prefetched, opened)
+        return Batches(reader, str(source), subset_len, length=length, given=given)
     if kind == TENSORS:
         opened = partial(tensor_batches, paths, size, given, max_unpacked)
         return Batches(partial(_prefetched, opened), str(source), subset_len, given=given)
@@ -259,6 +255,12 @@ def load_batches(
     items = asked_once(items) if callable(items) and not isinstance(items, Iterable) else items
     batches.open_pass = partial(user_batches, items, label, given, seed, batches.note_length)
     return batches
+
+
+def _require_positive(name: str, value: int | None) -> None:
+    """Raise `UsageError` if a size is given and is not at least 1."""
+    if value is not None and value < 1:
+        raise UsageError(f"the {name} must be at least 1, not {value}")
 
 
 def find_files(spec: str) -> tuple[str, list[Path]]:

@@ -17,8 +17,9 @@ from toys import built, leaves_equal, traced
 from quantizer.api import storage
 from quantizer.engine import calibrate, fingerprint
 from quantizer.engine.module_attach import attach
-from quantizer.engine.results import read_info, write_results
+from quantizer.engine.results import read_info
 from quantizer.engine.solution import quantized_network
+from quantizer.engine.write_results import write_results
 from quantizer.export.deployment import Deployment
 from quantizer.export.safetensors import export
 from quantizer.graph.modules import module_graph

@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from quantizer.config.model import Config
 from quantizer.engine import calibrate, evaluate, fingerprint
 from quantizer.engine.joins import decided
-from quantizer.engine.results import read_info, write_results
+from quantizer.engine.results import read_info
 from quantizer.engine.solution import quantized_network
+from quantizer.engine.write_results import write_results
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace

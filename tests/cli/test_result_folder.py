@@ -23,7 +23,8 @@ import quantizer
 from quantizer import Config, ModelQuantizer, atomic
 from quantizer.cli.main import run_command
 from quantizer.engine.result_set import ASIDE, MOVES, locked
-from quantizer.engine.results import read_info, write_info
+from quantizer.engine.results import read_info
+from quantizer.engine.write_results import write_info
 from quantizer.errors import ResultError
 
 Toy = Callable[..., str]

@@ -18,8 +18,9 @@ from toys import built, leaves_equal, traced
 
 from quantizer.engine import calibrate, fingerprint
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.results import read_info, write_results
+from quantizer.engine.results import read_info
 from quantizer.engine.solution import Solution, encoded, quantized_network
+from quantizer.engine.write_results import write_results
 from quantizer.graph.passes import run_passes
 from quantizer.nn import quantized_tensor
 from quantizer.plan.resolve import resolve

@@ -22,8 +22,9 @@ from quantizer.config.model import Config
 from quantizer.engine import calibrate, fingerprint
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.finetune import finetune
-from quantizer.engine.results import read_info, write_results
+from quantizer.engine.results import read_info
 from quantizer.engine.solution import quantized_network
+from quantizer.engine.write_results import write_results
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes

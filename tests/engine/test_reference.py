@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import quantizer
 from configs import document
 from quantizer.cli.main import run_command
-from quantizer.engine.results import write_info
+from quantizer.engine.write_results import write_info
 from quantizer.errors import ResultError
 
 Capture = pytest.CaptureFixture[str]

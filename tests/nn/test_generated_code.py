@@ -18,8 +18,9 @@ from toys import TOYS, built, leaves_equal, traced
 from configs import config, document, layer
 from quantizer.config.model import Config
 from quantizer.engine import calibrate, fingerprint
-from quantizer.engine.results import read_info, write_results
+from quantizer.engine.results import read_info
 from quantizer.engine.solution import quantized_network
+from quantizer.engine.write_results import write_results
 from quantizer.errors import ResultError
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph

@@ -1,0 +1,152 @@
+"""Run `--quant_mode calib`: calibrate and write the result folder."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quantizer.cli import runlog, session, torchrun
+from quantizer.cli.follow import followed
+from quantizer.cli.options import Options
+from quantizer.cli.reproduction import remember, words_of
+from quantizer.cli.session import Outcome
+from quantizer.cli.table_view import show_layers
+from quantizer.config.diagnostics import pointing_into
+from quantizer.config.resolved import resolved_document
+from quantizer.distributed import ALONE, Ranks, require_alike
+from quantizer.engine import footprint, pipeline, results
+from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.events import Forked
+from quantizer.engine.finetune import check_checkpoint
+from quantizer.engine.job import Job
+from quantizer.engine.result_set import locked
+from quantizer.engine.target import TracedTarget
+from quantizer.engine.write_results import check_owner, write_results
+from quantizer.export import planned_refusals, refuse
+from quantizer.plan.remarks import left_parameters, share_left
+from quantizer.report import tables
+from quantizer.report.files import READ, write_report
+
+logger = logging.getLogger(__name__)
+
+
+def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
+    """Calibrate and write the result folder."""
+    read, finetuned = session.config_as_asked(
+        options.config_file, options.dpu_accuracy, options.fast_finetune
+    )
+    loaded = session.open_model(options)
+    batches = session.open_data(options, loaded)
+    folder = Path(options.output_dir)
+    with _opened(folder, options, ranks) as noted:
+        original = session.trace_model(options, loaded, batches, compared=True)
+        noted["data"] = batches.filled and batches.filled.to_json()
+        if ranks.is_first:
+            check_owner(folder, original.model, overwrite=options.overwrite)
+        checkpoints = Checkpoints(folder, resume=options.resume) if ranks.is_first else None
+        job = Job(
+            TracedTarget(original),
+            read.config,
+            batches,
+            Forked(
+                *filter(None, (followed(read.sources, quiet=options.quiet), checkpoints)),
+                torchrun.Watched(ranks),
+            ),
+            checkpoints,
+            options.seed,
+            finetuned,
+            {
+                "seed": options.seed,
+                "batch_size": options.batch_size,
+                "subset_len": options.subset_len,
+            },
+            read.diagnostics,
+            lambda job: _confirm(options, job),
+            ranks,
+            options.memory,
+            options.dpu_accuracy,
+        )
+        if not ranks.is_alone:
+            model = {"layer": job.made_of["layers"], "weight": job.made_of["weights"]}
+            config = resolved_document(job.config)
+            require_alike(ranks, {"config": config, **model}, "the model")
+        with pointing_into(read.sources):
+            pipeline.run(job)
+        if checkpoints:
+            write_results(
+                folder, original, job.config, job.calibration, job.solution, job.header
+            )
+            opened = results.open_written(folder, READ)
+            write_report(opened, commands=remember(opened, "calib", words_of(options)))
+            checkpoints.remove()
+    return _outcome(job, folder)
+
+
+@contextmanager
+def _opened(folder: Path, options: Options, ranks: Ranks) -> Iterator[dict[str, Any]]:
+    """The result folder, to write; of several ranks the first does that alone. Gives what
+    run.json says besides.
+    """
+    if ranks.is_first:
+        with locked(folder), runlog.recorded(folder, options, ranks.world_size) as noted:
+            yield noted
+    else:
+        yield {}
+
+
+def _confirm(options: Options, job: Job) -> None:
+    """What is checked and shown once the plan is made.
+
+    Raises:
+        UsageError: data are needed, and there are none; or a target of `--for` cannot hold what
+            is planned.
+        OutOfMemoryError: the machine does not have the memory.
+        ResultError: a checkpoint is of another mode of finetuning.
+    """
+    if options.inspect:
+        show_layers(options, job.plan.graph, job.plan.tensors, job.plan.floats)
+    for target in options.for_:
+        refuse(target, planned_refusals(target, job.plan))
+    if job.needs_data and job.batches.stands_in:
+        raise session.missing_data()
+    size, batches = session.batch_size(options, job.batches), job.batches
+    data = footprint.Data(size, batches.total or 1, options.memory)
+    more = footprint.calibration_bytes(
+        job.plan, job.config, data, finetuned=bool(job.fast_finetune)
+    )
+    footprint.require_room("calibration", more, footprint.remedies(job.plan.graph))
+    if options.resume and job.checkpoints:
+        check_checkpoint(job.checkpoints, job.fast_finetune)
+        if not job.needs_data:
+            logger.warning(
+                "--resume has no effect: this config is calibrated without data, so nothing "
+                "can be resumed"
+            )
+        elif not job.checkpoints.exist():
+            logger.warning(
+                "there is no checkpoint in %s: starting with the first batch",
+                options.output_dir,
+            )
+
+
+def _outcome(job: Job, folder: Path) -> Outcome:
+    plan, batches = job.plan, job.calibration.batches
+    left, _ = left_parameters(plan)
+    content = {
+        "tensors": len(plan.tensors),
+        "float_parameters": left,
+        "batches": batches,
+        "results": str(folder),
+    }
+    how = (
+        f"calibrated on {batches} batch{'' if batches == 1 else 'es'}"
+        if job.needs_data
+        else "quantized without data"
+    )
+    said = f"{len(plan.tensors)} tensors {how}; results: {folder}"
+    return Outcome(
+        {},
+        content | {"rules": plan.to_json()["rules"]},
+        [tables.rule_table(plan), said, share_left(left)],
+    )

@@ -1,0 +1,62 @@
+"""Run `--quant_mode float`: measure the float model alone."""
+
+from rich.console import RenderableType
+
+from quantizer.cli import session
+from quantizer.cli.follow import progress
+from quantizer.cli.gates import (
+    MEASURED,
+    parse_gate,
+    require_known,
+    require_measured,
+)
+from quantizer.cli.options import Options
+from quantizer.cli.session import Outcome
+from quantizer.cli.table_view import config_to_look, show_layers
+from quantizer.distributed import ALONE, Ranks
+from quantizer.engine.measurable import not_measured_by_targets
+from quantizer.engine.scores import measure
+from quantizer.errors import UsageError
+from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
+
+
+def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
+    """The float model alone: its metrics on the evaluation data, by rank 0."""
+    if not ranks.is_first:
+        return Outcome({}, {})
+    loaded = session.open_model(options)
+    evaluator = evaluator_of(options, loaded)
+    gates = [parse_gate(text) for text in options.gate]
+    if evaluator is None:
+        require_known(gates, MEASURED)
+    batches = session.open_data(options, loaded, evaluation=True)
+    if evaluator is None:
+        require_measured(gates, not_measured_by_targets(batches.first()))
+    if options.inspect:
+        graph = session.trace_model(options, loaded, batches)
+        plan = session.make_plan(
+            config_to_look(options.config_file), graph, quiet=options.quiet
+        )
+        show_layers(options, plan.graph, plan.tensors, plan.floats)
+    device, follower = session.device_of(options), progress(quiet=options.quiet)
+    metrics = measure(loaded.module, batches, device, follower, "float", evaluator)
+    if not metrics:
+        raise UsageError(
+            "there is nothing to measure: no evaluate(model, data), and the data have no "
+            "targets",
+            help="add evaluate() to the model's file, give --evaluate, or data with (input, "
+            "target) pairs",
+        )
+    return Outcome(metrics, {"metrics": metrics}, metric_lines(metrics))
+
+
+def evaluator_of(options: Options, loaded: LoadedModel) -> Evaluate | None:
+    """Return the function that measures a network, of --evaluate or the model's file."""
+    if options.evaluate:
+        return load_evaluate(options.evaluate, loaded.directions)
+    return loaded.evaluate
+
+
+def metric_lines(metrics: dict[str, float]) -> list[RenderableType]:
+    """Return a line for each metric."""
+    return [f"{name} {value:.6g}" for name, value in metrics.items()]

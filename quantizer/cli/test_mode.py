@@ -1,0 +1,260 @@
+"""Run `--quant_mode test`: compare the calibrated network with the float one and report."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from quantizer.cli import session, torchrun
+from quantizer.cli.annotations import annotate_warnings
+from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
+from quantizer.cli.float_mode import evaluator_of, metric_lines
+from quantizer.cli.follow import progress
+from quantizer.cli.gates import (
+    MEASURED,
+    Gate,
+    about_all,
+    failed,
+    names_in_test,
+    parse_gate,
+    require_known,
+    require_known_parts,
+    require_measured,
+)
+from quantizer.cli.options import RAISING, Options
+from quantizer.cli.report_place import report_place
+from quantizer.cli.reproduction import remember, words_of
+from quantizer.cli.session import Outcome
+from quantizer.cli.table_view import show_layers, table_view
+from quantizer.distributed import ALONE, Ranks, require_alike
+from quantizer.engine import fingerprint, footprint, results
+from quantizer.engine.calibrated import Calibrated, reopened, window_length
+from quantizer.engine.events import Forked
+from quantizer.engine.exact import require_wide
+from quantizer.engine.finetune import require_asked
+from quantizer.engine.measurable import not_measured, not_measured_by_targets
+from quantizer.engine.output_figures import POOLED_FIGURE
+from quantizer.engine.result_files import write_text
+from quantizer.engine.same_calibration import check_plan
+from quantizer.engine.scores import Scores, score
+from quantizer.errors import GateError
+from quantizer.export import as_run
+from quantizer.export.deployment import Deployment
+from quantizer.graph.ir import Graph
+from quantizer.graph.output_parts import output_parts
+from quantizer.report import tables
+from quantizer.report.files import report_of, write_report
+from quantizer.report.view import View
+from quantizer.sources.batches import Batch
+from quantizer.sources.data import Batches
+from quantizer.sources.directions import BY_NAME
+from quantizer.sources.models import Evaluate, LoadedModel
+
+FAULT_HELP = (
+    "give that layer and those before it more bits or a wider range, or leave them float"
+)
+
+
+def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
+    """Compare the calibrated network with the float one and report."""
+    folder = Path(options.output_dir)
+    info = results.read_info(folder)
+    if options.exact:
+        require_dpu(info.settings.target_device)
+    for name in RAISING:
+        require_asked(f"--{name}", getattr(options, name), info.header.get(name))
+    read: session.ReadConfig | None = None
+    if options.config_file is not None:
+        level = info.header.get("dpu_accuracy")
+        read, _ = session.config_as_asked(options.config_file, level)
+    loaded = session.open_model(options)
+    evaluator = evaluator_of(options, loaded)
+    gates = [parse_gate(text) for text in options.gate]
+    if evaluator is None:
+        require_known(about_all(gates), names_in_test(MEASURED, options))
+    seq_len = window_length(info.header["inputs"])
+    batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
+    with report_place(info, options, ranks) as (place, noted):
+        original = session.trace_model(options, loaded, batches)
+        require_known_parts(gates, output_parts(original))
+        noted["data"] = batches.filled and batches.filled.to_json()
+        if not ranks.is_alone:
+            _require_alike(ranks, info, original)
+        first = batches.first().to(session.device_of(options))
+        calibrated = reopened(loaded.module, first, original, info)
+        info = replace(info, solution=calibrated.solution)
+        graph = calibrated.graph
+        if read is not None:
+            plan = session.make_plan(read, original, quiet=True, graph=graph)
+            check_plan(info, read.config, plan)
+        _require_measurable(options, gates, evaluator, info, graph, first)
+        run = _TestRun(options, ranks, info, loaded, evaluator, gates, batches, place, noted)
+        return run.outcome(calibrated)
+
+
+@dataclass(frozen=True)
+class _TestRun:
+    """A test whose model, data and results have been opened and go together."""
+
+    options: Options
+    ranks: Ranks
+    info: results.QuantInfo
+    loaded: LoadedModel
+    evaluator: Evaluate | None
+    gates: list[Gate]
+    batches: Batches
+    place: Path | None
+    noted: dict[str, Any]
+
+    def outcome(self, calibrated: Calibrated) -> Outcome:
+        """Run both networks, report, and export what `--deploy` asks for."""
+        options, info, graph = self.options, self.info, calibrated.graph
+        run_as = as_run(options.deploy, graph, calibrated.solution)
+        calibrated = calibrated.with_solution(run_as)
+        scores = self._scores(calibrated)
+        if not self.ranks.is_first:
+            return Outcome(scores.metrics, {})
+        outcome = self._report(scores, graph)
+        annotate_warnings(options, outcome.report)
+        if scores.fault:
+            return replace(outcome, error=GateError(scores.fault, help=FAULT_HELP))
+        if options.exact:
+            outcome = run_exact(options, outcome, graph, info, self.batches, place=self.place)
+        if not options.deploy or failed(self.gates, outcome.metrics):
+            return outcome
+        deployment = Deployment.of(
+            calibrated,
+            self.loaded.module,
+            self.batches,
+            scores.quantization,
+            options.target_choices,
+            warnings=scores.lost,
+        )
+        return deploy(options, outcome, deployment, self.batches.total, place=self.place)
+
+    def _scores(self, calibrated: Calibrated) -> Scores:
+        """Compare the networks on all batches, if there is memory for both."""
+        graph, options = calibrated.graph, self.options
+        size = session.batch_size(options, self.batches)
+        needed = footprint.comparison_bytes(graph, self.info.solution.specs, size)
+        footprint.require_room("test mode", needed, footprint.remedies(graph))
+
+        def check(metrics: Collection[str]) -> None:
+            directions = BY_NAME if self.evaluator is None else self.evaluator.directions
+            names = names_in_test(metrics, options, directions)
+            require_known(about_all(self.gates), names)
+
+        return score(
+            calibrated,
+            self.loaded.module,
+            self.batches,
+            Forked(progress(quiet=options.quiet), torchrun.Watched(self.ranks)),
+            self.evaluator,
+            check,
+            self.ranks,
+            explained=True,
+        )
+
+    def _report(self, scores: Scores, graph: Graph) -> Outcome:
+        """Write the report, where it has a place, and return it as an outcome."""
+        options, info, place = self.options, self.info, self.place
+        gates: dict[str, bool] = {}
+        for gate in self.gates:
+            if gate.metric in scores.gated:
+                gates[gate.text] = gate.holds(scores.gated)
+        view = table_view(options, graph)
+        self.noted.update(_noted(scores))
+        commands = {**info.commands, "test": words_of(options)}
+        if place is not None:
+            commands = remember(info, "test", words_of(options), place)
+        stamp = self.batches.stamp
+        return _report(view, info, scores, stamp, gates=gates, place=place, commands=commands)
+
+
+def _require_alike(ranks: Ranks, info: results.QuantInfo, original: Graph) -> None:
+    """Raise `RankError` where ranks have other results, or another model."""
+    facts = {
+        "results": info.files.identity,
+        "layer": fingerprint.layers(original),
+        "weight": fingerprint.weights(original),
+    }
+    require_alike(ranks, facts, "the calibrated model")
+
+
+def _require_measurable(
+    options: Options,
+    gates: list[Gate],
+    evaluator: Evaluate | None,
+    info: results.QuantInfo,
+    graph: Graph,
+    first: Batch,
+) -> None:
+    """Refuse, before anything runs, what this network cannot be asked for."""
+    require_one(options, graph, info)
+    if options.exact:
+        require_wide(graph, info.solution)
+    if options.inspect:
+        show_layers(options, graph, info.solution.tensors, {})
+    require_measured(gates, not_measured(graph))
+    if evaluator is None:
+        require_measured(gates, not_measured_by_targets(first, graph))
+
+
+def _noted(scores: Scores) -> dict[str, Any]:
+    """Return what run.json says of a test besides its options."""
+    passes = None if scores.passes is None else scores.passes.to_json()
+    return {"passes": passes, "warnings": [warning.to_json() for warning in scores.warnings]}
+
+
+def _report(
+    view: View,
+    info: results.QuantInfo,
+    scores: Scores,
+    stamp: str | None,
+    *,
+    gates: Mapping[str, bool],
+    place: Path | None,
+    commands: Mapping[str, list[str]],
+) -> Outcome:
+    """Write what test mode found, and which gates hold, if there is a place; say what to show
+    of it.
+    """
+    compared = scores.comparison
+    rows = tables.layer_rows(
+        compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()}
+    )
+    stamp = stamp or info.header.get("stamp")
+    report = tables.report(
+        scores.metrics,
+        scores.pairs,
+        rows,
+        stamp,
+        scores.passes,
+        outputs=compared.outputs,
+        warnings=scores.warnings,
+        directions=scores.directions,
+    )
+    if gates:
+        report["gates"] = gates
+    shown: list[RenderableType] = [tables.damage_table(rows, view)]
+    if place is None:
+        values, _ = report_of(info, report, commands)
+    else:
+        values = write_report(info, report, place, commands=commands)
+        write_text(place / "layers.csv", tables.as_csv(rows))
+        shown.append(f"results: {place}")
+    if stamp:
+        shown.append(f"note: {stamp}")
+    if scores.pairs:
+        shown.append(tables.metric_table(scores.pairs))
+    metrics = compared.metrics()
+    if len(report["outputs"]) > 1:
+        shown.append(tables.output_table(report["outputs"], view))
+    else:
+        metrics.pop(POOLED_FIGURE, None)  # of a single part it says nothing more
+    shown += metric_lines(metrics)
+    if scores.passes is not None:
+        shown.append(scores.passes.line)
+    return Outcome(scores.gated, report, shown, report=values)
