@@ -18,8 +18,8 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quantizer.engine.result_files import write_json, write_tensors
-from quantizer.numerics.deferred import DeferredTensor
+from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.files import write_json, write_tensors
 
 VOCABULARY = 32000
 SHARD_BYTES = 1 << 30

@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer import memory
-from quantizer.numerics.deferred import CPU, DeferredTensor, Spool
+from quantizer.storage import process_memory
+from quantizer.storage.deferred_tensor import CPU, DeferredTensor, Spool
 
 UNKNOWN = 2 << 30  # bytes, where the system does not say what is free
 
 
 def half_of_what_is_free(device: torch.device = CPU) -> int:
     """The budget of a store that is given none, for what is on a device."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory.available()
+    free = (
+        torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else process_memory.available()
+    )
     return UNKNOWN if free is None else free // 2
 
 

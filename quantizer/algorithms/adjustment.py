@@ -14,10 +14,10 @@ from quantizer.distributed import ALONE, Ranks
 from quantizer.graph.edits import Insertion, inserted, with_weights
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
-from quantizer.numerics.deferred import beside
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
+from quantizer.storage.deferred_tensor import beside
 
 
 @dataclass(frozen=True)

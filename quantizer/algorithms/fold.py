@@ -15,7 +15,7 @@ from quantizer.algorithms.adjustment import Adjustment
 from quantizer.graph.edits import Insertion, channels_of, rescaled
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Fold, InputGroup
-from quantizer.numerics.deferred import beside
+from quantizer.storage.deferred_tensor import beside
 
 SCALE_OP = "input_scale"
 

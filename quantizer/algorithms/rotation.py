@@ -22,8 +22,8 @@ from quantizer.graph.axis_rules import ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_P
 from quantizer.graph.edits import Insertion
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.structure import InputGroup
-from quantizer.numerics.deferred import beside
 from quantizer.numerics.hadamard import factors, rotated
+from quantizer.storage.deferred_tensor import beside
 
 Turn = Callable[[Tensor], Tensor]
 _ATTENTIONS = (ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT)

@@ -22,8 +22,9 @@ from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.nn.execution import NOBODY, Execution, Watchers, arguments
 from quantizer.nn.network import Network
-from quantizer.numerics.deferred import GROWTH, give_back, loaded
 from quantizer.sources.batches import Batch, naming, naming_batch, not_finite
+from quantizer.storage.allocator import GROWTH, give_back
+from quantizer.storage.deferred_tensor import loaded
 
 IDS = 1024
 """So many token ids run as one batch."""

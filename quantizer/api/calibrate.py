@@ -33,7 +33,6 @@ from quantizer.engine.same_calibration import check_plan
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.ir import Graph
-from quantizer.memory import parsed
 from quantizer.nn.inplace import check_float
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
@@ -41,6 +40,7 @@ from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.hugging_face import without_cache
 from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
+from quantizer.storage.process_memory import parsed
 
 Data = str | Iterable[Any] | Callable[[], Any]
 

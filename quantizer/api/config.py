@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from quantizer.api.observers import OBSERVERS, ObserverBase
-from quantizer.atomic import replace_file
 from quantizer.config.algorithm_settings import AlgoConfig, PreQuantOptConfig
 from quantizer.config.algorithms import entry_kinds
 from quantizer.config.aliases import canonical
@@ -27,6 +26,7 @@ from quantizer.config.typed_fields import check, checked
 from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
+from quantizer.storage.atomic_write import replace_file
 
 
 @checked

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quantizer.engine.result_files import write_text
 from quantizer.engine.results import OpenedResults
 from quantizer.report.files import report_of
 from quantizer.report.page.html import element
 from quantizer.report.plots import write_events, write_plots
+from quantizer.storage.files import write_text
 
 
 class Report:

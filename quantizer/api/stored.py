@@ -29,7 +29,7 @@ from quantizer.nn.rescale import InputRotation, InputScale
 from quantizer.numerics.codes import unpack
 from quantizer.numerics.granularity import scale_shape
 from quantizer.observers import axis_of, code_range_of, kernel_of
-from quantizer.opened_files import OpenFile, SetKind, json_digest, open_files
+from quantizer.storage.opened_files import OpenFile, SetKind, json_digest, open_files
 
 FORMAT = 5
 TENSORS, DESCRIPTION = "model.safetensors", "quantizer.json"

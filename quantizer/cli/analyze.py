@@ -32,7 +32,6 @@ from quantizer.engine import analyze as engine
 from quantizer.engine.ablation import Ablation
 from quantizer.engine.analyze import Analysis, Budget, Width, width_bits
 from quantizer.engine.events import Stage
-from quantizer.engine.result_files import write_json
 from quantizer.engine.result_set import locked_as_opened
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.same_calibration import check_model, check_plan
@@ -48,6 +47,7 @@ from quantizer.report.files import READ, write_report
 from quantizer.report.view import Listing, View
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
+from quantizer.storage.files import write_json
 
 Choice = tuple[int, ...]
 Changes = Mapping[str, Mapping[Role, QuantizationSpec]]

@@ -10,7 +10,7 @@ import click
 
 from quantizer.cli.trace_cache import known_layers
 from quantizer.errors import ResultError
-from quantizer.opened_files import SetKind, open_files
+from quantizer.storage.opened_files import SetKind, open_files
 
 _PLAN = SetKind("plan.json", changed="", missing="", again="")
 """The file with the names of layers; what a shell offers needs no more of a calibration."""

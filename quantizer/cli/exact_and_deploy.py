@@ -14,7 +14,6 @@ from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
 from quantizer.engine.events import Stage
 from quantizer.engine.exact import ExactComparison, compare_exact
-from quantizer.engine.result_files import write_json
 from quantizer.engine.results import QuantInfo
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.export import EXPORTERS, FOLDER, check, export, size_of
@@ -22,6 +21,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.report.dpu_tables import exact_table
 from quantizer.sources.data import Batches
+from quantizer.storage.files import write_json
 
 
 def require_dpu(device: str) -> None:

@@ -14,7 +14,6 @@ from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.render import say
 from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.cli.traced_model import traced_model
-from quantizer.engine.result_files import write_text
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
 from quantizer.graph.find_structure import find_structure
@@ -28,6 +27,7 @@ from quantizer.printable import json_text
 from quantizer.report import dpu_tables, tables
 from quantizer.report.structure import structure_tables
 from quantizer.report.view import Listing, View
+from quantizer.storage.files import write_text
 
 COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 """What gates may ask for."""

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from quantizer import __version__, memory, printable
-from quantizer.atomic import replace_file
+from quantizer import __version__, printable
 from quantizer.cli import interrupts, streams, torchrun
 from quantizer.cli.options import (
     NAMES_WIDTH,
@@ -48,6 +47,8 @@ from quantizer.errors import (
 )
 from quantizer.printable import one_line
 from quantizer.sources.user_code import imported_once, raised
+from quantizer.storage import process_memory
+from quantizer.storage.atomic_write import replace_file
 
 COMMANDS = {
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
@@ -281,8 +282,8 @@ def _call(arguments: list[str]) -> Any:
     except Exception as error:
         if isinstance(error, OutOfMemoryError) or not lacks_memory(error):
             raise
-        most = memory.peak()
-        has = f"; this process had {memory.in_words(most)}" if most else ""
+        most = process_memory.peak()
+        has = f"; this process had {process_memory.in_words(most)}" if most else ""
         help_ = (
             "use a smaller --batch_size or --memory; `quantizer plan` with the same "
             "options "
@@ -293,7 +294,7 @@ def _call(arguments: list[str]) -> Any:
 
 def _load(target: str) -> Any:
     module, _, name = target.partition(":")
-    with interrupts.at_once(), memory.importing(module):
+    with interrupts.at_once(), process_memory.importing(module):
         return getattr(importlib.import_module(module), name)
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantizer.atomic import replace_file
 from quantizer.cli.completion import layers_of_model
 from quantizer.cli.places import Place
 from quantizer.cli.values import memory_size, rows_shown
@@ -21,6 +20,7 @@ from quantizer.config.dpu_accuracy import LEVELS
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS
 from quantizer.export.choices import CHOICES
+from quantizer.storage.atomic_write import replace_file
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra

@@ -7,14 +7,12 @@ from typing import Any
 
 import click
 
-from quantizer import memory
 from quantizer.cli import session
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import filtered_view
 from quantizer.cli.traced_model import TracedModel, traced_model
 from quantizer.config.model import Algorithm, Config
 from quantizer.engine import footprint
-from quantizer.engine.result_files import write_json
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
 from quantizer.graph.output_parts import output_parts
@@ -25,6 +23,8 @@ from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.printable import json_text
 from quantizer.report import tables
 from quantizer.report.view import View
+from quantizer.storage import process_memory
+from quantizer.storage.files import write_json
 
 _MB = 1e6
 
@@ -154,7 +154,7 @@ def _show(
         f"{size}"
     )
     peaks = {
-        mode: memory.in_words(peak)
+        mode: process_memory.in_words(peak)
         for mode, peak in content["peak_memory_bytes"].items()
         if peak is not None
     }

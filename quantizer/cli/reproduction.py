@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.cli.options import RUN, Options, word_of
-from quantizer.engine.result_files import read_json, write_json
 from quantizer.engine.results import COMMANDS, RUN_FILE, OpenedResults
 from quantizer.errors import ResultError
+from quantizer.storage.files import read_json, write_json
 
 CHANGES_NOTHING = frozenset(
     [

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import quantizer
-from quantizer import memory
 from quantizer.cli import session, torchrun
 from quantizer.cli.annotations import annotate
 from quantizer.cli.calib_mode import run_calib
@@ -28,6 +27,7 @@ from quantizer.errors import GateError, UsageError
 from quantizer.export import require_extras
 from quantizer.export.choices import require_choices
 from quantizer.seeding import seed_everything
+from quantizer.storage import process_memory
 
 DECIDING = (
     *("quant_mode", "batch_size", "subset_len", "seq_len", "stride", "seed"),
@@ -75,8 +75,8 @@ def run(options: Options) -> int:
     session.show(outcome, options)
     is_measured = options.quant_mode != "float"
     is_silent = options.json or options.quiet
-    if is_measured and not is_silent and (size := memory.peak()):
-        print(f"peak memory {memory.in_words(size)}")
+    if is_measured and not is_silent and (size := process_memory.peak()):
+        print(f"peak memory {process_memory.in_words(size)}")
     if not options.json:
         for line in met(gates, outcome.metrics):
             print(line)

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 
 import quantizer
-from quantizer import memory, printable
+from quantizer import printable
 from quantizer.cli.options import RUN, Options, word_of
 from quantizer.cli.reproduction import remembered
-from quantizer.engine.result_files import write_json, write_text
 from quantizer.engine.results import RUN_FILE
 from quantizer.errors import QuantizerError
 from quantizer.printable import one_line
+from quantizer.storage import process_memory
+from quantizer.storage.files import write_json, write_text
 
-_IMPORTS = memory.peak()
+_IMPORTS = process_memory.peak()
 """What torch and the modules of a run have taken."""
 
 
@@ -51,7 +52,7 @@ def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[st
         raise
     finally:
         logging.getLogger("quantizer").removeHandler(messages)
-        most = memory.peak()
+        most = process_memory.peak()
         facts = {
             "options": {word_of(name): getattr(options, name) for name in RUN},
             "argv": sys.argv[1:],

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from quantizer import memory
 from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics, say
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
@@ -38,6 +37,7 @@ from quantizer.sources.data import DEFAULT_BATCH_SIZE, TEXTS, Batches, find_file
 from quantizer.sources.models import LoadedModel, load_model
 from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
+from quantizer.storage import process_memory
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def trace_model(
     it.
     """
     first = batches.first().to(device_of(options))
-    with memory.importing("torch._dynamo"):  # which torch does to export
+    with process_memory.importing("torch._dynamo"):  # which torch does to export
         return traced(loaded.module, first, compared=compared)
 
 

@@ -36,7 +36,6 @@ from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import require_asked
 from quantizer.engine.measurable import not_measured, not_measured_by_targets
 from quantizer.engine.output_figures import POOLED_FIGURE
-from quantizer.engine.result_files import write_text
 from quantizer.engine.same_calibration import check_plan
 from quantizer.engine.scores import Scores, score
 from quantizer.errors import GateError
@@ -51,6 +50,7 @@ from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel
+from quantizer.storage.files import write_text
 
 FAULT_HELP = (
     "give that layer and those before it more bits or a wider range, or leave them float"

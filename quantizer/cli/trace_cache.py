@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quantizer.atomic import replace_file
 from quantizer.sources.reads import are_unchanged
+from quantizer.storage.atomic_write import replace_file
 
 logger = logging.getLogger(__name__)
 

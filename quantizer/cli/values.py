@@ -2,7 +2,7 @@
 
 import click
 
-from quantizer.memory import parsed
+from quantizer.storage.process_memory import parsed
 
 
 def rows_shown(text: str) -> int | str:

@@ -9,7 +9,7 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic, Place, in_orde
 from quantizer.config.document import Document, Text
 from quantizer.config.parse import Parser
 from quantizer.config.wording import closest
-from quantizer.plain_files import read_start
+from quantizer.storage.plain_files import read_start
 
 MAX_BYTES = 1_000_000
 

@@ -23,9 +23,9 @@ from quantizer.graph.passes.equalization import Absorption, find_absorptions
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.numerics.deferred import loaded
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, naming_batch
+from quantizer.storage.deferred_tensor import loaded
 
 CHECKED_BATCHES = 4
 """How many of the first calibration batches are checked.

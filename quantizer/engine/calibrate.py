@@ -22,7 +22,6 @@ from quantizer.nn.execution import Watchers
 from quantizer.nn.inplace import ModuleTree
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.deferred import beside
 from quantizer.numerics.formats import format_named
 from quantizer.observers import (
     NegativeValuesError,
@@ -33,6 +32,7 @@ from quantizer.observers import (
 )
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.sources.batches import Batch
+from quantizer.storage.deferred_tensor import beside
 
 logger = logging.getLogger(__name__)
 

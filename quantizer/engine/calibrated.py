@@ -27,7 +27,6 @@ from quantizer.engine.fits_model import (
     check_levels,
     check_solution,
 )
-from quantizer.engine.result_files import read_json
 from quantizer.engine.results import RESOLVED, OpenedResults, QuantInfo
 from quantizer.engine.same_calibration import check_model
 from quantizer.engine.solution import Solution, quantized_network
@@ -42,6 +41,7 @@ from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 from quantizer.sources.models import materialize, try_first_batch
 from quantizer.sources.module_state import left_alone
+from quantizer.storage.files import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
 from quantizer.engine import fingerprint, results
 from quantizer.engine.joins import decided_again
-from quantizer.engine.result_files import read_json, write_bytes, write_json, write_tensors
 from quantizer.engine.results import PLAN, RESOLVED, STATISTICS
-from quantizer.engine.tensor_shards import deferred_shards, shard_files, write_shards
 from quantizer.engine.write_results import joins_entry, replaced_results, write_info
 from quantizer.errors import ResultError
 from quantizer.nn.load import WEIGHTS
 from quantizer.plan.model import Key
+from quantizer.storage.files import read_json, write_bytes, write_json, write_tensors
+from quantizer.storage.tensor_shards import deferred_shards, shard_files, write_shards
 
 Json = dict[str, Any]
 

@@ -20,15 +20,15 @@ from torch.utils import _pytree as pytree
 from quantizer.config.typed_fields import fits
 from quantizer.distributed import Ranks
 from quantizer.engine.events import Events, Snapshot, Stage
-from quantizer.engine.result_files import (
+from quantizer.errors import DataError, QuantizerError, ResultError
+from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
+from quantizer.storage.files import (
     deferred_tensors,
     read_json,
     sha256,
     write_json,
     write_tensors,
 )
-from quantizer.errors import DataError, QuantizerError, ResultError
-from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 EVERY_S = 30.0  # seconds of work that a kill may cost
 # 3: which values were out of memory; 4: files by digest, a checksum; 5: histograms of samples

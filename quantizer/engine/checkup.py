@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 
-from quantizer import memory
 from quantizer.config.wording import shortened
 from quantizer.errors import pip_line
 from quantizer.graph.edits import by_channel
@@ -25,6 +24,7 @@ from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
 from quantizer.sources.batches import Batch, Fingerprint
 from quantizer.sources.data import Batches
+from quantizer.storage import process_memory
 
 Level = Literal["ok", "note", "warning", "error"]
 EXTRAS = {
@@ -84,9 +84,9 @@ def environment(device: str, folder: Path) -> Iterator[Check]:
             "there is a GPU, and the run would be on the CPU",
             "add --device cuda",
         )
-    free = memory.available()
+    free = process_memory.available()
     if free is not None:
-        yield Check("machine", "ok", f"{memory.in_words(free)} of memory are free")
+        yield Check("machine", "ok", f"{process_memory.in_words(free)} of memory are free")
     place = next(
         each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()
     )
@@ -102,7 +102,7 @@ def environment(device: str, folder: Path) -> Iterator[Check]:
         else ""
     )
     yield Check(
-        "machine", level, f"{memory.in_words(disk)} of disk are free at {place}", remedy
+        "machine", level, f"{process_memory.in_words(disk)} of disk are free at {place}", remedy
     )
     for extra, packages in EXTRAS.items():
         missing = [name for name in packages if find_spec(name) is None]
@@ -249,13 +249,13 @@ def _spread(found: Plan, name: str) -> float:
 
 def room(peaks: Iterable[tuple[str, int | None]]) -> Iterator[Check]:
     """Whether what is free is enough for the peaks that are predicted."""
-    free, now = memory.available(), memory.resident() or 0
+    free, now = process_memory.available(), process_memory.resident() or 0
     for mode, peak in peaks:
         if peak is None or free is None:
             continue
         fits = peak - now <= free
-        text = f"{mode} mode takes about {memory.in_words(peak)}" + (
-            "" if fits else f", and {memory.in_words(free)} are free"
+        text = f"{mode} mode takes about {process_memory.in_words(peak)}" + (
+            "" if fits else f", and {process_memory.in_words(free)} are free"
         )
         remedy = "" if fits else "use a smaller --batch_size, or --memory"
         yield Check("memory", "ok" if fits else "error", text, remedy)

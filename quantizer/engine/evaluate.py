@@ -31,9 +31,9 @@ from quantizer.engine.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError, ModelError
 from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
-from quantizer.numerics.deferred import loaded
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch, naming_batch
+from quantizer.storage.deferred_tensor import loaded
 
 APART = 16
 """Batches of a rank between two exchanges."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from quantizer.config.model import Config, QuantizationSpec
 from quantizer.config.resolved import resolved_document
 from quantizer.graph.ir import Graph
-from quantizer.numerics.deferred import bytes_of
 from quantizer.plan.model import Key, Plan
+from quantizer.storage.deferred_tensor import bytes_of
 
 
 def model(graph: Graph) -> dict[str, dict[str, str]]:

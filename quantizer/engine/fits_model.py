@@ -21,8 +21,8 @@ from quantizer.graph.edits import Insertion, channels_of, inserted
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import storage_dtype
-from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.granularity import scale_shape
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 
 def check_absorption(absorption: Mapping[str, Any], original: Graph, path: Path | str) -> None:

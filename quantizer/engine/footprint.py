@@ -8,16 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quantizer import memory
 from quantizer.algorithms.activation_store import half_of_what_is_free
 from quantizer.algorithms.gram import DEEPEST
 from quantizer.config.model import Algorithm, Config, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
 from quantizer.graph.ir import Graph, Node
-from quantizer.numerics.deferred import DeferredTensor, give_back
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
+from quantizer.storage import process_memory
+from quantizer.storage.allocator import give_back
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Base(NamedTuple):
     def now() -> "Base":
         """Those of this process."""
         give_back()  # what is freed already
-        return Base(memory.resident(), memory.peak())
+        return Base(process_memory.resident(), process_memory.peak())
 
 
 def peak_with(more: int, base: Base | None = None) -> int | None:
@@ -125,19 +126,19 @@ def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
         OutOfMemoryError: the machine, or the control group of this process, does not have it at
             all.
     """
-    peak, free, total = peak_with(more), memory.available(), memory.total()
+    peak, free, total = peak_with(more), process_memory.available(), process_memory.total()
     if peak is None or free is None or total is None or more <= free:
         return
     help_ = "; or ".join(remedies)
     if peak > SURE * total:
         text = (
-            f"{mode} would take about {memory.in_words(peak)} of memory, and there are "
-            f"{memory.in_words(total)}"
+            f"{mode} would take about {process_memory.in_words(peak)} of memory, and there are "
+            f"{process_memory.in_words(total)}"
         )
         raise OutOfMemoryError(text, help=help_)
     text = (
-        f"{mode} takes about {memory.in_words(more)} more memory, and "
-        f"{memory.in_words(free)} "
+        f"{mode} takes about {process_memory.in_words(more)} more memory, and "
+        f"{process_memory.in_words(free)} "
         f"are free: {help_}"
     )
     logger.warning("%s", text)

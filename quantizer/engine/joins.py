@@ -17,11 +17,11 @@ from quantizer.engine.scaled_joins import Scaling
 from quantizer.errors import ResultError
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
-from quantizer.numerics.deferred import loaded
 from quantizer.observers import Observer
 from quantizer.plan import joins
 from quantizer.plan.joins import CLOSE_DB
 from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan, part_name
+from quantizer.storage.deferred_tensor import loaded
 
 FEW_BITS = 4.0
 """A part of a join that has fewer than this is told."""

@@ -22,9 +22,9 @@ from quantizer.graph.edits import by_channel, channels_of, rescaled
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.equalization import Pair, find_pairs
 from quantizer.nn.network import Network
-from quantizer.numerics.deferred import beside, loaded
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch, naming_batch
+from quantizer.storage.deferred_tensor import beside, loaded
 
 CHECKED_BATCHES = 4
 """How many of the first calibration batches say how wide channels are."""

@@ -31,9 +31,9 @@ from quantizer.engine.solution import Solution, quantized_network
 from quantizer.engine.stored_checks import checked_statistics
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
-from quantizer.numerics.deferred import GROWTH, give_back
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
+from quantizer.storage.allocator import GROWTH, give_back
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantizer.atomic import remove_left_over
-from quantizer.engine.result_files import cannot_write, write_json
 from quantizer.errors import ResultError
 from quantizer.graph.emit import is_emitted
-from quantizer.opened_files import ASIDE, MOVES, OpenedFiles, planned_moves
+from quantizer.storage.atomic_write import remove_left_over
+from quantizer.storage.files import cannot_write, write_json
+from quantizer.storage.opened_files import ASIDE, MOVES, OpenedFiles, planned_moves
 
 SUFFIXES = (".json", ".py", ".safetensors", ".csv", ".html", ".log")
 """Those of the files in a result folder."""

@@ -9,14 +9,14 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
 from quantizer.engine.solution import Solution
-from quantizer.engine.tensor_shards import deferred_shards
 from quantizer.graph.edits import Insertion
 from quantizer.nn.load import CORRECTIONS, GROUP_SCALES, WEIGHTS, quantized_tensor
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import pack, packed_shape
-from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.two_level import pack_scales
-from quantizer.opened_files import OpenedFiles
+from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.opened_files import OpenedFiles
+from quantizer.storage.tensor_shards import deferred_shards
 
 RESCALED = "rescaled.safetensors"
 """Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS`

@@ -16,17 +16,20 @@ from torch import Tensor
 
 from quantizer.config.model import Settings
 from quantizer.config.typed_fields import fits
-from quantizer.engine.result_files import (
-    read_json,
-    read_tensors,
-)
 from quantizer.engine.result_tensors import solution_of
 from quantizer.engine.solution import Solution
 from quantizer.engine.stored_checks import check_content, checked_json, checked_statistics
 from quantizer.errors import ResultError
 from quantizer.nn.load import INFO as INFO
-from quantizer.opened_files import OpenedFiles, OpenFile, SetKind, json_digest, open_files
 from quantizer.plan.model import JoinDecision, JoinPlan, Key
+from quantizer.storage.files import read_json, read_tensors
+from quantizer.storage.opened_files import (
+    OpenedFiles,
+    OpenFile,
+    SetKind,
+    json_digest,
+    open_files,
+)
 
 FORMAT = 6  # 5: histograms of samples have weights; 6: joins are decided by calibration
 STATISTICS = "statistics.safetensors"

@@ -21,10 +21,10 @@ from quantizer.engine import calibrate
 from quantizer.engine.calibrate import DISTRIBUTION, Calibration
 from quantizer.graph.edits import Insertion, rescaled
 from quantizer.graph.ir import Graph, Node
-from quantizer.numerics.deferred import beside, loaded
 from quantizer.observers import Observer
 from quantizer.plan.groups import PART_SCALE
 from quantizer.plan.model import JoinPlan, Key, Plan, TensorPlan
+from quantizer.storage.deferred_tensor import beside, loaded
 
 
 @dataclass(frozen=True)

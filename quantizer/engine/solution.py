@@ -20,9 +20,9 @@ from quantizer.nn.load import attach
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.numerics.deferred import beside, loaded
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import JoinDecision, Key
+from quantizer.storage.deferred_tensor import beside, loaded
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.rules import conflicts
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import shortened
-from quantizer.engine.result_files import read_json
 from quantizer.errors import ResultError
 from quantizer.numerics.formats import FLOAT_FORMATS
-from quantizer.opened_files import OpenFile
+from quantizer.storage.files import read_json
+from quantizer.storage.opened_files import OpenFile
 
 AGAIN = "run --quant_mode calib again"
 LARGEST = 1 << 31

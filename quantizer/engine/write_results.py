@@ -15,15 +15,6 @@ from quantizer.config.model import Config
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.result_files import (
-    json_parts,
-    read_bytes,
-    read_json,
-    sha256,
-    write_bytes,
-    write_json,
-    write_tensors,
-)
 from quantizer.engine.result_set import replaced_set
 from quantizer.engine.result_tensors import TENSORS, header_of, tensors_of
 from quantizer.engine.results import (
@@ -38,7 +29,6 @@ from quantizer.engine.results import (
     OpenedResults,
 )
 from quantizer.engine.solution import Solution, encoded, writes_inplace
-from quantizer.engine.tensor_shards import left_files, write_shards
 from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit, is_emitted
@@ -48,9 +38,19 @@ from quantizer.nn.load import GROUP_SCALES
 from quantizer.nn.load import INFO as INFO
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.opened_files import json_digest
 from quantizer.plan.model import JoinDecision, Plan
 from quantizer.plan.size import weight_bytes
+from quantizer.storage.files import (
+    json_parts,
+    read_bytes,
+    read_json,
+    sha256,
+    write_bytes,
+    write_json,
+    write_tensors,
+)
+from quantizer.storage.opened_files import json_digest
+from quantizer.storage.tensor_shards import left_files, write_shards
 
 
 def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:

@@ -16,7 +16,7 @@ from quantizer.export.compressed_schemes import CompressedLayer
 from quantizer.export.model_tensors import unheld
 from quantizer.graph.modules import is_of_experts
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.deferred import derived
+from quantizer.storage.deferred_tensor import derived
 
 WEIGHT = ".weight"
 PATTERN = r"re:.*\.experts\.\d+\..*"

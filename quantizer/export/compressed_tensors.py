@@ -10,9 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from quantizer.atomic import replaced_folder
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.result_files import cannot_write, read_json
 from quantizer.errors import ResultError, UsageError
 from quantizer.export import Refusal, check
 from quantizer.export.agreement import Verification
@@ -30,6 +28,8 @@ from quantizer.export.transformers_verify import Expected
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 from quantizer.sources.hugging_face import CONFIG
+from quantizer.storage.atomic_write import replaced_folder
+from quantizer.storage.files import cannot_write, read_json
 
 
 def refusals(

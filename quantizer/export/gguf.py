@@ -8,9 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quantizer.atomic import replaced_file
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.result_files import cannot_write
 from quantizer.engine.solution import Solution, encoded
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, check, gguf_architectures, gguf_template
@@ -26,6 +24,8 @@ from quantizer.export.transformers_verify import Expected
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
+from quantizer.storage.atomic_write import replaced_file
+from quantizer.storage.files import cannot_write
 
 NAME = "gguf"
 _ROUNDED = "its scales are rounded to halfs, which test mode with --deploy gguf counts"

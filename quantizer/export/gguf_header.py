@@ -12,7 +12,7 @@ from pathlib import Path
 
 import gguf
 
-from quantizer.plain_files import require_plain
+from quantizer.storage.plain_files import require_plain
 
 MOST_ELEMENTS = 4_000_000
 """Elements of all lists together. The package reads them one by one; a large vocabulary has a

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from quantizer.config.wording import a_kind
-from quantizer.engine.result_files import read_json, write_json
-from quantizer.engine.tensor_shards import write_shards
 from quantizer.errors import UsageError
 from quantizer.sources.deferred_checkpoint import WEIGHTS
 from quantizer.sources.hugging_face import CONFIG
+from quantizer.storage.files import read_json, write_json
+from quantizer.storage.tensor_shards import write_shards
 
 QUANTIZATION = "quantization_config"
 BESIDE = (

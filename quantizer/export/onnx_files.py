@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 import onnx
 from onnx import ModelProto
 
-from quantizer.engine.result_files import cannot_write, write_bytes
 from quantizer.errors import VerificationError
+from quantizer.storage.files import cannot_write, write_bytes
 
 HELP = "the pt2 target writes the same network for torch"
 LARGEST = 2**31 - 2**20

@@ -14,10 +14,10 @@ from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.origins import maker
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.deferred import loaded
 from quantizer.plan.groups import PART_SCALE, Join, Layout, layout
 from quantizer.plan.model import Key
 from quantizer.plan.value_readers import values_readers
+from quantizer.storage.deferred_tensor import loaded
 
 Specs = Mapping[Key, QuantizationSpec]
 BLOCKS = (256, 128, 64, 32, 16)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
-from quantizer.engine.result_files import deferred_tensors, write_tensors
 from quantizer.engine.solution import quantized_network
 from quantizer.errors import ResultError
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment
-from quantizer.nn.deferred_file import metadata
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import decode
-from quantizer.numerics.deferred import DeferredTensor, loaded
+from quantizer.storage.deferred_tensor import DeferredTensor, loaded
+from quantizer.storage.files import deferred_tensors, write_tensors
+from quantizer.storage.safetensors_file import metadata
 
 FORMAT = 2
 CORRECTION = ".bias_correction"

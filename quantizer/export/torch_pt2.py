@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.engine.result_files import write_bytes
 from quantizer.engine.solution import Solution
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
@@ -31,6 +30,7 @@ from quantizer.export.torch_verify import verify_program
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.storage.files import write_bytes
 
 
 def export(deployment: Deployment, path: Path) -> Verification:

@@ -5,11 +5,11 @@ operators on floats. Loads without quantizer.
 import dataclasses
 from pathlib import Path
 
-from quantizer.engine.result_files import write_bytes
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.torch_program import exported, saved
 from quantizer.export.torch_verify import verify_program
+from quantizer.storage.files import write_bytes
 
 
 def export(deployment: Deployment, path: Path) -> Verification:

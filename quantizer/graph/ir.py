@@ -17,7 +17,7 @@ from torch import Tensor
 from quantizer.graph.lengths import Length
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, unknown
-from quantizer.numerics.deferred import DeferredTensor, loaded
+from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from quantizer.graph.axis_rules import JOINED, PADDED, RESHAPED, SAME, LabelledC
 from quantizer.graph.channel_labels import compressed, meta_values
 from quantizer.graph.ir import Graph, Node, map_refs, references
 from quantizer.graph.targets import call
-from quantizer.numerics.deferred import loaded
+from quantizer.storage.deferred_tensor import loaded
 
 NOTHING = 0
 """The label of zeros, which every grid holds, and of memory that nothing was written to."""

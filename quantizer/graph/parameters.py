@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quantizer.numerics.deferred import DeferredTensor
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantizer.graph.far_values import far_value
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.lengths import Length
-from quantizer.numerics.deferred import DeferredTensor
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 

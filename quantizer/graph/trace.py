@@ -30,7 +30,7 @@ from quantizer.graph.lengths import (
 )
 from quantizer.graph.names import check_names
 from quantizer.graph.parameters import without_values
-from quantizer.memory import uncollected
+from quantizer.storage.process_memory import uncollected
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.graph.parameters import Module
-from quantizer.numerics.deferred import DeferredTensor
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 IMAGES = 4
 """The dimensions of a batch of images: [b, channels, height, width]."""

@@ -14,16 +14,22 @@ from torch import Tensor, nn
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
 from quantizer.errors import ResultError
-from quantizer.nn.deferred_file import deferred_file
 from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.nn.stored import shards_of
 from quantizer.numerics.codes import packed_shape, storage_dtype, unpack
-from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.two_level import unpack_scales
-from quantizer.opened_files import OpenedFiles, OpenFile, SetKind, json_digest, open_files
+from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.opened_files import (
+    OpenedFiles,
+    OpenFile,
+    SetKind,
+    json_digest,
+    open_files,
+)
+from quantizer.storage.safetensors_file import deferred_file
+from quantizer.storage.tensor_shards import shards_of
 
 WEIGHTS, CORRECTIONS = "weights.safetensors", "bias_corr.safetensors"
 GROUP_SCALES = "qparams.safetensors"

@@ -16,7 +16,7 @@ from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.lengths import Length
 from quantizer.nn.execution import Execution, Watchers, arguments
 from quantizer.nn.layer import Layer
-from quantizer.numerics.deferred import CPU, DeferredTensor
+from quantizer.storage.deferred_tensor import CPU, DeferredTensor
 
 
 class Network(nn.Module):

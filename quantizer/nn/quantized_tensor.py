@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.codes import decode, encode
-from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.qparams import QParams
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 
 @dataclass(frozen=True, eq=False)

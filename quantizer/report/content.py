@@ -15,7 +15,6 @@ from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.engine.result_files import deferred_tensors
 from quantizer.engine.results import ALGORITHMS, ANALYSIS, STATISTICS, OpenedResults
 from quantizer.engine.stored_checks import checked_json
 from quantizer.errors import ResultError
@@ -25,6 +24,7 @@ from quantizer.observers import Observer
 from quantizer.plan.size import parameter_bytes
 from quantizer.report.distribution import Distribution
 from quantizer.report.tables import describe_spec, finite
+from quantizer.storage.files import deferred_tensors
 
 Json = dict[str, Any]
 STABLE = 0.02

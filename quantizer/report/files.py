@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.engine.result_files import write_json, write_text
 from quantizer.engine.results import ALGORITHMS, PLAN, REPORT, STATISTICS, OpenedResults
 from quantizer.errors import ResultError
 from quantizer.report.content import content
 from quantizer.report.page.page import page
+from quantizer.storage.files import write_json, write_text
 
 VALUES, PAGE = REPORT, "report.html"
 READ = (PLAN, STATISTICS, ALGORITHMS)

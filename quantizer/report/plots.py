@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.atomic import remove_left_over
-from quantizer.engine.result_files import write_bytes
 from quantizer.errors import ResultError, UsageError, pip_line
 from quantizer.report.page.figures import figures, standalone
 from quantizer.report.page.parts import in_order, name_of
+from quantizer.storage.atomic_write import remove_left_over
+from quantizer.storage.files import write_bytes
 
 PIXELS = 2
 """Of a PNG for one unit of a drawing."""

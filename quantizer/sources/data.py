@@ -20,7 +20,6 @@ from torch import nn
 
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError, UsageError
-from quantizer.numerics.deferred import GROWTH, give_back
 from quantizer.sources.arguments import UNKNOWN, Arguments, Filled, arguments_of
 from quantizer.sources.batches import Batch, Fingerprint, not_finite
 from quantizer.sources.images import (
@@ -34,6 +33,7 @@ from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
 from quantizer.sources.user_code import split_spec
 from quantizer.sources.user_data import asked_once, from_python, user_batches
+from quantizer.storage.allocator import GROWTH, give_back
 
 _END: Any = object()
 logger = logging.getLogger(__name__)

@@ -8,8 +8,9 @@ from torch import nn
 
 from quantizer.errors import ModelError
 from quantizer.graph.parameters import replace_parameters
-from quantizer.nn.deferred_file import deferred_file
-from quantizer.numerics.deferred import DeferredTensor, map_large_blocks
+from quantizer.storage.allocator import map_large_blocks
+from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.safetensors_file import deferred_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

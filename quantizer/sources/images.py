@@ -17,8 +17,8 @@ from torch import Tensor
 
 from quantizer.config.typed_fields import fits
 from quantizer.errors import DataError, UsageError, pip_line
-from quantizer.plain_files import read_start, require_plain
 from quantizer.sources.batches import Batch, naming
+from quantizer.storage.plain_files import read_start, require_plain
 
 IMAGE_SUFFIXES = (
     ".jpg",

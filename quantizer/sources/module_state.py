@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.numerics.deferred import DeferredTensor
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _HELD = ("_buffers", "_parameters", "_modules")

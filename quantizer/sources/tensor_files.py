@@ -25,12 +25,12 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, QuantizerError
-from quantizer.memory import in_words
-from quantizer.nn.stored import load_tensors
-from quantizer.plain_files import require_plain
 from quantizer.sources.arguments import UNKNOWN, Arguments
 from quantizer.sources.batches import PLAIN, Batch
 from quantizer.sources.tensor_kinds import oddity
+from quantizer.storage.plain_files import require_plain
+from quantizer.storage.process_memory import in_words
+from quantizer.storage.safetensors_file import load_tensors
 
 MOST_UNPACKED = 10**9
 """The bytes that a smaller file may unpack to: one of a few may ask for any number."""

@@ -5,7 +5,7 @@ what they are.
 import torch
 from torch import Tensor
 
-from quantizer.numerics.deferred import DeferredTensor
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 _COMPUTED = (
     torch.bool,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.errors import DataError, UsageError
-from quantizer.plain_files import require_plain
 from quantizer.sources.batches import Batch
 from quantizer.sources.tokenizer import Encode
+from quantizer.storage.plain_files import require_plain
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.run_algorithms import load_run
-from quantizer.numerics.deferred import Spool
+from quantizer.storage.deferred_tensor import Spool
 
 WIDTH, TOKENS, BATCHES = 32, 256, 8
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)

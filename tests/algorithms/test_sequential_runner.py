@@ -22,8 +22,8 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
-from quantizer.numerics.deferred import DeferredTensor, loaded
 from quantizer.sources.batches import Batch
+from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 
 
 def batches(name: str) -> list[Batch]:

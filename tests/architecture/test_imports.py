@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "quantizer"
 LAYERS = (
     ("printable",),
-    ("atomic", "errors", "memory", "plain_files", "seeding"),
-    ("opened_files",),
+    ("errors", "seeding"),
+    ("storage",),
     ("config", "numerics", "distributed"),
     ("observers", "graph"),
     ("nn", "plan"),

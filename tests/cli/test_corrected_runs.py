@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from configs import document
 from quantizer.algorithms import bias_correction
 from quantizer.algorithms.bias_correction import ChannelMean
-from quantizer.opened_files import json_digest
+from quantizer.storage.opened_files import json_digest
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]

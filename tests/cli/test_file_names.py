@@ -15,8 +15,8 @@ from safetensors.torch import save
 
 from configs import document
 from quantizer.cli.main import run_command
-from quantizer.engine.result_files import read_json, write_json
 from quantizer.errors import ResultError
+from quantizer.storage.files import read_json, write_json
 
 MODEL = """import torch
 class Net(torch.nn.Module):

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import quantizer
-from quantizer import opened_files
 from quantizer.cli.main import run_command
 from quantizer.engine import result_set, results
 from quantizer.engine.result_set import ASIDE, MOVES, locked, replaced_set
 from quantizer.errors import ResultError
+from quantizer.storage import opened_files
 
 MODEL = """
 import torch

@@ -20,12 +20,13 @@ import torch
 from runs import calibrate, check
 
 import quantizer
-from quantizer import Config, ModelQuantizer, atomic
+from quantizer import Config, ModelQuantizer
 from quantizer.cli.main import run_command
 from quantizer.engine.result_set import ASIDE, MOVES, locked
 from quantizer.engine.results import read_info
 from quantizer.engine.write_results import write_info
 from quantizer.errors import ResultError
+from quantizer.storage import atomic_write
 
 Toy = Callable[..., str]
 
@@ -74,7 +75,7 @@ def filling_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patched:
-            patched.setattr(atomic.os, "fsync", fsync)
+            patched.setattr(atomic_write.os, "fsync", fsync)
             yield full_at
         if not hit:
             return
@@ -173,7 +174,7 @@ def test_a_folder_that_may_not_be_written_keeps_the_old_results(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
-        patched.setattr(atomic.tempfile, "mkstemp", refuse)
+        patched.setattr(atomic_write.tempfile, "mkstemp", refuse)
         assert calibrate(folder, model=toy("return [torch.randn(4, 3)] * 2"), config=None) == 5
         assert os.strerror(number) in capsys.readouterr().err
     assert contents(folder) == old
@@ -465,7 +466,7 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    atomic.replace_file(pipe, b"text")
+    atomic_write.replace_file(pipe, b"text")
     assert os.read(reader, 10) == b"text"
     os.close(reader)
     assert pipe.is_fifo()

@@ -18,7 +18,7 @@ from quantizer.cli.main import run_command
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Stage
-from quantizer.numerics.deferred import Spool
+from quantizer.storage.deferred_tensor import Spool
 
 MODEL = """
 import torch

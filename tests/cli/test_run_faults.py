@@ -22,10 +22,10 @@ from runs import DIGITS, EXAMPLE, calibrate, check
 from torch import Tensor
 
 import quantizer
-from quantizer import atomic
 from quantizer.cli import session
 from quantizer.cli.main import run_command
 from quantizer.engine.result_set import locked
+from quantizer.storage import atomic_write
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
@@ -480,9 +480,9 @@ def test_killed_at_every_write(
                 raise KeyboardInterrupt
             original(source, target)
 
-        monkeypatch.setattr(atomic.os, "replace", killed)
+        monkeypatch.setattr(atomic_write.os, "replace", killed)
         assert calibrate(folder, model=model, config=None) == 130
-        monkeypatch.setattr(atomic.os, "replace", original)
+        monkeypatch.setattr(atomic_write.os, "replace", original)
         capsys.readouterr()
         assert check(folder, model=model) == 0, name
         assert not [path for path in folder.iterdir() if path.name.startswith(".")], (

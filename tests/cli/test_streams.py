@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from runs import ROOT, calibrate
 
-from quantizer import plain_files
 from quantizer.cli.main import run_command
 from quantizer.cli.streams import Outlet
+from quantizer.storage import plain_files
 
 LISTING = f"{sys.executable} -m quantizer init --list"
 REFUSED = f"{sys.executable} -m quantizer nonsense"

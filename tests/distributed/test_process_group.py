@@ -18,7 +18,7 @@ from quantizer.distributed.process_group import ProcessGroup
 from quantizer.engine.checkpoint import shared
 from quantizer.engine.events import Snapshot
 from quantizer.errors import QuantizerError, RankError
-from quantizer.numerics.deferred import DeferredTensor, out_of_memory
+from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
 
 VALUES = [[1.0, 1e8, float("nan")], [2.0, 1.0, 0.0], [4.0, -1e8, 0.0]]
 

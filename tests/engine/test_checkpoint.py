@@ -17,7 +17,7 @@ from quantizer.engine import checkpoint
 from quantizer.engine.checkpoint import Checkpoint, Checkpoints
 from quantizer.engine.events import Forked, Snapshot, Stage
 from quantizer.errors import DataError, ResultError
-from quantizer.numerics.deferred import DeferredTensor, out_of_memory
+from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
 
 KEY = {"weights": "a", "seed": 0}
 

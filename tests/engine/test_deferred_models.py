@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quantizer.cli.main import run_command
 from quantizer.export import EXPORTERS
-from quantizer.numerics.deferred import DeferredTensor
 from quantizer.sources.hugging_face import load_hugging_face, read_checkpoint
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 pytestmark = pytest.mark.slow
 

@@ -33,9 +33,9 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
-from quantizer.numerics.deferred import DeferredTensor, bytes_of
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.hugging_face import without_cache
+from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of
 
 pytestmark = pytest.mark.slow
 
@@ -191,7 +191,7 @@ GIVE_TO_THE_CPU = {
 of outputs apart; which scale a column has, once for a layer; and weights, once, for their
 codes.
 """
-SPILLS = "numerics/deferred.py:bytes_of"
+SPILLS = "storage/deferred_tensor.py:bytes_of"
 """What moves values beyond the budget of an activation store into files."""
 
 

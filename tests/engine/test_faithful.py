@@ -22,9 +22,9 @@ from quantizer.cli.main import run_command
 from quantizer.engine import faithful
 from quantizer.engine.calibrated import traced
 from quantizer.errors import ModelError
-from quantizer.numerics.deferred import DeferredTensor
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import left_alone
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 BATCH = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 

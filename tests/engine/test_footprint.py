@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quantizer import memory
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
@@ -20,9 +19,10 @@ from quantizer.engine.footprint import (
     peak_with,
 )
 from quantizer.graph.trace import trace
-from quantizer.numerics.deferred import DeferredTensor
 from quantizer.plan.resolve import resolve
 from quantizer.plan.size import working_bytes
+from quantizer.storage import process_memory
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 WEIGHT, BIAS = 100 * 40, 40
 COPIES = 4 * 4 * WEIGHT
@@ -82,7 +82,7 @@ def test_convolutions_have_a_copy_in_another_layout() -> None:
 
 
 def test_the_peak_is_that_of_now_at_least() -> None:
-    most, now = memory.peak(), memory.resident()
+    most, now = process_memory.peak(), process_memory.resident()
     assert most is not None
     assert now is not None
     assert (peak_with(0) or 0) >= most * 0.99

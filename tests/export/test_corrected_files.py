@@ -14,12 +14,12 @@ from deployments import FILES, calibrated, deployment, fitted
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.result_files import read_tensors
 from quantizer.engine.solution import Solution
 from quantizer.export import EXPORTERS, export
 from quantizer.export.deployment import Deployment
 from quantizer.export.safetensors import load
 from quantizer.graph.trace import trace
+from quantizer.storage.files import read_tensors
 
 LAYER = "Linear::Linear/linear"
 WEIGHTS, BIAS = QuantizationSpec(bit_width=4), QuantizationSpec(scale_type="poweroftwo")

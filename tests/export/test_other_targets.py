@@ -14,7 +14,6 @@ from torch import nn
 from toys import built
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.result_files import write_tensors
 from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
 from quantizer.export.agreement import verify
@@ -24,6 +23,7 @@ from quantizer.export.safetensors import load
 from quantizer.graph.trace import trace
 from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_plain
 from quantizer.numerics.rounding import ROUND_MODES
+from quantizer.storage.files import write_tensors
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantizer.engine.results import ORIGINS
-from quantizer.opened_files import json_digest
+from quantizer.storage.opened_files import json_digest
 
 HOSTILE: tuple[Any, ...] = (
     *(

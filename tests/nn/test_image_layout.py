@@ -14,7 +14,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
-from quantizer.numerics.deferred import DeferredTensor, out_of_memory
+from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
 
 READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "view": lambda x: x.view(x.shape[0], -1),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantizer.graph.ir import Graph, Node, rewire
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED, flipped, trained
-from quantizer.numerics.deferred import derived
+from quantizer.storage.deferred_tensor import derived
 
 STACKED = "@experts"
 """Ends the path of a tensor [experts * out, in] that the model has with three axes."""

@@ -12,13 +12,13 @@ from typing import Any
 from safetensors.torch import load
 from torch import Tensor
 
-from quantizer.atomic import replace_file
 from quantizer.errors import ResultError
-from quantizer.memory import in_words
-from quantizer.nn.deferred_file import STORED, deferred_file
-from quantizer.numerics.deferred import DeferredTensor, bytes_of
-from quantizer.opened_files import OpenFile
-from quantizer.plain_files import require_plain
+from quantizer.storage.atomic_write import replace_file
+from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.opened_files import OpenFile
+from quantizer.storage.plain_files import require_plain
+from quantizer.storage.process_memory import in_words
+from quantizer.storage.safetensors_file import deferred_file, safetensors_parts
 
 
 def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
@@ -81,39 +81,7 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
     """A safetensors file, written tensor by tensor; its bytes depend on the tensors alone."""
-    return write_bytes(path, _safetensors(tensors, metadata))
-
-
-def _safetensors(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
-) -> Iterator[bytes]:
-    """The parts of a file: a header of JSON, then the values, the widest first, so that all are
-    aligned.
-
-    Source: the format's description in the README of safetensors, which itself writes only what
-    is all in memory.
-    """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = (
-        {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    )
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in names:
-        yield bytes_of(tensors[name])
-
-
-_NAMES = {dtype: name for name, dtype in STORED.items()}
+    return write_bytes(path, safetensors_parts(tensors, metadata))
 
 
 def read_json(place: Path | OpenFile) -> Any:

@@ -2,17 +2,18 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load, load_file
 from torch import Tensor
 
-from quantizer.numerics.deferred import DeferredTensor, read_tensor
-from quantizer.opened_files import OpenFile
+from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of, read_tensor
+from quantizer.storage.opened_files import OpenFile
 
 STORED: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -33,6 +34,8 @@ STORED: dict[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 """The dtypes of safetensors files by their names there."""
+
+_NAMES = {dtype: name for name, dtype in STORED.items()}
 
 
 def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
@@ -110,3 +113,48 @@ def _span(row: Mapping[str, Any]) -> tuple[int, int, torch.Size]:
 
 def _read(file: OpenFile, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return read_tensor(file.descriptor, start, shape, dtype)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file; the library opens none whose name is not UTF-8, so that of such a
+    one it gets the bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        SafetensorError: it is none, or damaged.
+    """
+    try:
+        os.fsencode(path).decode()
+    except UnicodeDecodeError:
+        return load(path.read_bytes())
+    return load_file(path)
+
+
+def safetensors_parts(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> Iterator[bytes]:
+    """Yield the parts of a file: a header of JSON, then the values.
+
+    The widest values come first, so that all are aligned.
+
+    Source: the format's description in the README of safetensors, which itself writes only what
+    is all in memory.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = (
+        {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    )
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield bytes_of(tensors[name])

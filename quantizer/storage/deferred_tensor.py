@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer import memory
 from quantizer.errors import DataError
+from quantizer.storage.allocator import give_back
 
 CPU = torch.device("cpu")
 _reader = ThreadPoolExecutor(1, "prefetch")
@@ -242,43 +242,6 @@ def read_tensor(file: int, start: int, shape: Sequence[int], dtype: torch.dtype)
 
 
 _spool = Spool()
-
-
-def give_back(beyond: int = 0) -> None:
-    """Have the C library return freed memory to the system: where large tensors come and go
-    among small ones that stay, it keeps as much as a network has. Does nothing where there is
-    no such function.
-
-    What was returned has to be mapped again, which costs a tenth of a pass if it is done after
-    each batch; `beyond` so many bytes, it is done only once the process has grown by as much.
-    """
-    now = memory.resident() or 0
-    _left[0] = min(now, _left[0])
-    if beyond and now - _left[0] < beyond:
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-        _left[0] = memory.resident() or 0
-
-
-GROWTH = 128 << 20
-"""Bytes that are worth the time to return them after a batch, or a step."""
-_left = [memory.resident() or 0]
-"""The least that was resident since memory was returned."""
-
-
-def map_large_blocks() -> None:
-    """Have the C library of GNU give back each block above a megabyte as it is freed. By
-    default it takes those of up to 32 MB from its heap, once it has freed one, and what small
-    blocks lie behind in there cannot be given back.
-    """
-    tune = getattr(ctypes.CDLL(None), "mallopt", None)
-    if tune is not None and not _mapping:
-        _mapping.append(tune(_MMAP_THRESHOLD, 1 << 20))
-
-
-_MMAP_THRESHOLD, _mapping = -3, list[int]()
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -2,15 +2,15 @@
 transformers does it.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from quantizer.engine.result_files import deferred_tensors, write_json, write_tensors
-from quantizer.nn.stored import shard_name, shards_of
-from quantizer.numerics.deferred import DeferredTensor
-from quantizer.opened_files import OpenedFiles
+from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.files import deferred_tensors, write_json, write_tensors
+from quantizer.storage.opened_files import OpenedFiles
 
 SHARD = 5 * 10**9
 """Bytes of a shard at most; a tensor is never cut."""
@@ -88,3 +88,29 @@ def _cut(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def shard_name(name: str, number: int, count: int) -> str:
+    """What a part of the tensors of `name` is called, as transformers does it.
+
+    >>> shard_name("weights.safetensors", 1, 12)
+    'weights-00001-of-00012.safetensors'
+    """
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}-{number:05}-of-{count:05}.{suffix}"
+
+
+def shards_of(name: str, files: Iterable[str]) -> list[str]:
+    """Those of `files` that hold the tensors of `name`: itself, its shards in their order, or
+    none.
+
+    >>> shards_of(
+    ...     "a.safetensors",
+    ...     ["a-00002-of-00002.safetensors", "a-00001-of-00002.safetensors", "b.safetensors"],
+    ... )
+    ['a-00001-of-00002.safetensors', 'a-00002-of-00002.safetensors']
+    """
+    stem, _, suffix = map(re.escape, name.rpartition("."))
+    return sorted(
+        file for file in files if re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}", file)
+    )

@@ -19,11 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from quantizer import memory
-from quantizer.engine.result_files import write_tensors
 from quantizer.errors import DataError
-from quantizer.nn.deferred_file import STORED, deferred_file
-from quantizer.numerics.deferred import DeferredTensor, beside, give_back, loaded
+from quantizer.storage import process_memory
+from quantizer.storage.allocator import give_back
+from quantizer.storage.deferred_tensor import DeferredTensor, beside, loaded
+from quantizer.storage.files import write_tensors
+from quantizer.storage.safetensors_file import STORED, deferred_file
 
 
 class Counted:
@@ -199,7 +200,7 @@ def test_what_cannot_be_fetched_ahead_is_told_where_it_is_needed(tmp_path: Path)
 
 
 @pytest.mark.skipif(
-    memory.resident() is None, reason="the system does not say what is resident"
+    process_memory.resident() is None, reason="the system does not say what is resident"
 )
 def test_freed_memory_is_given_back_once_the_process_has_grown_by_as_much(
     monkeypatch: pytest.MonkeyPatch,
@@ -212,7 +213,7 @@ def test_freed_memory_is_given_back_once_the_process_has_grown_by_as_much(
             trims.append(resident)
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _: Library)
-    monkeypatch.setattr(memory, "resident", lambda: resident)
+    monkeypatch.setattr(process_memory, "resident", lambda: resident)
     give_back()
     for resident in (1050, 1100, 1150, 900, 950, 1000):  # noqa: B007 - what is resident from now on
         give_back(100)
