@@ -16,9 +16,8 @@ from quantizer.config.diagnostics import pointing_into
 from quantizer.config.resolved import resolved_document
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.engine import footprint, pipeline, results
-from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.checkpoint import Checkpoints, check_checkpoint
 from quantizer.engine.events import Forked
-from quantizer.engine.finetune import check_checkpoint
 from quantizer.engine.job import Job
 from quantizer.engine.result_set import locked
 from quantizer.engine.target import TracedTarget
@@ -62,7 +61,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
                 "subset_len": options.subset_len,
             },
             read.diagnostics,
-            lambda job: _confirm(options, job),
+            lambda job: _confirm(options, job, checkpoints),
             ranks,
             options.memory,
             options.dpu_accuracy,
@@ -95,7 +94,7 @@ def _opened(folder: Path, options: Options, ranks: Ranks) -> Iterator[dict[str, 
         yield {}
 
 
-def _confirm(options: Options, job: Job) -> None:
+def _confirm(options: Options, job: Job, checkpoints: Checkpoints | None) -> None:
     """What is checked and shown once the plan is made.
 
     Raises:
@@ -116,14 +115,14 @@ def _confirm(options: Options, job: Job) -> None:
         job.plan, job.config, data, finetuned=bool(job.fast_finetune)
     )
     footprint.require_room("calibration", more, footprint.remedies(job.plan.graph))
-    if options.resume and job.checkpoints:
-        check_checkpoint(job.checkpoints, job.fast_finetune)
+    if options.resume and checkpoints:
+        check_checkpoint(checkpoints, job.fast_finetune)
         if not job.needs_data:
             logger.warning(
                 "--resume has no effect: this config is calibrated without data, so nothing "
                 "can be resumed"
             )
-        elif not job.checkpoints.exist():
+        elif not checkpoints.exist():
             logger.warning(
                 "there is no checkpoint in %s: starting with the first batch",
                 options.output_dir,

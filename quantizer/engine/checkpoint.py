@@ -8,18 +8,15 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from quantizer.config.typed_fields import fits
-from quantizer.distributed import Ranks
 from quantizer.engine.events import Events, Snapshot, Stage
+from quantizer.engine.snapshots import other_run, telling_damage
 from quantizer.errors import DataError, QuantizerError, ResultError
 from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
 from quantizer.storage.files import (
@@ -213,99 +210,21 @@ class Checkpoints(Events):
         return snapshot
 
 
-def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
-    """Of nested dicts, tuples and registered dataclasses; `data` is the fingerprint of what it
-    was found on.
-    """
-    leaves, structure = pytree.tree_flatten(value)
-    tensors = {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    state = {
-        "structure": pytree.treespec_dumps(structure),
-        "values": others,
-        "tensors": sorted(tensors),
-        "data": data,
-    }
-    return Snapshot(tensors, state)
-
-
-def shared(snapshot: Snapshot, ranks: Ranks, place: str) -> Snapshot:
-    """Rank 0's on all ranks, tensor by tensor, so that none has more of them in memory than it
-    keeps there.
-    """
-    names, state = ranks.broadcast((list(snapshot.tensors), snapshot.state), place)
-    own = snapshot.tensors if ranks.is_first else dict.fromkeys(names, torch.empty(0))
-    return Snapshot(
-        {name: ranks.broadcast(own[name], f"{place}, {name}") for name in names}, state
-    )
-
-
-def value_of(snapshot: Snapshot, kind: type[T]) -> T:
-    """The inverse of `snapshot_of`, for a value that is annotated as a `kind`.
-
-    Raises:
-        ResultError: it is of something else.
-    """
-    with telling_damage("the checkpoint"):
-        leaves = [
-            snapshot.tensors.get(str(at), value)
-            for at, value in enumerate(snapshot.state["values"])
-        ]
-        structure = snapshot.state["structure"]
-        if sorted(snapshot.tensors) != snapshot.state["tensors"]:
-            raise ValueError("it lacks tensors, or has others")
-        if strange := sorted(
-            {*filter(None, _types(json.loads(structure)[1]))} - {*_CONTAINERS, *_registered}
-        ):
-            # Torch imports the module that some types name
-            raise ValueError(f"it holds a {strange[0]}")
-        value = pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
-        if not fits(value, kind, within=True):
-            raise ValueError("its values are of other kinds")
-        return cast("T", value)
-
-
-@contextmanager
-def telling_damage(what: str) -> Iterator[None]:
-    """What no checkpoint that was written here leads to is an error about the checkpoint."""
-    try:
-        yield
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-        AssertionError,
-    ) as error:
-        raise ResultError(
-            f"{what} is damaged: {type(error).__name__}: {error}", help=AGAIN
-        ) from error
-
-
-def _types(structure: Mapping[str, Any]) -> Iterator[str | None]:
-    """The types in a nested value, as torch names them in JSON; None stands for a leaf."""
-    yield structure["type"]
-    for child in structure["children_spec"]:
-        yield from _types(child)
-
-
-_CONTAINERS = ("builtins.dict", "builtins.list", "builtins.tuple")
-_registered: set[str] = set()
-
-
 def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def register(*classes: type) -> None:
-    """Dataclasses that snapshots may hold."""
-    for cls in classes:
-        torch.export.register_dataclass(cls, serialized_type_name=f"quantizer.{cls.__name__}")
-        _registered.add(f"quantizer.{cls.__name__}")
+def check_checkpoint(checkpoints: Checkpoints, mode: str | None) -> None:
+    """Refuse to go on in another mode than the checkpoint's, before anything is computed again.
 
-
-def other_run(why: str) -> ResultError:
-    """The error about a checkpoint that this run cannot go on from."""
-    return ResultError(f"the checkpoint belongs to another run: {why}", help=AGAIN)
+    Raises:
+        ResultError: there is a checkpoint, and it is of another mode.
+    """
+    stored = checkpoints.stored_key("finetune").get("mode")
+    if stored and stored != mode:
+        given = f"--fast_finetune {mode}" if mode else "no --fast_finetune"
+        raise ResultError(
+            f"the checkpoint in {checkpoints.folder} was finetuning with {stored}, and this "
+            f"run has {given}",
+            help=f"add --fast_finetune {stored}, or run without --resume",
+        )

@@ -20,10 +20,10 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.dpu_accuracy import finetuning, raised
 from quantizer.config.model import Config
 from quantizer.engine import fingerprint
-from quantizer.engine.checkpoint import Checkpoints, other_run, register, snapshot_of, value_of
 from quantizer.engine.fits_model import check_weight
 from quantizer.engine.job import Job
 from quantizer.engine.output_measure import OutputNoises
+from quantizer.engine.snapshots import other_run, register, snapshot_of, value_of
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph
@@ -176,22 +176,6 @@ def _check_mode(mode: str | None, config: Config) -> None:
             "--fast_finetune adaquant changes the scales of weights, and the DPU's are "
             "aligned to its shifters",
             help="use --fast_finetune adaround",
-        )
-
-
-def check_checkpoint(checkpoints: Checkpoints, mode: str | None) -> None:
-    """Refuse to go on in another mode than the checkpoint's, before anything is computed again.
-
-    Raises:
-        ResultError: there is a checkpoint, and it is of another mode.
-    """
-    stored = checkpoints.stored_key("finetune").get("mode")
-    if stored and stored != mode:
-        given = f"--fast_finetune {mode}" if mode else "no --fast_finetune"
-        raise ResultError(
-            f"the checkpoint in {checkpoints.folder} was finetuning with {stored}, and this "
-            f"run has {given}",
-            help=f"add --fast_finetune {stored}, or run without --resume",
         )
 
 

@@ -16,13 +16,13 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.typed_fields import fits
 from quantizer.engine.level_channels import LARGEST_EXPONENT
 from quantizer.engine.solution import Solution, writes_inplace
-from quantizer.engine.stored_checks import damaged
 from quantizer.graph.edits import Insertion, channels_of, inserted
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import storage_dtype
 from quantizer.numerics.granularity import scale_shape
 from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.files import damaged
 
 
 def check_absorption(absorption: Mapping[str, Any], original: Graph, path: Path | str) -> None:

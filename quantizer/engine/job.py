@@ -18,9 +18,9 @@ from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import fingerprint
 from quantizer.engine.absorption import Record
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.checkpoint import Checkpoints, shared
 from quantizer.engine.events import Events, Logged, Snapshot, Stage
 from quantizer.engine.level_channels import Exponents
+from quantizer.engine.snapshots import CheckpointStore, shared
 from quantizer.engine.solution import Solution
 from quantizer.engine.target import Target
 from quantizer.errors import DataError
@@ -68,7 +68,7 @@ class Job:
     config: Config
     batches: Batches
     events: Events = field(default_factory=Logged)
-    checkpoints: Checkpoints | None = None
+    checkpoints: CheckpointStore | None = None
     seed: int = 0
     fast_finetune: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -21,14 +21,13 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.distributed import ALONE
 from quantizer.engine import absorption, calibrate, level_channels, shards
-from quantizer.engine.checkpoint import other_run, telling_damage
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
 from quantizer.engine.job import Job
 from quantizer.engine.joins import decide_joins
 from quantizer.engine.run_algorithms import report, run_algorithms
+from quantizer.engine.snapshots import checked_statistics, other_run, telling_damage
 from quantizer.engine.solution import Solution, quantized_network
-from quantizer.engine.stored_checks import checked_statistics
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
 from quantizer.plan.model import Key

@@ -17,8 +17,9 @@ from torch import Tensor
 from quantizer.config.model import Settings
 from quantizer.config.typed_fields import fits
 from quantizer.engine.result_tensors import solution_of
+from quantizer.engine.snapshots import checked_statistics
 from quantizer.engine.solution import Solution
-from quantizer.engine.stored_checks import check_content, checked_json, checked_statistics
+from quantizer.engine.stored_checks import check_content, checked_json
 from quantizer.errors import ResultError
 from quantizer.nn.load import INFO as INFO
 from quantizer.plan.model import JoinDecision, JoinPlan, Key

@@ -22,7 +22,10 @@ from quantizer.config.model import Algorithm
 from quantizer.config.wording import shortened
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import check_finite
-from quantizer.engine.checkpoint import (
+from quantizer.engine.events import Snapshot
+from quantizer.engine.fits_model import check_adjustment
+from quantizer.engine.job import Job
+from quantizer.engine.snapshots import (
     other_run,
     register,
     shared,
@@ -30,9 +33,6 @@ from quantizer.engine.checkpoint import (
     telling_damage,
     value_of,
 )
-from quantizer.engine.events import Snapshot
-from quantizer.engine.fits_model import check_adjustment
-from quantizer.engine.job import Job
 from quantizer.engine.target import AlgorithmScope
 from quantizer.errors import ModelError
 from quantizer.graph.edits import Insertion

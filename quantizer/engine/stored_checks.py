@@ -9,9 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import torch
-from torch import Tensor
-
 from quantizer.config.form import Form
 from quantizer.config.model import ROLES, QuantizationSpec, Settings
 from quantizer.config.resources import load_resource
@@ -19,9 +16,8 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.rules import conflicts
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import shortened
-from quantizer.errors import ResultError
 from quantizer.numerics.formats import FLOAT_FORMATS
-from quantizer.storage.files import read_json
+from quantizer.storage.files import damaged, read_json
 from quantizer.storage.opened_files import OpenFile
 
 AGAIN = "run --quant_mode calib again"
@@ -77,23 +73,6 @@ def checked_json(file: OpenFile) -> Any:
     return content
 
 
-def checked_statistics(tensors: Mapping[str, Tensor], path: Path | str) -> Mapping[str, Tensor]:
-    """Statistics as they were read, if calibration can have written them.
-
-    Raises:
-        ResultError: naming the tensor.
-    """
-    for name, tensor in tensors.items():
-        if name.count("|") < 2:
-            raise damaged(path, name, "it says of no tensor")
-        if name.endswith(("|counts", "|count")):
-            if tensor.dtype != torch.int64 or bool((tensor < 0).any()):
-                raise damaged(path, name, "it counts nothing")
-        elif bool(tensor.isnan().any()):
-            raise damaged(path, name, "it holds NaN")
-    return tensors
-
-
 def _check_schema(content: Any, path: Path, schema: str, definition: str | None = None) -> None:
     for error in _validator(schema, definition).iter_errors(content):
         raise damaged(path, "/".join(map(str, error.absolute_path)), error.message)
@@ -120,12 +99,6 @@ def _validator(schema: str, definition: str | None) -> Any:
 
     strict: Any = validators.extend(Draft7Validator, {"items": items}, type_checker=checker)  # type: ignore[no-untyped-call]
     return strict(used)
-
-
-def damaged(path: Path | str, where: str, why: str) -> ResultError:
-    """The error about a place in a file; long values are cut."""
-    short = why if len(why) <= 200 else f"{why[:200]}…"
-    return ResultError(f"{path} is damaged: {where}: {short}", help=AGAIN)
 
 
 def _misfit(entry: Mapping[str, Any], role: str) -> str | None:

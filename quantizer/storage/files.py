@@ -166,12 +166,11 @@ def read_bytes(path: Path) -> bytes:
 
 def cannot_read(path: Path, error: OSError) -> ResultError:
     """Return what to say of a file that the system refuses to read."""
-    return ResultError(
-        f"cannot read {path}: {error.strerror or error}", help="run --quant_mode calib again"
-    )
+    return ResultError(f"cannot read {path}: {error.strerror or error}", help=AGAIN)
 
 
 CHUNK = 1 << 20
+AGAIN = "run --quant_mode calib again"
 
 
 def _parsed(place: Path | OpenFile, parse: Callable[[Any], Any], kind: str) -> Any:
@@ -190,3 +189,9 @@ def _parsed(place: Path | OpenFile, parse: Callable[[Any], Any], kind: str) -> A
         raise ResultError(
             f"{path} is not a readable {kind} file: {error}", help=help_
         ) from error
+
+
+def damaged(path: Path | str, where: str, why: str) -> ResultError:
+    """The error about a place in a file; long values are cut."""
+    short = why if len(why) <= 200 else f"{why[:200]}…"
+    return ResultError(f"{path} is damaged: {where}: {short}", help=AGAIN)

@@ -15,8 +15,8 @@ import torch
 
 from quantizer.distributed import ALONE, Ranks
 from quantizer.distributed.process_group import ProcessGroup
-from quantizer.engine.checkpoint import shared
 from quantizer.engine.events import Snapshot
+from quantizer.engine.snapshots import shared
 from quantizer.errors import QuantizerError, RankError
 from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
 
