@@ -21,6 +21,7 @@ from workloads import llama, tokens
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
+from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import (
     AlgoConfig,
     AWQConfig,
@@ -30,7 +31,6 @@ from quantizer.config.algorithms import (
     SmoothQuantConfig,
 )
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.run_algorithms import load_run
 from quantizer.graph.edits import with_weights
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph

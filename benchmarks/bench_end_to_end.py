@@ -169,7 +169,7 @@ def run_quantizer(parts: Parts, job: Job) -> None:
             # By now the command has imported all of them
             module = importlib.import_module(place)
             setattr(module, name, parts.timed(part, getattr(module, name)))
-        pipeline: Any = importlib.import_module("quantizer.engine.pipeline")
+        pipeline: Any = importlib.import_module("quantizer.calibration.steps")
         pipeline.STEPS = tuple(
             replace(step, run=parts.timed(step.run.__name__, step.run))
             for step in pipeline.STEPS

@@ -19,9 +19,9 @@ from workloads import images, resnet18
 
 from quantizer.algorithms.bias_correction import correct_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.calibration import observing
+from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import ROLES, Config, ConfigRule, Selector, Settings, Sourced
-from quantizer.engine import calibrate
-from quantizer.engine.solution import quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
@@ -112,18 +112,18 @@ def plan(graph: Graph, original: Graph, settings: Settings = SETTINGS, **fields:
 def calibration(planned: Plan, batches: list[Batch]) -> object:
     """Everything from the float graph to scales."""
     network = weights_last(Network(planned.graph))
-    found = calibrate.start(planned)
-    calibrate.run(found, network, batches)
-    return calibrate.solution(found)
+    found = observing.start(planned)
+    observing.run(found, network, batches)
+    return observing.solution(found)
 
 
 def corrected(original: Graph, settings: Settings, batches: list[Batch]) -> None:
     """Everything from the traced graph to scales and bias corrections."""
     planned = plan(run_passes(original, settings), original, settings)
     network = weights_last(Network(planned.graph))
-    found = calibrate.start(planned)
-    calibrate.run(found, network, batches)
-    solution = calibrate.solution(found)
+    found = observing.start(planned)
+    observing.run(found, network, batches)
+    solution = observing.solution(found)
     if found.means:
         correct_biases(
             SequentialRunner(quantized_network(planned.graph, solution), batches), found.means
@@ -133,9 +133,9 @@ def corrected(original: Graph, settings: Settings, batches: list[Batch]) -> None
 def quantized(planned: Plan, batches: list[Batch]) -> Network:
     """The network of test mode."""
     network = weights_last(Network(planned.graph))
-    found = calibrate.start(planned)
-    calibrate.run(found, network, batches)
-    return quantized_network(planned.graph, calibrate.solution(found))
+    found = observing.start(planned)
+    observing.run(found, network, batches)
+    return quantized_network(planned.graph, observing.solution(found))
 
 
 @torch.no_grad()

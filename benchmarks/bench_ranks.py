@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from workloads import images, resnet18
 
+from quantizer.calibration import observing, rank_shards
 from quantizer.config.model import ROLES, Config, ConfigRule, Selector, Settings, Sourced
 from quantizer.distributed import ALONE, Ranks
 from quantizer.distributed.process_group import ProcessGroup
-from quantizer.engine import calibrate, shards
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
@@ -89,18 +89,18 @@ def fork(plan: Plan, batches: list[Batch], count: int, rank: int, folder: Path) 
         return pid
     url = f"file://{folder / 'meeting'}?rank={rank}&world_size={count}"
     group: Ranks = ProcessGroup(url, "gloo", 60) if count > 1 else ALONE
-    calibration, network = calibrate.start(plan), Network(plan.graph)
+    calibration, network = observing.start(plan), Network(plan.graph)
     with torch.no_grad():
         # The first batch costs a process more than others
-        calibrate.run(calibrate.start(plan), network, batches[:1])
+        observing.run(observing.start(plan), network, batches[:1])
     group.gather(None, "the start")
     began, worked = time.perf_counter(), time.process_time()
     with torch.no_grad():
         if count > 1:
-            shards.observe(calibration, network, batches, group)
+            rank_shards.observe(calibration, network, batches, group)
         else:
-            calibrate.run(calibration, network, batches)
-        calibrate.solution(calibration)
+            observing.run(calibration, network, batches)
+        observing.solution(calibration)
     (folder / str(rank)).write_text(
         f"{time.perf_counter() - began} {time.process_time() - worked}"
     )

@@ -48,12 +48,12 @@ class MobileNetV2(nn.Module):
             (6, 160, 3, 2),
             (6, 320, 1, 1),
         )
-        layers, inputs = [norm_act(3, 32, 3, 2)], 32
+        layers: list[nn.Module] = [norm_act(3, 32, 3, 2)]
+        inputs = 32
         for expansion, outputs, count, stride in rows:
             for index in range(count):
-                layers.append(
-                    InvertedResidual(inputs, outputs, 1 if index else stride, expansion)
-                )  # type: ignore[arg-type]
+                own_stride = 1 if index else stride
+                layers.append(InvertedResidual(inputs, outputs, own_stride, expansion))
                 inputs = outputs
         self.features = nn.Sequential(*layers, norm_act(320, 1280, 1))
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, 1000))

@@ -11,10 +11,10 @@ import torch
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.bias_correction import ChannelMean, correct_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.calibration import observing
+from quantizer.calibration.observing import Calibration
+from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.model import Config
-from quantizer.engine import calibrate
-from quantizer.engine.calibrate import Calibration
-from quantizer.engine.solution import Solution, quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
@@ -78,7 +78,7 @@ def corrected(original: Graph, config: Config, batches: Sequence[Batch]) -> Corr
     """Calibrate a traced model; the correction itself runs when it is asked for."""
     graph = run_passes(original, config.settings)
     network = Network(graph)
-    calibration = calibrate.start(resolve(config, graph, original))
+    calibration = observing.start(resolve(config, graph, original))
     with torch.no_grad():
-        calibrate.run(calibration, network, batches)
-    return Corrected(calibration, calibrate.solution(calibration), batches)
+        observing.run(calibration, network, batches)
+    return Corrected(calibration, observing.solution(calibration), batches)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from toys import built, traced
 
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.solution import Solution
 from quantizer.export import EXPORTERS, export
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quantizer.calibration import observing
+from quantizer.calibration.joins import decided
+from quantizer.calibration.solution import Solution
+from quantizer.calibration.steps import aligned
 from quantizer.config.load import default_config
 from quantizer.config.model import Settings
-from quantizer.engine import calibrate
-from quantizer.engine.joins import decided
-from quantizer.engine.pipeline import aligned
-from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
@@ -122,11 +122,11 @@ def solved(name: str) -> tuple[Graph, Solution]:
 def calibrated(plan: Plan, dtype: torch.dtype = torch.float32) -> tuple[Graph, Solution]:
     """A planned network, calibrated on the example and aligned."""
     network = Network(plan.graph)
-    calibration = calibrate.start(plan)
+    calibration = observing.start(plan)
     with torch.no_grad():
-        calibrate.run(calibration, network, batches(0, dtype=dtype))
+        observing.run(calibration, network, batches(0, dtype=dtype))
     found, _ = aligned(
-        calibrate.solution(decided(calibration)), plan.graph, Settings(target_device="DPU")
+        observing.solution(decided(calibration)), plan.graph, Settings(target_device="DPU")
     )
     return plan.graph, found
 

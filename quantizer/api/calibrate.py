@@ -13,28 +13,28 @@ from torch import nn
 from quantizer.api.config import AnyConfig, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.result import Result
+from quantizer.calibration import steps
+from quantizer.calibration.events import Events, Forked
+from quantizer.calibration.finetuning import as_asked
+from quantizer.calibration.job import Job
+from quantizer.calibration.module_target import evaluating
+from quantizer.calibration.target import TracedTarget
 from quantizer.config.diagnostics import pointing_into
-from quantizer.engine import pipeline, results
-from quantizer.engine.calibrated import (
+from quantizer.errors import DataError, ModelError, UsageError
+from quantizer.graph.ir import Graph
+from quantizer.nn.inplace import check_float
+from quantizer.plan.resolve import resolve
+from quantizer.results.calibrated import (
     Calibrated,
     example_batch,
     reopened,
     stored_config,
     traced,
 )
-from quantizer.engine.checkpoint import Checkpoints
-from quantizer.engine.events import Events, Forked
-from quantizer.engine.finetune import as_asked
-from quantizer.engine.job import Job
-from quantizer.engine.module_target import evaluating
-from quantizer.engine.result_set import locked
-from quantizer.engine.results import QuantInfo
-from quantizer.engine.same_calibration import check_plan
-from quantizer.engine.target import TracedTarget
-from quantizer.errors import DataError, ModelError, UsageError
-from quantizer.graph.ir import Graph
-from quantizer.nn.inplace import check_float
-from quantizer.plan.resolve import resolve
+from quantizer.results.checkpoint import Checkpoints
+from quantizer.results.folder import QuantInfo, read_info
+from quantizer.results.result_set import locked
+from quantizer.results.same_calibration import check_plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.hugging_face import without_cache
@@ -112,7 +112,7 @@ def calibrate(
     )
     lock = locked(checkpoints.folder) if checkpoints else nullcontext()
     with lock, pointing_into(read.sources):
-        found = Calibrated(job.target.original, rules.settings, pipeline.run(job))
+        found = Calibrated(job.target.original, rules.settings, steps.run(job))
         if checkpoints:
             checkpoints.remove()
     return Result(model, found, job.plan, batches, watching, job=job)
@@ -144,7 +144,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
         ResultError: the folder is incomplete or damaged, or of another model.
     """
     check_float(model, traced=True)
-    info = results.read_info(Path(folder))
+    info = read_info(Path(folder))
     batches = (
         _shape_alone(info) if data is None else _batches(model, data, seed=info.header["seed"])
     )

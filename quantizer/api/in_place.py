@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from quantizer.api.config import AnyConfig, path_of, read_config
+from quantizer.calibration import steps
+from quantizer.calibration.job import Job
+from quantizer.calibration.module_target import ModuleTarget
 from quantizer.config.wording import a_kind
-from quantizer.engine import pipeline
-from quantizer.engine.job import Job
-from quantizer.engine.module_target import ModuleTarget
 from quantizer.errors import DataError, ModelError
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_modules import export_modules
@@ -71,7 +71,7 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
     read_by = Batches(batches, "the dataloader", given=arguments_of(model))
     job = Job(target, rules, read_by, findings=read.diagnostics, confirm=confirm)
     with all_or_nothing(model):
-        pipeline.run(job)
+        steps.run(job)
 
 
 @user_exits("the model", ModelError)

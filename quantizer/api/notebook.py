@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from quantizer.engine.events import Events, Forked, Logged, Stage
+from quantizer.calibration.events import Events, Forked, Logged, Stage
 from quantizer.report.page.html import Markup, element
 from quantizer.report.view import Listing
 

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quantizer.engine.results import OpenedResults
 from quantizer.report.files import report_of
 from quantizer.report.page.html import element
 from quantizer.report.plots import write_events, write_plots
+from quantizer.results.folder import OpenedResults
 from quantizer.storage.files import write_text
 
 

@@ -15,16 +15,12 @@ from torch import nn
 
 from quantizer.api.notebook import html_table
 from quantizer.api.report import Report
+from quantizer.calibration.events import Events
+from quantizer.calibration.job import Job
+from quantizer.calibration.module_target import evaluating
 from quantizer.config.wording import closest
-from quantizer.engine.calibrated import Calibrated
-from quantizer.engine.events import Events
-from quantizer.engine.job import Job
-from quantizer.engine.module_target import evaluating
-from quantizer.engine.result_set import locked
-from quantizer.engine.results import OpenedResults, open_written
-from quantizer.engine.scores import DROP, RATIO, Scores, score
-from quantizer.engine.write_results import check_owner, write_copy, write_results
 from quantizer.errors import DataError, GateError, ModelError, UsageError
+from quantizer.evaluation.scores import DROP, RATIO, Scores, score
 from quantizer.export import EXPORTERS, check, export, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import require_choices
@@ -34,6 +30,10 @@ from quantizer.report import tables
 from quantizer.report.files import READ, write_report
 from quantizer.report.page.html import element
 from quantizer.report.view import View
+from quantizer.results.calibrated import Calibrated
+from quantizer.results.folder import OpenedResults, open_written
+from quantizer.results.result_set import locked
+from quantizer.results.write import check_owner, write_copy, write_results
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate

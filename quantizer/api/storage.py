@@ -22,10 +22,9 @@ from quantizer.api.stored import (
     joined,
     read,
 )
+from quantizer.calibration.module_attach import put
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
-from quantizer.engine.module_attach import put
-from quantizer.engine.result_set import locked, replaced_set
 from quantizer.errors import ModelError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import (
@@ -39,6 +38,7 @@ from quantizer.nn.inplace import (
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.numerics.codes import pack
+from quantizer.results.result_set import locked, replaced_set
 from quantizer.storage.files import write_json, write_tensors
 
 

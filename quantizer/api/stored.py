@@ -20,7 +20,6 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import a_kind
-from quantizer.engine.stored_checks import spec_fault
 from quantizer.errors import ResultError
 from quantizer.graph.modules import as_planned, as_stored, operator_of, parameters_of
 from quantizer.nn.inplace import check_quantizable, lacks_bias
@@ -29,6 +28,7 @@ from quantizer.nn.rescale import InputRotation, InputScale
 from quantizer.numerics.codes import unpack
 from quantizer.numerics.granularity import scale_shape
 from quantizer.observers import axis_of, code_range_of, kernel_of
+from quantizer.results.validation import spec_fault
 from quantizer.storage.opened_files import OpenFile, SetKind, json_digest, open_files
 
 FORMAT = 5

@@ -14,6 +14,8 @@ from typing import Any
 import click
 from rich.text import Text
 
+from quantizer.calibration import absorption
+from quantizer.calibration.events import Stage
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.follow import progress
@@ -27,15 +29,10 @@ from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.config.weight_widths import patched
-from quantizer.engine import absorption, results
-from quantizer.engine import analyze as engine
-from quantizer.engine.ablation import Ablation
-from quantizer.engine.analyze import Analysis, Budget, Width, width_bits
-from quantizer.engine.events import Stage
-from quantizer.engine.result_set import locked_as_opened
-from quantizer.engine.results import QuantInfo
-from quantizer.engine.same_calibration import check_model, check_plan
 from quantizer.errors import UsageError
+from quantizer.evaluation import analyze as engine
+from quantizer.evaluation.ablation import Ablation
+from quantizer.evaluation.analyze import Analysis, Budget, Width, width_bits
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import run_passes
@@ -45,6 +42,9 @@ from quantizer.printable import json_text, one_line
 from quantizer.report import sensitivity
 from quantizer.report.files import READ, write_report
 from quantizer.report.view import Listing, View
+from quantizer.results.folder import ANALYSIS, QuantInfo, open_written, read_info
+from quantizer.results.result_set import locked_as_opened
+from quantizer.results.same_calibration import check_model, check_plan
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
 from quantizer.storage.files import write_json
@@ -136,7 +136,7 @@ def analyze(options: AnalyzeOptions) -> None:
         )
     else:
         refuse_typed(["eval_data", "evaluate"], "they are for the test runs of --metric")
-    reported = results.read_info(Path(options.report)) if options.report else None
+    reported = read_info(Path(options.report)) if options.report else None
     with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
         subject = _subject(options, reported)
         search = _floats(subject, options.metric) if options.metric else None
@@ -290,8 +290,8 @@ def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
     """
     folder = reported.folder
     with locked_as_opened(reported.files):
-        write_json(folder / results.ANALYSIS, reported.sealed(content))
-        write_report(results.open_written(folder, READ))
+        write_json(folder / ANALYSIS, reported.sealed(content))
+        write_report(open_written(folder, READ))
 
 
 def _run(

@@ -9,6 +9,10 @@ from typing import Any
 
 import click
 
+from quantizer.calibration import steps
+from quantizer.calibration.events import Stage
+from quantizer.calibration.job import Job
+from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
 from quantizer.cli.follow import followed, progress
 from quantizer.cli.gates import (
@@ -27,22 +31,18 @@ from quantizer.config.document import Document
 from quantizer.config.left_float import with_float
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
-from quantizer.engine import pipeline
-from quantizer.engine.ablation import Ablation, ablate
-from quantizer.engine.analyze import NOISE_BATCHES, few
-from quantizer.engine.calibrated import Calibrated
-from quantizer.engine.cheapest import Part, cheapest, parts
-from quantizer.engine.events import Stage
-from quantizer.engine.job import Job
-from quantizer.engine.measurable import not_measured, not_measured_by_targets
-from quantizer.engine.scores import score
-from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError
+from quantizer.evaluation.ablation import Ablation, ablate
+from quantizer.evaluation.analyze import NOISE_BATCHES, few
+from quantizer.evaluation.cheapest import Part, cheapest, parts
+from quantizer.evaluation.measurable import not_measured, not_measured_by_targets
+from quantizer.evaluation.scores import score
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.report.tables import finite
+from quantizer.results.calibrated import Calibrated
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
@@ -69,7 +69,7 @@ class Subject:
             seed=self.options.seed,
             memory=self.options.memory,
         )
-        pipeline.run(job)
+        steps.run(job)
         return Calibrated(self.original, config.settings, job.solution), job.calibration.plan
 
 

@@ -6,6 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quantizer.calibration import memory_prediction, steps
+from quantizer.calibration.events import Forked
+from quantizer.calibration.job import Job
+from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.follow import followed
 from quantizer.cli.options import Options
@@ -15,17 +19,14 @@ from quantizer.cli.table_view import show_layers
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.resolved import resolved_document
 from quantizer.distributed import ALONE, Ranks, require_alike
-from quantizer.engine import footprint, pipeline, results
-from quantizer.engine.checkpoint import Checkpoints, check_checkpoint
-from quantizer.engine.events import Forked
-from quantizer.engine.job import Job
-from quantizer.engine.result_set import locked
-from quantizer.engine.target import TracedTarget
-from quantizer.engine.write_results import check_owner, write_results
 from quantizer.export import planned_refusals, refuse
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import READ, write_report
+from quantizer.results.checkpoint import Checkpoints, check_checkpoint
+from quantizer.results.folder import open_written
+from quantizer.results.result_set import locked
+from quantizer.results.write import check_owner, write_results
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +72,12 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             config = resolved_document(job.config)
             require_alike(ranks, {"config": config, **model}, "the model")
         with pointing_into(read.sources):
-            pipeline.run(job)
+            steps.run(job)
         if checkpoints:
             write_results(
                 folder, original, job.config, job.calibration, job.solution, job.header
             )
-            opened = results.open_written(folder, READ)
+            opened = open_written(folder, READ)
             write_report(opened, commands=remember(opened, "calib", words_of(options)))
             checkpoints.remove()
     return _outcome(job, folder)
@@ -110,11 +111,13 @@ def _confirm(options: Options, job: Job, checkpoints: Checkpoints | None) -> Non
     if job.needs_data and job.batches.stands_in:
         raise session.missing_data()
     size, batches = session.batch_size(options, job.batches), job.batches
-    data = footprint.Data(size, batches.total or 1, options.memory)
-    more = footprint.calibration_bytes(
+    data = memory_prediction.Data(size, batches.total or 1, options.memory)
+    more = memory_prediction.calibration_bytes(
         job.plan, job.config, data, finetuned=bool(job.fast_finetune)
     )
-    footprint.require_room("calibration", more, footprint.remedies(job.plan.graph))
+    memory_prediction.require_room(
+        "calibration", more, memory_prediction.remedies(job.plan.graph)
+    )
     if options.resume and checkpoints:
         check_checkpoint(checkpoints, job.fast_finetune)
         if not job.needs_data:

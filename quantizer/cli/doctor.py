@@ -11,15 +11,16 @@ from pathlib import Path
 import click
 from rich.text import Text
 
+from quantizer.calibration import memory_prediction
 from quantizer.cli import session
 from quantizer.cli.options import LOOK, Options, command, takes
 from quantizer.cli.plan import peaks_of
 from quantizer.cli.traced_model import traced_from
 from quantizer.config.load import LoadResult, default_config, load_config
 from quantizer.config.model import Config
-from quantizer.engine import checkup, footprint
-from quantizer.engine.checkup import Check, Level
 from quantizer.errors import GateError, QuantizerError
+from quantizer.evaluation import checkup
+from quantizer.evaluation.checkup import Check, Level
 from quantizer.printable import json_text, one_line
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -120,7 +121,7 @@ def _model(options: Options, config: Config | None) -> Iterator[Check]:
         return
     plan = session.make_plan(session.ReadConfig(config, (), {}), original, quiet=True)
     yield from checkup.plan(plan)
-    data = footprint.Data(traced.size, traced.batches or 1, options.memory)
+    data = memory_prediction.Data(traced.size, traced.batches or 1, options.memory)
     yield from checkup.room(peaks_of(plan, config, data, traced, finetuned=False).items())
     if plan.corrected:
         text = (

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
+from quantizer.calibration.events import Stage
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARE
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
-from quantizer.engine.events import Stage
-from quantizer.engine.exact import ExactComparison, compare_exact
-from quantizer.engine.results import QuantInfo
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
+from quantizer.evaluation.exact import ExactComparison, compare_exact
 from quantizer.export import EXPORTERS, FOLDER, check, export, size_of
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.report.dpu_tables import exact_table
+from quantizer.results.folder import QuantInfo
 from quantizer.sources.data import Batches
 from quantizer.storage.files import write_json
 

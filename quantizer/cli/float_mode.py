@@ -14,9 +14,9 @@ from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers
 from quantizer.distributed import ALONE, Ranks
-from quantizer.engine.measurable import not_measured_by_targets
-from quantizer.engine.scores import measure
 from quantizer.errors import UsageError
+from quantizer.evaluation.measurable import not_measured_by_targets
+from quantizer.evaluation.scores import measure
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 

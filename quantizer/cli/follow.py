@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Mapping
 
+from quantizer.calibration.events import NOBODY, Events, Forked, Stage
 from quantizer.cli import session
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.engine.events import NOBODY, Events, Forked, Stage
 from quantizer.report.bars import Bars
 
 logger = logging.getLogger(__name__)

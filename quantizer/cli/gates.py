@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.cli.options import Options
+from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, metric_names
 from quantizer.config.wording import closest
-from quantizer.engine.output_figures import POOLED_FIGURE, ROWS_KEPT, metric_names
-from quantizer.engine.scores import DROP, paired
 from quantizer.errors import UsageError
+from quantizer.evaluation.scores import DROP, paired
 from quantizer.graph.output_parts import Output
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
 

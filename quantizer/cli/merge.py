@@ -6,23 +6,23 @@ from pathlib import Path
 
 import click
 
+from quantizer.calibration import steps
+from quantizer.calibration.job import Job
+from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session
 from quantizer.cli.follow import followed
 from quantizer.cli.options import Options, command, takes
 from quantizer.cli.places import Place
 from quantizer.cli.reproduction import remember, words_of_merge
 from quantizer.cli.session import Outcome
-from quantizer.engine import pipeline, results
-from quantizer.engine.calibrated import example_batch, stored_config, traced
-from quantizer.engine.job import Job
-from quantizer.engine.merge import merged_data, require_mergeable, statistics_of
-from quantizer.engine.result_set import locked
-from quantizer.engine.results import QuantInfo
-from quantizer.engine.same_calibration import check_model
-from quantizer.engine.target import TracedTarget
-from quantizer.engine.write_results import check_owner, write_results
 from quantizer.errors import UsageError
 from quantizer.report.files import READ, write_report
+from quantizer.results.calibrated import example_batch, stored_config, traced
+from quantizer.results.folder import ORIGINS, QuantInfo, open_written, read_info
+from quantizer.results.merge import merged_data, require_mergeable, statistics_of
+from quantizer.results.result_set import locked
+from quantizer.results.same_calibration import check_model
+from quantizer.results.write import check_owner, write_results
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
 
@@ -60,11 +60,11 @@ def merge(folders: tuple[str, ...], options: Options) -> None:
 
 
 def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
-    infos = [results.read_info(place) for place in places]
+    infos = [read_info(place) for place in places]
     first = infos[0]
     config = stored_config(first)
     # Places in the user's own file are those of the first calibration.
-    origins = {name: first.files[name].content() for name in results.ORIGINS}
+    origins = {name: first.files[name].content() for name in ORIGINS}
     require_mergeable(infos, config)
     seed_everything(infos[0].header["seed"])
     loaded = session.open_model(options)
@@ -88,11 +88,11 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
             absorption=first.solution.absorption,
             levels=first.solution.levels,
         )
-        pipeline.run(job)
+        steps.run(job)
         write_results(
             folder, original, config, job.calibration, job.solution, job.header, origins
         )
-        opened = results.open_written(folder, READ)
+        opened = open_written(folder, READ)
         commands = remember(opened, "merge", words_of_merge(options, places))
         write_report(opened, commands=commands)
     said = (

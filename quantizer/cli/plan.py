@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
+from quantizer.calibration import memory_prediction
 from quantizer.cli import session
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import filtered_view
 from quantizer.cli.traced_model import TracedModel, traced_model
 from quantizer.config.model import Algorithm, Config
-from quantizer.engine import footprint
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
 from quantizer.graph.output_parts import output_parts
@@ -64,7 +64,7 @@ def plan(options: Options) -> None:
     before, after = weight_bytes(found)
     size = traced.size
     activations = peak_activation_bytes(found.graph, size)
-    data = footprint.Data(size, traced.batches or 1, options.memory)
+    data = memory_prediction.Data(size, traced.batches or 1, options.memory)
     peaks = peaks_of(found, read.config, data, traced, finetuned=bool(finetuned))
     outputs = output_parts(original)
     content = found.to_json() | {
@@ -101,16 +101,21 @@ def plan(options: Options) -> None:
 
 
 def peaks_of(
-    found: Plan, config: Config, data: footprint.Data, traced: TracedModel, *, finetuned: bool
+    found: Plan,
+    config: Config,
+    data: memory_prediction.Data,
+    traced: TracedModel,
+    *,
+    finetuned: bool,
 ) -> dict[str, int | None]:
     """The peak of memory of each mode, which loads and traces the model as it was here."""
     specs = {key: tensor.spec for key, tensor in found.tensors.items()}
     tested = data.size if traced.tested is None else traced.tested
     more = {
-        "calib": footprint.calibration_bytes(found, config, data, finetuned=finetuned),
-        "test": footprint.comparison_bytes(found.graph, specs, tested),
+        "calib": memory_prediction.calibration_bytes(found, config, data, finetuned=finetuned),
+        "test": memory_prediction.comparison_bytes(found.graph, specs, tested),
     }
-    return {mode: footprint.peak_with(each, traced.base) for mode, each in more.items()}
+    return {mode: memory_prediction.peak_with(each, traced.base) for mode, each in more.items()}
 
 
 def _show_refused(refused: dict[str, list[Refusal]], model: str, view: View) -> None:

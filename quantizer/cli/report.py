@@ -8,11 +8,11 @@ import click
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import Place
 from quantizer.cli.typed import refuse_typed
-from quantizer.engine import results
-from quantizer.engine.result_set import locked_as_opened
 from quantizer.printable import json_text, one_line
 from quantizer.report.files import PAGE, write_report
 from quantizer.report.plots import KINDS, write_events, write_plots
+from quantizer.results.folder import read_info
+from quantizer.results.result_set import locked_as_opened
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def report(folder: str, options: ReportOptions) -> None:
     if not options.plots:
         refuse_typed(["plots_as"], "it says what files --plots DIR writes")
     place = Path(folder)
-    opened = results.read_info(place)
+    opened = read_info(place)
     with locked_as_opened(opened.files):
         found = write_report(opened)
     if options.plots:

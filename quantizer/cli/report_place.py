@@ -11,9 +11,9 @@ from typing import Any
 from quantizer.cli import runlog
 from quantizer.cli.options import Options
 from quantizer.distributed import Ranks
-from quantizer.engine.result_set import ReadOnlyError, locked, locked_as_opened
-from quantizer.engine.results import INFO, OpenedResults
 from quantizer.errors import ResultError
+from quantizer.results.folder import INFO, OpenedResults
+from quantizer.results.result_set import ReadOnlyError, locked, locked_as_opened
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.cli.options import RUN, Options, word_of
-from quantizer.engine.results import COMMANDS, RUN_FILE, OpenedResults
 from quantizer.errors import ResultError
+from quantizer.results.folder import COMMANDS, RUN_FILE, OpenedResults
 from quantizer.storage.files import read_json, write_json
 
 CHANGES_NOTHING = frozenset(

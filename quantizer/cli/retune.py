@@ -16,15 +16,15 @@ from quantizer.cli.places import Place
 from quantizer.cli.reproduction import remember, with_config
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
-from quantizer.engine.calibrated_folder import CalibratedFolder
-from quantizer.engine.result_set import locked, locked_as_opened
-from quantizer.engine.results import open_written
-from quantizer.engine.retune import Change, Retuned, retuned
-from quantizer.engine.write_results import check_owner
 from quantizer.errors import UsageError
 from quantizer.observers import METHODS, STATISTICS
 from quantizer.printable import json_text, one_line
 from quantizer.report.files import READ, write_report
+from quantizer.results.calibrated_folder import CalibratedFolder
+from quantizer.results.folder import open_written
+from quantizer.results.result_set import locked, locked_as_opened
+from quantizer.results.retune import Change, Retuned, retuned
+from quantizer.results.write import check_owner
 
 
 @dataclass(frozen=True)

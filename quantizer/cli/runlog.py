@@ -19,9 +19,9 @@ import quantizer
 from quantizer import printable
 from quantizer.cli.options import RUN, Options, word_of
 from quantizer.cli.reproduction import remembered
-from quantizer.engine.results import RUN_FILE
 from quantizer.errors import QuantizerError
 from quantizer.printable import one_line
+from quantizer.results.folder import RUN_FILE
 from quantizer.storage import process_memory
 from quantizer.storage.files import write_json, write_text
 

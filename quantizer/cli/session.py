@@ -15,13 +15,12 @@ import torch
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from quantizer.calibration.finetuning import as_asked
 from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics, say
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, Names
-from quantizer.engine.calibrated import traced
-from quantizer.engine.finetune import as_asked
 from quantizer.errors import UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
@@ -32,6 +31,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
 from quantizer.printable import json_text, one_line
+from quantizer.results.calibrated import traced
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, TEXTS, Batches, find_files, load_batches
 from quantizer.sources.models import LoadedModel, load_model

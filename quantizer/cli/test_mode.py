@@ -7,6 +7,9 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from quantizer.calibration import fingerprint, memory_prediction
+from quantizer.calibration.events import Forked
+from quantizer.calibration.finetuning import require_asked
 from quantizer.cli import session, torchrun
 from quantizer.cli.annotations import annotate_warnings
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
@@ -28,17 +31,12 @@ from quantizer.cli.report_place import report_place
 from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import show_layers, table_view
+from quantizer.comparison.output_figures import POOLED_FIGURE
 from quantizer.distributed import ALONE, Ranks, require_alike
-from quantizer.engine import fingerprint, footprint, results
-from quantizer.engine.calibrated import Calibrated, reopened, window_length
-from quantizer.engine.events import Forked
-from quantizer.engine.exact import require_wide
-from quantizer.engine.finetune import require_asked
-from quantizer.engine.measurable import not_measured, not_measured_by_targets
-from quantizer.engine.output_figures import POOLED_FIGURE
-from quantizer.engine.same_calibration import check_plan
-from quantizer.engine.scores import Scores, score
 from quantizer.errors import GateError
+from quantizer.evaluation.exact import require_wide
+from quantizer.evaluation.measurable import not_measured, not_measured_by_targets
+from quantizer.evaluation.scores import Scores, score
 from quantizer.export import as_run
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
@@ -46,6 +44,9 @@ from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables
 from quantizer.report.files import report_of, write_report
 from quantizer.report.view import View
+from quantizer.results.calibrated import Calibrated, reopened, window_length
+from quantizer.results.folder import QuantInfo, read_info
+from quantizer.results.same_calibration import check_plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
@@ -60,7 +61,7 @@ FAULT_HELP = (
 def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     """Compare the calibrated network with the float one and report."""
     folder = Path(options.output_dir)
-    info = results.read_info(folder)
+    info = read_info(folder)
     if options.exact:
         require_dpu(info.settings.target_device)
     for name in RAISING:
@@ -100,7 +101,7 @@ class _TestRun:
 
     options: Options
     ranks: Ranks
-    info: results.QuantInfo
+    info: QuantInfo
     loaded: LoadedModel
     evaluator: Evaluate | None
     gates: list[Gate]
@@ -138,8 +139,8 @@ class _TestRun:
         """Compare the networks on all batches, if there is memory for both."""
         graph, options = calibrated.graph, self.options
         size = session.batch_size(options, self.batches)
-        needed = footprint.comparison_bytes(graph, self.info.solution.specs, size)
-        footprint.require_room("test mode", needed, footprint.remedies(graph))
+        needed = memory_prediction.comparison_bytes(graph, self.info.solution.specs, size)
+        memory_prediction.require_room("test mode", needed, memory_prediction.remedies(graph))
 
         def check(metrics: Collection[str]) -> None:
             directions = BY_NAME if self.evaluator is None else self.evaluator.directions
@@ -173,7 +174,7 @@ class _TestRun:
         return _report(view, info, scores, stamp, gates=gates, place=place, commands=commands)
 
 
-def _require_alike(ranks: Ranks, info: results.QuantInfo, original: Graph) -> None:
+def _require_alike(ranks: Ranks, info: QuantInfo, original: Graph) -> None:
     """Raise `RankError` where ranks have other results, or another model."""
     facts = {
         "results": info.files.identity,
@@ -187,7 +188,7 @@ def _require_measurable(
     options: Options,
     gates: list[Gate],
     evaluator: Evaluate | None,
-    info: results.QuantInfo,
+    info: QuantInfo,
     graph: Graph,
     first: Batch,
 ) -> None:
@@ -210,7 +211,7 @@ def _noted(scores: Scores) -> dict[str, Any]:
 
 def _report(
     view: View,
-    info: results.QuantInfo,
+    info: QuantInfo,
     scores: Scores,
     stamp: str | None,
     *,

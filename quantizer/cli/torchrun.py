@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quantizer.calibration.events import Events, Stage
 from quantizer.cli.options import Options
 from quantizer.distributed import ALONE, Ranks
-from quantizer.engine.events import Events, Stage
 
 if TYPE_CHECKING:
     from quantizer.distributed.process_group import ProcessGroup

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantizer.calibration.memory_prediction import Base
 from quantizer.cli import session, trace_cache
 from quantizer.cli.options import MODEL, Options
-from quantizer.engine.footprint import Base
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from quantizer.calibration.events import NOBODY, Events, Stage
 from quantizer.config.wording import shortened
-from quantizer.engine.events import NOBODY, Events, Stage
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from quantizer.calibration.solution import Solution
     from quantizer.config.model import QuantizationSpec
-    from quantizer.engine.solution import Solution
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph

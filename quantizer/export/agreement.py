@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.comparison.noise import Noise
+from quantizer.comparison.output_comparison import OutputComparison, Recorder
 from quantizer.config.wording import shortened
-from quantizer.engine.exact import LayerCodes
-from quantizer.engine.noise import Noise
-from quantizer.engine.output_comparison import OutputComparison, Recorder
+from quantizer.evaluation.exact import LayerCodes
 from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.export.speed import Speed
 from quantizer.graph.output_parts import Output

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
+from quantizer.calibration.module_attach import role_in_module
+from quantizer.calibration.module_target import evaluating
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
-from quantizer.engine.module_attach import role_in_module
-from quantizer.engine.module_target import evaluating
 from quantizer.errors import ModelError, UsageError
 from quantizer.export import Refusal, refuse, require_extras
 from quantizer.export.agreement import Verification

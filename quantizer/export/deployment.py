@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantizer.engine.calibrated import Calibrated, call_of_shapes
-from quantizer.engine.events import Stage
-from quantizer.engine.fingerprint import input_shapes
-from quantizer.engine.solution import Solution, encoded, quantized_network
+from quantizer.calibration.events import Stage
+from quantizer.calibration.fingerprint import input_shapes
+from quantizer.calibration.solution import Solution, encoded, quantized_network
 from quantizer.export.choices import CHOICES
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output, output_parts, parts_named_as
 from quantizer.nn.network import Network
+from quantizer.results.calibrated import Calibrated, call_of_shapes
 from quantizer.sources.batches import Batch
 
 

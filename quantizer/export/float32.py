@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.engine.solution import Solution
+from quantizer.calibration.solution import Solution
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph, Node
 

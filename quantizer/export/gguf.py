@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from quantizer.calibration.solution import Solution, encoded
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.solution import Solution, encoded
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, check, gguf_architectures, gguf_template
 from quantizer.export.agreement import Verification

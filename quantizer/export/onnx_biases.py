@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantizer.engine.solution import Solution, quantized_network
+from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.export.onnx_specs import input_key, is_narrow, output_spec
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed

@@ -7,8 +7,8 @@ import re
 import onnx
 from onnx import ModelProto
 
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.solution import Solution
 from quantizer.export.agreement import Kernels
 from quantizer.export.onnx_lowering import MULTIPLYING, NUMBERED
 from quantizer.export.onnx_specs import input_spec, output_spec

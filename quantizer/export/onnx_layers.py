@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, numpy_helper
 from torch import Tensor
 
-from quantizer.engine.exact import LayerCodes
+from quantizer.evaluation.exact import LayerCodes
 from quantizer.export.deployment import Deployment
 from quantizer.nn.execution import Execution
 from quantizer.nn.quantized_tensor import QuantizedTensor

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quantizer.engine.output_comparison import Recorder
+from quantizer.comparison.output_comparison import Recorder
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import with_float_figures, worst_of
 from quantizer.export.agreement import Agreement, EngineCheck, Verification

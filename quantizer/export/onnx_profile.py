@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
-from quantizer.engine.solution import Solution
 from quantizer.export.onnx_nodes import Emission
 from quantizer.nn.quantized_tensor import QuantizedTensor
 

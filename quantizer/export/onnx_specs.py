@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
-from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.origins import maker
 from quantizer.nn.quantized_tensor import QuantizedTensor

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.engine.noise import Noise
-from quantizer.engine.output_figures import FEW, Extent, is_flat
+from quantizer.comparison.noise import Noise
+from quantizer.comparison.output_figures import FEW, Extent, is_flat
 
 WITHIN = 0.999
 """The share of values that may be a step off at most: kernels of integers round ties and

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
-from quantizer.engine.solution import quantized_network
 from quantizer.errors import ResultError
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from quantizer.calibration.solution import Solution
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.engine.solution import Solution
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.onnx_biases import ROOM, overflowing

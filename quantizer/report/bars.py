@@ -10,7 +10,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from quantizer.engine.events import Events, Stage
+from quantizer.calibration.events import Events, Stage
 
 
 class Bars(Events):

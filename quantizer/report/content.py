@@ -15,8 +15,6 @@ from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.engine.results import ALGORITHMS, ANALYSIS, STATISTICS, OpenedResults
-from quantizer.engine.stored_checks import checked_json
 from quantizer.errors import ResultError
 from quantizer.numerics.histogram import Histogram
 from quantizer.numerics.qparams import QParams
@@ -24,6 +22,8 @@ from quantizer.observers import Observer
 from quantizer.plan.size import parameter_bytes
 from quantizer.report.distribution import Distribution
 from quantizer.report.tables import describe_spec, finite
+from quantizer.results.folder import ALGORITHMS, ANALYSIS, STATISTICS, OpenedResults
+from quantizer.results.validation import checked_json
 from quantizer.storage.files import deferred_tensors
 
 Json = dict[str, Any]

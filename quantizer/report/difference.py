@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantizer.engine import results
-from quantizer.engine.output_figures import POOLED_FIGURE, ROWS_KEPT
-from quantizer.engine.results import REPORT
-from quantizer.engine.scores import DROP, RATIO
+from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT
+from quantizer.evaluation.scores import DROP, RATIO
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.report.tables import finite
 from quantizer.report.view import Listing, View
+from quantizer.results.folder import REPORT, read_info
 from quantizer.sources.directions import BY_NAME, Directions
 
 Json = dict[str, Any]
@@ -78,7 +77,7 @@ def of_folder(place: Path) -> Side:
     Raises:
         ResultError: it is incomplete, or was changed.
     """
-    opened = results.read_info(place)
+    opened = read_info(place)
     plan, tested = opened.plan, opened.about(REPORT)
     measured = {(row["layer"], row["tensor"]): row for row in tested.get("layers", ())}
     tensors = {

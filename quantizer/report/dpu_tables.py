@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from quantizer.engine.exact import ExactComparison
+from quantizer.evaluation.exact import ExactComparison
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.integer import HARDSWISH_POSITION, LEAKY_SLOPE, SIXTH
 from quantizer.plan.dpu_support import Verdict

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.engine.results import ALGORITHMS, PLAN, REPORT, STATISTICS, OpenedResults
 from quantizer.errors import ResultError
 from quantizer.report.content import content
 from quantizer.report.page.page import page
+from quantizer.results.folder import ALGORITHMS, PLAN, REPORT, STATISTICS, OpenedResults
 from quantizer.storage.files import write_json, write_text
 
 VALUES, PAGE = REPORT, "report.html"

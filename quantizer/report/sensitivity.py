@@ -5,8 +5,8 @@ nothing.
 from collections.abc import Sequence
 from typing import Any
 
-from quantizer.engine.ablation import Ablation
-from quantizer.engine.analyze import Analysis, Row, curve
+from quantizer.evaluation.ablation import Ablation
+from quantizer.evaluation.analyze import Analysis, Row, curve
 from quantizer.report.tables import finite
 from quantizer.report.view import Listing, View
 

@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from quantizer.comparison.output_figures import OutputFigures
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.evaluate import Comparison, LayerNoise
-from quantizer.engine.output_figures import OutputFigures
-from quantizer.engine.output_warnings import OutputWarning
-from quantizer.engine.pass_loss import PassLoss
+from quantizer.evaluation.compare import Comparison, LayerNoise
+from quantizer.evaluation.output_warnings import OutputWarning
+from quantizer.evaluation.pass_loss import PassLoss
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
 from quantizer.plan.model import Plan

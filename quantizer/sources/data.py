@@ -227,8 +227,8 @@ def load_batches(
     if kind == IMAGES:
         images = find_images(paths)
         if preprocess is None:
-            text = f"{source}: images need preprocessing, and none is given"
-            raise UsageError(text, help=f"--preprocess '{EXAMPLE}'")
+            said = f"{source}: images need preprocessing, and none is given"
+            raise UsageError(said, help=f"--preprocess '{EXAMPLE}'")
         opened = partial(image_batches, images, parse_preprocess(preprocess), size, seed)
         length = math.ceil(len(images) / size)
         reader = partial(_prefetched, opened)

@@ -1,7 +1,7 @@
 """Opens the files of a folder as one set: a reader sees what one writer left, whatever is
 written meanwhile.
 
-Moves nothing and takes no lock; `engine.result_set` writes such sets. Imports no torch.
+Moves nothing and takes no lock; `results.result_set` writes such sets. Imports no torch.
 """
 
 import contextlib

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.algorithms.adjustment import Adjustment
+from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.run_algorithms import load_run
 from quantizer.storage.deferred_tensor import Spool
 
 WIDTH, TOKENS, BATCHES = 32, 256, 8

@@ -23,7 +23,7 @@ from toys import built, traced
 
 from configs import ROLES, config, document, layer
 from quantizer.algorithms.bias_correction import ChannelMean
-from quantizer.engine.solution import quantized_network
+from quantizer.calibration.solution import quantized_network
 from quantizer.errors import DataError
 from quantizer.graph.trace import trace
 from quantizer.sources.batches import Batch

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from quantizer import Config, ModelQuantizer
 from quantizer.algorithms.adjustment import Adjustment, Task
+from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.run_algorithms import load_run
 from quantizer.errors import DataError, ModelError
 
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)

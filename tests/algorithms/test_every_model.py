@@ -12,9 +12,9 @@ from rescaling import CASES, built, task_of
 from torch import nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task
+from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.run_algorithms import load_run
 
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 ROUNDING = ("gptq", "gptaq", "qronos")

@@ -27,12 +27,12 @@ from configs import config, document, layer
 from quantizer.algorithms.fast_finetune import SOLVERS, FinetunedLayer
 from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
+from quantizer.calibration import finetuning
+from quantizer.calibration.finetuning import Finetuned, finetune
+from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.cli.options import FINETUNE_MODES
-from quantizer.engine import finetune as engine
-from quantizer.engine.evaluate import compare
-from quantizer.engine.finetune import Finetuned, finetune
-from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError
+from quantizer.evaluation.compare import compare
 from quantizer.graph.ir import Graph
 from quantizer.graph.ops import OPS
 from quantizer.graph.trace import trace
@@ -211,7 +211,7 @@ def assert_on_the_codes(graph: Graph, before: Solution, made: Finetuned) -> None
     assert nodes
     assert set(made.layers) == {node.name for node in nodes}
     # What there is without the last look at the output
-    solution = engine.finetuned(before, made.layers)
+    solution = finetuning.finetuned(before, made.layers)
     network, plain = quantized_network(graph, solution), Solution(solution.tensors)
     nearest = quantized_network(graph, plain)
     for name, found in made.layers.items():
@@ -305,7 +305,7 @@ def test_the_same_seed_gives_the_same_and_finetuned_layers_are_not_solved_again(
 def test_an_output_that_becomes_worse_undoes_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = engine.fast_finetune
+    original = finetuning.fast_finetune
 
     def spoiled(
         reference: Any, quantized: Any, mode: str, **more: Any
@@ -316,7 +316,7 @@ def test_an_output_that_becomes_worse_undoes_everything(
         more["done"] = {last.name: FinetunedLayer(torch.zeros(shape), scale, 1.0, 0.5)}
         return original(reference, quantized, mode, **more)
 
-    monkeypatch.setattr(engine, "fast_finetune", spoiled)
+    monkeypatch.setattr(finetuning, "fast_finetune", spoiled)
     _, before, made = of_toy("residual", tmp_path, "adaround", document())
     assert made.undone
     assert made.solution == before
@@ -343,7 +343,7 @@ def test_a_small_output_that_becomes_worse_undoes_everything(
     joined: bool, scores: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the large one became better, and with it all outputs together."""
-    original = engine.fast_finetune
+    original = finetuning.fast_finetune
 
     def spoiled(
         reference: Any, quantized: Any, mode: str, **more: Any
@@ -357,7 +357,7 @@ def test_a_small_output_that_becomes_worse_undoes_everything(
         more["done"] = {name: FinetunedLayer(torch.zeros(2, 8), scale, 1.0, 0.5)}
         return original(reference, quantized, mode, **more)
 
-    monkeypatch.setattr(engine, "fast_finetune", spoiled)
+    monkeypatch.setattr(finetuning, "fast_finetune", spoiled)
     batches = [
         Batch(
             (torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)),), {}, None, None

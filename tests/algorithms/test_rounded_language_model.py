@@ -14,8 +14,8 @@ from roundings import CHANNELS, layer_names, task_of, to_nearest, weight_of
 from torch.nn import functional as F
 
 from quantizer.algorithms.adjustment import Adjustment, adjusted
+from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.engine.run_algorithms import load_run
 from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network

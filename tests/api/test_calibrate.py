@@ -29,8 +29,8 @@ from quantizer import (
     QuantizationConfig,
     QuantizationSpec,
 )
+from quantizer.calibration.events import Snapshot, Stage
 from quantizer.config.diagnostics import ConfigError
-from quantizer.engine.events import Snapshot, Stage
 from quantizer.errors import DataError, GateError, ModelError, ResultError, UsageError
 from quantizer.sources.models import load_model
 

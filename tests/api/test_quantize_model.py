@@ -34,12 +34,12 @@ from quantizer import (
     RoundType,
     ScaleType,
 )
+from quantizer.calibration import observing
+from quantizer.calibration.module_attach import put
+from quantizer.calibration.solution import quantized_network
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
-from quantizer.engine import calibrate
-from quantizer.engine.module_attach import put
-from quantizer.engine.solution import quantized_network
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
@@ -116,7 +116,7 @@ def test_a_trace_of_the_model_with_the_same_config_computes_the_same() -> None:
     config = check_document(Document.of(Config(levels).to_dict(), "Config")).require()
     graph = trace(tiny_lm(), (tokens(),))
     plan = resolve(config, run_passes(graph, config.settings), graph)
-    network = quantized_network(plan.graph, calibrate.solution(calibrate.start(plan)))
+    network = quantized_network(plan.graph, observing.solution(observing.start(plan)))
     in_place = quantized(tiny_lm(), weight=spec(), input_tensors=per_token())
     assert same(network(tokens()), in_place(tokens()))
 
@@ -736,7 +736,7 @@ def test_what_breaks_off_while_quantizers_are_put_in_is_undone(
             raise error("in the middle")
         put(*args)
 
-    monkeypatch.setattr("quantizer.engine.module_attach.put", put_until)
+    monkeypatch.setattr("quantizer.calibration.module_attach.put", put_until)
     with pytest.raises(error):
         quantized(model, weight=spec(), input_tensors=per_token())
     assert equal(before, snapshot(model))

@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 from toys import built, leaves_equal, traced
 
 from quantizer.api import storage
-from quantizer.engine import calibrate, fingerprint
-from quantizer.engine.module_attach import attach
-from quantizer.engine.results import read_info
-from quantizer.engine.solution import quantized_network
-from quantizer.engine.write_results import write_results
+from quantizer.calibration import fingerprint, observing
+from quantizer.calibration.module_attach import attach
+from quantizer.calibration.solution import quantized_network
 from quantizer.export.deployment import Deployment
 from quantizer.export.safetensors import export
 from quantizer.graph.modules import module_graph
@@ -28,6 +26,8 @@ from quantizer.nn.network import Network
 from quantizer.numerics.formats import FLOAT_FORMATS, FloatFormat
 from quantizer.plan.resolve import resolve
 from quantizer.plan.size import weight_bytes
+from quantizer.results.folder import read_info
+from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
 
 ROWS = {
@@ -62,20 +62,20 @@ def test_it_goes_from_the_plan_to_every_kind_of_storage(dtype: str, tmp_path: Pa
     assert after == floats + codes + sum(4 * len(tensor) for tensor in sizes)
 
     call = built("residual").call(3)
-    calibration = calibrate.start(plan)
-    calibrate.run(calibration, Network(graph), [Batch(*call, None, None)])
+    calibration = observing.start(plan)
+    observing.run(calibration, Network(graph), [Batch(*call, None, None)])
     digests = fingerprint.model(traced("residual"))
     write_results(
         tmp_path,
         traced("residual"),
         config,
         calibration,
-        calibrate.solution(calibration),
+        observing.solution(calibration),
         digests,
     )
     solution, generated = read_info(tmp_path).solution, imported(tmp_path / "Residual.py")
     with torch.no_grad():
-        expected = quantized_network(graph, calibrate.solution(calibration))(*call[0])
+        expected = quantized_network(graph, observing.solution(calibration))(*call[0])
         assert leaves_equal(quantized_network(graph, solution)(*call[0]), expected)
         assert leaves_equal(generated(*call[0]), expected)
         assert not leaves_equal(Network(graph)(*call[0]), expected)
@@ -91,7 +91,7 @@ def test_it_is_stored_with_a_model_in_place(dtype: str, tmp_path: Path) -> None:
     model, fresh = (torch.nn.Sequential(torch.nn.Linear(8, 3)) for _ in range(2))
     graph = module_graph(model)
     plan = resolve(hierarchy({"weights": {"dtype": dtype}}), graph, graph)
-    attach(model, graph, calibrate.solution(calibrate.start(plan)))
+    attach(model, graph, observing.solution(observing.start(plan)))
     storage.save(model, tmp_path)
     storage.load(fresh, tmp_path)
     assert torch.equal(fresh[0].weight, model[0].weight)

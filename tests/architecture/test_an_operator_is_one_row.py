@@ -55,7 +55,7 @@ NAMED = {
     "algorithms/dpu_alignment.py": "what the DPU's shifters can take",
     "algorithms/residual_stream.py": "finds norms that are written out by what they are made "
     "of",
-    "engine/exact_layers.py": "computes these operators in integers",
+    "evaluation/exact_layers.py": "computes these operators in integers",
     "export/onnx_complex.py": "what torch.onnx can do with complex numbers, and what is "
     "written "
     "out "

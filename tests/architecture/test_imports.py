@@ -19,7 +19,10 @@ LAYERS = (
     ("nn", "plan"),
     ("sources",),
     ("algorithms",),
-    ("engine",),
+    ("comparison",),
+    ("calibration",),
+    ("results",),
+    ("evaluation",),
     ("export", "report"),
     ("cli", "api"),
 )

@@ -16,17 +16,18 @@ from generated import imported
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from quantizer.calibration import fingerprint, observing
+from quantizer.calibration.joins import decided
+from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Config
-from quantizer.engine import calibrate, evaluate, fingerprint
-from quantizer.engine.joins import decided
-from quantizer.engine.results import read_info
-from quantizer.engine.solution import quantized_network
-from quantizer.engine.write_results import write_results
+from quantizer.evaluation.compare import compare
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import NO_RULES, resolve
+from quantizer.results.folder import read_info
+from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
 
 
@@ -109,21 +110,21 @@ def run(case: Case, original: Graph, config: Config, folder: Path) -> Found:
     graph = run_passes(original, config.settings)
     plan = resolve(config, graph, original)
     network = Network(graph)
-    calibration = calibrate.start(plan)
+    calibration = observing.start(plan)
     batches = [Batch(batch, dict(case.kwargs), None, None) for batch in case.batches]
-    calibrate.run(calibration, network, batches)
+    observing.run(calibration, network, batches)
     calibration = decided(calibration)
     write_results(
         folder,
         original,
         config,
         calibration,
-        calibrate.solution(calibration),
+        observing.solution(calibration),
         fingerprint.model(original),
     )
     quantized = quantized_network(graph, read_info(folder).solution)
     reference = Network(run_passes(original, config.settings, device=False))
-    compared = evaluate.compare(reference, quantized, batches)
+    compared = compare(reference, quantized, batches)
     path = folder / f"{graph.model}.py"
     with torch.no_grad():
         ours = pytree.tree_leaves(quantized(*case.batches[0], **case.kwargs))

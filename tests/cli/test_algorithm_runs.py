@@ -21,9 +21,9 @@ from runs import ROOT, calibrate, check
 
 from configs import document
 from quantizer import GPTQConfig, SmoothQuantConfig
+from quantizer.calibration.events import Stage
 from quantizer.cli.main import run_command
-from quantizer.engine.checkpoint import Checkpoints
-from quantizer.engine.events import Stage
+from quantizer.results.checkpoint import Checkpoints
 
 Capture = pytest.CaptureFixture[str]
 MODEL = """

@@ -15,19 +15,19 @@ import torch
 from test_ranks import MODEL
 
 from configs import document
+from quantizer.calibration import steps
+from quantizer.calibration.job import Job
+from quantizer.calibration.solution import quantized_network
+from quantizer.calibration.target import TracedTarget
 from quantizer.cli.main import run_command
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
-from quantizer.engine import pipeline
-from quantizer.engine.ablation import ablate
-from quantizer.engine.calibrated import Calibrated
-from quantizer.engine.job import Job
-from quantizer.engine.solution import quantized_network
-from quantizer.engine.target import TracedTarget
+from quantizer.evaluation.ablation import ablate
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import energy
 from quantizer.plan.model import Key
+from quantizer.results.calibrated import Calibrated
 from quantizer.sources.data import load_batches
 
 Capture = pytest.CaptureFixture[str]
@@ -67,7 +67,7 @@ def test_each_figure_is_that_of_a_network_with_just_that_tensor_or_with_all_othe
     config = check_document(Document.of(document(overall=COARSE), "config")).require()
     original, batches = trace(model, (data[0],)), load_batches(data)
     job = Job(TracedTarget(original), config, batches)
-    pipeline.run(job)
+    steps.run(job)
     calibrated = Calibrated(original, config.settings, job.solution)
     reference = Network(calibrated.float_graph)
 

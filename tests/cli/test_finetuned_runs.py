@@ -15,10 +15,10 @@ from runs import ROOT, calibrate, check
 from safetensors.torch import load_file
 
 from configs import document
+from quantizer.calibration.events import Stage
 from quantizer.cli.main import run_command
-from quantizer.engine import checkpoint
-from quantizer.engine.checkpoint import Checkpoints
-from quantizer.engine.events import Stage
+from quantizer.results import checkpoint
+from quantizer.results.checkpoint import Checkpoints
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzz import checkpoints, configs, results, saved, soak
 
-from quantizer.engine import checkpoint
+from quantizer.results import checkpoint
 
 pytestmark = pytest.mark.slow
 

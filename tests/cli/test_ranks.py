@@ -21,10 +21,10 @@ import torch
 from forked import run_ranks
 
 from configs import document, layer
+from quantizer.calibration.events import Stage
 from quantizer.cli.main import run_command
-from quantizer.engine.checkpoint import Checkpoints
-from quantizer.engine.events import Stage
 from quantizer.observers import Observer
+from quantizer.results.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,11 @@ from torch import nn
 
 import quantizer
 from quantizer.cli.main import run_command
-from quantizer.engine import result_set, results
-from quantizer.engine.result_set import ASIDE, MOVES, locked, replaced_set
 from quantizer.errors import ResultError
+from quantizer.results import folder as results_folder
+from quantizer.results import result_set
+from quantizer.results.folder import REPORT, TESTED, OpenedResults, QuantInfo, read_info
+from quantizer.results.result_set import ASIDE, MOVES, locked, replaced_set
 from quantizer.storage import opened_files
 
 MODEL = """
@@ -86,7 +88,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def replace(folder: Path, other: Path) -> None:
     """Do what a calibration does when it is complete."""
-    with replaced_set(folder, results.TESTED) as new:
+    with replaced_set(folder, TESTED) as new:
         for path in other.iterdir():
             if path.name not in RUN_FILES:
                 shutil.copy(path, new / path.name)
@@ -105,7 +107,7 @@ def begin_to_replace(folder: Path, other: Path) -> None:
         os.replace(folder / ASIDE / name, folder / name)
 
 
-def everything(opened: results.QuantInfo) -> list[Any]:
+def everything(opened: QuantInfo) -> list[Any]:
     """What a reader can learn of a calibration, and of a test of it."""
     weights = {
         key: tensor.decoded()
@@ -120,7 +122,7 @@ def everything(opened: results.QuantInfo) -> list[Any]:
         opened.plan,
         values,
         statistics,
-        opened.about(results.REPORT)["metrics"],
+        opened.about(REPORT)["metrics"],
     ]
 
 
@@ -131,7 +133,7 @@ def test_a_calibration_that_ends_at_any_moment_is_seen_whole_or_not(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = [everything(results.read_info(calibrations / name)) for name in ("old", "new")]
+    expected = [everything(read_info(calibrations / name)) for name in ("old", "new")]
     plain, seen = os.open, []
     for moment in itertools.count():
         folder = Path(shutil.copytree(calibrations / "old", tmp_path / str(moment)))
@@ -150,7 +152,7 @@ def test_a_calibration_that_ends_at_any_moment_is_seen_whole_or_not(
 
         with monkeypatch.context() as patched:
             patched.setattr(os, "open", opening)
-            opened = results.read_info(folder)
+            opened = read_info(folder)
             opens_in_all = next(opens)
         seen.append(expected.index(everything(opened)))
         if opens_in_all <= moment:
@@ -175,13 +177,13 @@ def test_who_meets_writers_again_and_again_gives_up(
     monkeypatch.setattr(opened_files, "ATTEMPTS", 5)
     monkeypatch.setattr(os, "open", opening)
     with pytest.raises(ResultError, match="is written again and again by other runs"):
-        results.read_info(folder)
+        read_info(folder)
     monkeypatch.undo()
-    assert everything(results.read_info(folder))
+    assert everything(read_info(folder))
 
 
 def test_what_was_opened_stays_what_it_was(folder: Path, calibrations: Path) -> None:
-    before, opened = everything(results.read_info(folder)), results.read_info(folder)
+    before, opened = everything(read_info(folder)), read_info(folder)
     replace(folder, calibrations / "new")
     assert everything(opened) == before
     shutil.rmtree(folder)
@@ -192,8 +194,8 @@ def test_readers_move_nothing(folder: Path, calibrations: Path) -> None:
     begin_to_replace(folder, calibrations / "new")
     before = contents(folder)
     with locked_elsewhere(folder):
-        opened = results.read_info(folder)
-    assert everything(opened) == everything(results.read_info(calibrations / "new"))
+        opened = read_info(folder)
+    assert everything(opened) == everything(read_info(calibrations / "new"))
     loaded = quantizer.load(folder, model())
     assert loaded.test([torch.ones(4, 3)]).metrics["sqnr_db"] < 30
     assert contents(folder) == before
@@ -265,16 +267,16 @@ def test_a_command_tells_of_one_calibration_and_writes_about_no_other(
     shutil.rmtree(tmp_path / "to", ignore_errors=True)
     shutil.rmtree(folder)
     shutil.copytree(calibrations / "old", folder)
-    plain, to_replace = results.read_info, [folder]
+    plain, to_replace = results_folder.open_results, [folder]
 
-    def read_info(place: Path) -> results.QuantInfo:
+    def open_and_replace(place: Path) -> OpenedResults:
         opened = plain(place)
         if place in to_replace:
             to_replace.remove(place)
             replace(place, calibrations / "new")
         return opened
 
-    monkeypatch.setattr(results, "read_info", read_info)
+    monkeypatch.setattr(results_folder, "open_results", open_and_replace)
     assert run_command(command) == code
     told = capsys.readouterr()
     assert not to_replace
@@ -386,7 +388,7 @@ def test_a_report_of_another_calibration_is_none(
 ) -> None:
     """As a run that is not ours would leave it there."""
     shutil.copy(calibrations / "new" / "report.json", folder / "report.json")
-    assert results.read_info(folder).about(results.REPORT) == {}
+    assert read_info(folder).about(REPORT) == {}
     assert run_command(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"] == {}
 

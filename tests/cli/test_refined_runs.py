@@ -12,7 +12,7 @@ import pytest
 from runs import calibrate, check
 
 from configs import document
-from quantizer.engine import finetune
+from quantizer.calibration import finetuning
 from quantizer.errors import DataError
 
 Toy = Callable[..., str]
@@ -38,7 +38,7 @@ def test_a_checkpoint_of_finetuning_is_not_dropped(
         raise DataError("stopped on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "fast_finetune", broken)
+        patch.setattr(finetuning, "fast_finetune", broken)
         assert calibrate(out, "--fast_finetune", model=model, config=config) == 4
     capsys.readouterr()
     assert calibrate(out, "--resume", model=model, config=config) == 5

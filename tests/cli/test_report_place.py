@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from runs import calibrate, check
 
-from quantizer.engine.result_set import locked
+from quantizer.results.result_set import locked
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]

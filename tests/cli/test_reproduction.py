@@ -20,7 +20,7 @@ from configs import document
 from quantizer.cli.main import run_command
 from quantizer.cli.options import RUN, Options, word_of
 from quantizer.cli.reproduction import CHANGES_NOTHING, ONLY_CHECKED, words_of
-from quantizer.engine.results import open_results
+from quantizer.results.folder import open_results
 
 MODEL = """
 import torch

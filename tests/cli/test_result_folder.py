@@ -22,10 +22,10 @@ from runs import calibrate, check
 import quantizer
 from quantizer import Config, ModelQuantizer
 from quantizer.cli.main import run_command
-from quantizer.engine.result_set import ASIDE, MOVES, locked
-from quantizer.engine.results import read_info
-from quantizer.engine.write_results import write_info
 from quantizer.errors import ResultError
+from quantizer.results.folder import read_info
+from quantizer.results.result_set import ASIDE, MOVES, locked
+from quantizer.results.write import write_info
 from quantizer.storage import atomic_write
 
 Toy = Callable[..., str]
@@ -386,7 +386,7 @@ def test_folders_are_not_moved(
 def test_checkpoints_from_python_are_not_written_through_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.engine.checkpoint.EVERY_S", 0.0)
+    monkeypatch.setattr("quantizer.results.checkpoint.EVERY_S", 0.0)
     precious, folder = tmp_path / "precious", tmp_path / "out"
     precious.write_text("mine")
     folder.mkdir()

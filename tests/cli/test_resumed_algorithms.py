@@ -14,10 +14,10 @@ from runs import calibrate
 from torch import Tensor
 
 from configs import document
+from quantizer.calibration.events import Stage
 from quantizer.cli.main import run_command
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.engine.checkpoint import Checkpoints
-from quantizer.engine.events import Stage
+from quantizer.results.checkpoint import Checkpoints
 from quantizer.storage.deferred_tensor import Spool
 
 MODEL = """

@@ -24,7 +24,7 @@ from torch import Tensor
 import quantizer
 from quantizer.cli import session
 from quantizer.cli.main import run_command
-from quantizer.engine.result_set import locked
+from quantizer.results.result_set import locked
 from quantizer.storage import atomic_write
 
 Toy = Callable[..., str]

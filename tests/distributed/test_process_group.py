@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from quantizer.calibration.events import Snapshot
+from quantizer.calibration.snapshots import shared
 from quantizer.distributed import ALONE, Ranks
 from quantizer.distributed.process_group import ProcessGroup
-from quantizer.engine.events import Snapshot
-from quantizer.engine.snapshots import shared
 from quantizer.errors import QuantizerError, RankError
 from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from toys import TOYS, built, traced
 
+from quantizer.calibration import observing
+from quantizer.calibration.steps import aligned
 from quantizer.config.load import default_config
 from quantizer.config.model import Settings
-from quantizer.engine import calibrate
-from quantizer.engine.exact import compare_exact
-from quantizer.engine.pipeline import aligned
+from quantizer.evaluation.exact import compare_exact
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
 from quantizer.plan.dpu_support import subgraphs, verdicts
@@ -41,10 +41,10 @@ def test_every_layer_has_a_verdict_and_every_code_is_compared(name: str) -> None
     toy = built(name)
     args, kwargs = toy.call(4) if toy.batched else (toy.args, dict(toy.kwargs))
     batch = Batch(args, kwargs, None, None)
-    calibration = calibrate.start(plan)
+    calibration = observing.start(plan)
     with torch.no_grad():
-        calibrate.run(calibration, Network(plan.graph), [batch])
-    solution, _ = aligned(calibrate.solution(calibration), plan.graph, DPU)
+        observing.run(calibration, Network(plan.graph), [batch])
+    solution, _ = aligned(observing.solution(calibration), plan.graph, DPU)
     exact = compare_exact(plan.graph, solution, [batch])
     compared = {(row.layer, row.role) for row in exact.layers if row.codes}
     wanted = {

@@ -14,14 +14,14 @@ from generated import imported
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quantizer.calibration.solution import quantized_network
 from quantizer.cli.main import run_command
 from quantizer.config.model import Settings
-from quantizer.engine.results import read_info
-from quantizer.engine.solution import quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
+from quantizer.results.folder import read_info
 
 MODEL = """
 import torch

@@ -13,9 +13,9 @@ import torch
 from dpu_networks import NETWORKS, Applied, batches, calibrated, example, planned, solved
 from torch import nn
 
-from quantizer.engine.exact import LayerCodes, compare_exact
-from quantizer.engine.solution import Solution, quantized_network
+from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.errors import DataError, UsageError
+from quantizer.evaluation.exact import LayerCodes, compare_exact
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
 

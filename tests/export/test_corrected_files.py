@@ -13,8 +13,8 @@ import torch
 from deployments import FILES, calibrated, deployment, fitted
 from torch import Tensor, nn
 
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.solution import Solution
 from quantizer.export import EXPORTERS, export
 from quantizer.export.deployment import Deployment
 from quantizer.export.safetensors import load

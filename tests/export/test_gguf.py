@@ -15,9 +15,9 @@ from runs import ROOT
 
 import quantizer
 from quantizer.api.result import Result
+from quantizer.calibration.solution import quantized_network
 from quantizer.cli.init import STRATEGIES
 from quantizer.cli.main import run_command
-from quantizer.engine.solution import quantized_network
 from quantizer.errors import ResultError, UsageError, VerificationError
 from quantizer.export import EXPORTERS, as_run
 from quantizer.export.agreement import Verification

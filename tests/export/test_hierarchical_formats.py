@@ -17,8 +17,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from toys import built, traced
 
+from quantizer.calibration import observing
 from quantizer.config.model import Config
-from quantizer.engine import calibrate
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS, check, export
 from quantizer.export.deployment import Deployment
@@ -66,9 +66,9 @@ def calibrated(
     """A network with the scales of one batch."""
     plan = resolve(config, run_passes(original, config.settings), original)
     assert not any(found.severity == "error" for found in plan.diagnostics)
-    calibration = calibrate.start(plan)
-    calibrate.run(calibration, Network(plan.graph), [Batch(args, dict(kwargs), None, None)])
-    return Deployment(plan.graph, calibrate.solution(calibration), args, dict(kwargs))
+    calibration = observing.start(plan)
+    observing.run(calibration, Network(plan.graph), [Batch(args, dict(kwargs), None, None)])
+    return Deployment(plan.graph, observing.solution(calibration), args, dict(kwargs))
 
 
 def deployed(name: str, fields: Fields, *, exclude: tuple[str, ...] = ()) -> Deployment:

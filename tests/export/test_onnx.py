@@ -19,8 +19,8 @@ pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
 from toys import built
 
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.solution import Solution
 from quantizer.errors import ModelError, QuantizerError, UsageError, VerificationError
 from quantizer.export.deployment import Deployment
 from quantizer.export.onnx_files import stored

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.solution import Solution
 from quantizer.export.deployment import Deployment
 from quantizer.export.onnx_biases import as_run
 from quantizer.export.onnx_qdq import export

@@ -23,8 +23,8 @@ ort = pytest.importorskip("onnxruntime", reason="files are verified with it (ext
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
 import quantizer
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.solution import Solution
 from quantizer.errors import VerificationError
 from quantizer.export import acceptance
 from quantizer.export.deployment import Deployment

@@ -13,8 +13,8 @@ from deployments import Written, fitted
 from torch import nn
 from toys import built
 
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
 from quantizer.export.agreement import verify
 from quantizer.export.deployment import Deployment, tensor_leaves

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quantizer.engine.solution import Solution
+from quantizer.calibration.solution import Solution
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import accepted
 from quantizer.export.agreement import Agreement, Verification

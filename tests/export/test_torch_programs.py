@@ -20,8 +20,8 @@ from torch.export import ExportedProgram
 from toys import built
 
 import quantizer
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.solution import Solution
 from quantizer.errors import UsageError, VerificationError
 from quantizer.export import export
 from quantizer.export.acceptance import agrees

@@ -19,10 +19,10 @@ from quantizer import (
     QuantizationConfig,
     QuantizationSpec,
 )
+from quantizer.calibration import observing
+from quantizer.calibration.solution import quantized_network
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
-from quantizer.engine import calibrate
-from quantizer.engine.solution import quantized_network
 from quantizer.graph.trace import trace
 from quantizer.plan.resolve import resolve
 
@@ -54,7 +54,7 @@ def on_a_trace(model: nn.Module, x: Tensor) -> Any:
     plan = resolve(
         check_document(Document.of(CONFIG.to_dict(), "Config")).require(), graph, graph
     )
-    return quantized_network(graph, calibrate.solution(calibrate.start(plan)))
+    return quantized_network(graph, observing.solution(observing.start(plan)))
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from fuzz.edits import edit_tensors, edited
 from fuzz.results import CONFIGS, MODEL, quietly
 from fuzz.search import search
 
-from quantizer.engine import checkpoint
+from quantizer.results import checkpoint
 
 WEIGHT = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}
 GPTQ = json.dumps({"global_quant_config": {"weight": WEIGHT}, "algo_config": {"name": "gptq"}})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantizer.engine.results import ORIGINS
+from quantizer.results.folder import ORIGINS
 from quantizer.storage.opened_files import json_digest
 
 HOSTILE: tuple[Any, ...] = (

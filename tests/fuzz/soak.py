@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import quantizer
-from quantizer.engine import checkpoint
 from quantizer.errors import QuantizerError
 from quantizer.numerics.metrics import sqnr_db
+from quantizer.results import checkpoint
 from quantizer.sources.models import load_model
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import shake
 
+from quantizer.calibration import observing
+from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Config, ConfigRule, Selector, Settings, Sourced
-from quantizer.engine import calibrate
-from quantizer.engine.solution import quantized_network
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
@@ -55,7 +55,7 @@ def with_weights_only(original: Graph, graph: Graph, **fields: object) -> Networ
         Selector("all"), "overall", frozenset(("weights",)), fields={"weights": values}
     )
     plan = resolve(Config(PLAIN, (rule,)), graph, original)
-    return quantized_network(graph, calibrate.solution(calibrate.start(plan)))
+    return quantized_network(graph, observing.solution(observing.start(plan)))
 
 
 @torch.no_grad()

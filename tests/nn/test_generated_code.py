@@ -16,11 +16,9 @@ from hierarchies import Fields, hierarchy
 from toys import TOYS, built, leaves_equal, traced
 
 from configs import config, document, layer
+from quantizer.calibration import fingerprint, observing
+from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Config
-from quantizer.engine import calibrate, fingerprint
-from quantizer.engine.results import read_info
-from quantizer.engine.solution import quantized_network
-from quantizer.engine.write_results import write_results
 from quantizer.errors import ResultError
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
@@ -28,6 +26,8 @@ from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.resolve import resolve
+from quantizer.results.folder import read_info
+from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -80,15 +80,15 @@ def written(folder: Path, name: str, settings: Config) -> Graph:
     """The toy's planned graph, its results for a config written to `folder`."""
     graph = run_passes(traced(name), settings.settings)
     network = Network(graph)
-    calibration = calibrate.start(resolve(settings, graph, traced(name)))
+    calibration = observing.start(resolve(settings, graph, traced(name)))
     batches = [Batch(*built(name).call(2), None, None) for _ in range(2)]
-    calibrate.run(calibration, network, batches)
+    observing.run(calibration, network, batches)
     write_results(
         folder,
         traced(name),
         settings,
         calibration,
-        calibrate.solution(calibration),
+        observing.solution(calibration),
         fingerprint.model(traced(name)),
     )
     return graph

@@ -11,9 +11,9 @@ import torch
 from toys import TOYS, Toy, built, traced
 
 from configs import config, document, layer
+from quantizer.calibration import observing
+from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Settings
-from quantizer.engine import calibrate
-from quantizer.engine.solution import quantized_network
 from quantizer.graph.emit import emit
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
@@ -93,11 +93,11 @@ def test_a_projection_is_a_weight_too(tmp_path: Path) -> None:
 def test_eight_bits_are_close_to_float(name: str, tmp_path: Path) -> None:
     plan, toy = planned(tmp_path, name), built(name)
     network = Network(plan.graph)
-    calibration = calibrate.start(plan)
+    calibration = observing.start(plan)
     args, kwargs = Toy(toy.module, toy.args).call(8)
-    calibrate.run(calibration, network, [Batch(args, kwargs, None, None)])
+    observing.run(calibration, network, [Batch(args, kwargs, None, None)])
     with torch.no_grad():
-        ours = quantized_network(plan.graph, calibrate.solution(calibration))(*args)
+        ours = quantized_network(plan.graph, observing.solution(calibration))(*args)
         theirs = network(*args)
     ours, theirs = (value if isinstance(value, tuple) else (value,) for value in (ours, theirs))
     for x, y in zip(theirs, ours, strict=True):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import quantizer
 from configs import document
 from quantizer.cli.main import run_command
-from quantizer.engine.results import open_results
 from quantizer.report import tables
 from quantizer.report.files import report_of
 from quantizer.report.page.page import SECTIONS, page
+from quantizer.results.folder import open_results
 
 ABSENT = ("outputs", "depth", "algorithms", "sensitivity", "config")
 """Sections of which a calibration alone has nothing to show."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from quantizer.engine.pass_loss import sentence
+from quantizer.evaluation.pass_loss import sentence
 from quantizer.report.page import figures
 from quantizer.report.page.charts import number
 from quantizer.report.page.html import Child, Markup, element, fragment

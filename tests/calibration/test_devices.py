@@ -1,0 +1,398 @@
+"""Everything on a second device as on the CPU: nothing is mixed, nothing large goes back. See
+`strict_device`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llamas import llama, saved, tokens
+from safetensors.torch import load_file
+from strict_device import STRICT, Transfer, recorded, tensor
+from torch import Tensor, nn
+from toys import Residual, shake
+
+from configs import document
+from quantizer import ModelQuantizer
+from quantizer.api.config import read_config
+from quantizer.calibration import steps
+from quantizer.calibration.events import Events
+from quantizer.calibration.job import Job
+from quantizer.calibration.target import TracedTarget
+from quantizer.cli.main import run_command
+from quantizer.evaluation.scores import Scores, score
+from quantizer.graph.ir import Graph
+from quantizer.graph.parameters import placed
+from quantizer.graph.trace import trace
+from quantizer.nn.network import Network
+from quantizer.results.calibrated import Calibrated, traced
+from quantizer.sources.data import Batches, load_batches
+from quantizer.sources.hugging_face import without_cache
+from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _python_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "tensor", tensor)
+
+
+def network(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return shake(Residual()).to(dtype)
+
+
+def language_model(dtype: torch.dtype) -> nn.Module:
+    # the attention of torch is another implementation on each device
+    return llama(attn_implementation="eager").to(dtype)
+
+
+def images(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 3, 8, 8, generator=generator).to(dtype) for _ in range(2)]
+
+
+MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., list[Any]]]] = {
+    "network": (network, images),
+    "language_model": (language_model, lambda dtype: tokens()),
+}
+
+
+@cache
+def graph_of(
+    model: str, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, Batches, Graph]:
+    """A model on a device, its data, and its trace there."""
+    build, data = MODELS[model]
+    module = build(dtype).to(device)
+    batches = load_batches(lambda: data(dtype), module=module)
+    with without_cache(module):
+        return module, batches, traced(module, next(iter(batches)).to(device))
+
+
+@dataclass
+class Run:
+    """What a calibration and a test found, and what went to the CPU meanwhile."""
+
+    found: dict[Any, Tensor]
+    scores: Scores
+    transfers: list[Transfer]
+
+
+def run(
+    model: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: Any,
+    finetune: str | None = None,
+    memory: int | None = None,
+) -> Run:
+    module, batches, graph = graph_of(model, dtype, device)
+    config = read_config(config).require()
+    with recorded() as transfers:
+        job = Job(
+            TracedTarget(graph),
+            config,
+            batches,
+            Events(),
+            fast_finetune=finetune,
+            memory=memory,
+        )
+        solution = steps.run(job)
+        scores = score(Calibrated(graph, config.settings, solution), module, batches, Events())
+    tensors = {
+        (*key, name): value
+        for key, own in solution.tensors.items()
+        for name in ("scale", "zero_point", "codes")
+        if (value := getattr(own, name)) is not None
+    }
+    tensors |= {
+        (name, key): value
+        for name, own in solution.weights.items()
+        for key, value in own.items()
+    }
+    return Run(
+        tensors | {(name, "correction"): each for name, each in solution.corrections.items()},
+        scores,
+        transfers,
+    )
+
+
+GROUPS = {
+    "dtype": "int4",
+    "observer_cls": "PerGroupMinMaxObserver",
+    "symmetric": True,
+    "scale_type": "float",
+    "round_method": "half_even",
+    "qscheme": "per_group",
+    "ch_axis": 1,
+    "group_size": 32,
+    "is_dynamic": False,
+}
+
+
+def algorithm(**settings: Any) -> dict[str, Any]:
+    return {
+        "global_quant_config": {"weight": GROUPS},
+        "exclude": ["kind:embedding"],
+        "algo_config": settings,
+    }
+
+
+POWERS = {"scale_type": "poweroftwo"}
+LAYERED: dict[str, Any] = {
+    "maxmin": document(overall={"symmetry": False}),
+    "percentile": document(overall={"method": "percentile", "percentage": 99.9}),
+    "mse": document(overall={"method": "mse"}),
+    "entropy": document(overall={"method": "entropy"}),
+    "diffs": document(overall={"method": "diffs"} | POWERS),
+    "channels": document(
+        tensor={"weights": {"per_channel": True}}, include_bias_corr=True, include_cle=True
+    ),
+}
+HIERARCHICAL: dict[str, Any] = {
+    "dynamic": "configs/dynamic_int8.json",
+    "smoothquant": "configs/smoothquant_int8.json",
+    "gptq": algorithm(name="gptq", desc_act=True, static_groups=True),
+    "gptq with open groups": algorithm(name="gptq", desc_act=False, static_groups=False),
+    "gptaq": algorithm(name="gptaq"),
+    "qronos": algorithm(name="qronos"),
+    "awq": algorithm(name="awq"),
+    "rotation": algorithm(name="rotation"),
+}
+
+
+GIVE_TO_THE_CPU = {
+    "algorithms/bias_correction.py:_correct",
+    "algorithms/bias_correction.py:observe",
+    "algorithms/fast_finetune.py:solve",
+    "algorithms/optimal_rounding.py:optimal_rounding",
+    "comparison/output_comparison.py:see",
+    "comparison/output_figures.py:_ends_along",
+    "graph/passes/equalization.py:__init__",
+    "nn/quantized_tensor.py:at",
+    "nn/quantized_tensor.py:encoded",
+    "numerics/histogram.py:of",
+    "observers/observed_batch.py:counted",
+    "observers/observed_batch.py:<genexpr>",
+}
+"""What moves more than single numbers: ranges, histograms, means and scales; what tells parts
+of outputs apart; which scale a column has, once for a layer; and weights, once, for their
+codes.
+"""
+SPILLS = "storage/deferred_tensor.py:bytes_of"
+"""What moves values beyond the budget of an activation store into files."""
+
+
+def same(config: Any, model: str, dtype: torch.dtype, finetune: str | None = None) -> None:
+    """Run on both devices and compare."""
+    ours, theirs = (run(model, dtype, device, config, finetune) for device in (STRICT, CPU))
+    assert ours.found.keys() == theirs.found.keys()
+    for key, value in ours.found.items():
+        assert torch.equal(value.cpu(), theirs.found[key]), key
+    assert ours.scores.metrics == theirs.scores.metrics
+    assert {each.place for each in ours.transfers if each.values > 1} <= GIVE_TO_THE_CPU
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LAYERED)
+def test_observers_and_passes(name: str, dtype: torch.dtype) -> None:
+    same(LAYERED[name], "network", dtype)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [*zip(["adaround", "adaquant"], DTYPES, strict=True)]
+)
+def test_fast_finetuning(mode: str, dtype: torch.dtype) -> None:
+    same(document(), "network", dtype, mode)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*zip(HIERARCHICAL, DTYPES * 4, strict=False)])
+def test_algorithms(name: str, dtype: torch.dtype) -> None:
+    same(HIERARCHICAL[name], "language_model", dtype)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptaq", "smoothquant"])
+def test_activations_beyond_the_budget_come_back_to_their_device(name: str) -> None:
+    ours = run("language_model", torch.bfloat16, STRICT, HIERARCHICAL[name], memory=1)
+    theirs = run("language_model", torch.bfloat16, CPU, HIERARCHICAL[name])
+    assert ours.found.keys() == theirs.found.keys()
+    assert all(torch.equal(value.cpu(), theirs.found[key]) for key, value in ours.found.items())
+    places = {each.place for each in ours.transfers if each.values > 1}
+    assert (SPILLS in places) == (name != "smoothquant"), (
+        "one pass over each batch keeps nothing"
+    )
+    assert places <= GIVE_TO_THE_CPU | {SPILLS}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*zip(HIERARCHICAL, DTYPES[::-1] * 4, strict=False)]
+)
+def test_algorithms_in_the_other_dtype(name: str, dtype: torch.dtype) -> None:
+    same(HIERARCHICAL[name], "language_model", dtype)
+
+
+NETWORK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.fc = nn.Conv2d(4, 8, 3), nn.Linear(8, 5)
+    def forward(self, x):
+        return self.fc(F.avg_pool2d(F.leaky_relu(F.hardswish(self.conv(x)), 0.1), 3).mean((2, 3)))
+
+model = Net
+"""
+
+
+def test_the_shell_writes_the_same_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With bias correction, the DPU's approximations and its integers, and test mode on the
+    other device.
+    """
+    model = tmp_path / "net.py"
+    model.write_text(NETWORK)
+    given = ["--model", str(model), "--data", "random:4x4x8x8", "-q"]
+    found = {}
+    for device in ("cpu", "strict"):
+        folder = [*given, "--output_dir", str(tmp_path / device), "--device", device]
+        assert run_command(["--quant_mode", "calib", *folder]) == 0
+        found[device] = json.loads((tmp_path / device / "quant_info.json").read_text())
+    assert found["strict"] == found["cpu"]  # with the checksums of the other files
+    reports = []
+    for device in ("cpu", "strict"):
+        capsys.readouterr()
+        folder = [*given, "--output_dir", str(tmp_path / "cpu"), "--device", device]
+        assert (
+            run_command(
+                ["--quant_mode", "test", "--exact", "--json", "--deploy", "pt2_float", *folder]
+            )
+            == 0
+        )
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0] == reports[1]
+
+
+def eight_tokens() -> list[dict[str, Tensor]]:
+    """Calibration data of the command line."""
+    return tokens()
+
+
+def test_weights_in_files_give_the_same_bytes(tmp_path: Path) -> None:
+    """The attention of torch is laid out in another way, so that numbers of modules are not
+    compared.
+    """
+    folder, found = saved(tmp_path / "model", language_model(torch.bfloat16)), []
+    (tmp_path / "config.json").write_text(
+        json.dumps({"global_quant_config": {"weight": GROUPS}})
+    )
+    for device in ("cpu", "strict"):
+        place = tmp_path / device
+        given = [
+            "--model",
+            str(folder),
+            "--config_file",
+            str(tmp_path / "config.json"),
+            "--device",
+            device,
+            "-q",
+        ]
+        given += ["--data", f"{__file__}:eight_tokens", "--output_dir", str(place)]
+        assert run_command(["--quant_mode", "calib", *given]) == 0
+        files = [
+            load_file(place / name) for name in ("weights.safetensors", "qparams.safetensors")
+        ]
+        found.append(sorted(bytes(bytes_of(each)) for file in files for each in file.values()))
+        assert "strict" not in (place / "LlamaForCausalLM.py").read_text()
+    assert found[0] == found[1]
+    assert run_command(["--quant_mode", "test", *given]) == 0
+
+
+def test_weights_in_files_are_rounded_as_those_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, found, ahead = saved(tmp_path / "model", llama()), [], list[Tensor]()
+    prefetch = DeferredTensor.prefetch
+    monkeypatch.setattr(
+        DeferredTensor, "prefetch", lambda tensor: ahead.append(tensor) or prefetch(tensor)
+    )
+    (tmp_path / "config.json").write_text(json.dumps(HIERARCHICAL["gptq"]))
+    made = tmp_path / "net.py"
+    made.write_text("from llamas import llama\n\nmodel = lambda: llama(use_cache=False)\n")
+    for model in (folder, f"{made}:model"):
+        given = [
+            "--model",
+            str(model),
+            "--config_file",
+            str(tmp_path / "config.json"),
+            "--device",
+            "strict",
+            "-q",
+        ]
+        given += [
+            "--data",
+            f"{__file__}:eight_tokens",
+            "--output_dir",
+            str(tmp_path / "results"),
+            "--overwrite",
+        ]
+        assert run_command(["--quant_mode", "calib", *given]) == 0
+        found.append(
+            json.loads((tmp_path / "results" / "quant_info.json").read_text())["header"][
+                "files"
+            ]
+        )
+    assert found[0] == found[1]
+    assert ahead and all(tensor.device == STRICT for tensor in ahead)
+
+
+def test_weights_that_are_deferred_stay_so_on_a_device() -> None:
+    """Each goes there when it is computed with, so that a model may be larger than the device's
+    memory.
+    """
+    layer = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+    weight, read = layer[0].weight.detach(), list[int]()
+    layer[0].weight = nn.Parameter(
+        DeferredTensor((3, 4), weight.dtype, lambda: read.append(1) or weight)
+    )  # type: ignore[func-returns-value]
+    x = torch.randn(2, 4)
+    wanted = layer(x)
+    read.clear()
+    placed(layer, STRICT)
+    assert not read
+    assert isinstance(layer[0].weight, DeferredTensor) and layer[0].weight.device == STRICT
+    graph = trace(layer, (x.to(STRICT),))
+    assert graph.device == STRICT and graph.is_deferred and not read
+    assert torch.equal(Network(graph)(x.to(STRICT)).cpu(), wanted) and len(read) == 1
+    assert torch.equal(placed(layer, CPU)(x), wanted)
+
+
+def test_a_model_in_place_keeps_all_it_has_on_its_device() -> None:
+    quantizer, data = ModelQuantizer("configs/static_fp8.json"), images(torch.float32)
+    found = [
+        quantizer.quantize_model(network(torch.float32).to(device), data)
+        for device in (STRICT, CPU)
+    ]
+    state, wanted = (model.state_dict() for model in found)
+    assert all(value.device == STRICT for value in state.values())
+    assert all(torch.equal(value.cpu(), wanted[name]) for name, value in state.items())
+    with recorded() as transfers:
+        output = found[0](data[0].to(STRICT))
+    assert torch.equal(output.cpu(), found[1](data[0]))
+    assert not transfers  # nothing waits for the device
