@@ -48,7 +48,7 @@ test-wheel:
 	$(PYTHON) -m pip wheel --disable-pip-version-check -q --no-deps -w dist/wheel .
 	$(PYTHON) -m venv dist/wheel/venv
 	env -u PYTHONPATH dist/wheel/venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt dist/wheel/*.whl
-	env -u PYTHONPATH dist/wheel/venv/bin/python tests/wheel.py
+	env -u PYTHONPATH dist/wheel/venv/bin/python tests/support/wheel.py
 
 # Edited configs, results, saved models and checkpoints, for so many seconds each; a finding is printed with the seed that replays it.
 SECONDS_EACH ?= 200

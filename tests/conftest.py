@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from deployments import Written
+    from support.deployments import Written
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
@@ -80,7 +80,7 @@ def _shared_traces() -> Iterator[None]:
     if "torch" not in sys.modules:
         yield
         return
-    from shared_traces import SharedTraces
+    from support.shared_traces import SharedTraces
 
     from quantizer.graph import trace
 
@@ -103,7 +103,7 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Written]:
     """By target and toy: its file, which is written once and must stay as it is."""
-    from deployments import written
+    from support.deployments import written
 
     folder = tmp_path_factory.mktemp("exported")
     return cache(lambda target, name: written(target, name, folder))

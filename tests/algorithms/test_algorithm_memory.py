@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rescaling import task_of
+from support.rescaling import task_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree

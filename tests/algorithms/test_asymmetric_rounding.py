@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from roundings import (
+from support.roundings import (
     CHANNELS,
     autoregressive,
     decaying,

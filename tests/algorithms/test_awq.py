@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rescaling import (
+from support.rescaling import (
     A8,
     CASES,
     FAMILIES,

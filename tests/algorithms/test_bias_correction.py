@@ -15,13 +15,13 @@ import pytest
 pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
 
 import torch
-from corrections import Corrected, corrected
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.configs import ROLES, config, document, layer
+from support.corrections import Corrected, corrected
+from support.toys import built, traced
 from torch import Tensor, nn
-from toys import built, traced
 
-from configs import ROLES, config, document, layer
 from quantizer.algorithms.bias_correction import ChannelMean
 from quantizer.calibration.solution import quantized_network
 from quantizer.errors import DataError

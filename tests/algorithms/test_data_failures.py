@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from rescaling import difference, task_of
+from support.rescaling import difference, task_of
 from torch import Tensor, nn
 
 from quantizer import Config, ModelQuantizer

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from rescaling import CASES, built, task_of
+from support.rescaling import CASES, built, task_of
 from torch import nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task

@@ -17,13 +17,13 @@ import pytest
 pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
 
 import torch
-from corrections import corrected
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.configs import config, document, layer
+from support.corrections import corrected
+from support.toys import built, traced
 from torch import Tensor, nn
-from toys import built, traced
 
-from configs import config, document, layer
 from quantizer.algorithms.fast_finetune import SOLVERS, FinetunedLayer
 from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround

@@ -15,7 +15,7 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from roundings import (
+from support.roundings import (
     CHANNELS,
     GROUPS,
     autoregressive,

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.configs import document
 from torch import Tensor, nn
 
-from configs import document
 from quantizer import Config, ModelQuantizer, calibrate
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.sources.data import load_batches

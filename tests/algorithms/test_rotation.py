@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from rescaling import difference, outputs, quantized_error, task_of
-from structures import IDS, Mixture, Mobile, pretrained
+from support.rescaling import difference, outputs, quantized_error, task_of
+from support.structures import IDS, Mixture, Mobile, pretrained
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded, Task, adjusted

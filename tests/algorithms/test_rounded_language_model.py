@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 import torch
-from character_model import HELD_OUT, TRAINED_ON, sequences, trained
-from roundings import CHANNELS, layer_names, task_of, to_nearest, weight_of
+from support.character_model import HELD_OUT, TRAINED_ON, sequences, trained
+from support.roundings import CHANNELS, layer_names, task_of, to_nearest, weight_of
 from torch.nn import functional as F
 
 from quantizer.algorithms.adjustment import Adjustment, adjusted

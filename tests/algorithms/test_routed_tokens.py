@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe import EXPERTS, calls, experts, matrices, mixture
+from support.moe import EXPERTS, calls, experts, matrices, mixture
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")

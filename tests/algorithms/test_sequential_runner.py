@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from deployments import deployment
+from support.deployments import deployment
+from support.toys import TOYS, built, leaves_equal, traced
 from torch import nn
-from toys import TOYS, built, leaves_equal, traced
 
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.sequential_runner import SequentialRunner

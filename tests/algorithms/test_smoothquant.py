@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rescaling import (
+from support.rescaling import (
     A8,
     CASES,
     W8,

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from runs import calibrate as at_the_shell
-from runs import check as check_at_the_shell
+from support.configs import document
+from support.runs import calibrate as at_the_shell
+from support.runs import check as check_at_the_shell
 from torch import Tensor, nn
 
 import quantizer
-from configs import document
 from quantizer import (
     CLEConfig,
     Config,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from llamas import llama, tokens
 from safetensors.torch import load_file
+from support.llamas import llama, tokens
 from torch import nn
 
 from quantizer import (

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from generated import imported
-from runs import ROOT
+from support.configs import document
+from support.generated import imported
+from support.runs import ROOT
 from torch import Tensor, nn
 
 import quantizer
-from configs import document
 from quantizer import ModelQuantizer
 from quantizer.errors import ResultError
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from api.specs import tiny_lm, tokens
+from support.toys import TOYS, built, traced
 from torch import nn
-from toys import TOYS, built, traced
 
 from quantizer.errors import ModelError
 from quantizer.graph.modules import left_out, module_graph

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from api.specs import TinyLM, per_token, quantized, same, spec, tiny_lm, tokens
+from support.configs import document
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from configs import document
 from quantizer import (
     CLEConfig,
     Config,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import imported
-from hierarchies import hierarchy
 from safetensors.torch import load_file
-from toys import built, leaves_equal, traced
+from support.generated import imported
+from support.hierarchies import hierarchy
+from support.toys import built, leaves_equal, traced
 
 from quantizer.api import storage
 from quantizer.calibration import fingerprint, observing

@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.configs import config, document
 from torch import Tensor, nn
 
-from configs import config, document
 from quantizer.algorithms.residual_stream import residuals
 from quantizer.config.model import Settings
 from quantizer.graph.axis_rules import MOVED, SAME, Commutes

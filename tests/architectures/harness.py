@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generated import imported
+from support.generated import imported
 from torch import nn
 from torch.utils import _pytree as pytree
 

@@ -13,7 +13,7 @@ import residual  # noqa: F401
 import sequences  # noqa: F401
 import torch
 from harness import CASES, traced
-from structures import changed_by_folding
+from support.structures import changed_by_folding
 
 from quantizer.config.model import Settings
 from quantizer.graph.find_structure import find_structure

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from generated import imported
+from support.configs import document
+from support.generated import imported
 from test_joins import (
     CPU,
     HIERARCHICAL,
@@ -31,7 +32,6 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import quantizer
-from configs import document
 from quantizer.cli.main import run_command
 
 FACTORS = torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0, 0.5, 2.0]).view(1, 7, 1, 1)

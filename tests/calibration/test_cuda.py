@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import document
 from test_devices import CPU, HIERARCHICAL, LAYERED, run
-
-from configs import document
 
 CUDA = torch.device("cuda:0")
 TOLERANCE = 1e-5

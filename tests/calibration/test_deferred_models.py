@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from llamas import llama, saved, tokens
+from support.llamas import llama, saved, tokens
 from torch import Tensor
 
 from quantizer.cli.main import run_command

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from llamas import llama, saved, tokens
 from safetensors.torch import load_file
-from strict_device import STRICT, Transfer, recorded, tensor
+from support.configs import document
+from support.llamas import llama, saved, tokens
+from support.strict_device import STRICT, Transfer, recorded, tensor
+from support.toys import Residual, shake
 from torch import Tensor, nn
-from toys import Residual, shake
 
-from configs import document
 from quantizer import ModelQuantizer
 from quantizer.api.config import read_config
 from quantizer.calibration import steps

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import document
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quantizer
-from configs import document
 from quantizer.calibration import faithful
 from quantizer.cli.main import run_command
 from quantizer.errors import ModelError

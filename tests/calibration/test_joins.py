@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import document, layer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import quantizer
-from configs import document, layer
 from quantizer.calibration.joins import decided_again
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError

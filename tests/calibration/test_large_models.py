@@ -1,7 +1,7 @@
 """The real proof: 3.2 billion parameters in bfloat16, 6.4 GB in shards, are quantized in 4 GB
 of memory.
 
-`pytest -m large tests/engine/test_large_models.py`: an hour and 15 GB of disk.
+`pytest -m large tests/calibration/test_large_models.py`: an hour and 15 GB of disk.
 LARGE_LLAMA_LAYERS=1 makes a model of one layer instead of 28, which takes as much memory, in
 minutes.
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import calibrate
+from support.runs import calibrate
 
 
 @pytest.fixture(scope="session")

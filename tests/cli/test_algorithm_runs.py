@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_ins
 import torch
-from runs import ROOT, calibrate, check
+from support import stand_ins
+from support.configs import document
+from support.runs import ROOT, calibrate, check
 
-from configs import document
 from quantizer import GPTQConfig, SmoothQuantConfig
 from quantizer.calibration.events import Stage
 from quantizer.cli.main import run_command

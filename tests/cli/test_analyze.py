@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import document, layer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from configs import document, layer
 from quantizer.cli.main import run_command
 
 NETWORK = """

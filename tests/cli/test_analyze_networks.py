@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import DIGITS, ROOT
+from support.runs import DIGITS, ROOT
 from test_analyze import plan_of
 
 from quantizer.cli.main import run_command

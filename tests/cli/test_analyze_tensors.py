@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import document
 from test_ranks import MODEL
 
-from configs import document
 from quantizer.calibration import steps
 from quantizer.calibration.job import Job
 from quantizer.calibration.solution import quantized_network

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import imported
-from runs import calibrate, check
 from safetensors.torch import load_file
+from support.configs import document
+from support.generated import imported
+from support.runs import calibrate, check
 
-from configs import document
 from quantizer.algorithms import bias_correction
 from quantizer.algorithms.bias_correction import ChannelMean
 from quantizer.storage.opened_files import json_digest

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.configs import document, layer
 from test_ranks import MODEL, calib
 
-from configs import document, layer
 from quantizer.cli.main import run_command
 
 Capture = pytest.CaptureFixture[str]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import calibrate, check
+from support.configs import document, layer
+from support.runs import calibrate, check
 
-from configs import document, layer
 from quantizer.cli.main import run_command
 
 Capture = pytest.CaptureFixture[str]

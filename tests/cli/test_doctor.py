@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.configs import document
 
-from configs import document
 from quantizer.cli.main import run_command
 
 Capture = pytest.CaptureFixture[str]

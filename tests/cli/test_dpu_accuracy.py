@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import ROOT, calibrate, check
+from support.runs import ROOT, calibrate, check
 
 import quantizer
 from quantizer.cli.main import run_command

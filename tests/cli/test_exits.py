@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from runs import calibrate, check
+from support.configs import document
+from support.runs import calibrate, check
 from torch import nn
 
 import quantizer
-from configs import document
 from quantizer import Config, ModelQuantizer
 from quantizer.cli.main import run_command
 from quantizer.errors import DataError, ModelError, QuantizerError

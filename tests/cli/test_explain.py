@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.configs import document
 
-from configs import document
 from quantizer.cli.main import run_command
 from quantizer.cli.options import Options
 from quantizer.config.algorithms import entry_kinds

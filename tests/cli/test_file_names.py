@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import imported
 from safetensors.torch import save
+from support.configs import document
+from support.generated import imported
 
-from configs import document
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
 from quantizer.storage.files import read_json, write_json

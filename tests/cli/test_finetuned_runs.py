@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, calibrate, check
 from safetensors.torch import load_file
+from support.configs import document
+from support.runs import ROOT, calibrate, check
 
-from configs import document
 from quantizer.calibration.events import Stage
 from quantizer.cli.main import run_command
 from quantizer.results import checkpoint

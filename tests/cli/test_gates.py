@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import calibrate, check
+from support.runs import calibrate, check
 
 from quantizer.cli.gates import MEASURED, names_in_test, parse_gate
 from quantizer.cli.main import run_command

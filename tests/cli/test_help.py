@@ -9,7 +9,7 @@ import sys
 
 import click
 import pytest
-from without_torch import BLOCKED
+from support.without_torch import BLOCKED
 
 from quantizer.cli.main import COMMANDS, cli, run_command
 

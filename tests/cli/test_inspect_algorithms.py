@@ -43,7 +43,7 @@ def calibration_data():
 """
 BUILT = """
 import torch
-from structures import Mixture, Mobile, pretrained
+from support.structures import Mixture, Mobile, pretrained
 
 KINDS = {"Mixture": (Mixture, (2, 5, 16)), "Mobile": (Mobile, (2, 3, 16, 16))}
 

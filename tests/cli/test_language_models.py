@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT
 from safetensors.torch import load_file, save_file
+from support.runs import ROOT
 
 from quantizer.cli.main import run_command
 

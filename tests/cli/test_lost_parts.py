@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import calibrate, check
+from support.runs import calibrate, check
 
 from quantizer.cli.main import run_command
 

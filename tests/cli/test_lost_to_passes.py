@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import calibrate, check
+from support.runs import calibrate, check
 from torch import Tensor, nn
 
 import quantizer

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import calibrate, check
+from support.runs import calibrate, check
 from torch import nn
 
 import quantizer

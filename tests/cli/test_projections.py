@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from support.runs import ROOT
 
 MODEL = """
 import warnings

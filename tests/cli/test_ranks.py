@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from forked import run_ranks
+from support.configs import document, layer
+from support.forked import run_ranks
 
-from configs import document, layer
 from quantizer.calibration.events import Stage
 from quantizer.cli.main import run_command
 from quantizer.observers import Observer

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import calibrate, check
+from support.configs import document
+from support.runs import calibrate, check
 
-from configs import document
 from quantizer.calibration import finetuning
 from quantizer.errors import DataError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import calibrate, check
+from support.runs import calibrate, check
 
 from quantizer.results.result_set import locked
 

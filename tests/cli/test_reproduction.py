@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import ROOT
 from safetensors.torch import save_file
+from support.configs import document
+from support.runs import ROOT
 
 import quantizer
-from configs import document
 from quantizer.cli.main import run_command
 from quantizer.cli.options import RUN, Options, word_of
 from quantizer.cli.reproduction import CHANGES_NOTHING, ONLY_CHECKED, words_of

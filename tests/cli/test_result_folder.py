@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import calibrate, check
+from support.runs import calibrate, check
 
 import quantizer
 from quantizer import Config, ModelQuantizer

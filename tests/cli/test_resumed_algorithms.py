@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import calibrate
+from support.configs import document
+from support.runs import calibrate
 from torch import Tensor
 
-from configs import document
 from quantizer.calibration.events import Stage
 from quantizer.cli.main import run_command
 from quantizer.config.algorithms import ALGORITHMS

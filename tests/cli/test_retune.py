@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import document, layer
 from test_ranks import MODEL, calib, config_file, differing
 from torch import nn
 
 import quantizer
-from configs import document, layer
 from quantizer import (
     Config,
     Dtype,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import DIGITS, EXAMPLE, ROOT, calibrate, check
+from support.runs import DIGITS, EXAMPLE, ROOT, calibrate, check
 
 from quantizer.cli.main import run_command
 

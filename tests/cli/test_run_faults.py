@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import DIGITS, EXAMPLE, calibrate, check
+from support.runs import DIGITS, EXAMPLE, calibrate, check
 from torch import Tensor
 
 import quantizer

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import calibrate, check
 from safetensors.torch import load_file
+from support.configs import document
+from support.runs import calibrate, check
 from torch import Tensor, nn
 
-from configs import document
 from quantizer.cli.main import run_command
 
 LIMIT = 300  # bytes; all have some more

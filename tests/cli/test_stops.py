@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from crashes import killed_at_each
+from support.crashes import killed_at_each
 
 from quantizer.cli.main import run_command
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from runs import ROOT, calibrate
+from support.runs import ROOT, calibrate
 
 from quantizer.cli.main import run_command
 from quantizer.cli.streams import Outlet

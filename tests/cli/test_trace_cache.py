@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import DIGITS, ROOT
+from support.runs import DIGITS, ROOT
 
 from quantizer.cli import trace_cache
 from quantizer.cli.main import run_command

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import calibrate, check
+from support.runs import calibrate, check
 
 from quantizer.cli.main import run_command
 

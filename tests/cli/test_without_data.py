@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ROOT, calibrate
+from support.runs import ROOT, calibrate
 
 MODEL = """
 import torch

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from without_torch import BLOCK, BLOCKED
+from support.without_torch import BLOCK, BLOCKED
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LIGHT = [

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.configs import document
 
-from configs import document
 from quantizer import Config, Dtype, QuantizationConfig, QuantizationSpec
 from quantizer.config.algorithm_settings import algorithm
 from quantizer.config.algorithm_words import written

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import SETTINGS, document, layer
+from support.toys import traced
 from torch import Tensor, nn
-from toys import traced
 
-from configs import SETTINGS, document, layer
 from quantizer.cli.main import run_command
 from quantizer.config.convert import WEIGHTED, WRITERS, Converted, converted
 from quantizer.config.diagnostics import Diagnostic

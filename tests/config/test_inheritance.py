@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from toys import traced
+from support.toys import traced
 
 from quantizer.config.document import Text
 from quantizer.config.load import LoadResult, check_document

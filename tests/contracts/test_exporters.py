@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from deployments import FILES, Written
-from toys import built
+from support.deployments import FILES, Written
+from support.toys import built
 
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS, Exporter, export, require_extras

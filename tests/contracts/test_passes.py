@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import config, document, layer
+from support.toys import TOYS, built, leaves_equal, shake, traced
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-from toys import TOYS, built, leaves_equal, shake, traced
 
-from configs import config, document, layer
 from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import PASSES, load_pass, run_passes

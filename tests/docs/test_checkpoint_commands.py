@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from documented import Commands
+from support.documented import Commands
 
 from quantizer.export import EXPORTERS
 

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from printed import is_printed
+from support.printed import is_printed
 
 from quantizer.cli.main import run_command
 from quantizer.config.aliases import KEYS, TYPES, VALUES

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from documented import Commands
-from runs import ROOT
+from support.documented import Commands
+from support.runs import ROOT
 
 from quantizer.export import EXPORTERS
 

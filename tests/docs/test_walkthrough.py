@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from llamas import llama, saved
+from support.llamas import llama, saved
 
 from quantizer.cli.main import run_command
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from printed import is_printed
+from support.printed import is_printed
 
 from quantizer.config.pages import example_names
 

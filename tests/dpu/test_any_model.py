@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 import torch
-from toys import TOYS, built, traced
+from support.toys import TOYS, built, traced
 
 from quantizer.calibration import observing
 from quantizer.calibration.steps import aligned

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from dpu_networks import Applied, example
-from generated import imported
+from support.dpu_networks import Applied, example
+from support.generated import imported
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from dpu_networks import NETWORKS, Applied, batches, calibrated, example, planned, solved
+from support.dpu_networks import (
+    NETWORKS,
+    Applied,
+    batches,
+    calibrated,
+    example,
+    planned,
+    solved,
+)
 from torch import nn
 
 from quantizer.calibration.solution import Solution, quantized_network

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
 
 import torch
-from dpu_networks import NETWORKS, Applied, Joined
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.dpu_networks import NETWORKS, Applied, Joined
 from torch import nn
 from torch.nn import functional as F
 

@@ -14,7 +14,7 @@ pytest.importorskip(
     "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
 )
 
-from runs import DIGITS, ROOT, calibrate, check
+from support.runs import DIGITS, ROOT, calibrate, check
 
 from quantizer.cli.main import run_command
 

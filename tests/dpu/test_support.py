@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from dpu_networks import Applied, Joined, example, planned
-from runs import DIGITS
+from support.dpu_networks import Applied, Joined, example, planned
+from support.runs import DIGITS
 from torch import Tensor, nn
 from torch.ao.quantization import DeQuantStub, QuantStub
 from torch.nn import functional as F

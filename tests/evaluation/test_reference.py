@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from forked import run_ranks
-from runs import calibrate, check
+from support.configs import document
+from support.forked import run_ranks
+from support.runs import calibrate, check
 from torch import Tensor, nn
 
 import quantizer
-from configs import document
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
 from quantizer.results.write import write_info

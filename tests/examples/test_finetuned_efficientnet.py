@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from support.runs import ROOT
 
 from quantizer.cli.main import run_command
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from support.runs import ROOT
 
 from quantizer.cli.main import run_command
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import ROOT
+from support.runs import ROOT
 
 from quantizer import Config, ModelQuantizer
 from quantizer.cli.main import run_command

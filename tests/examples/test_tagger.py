@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import ROOT, calibrate, check
+from support.runs import ROOT, calibrate, check
 
 TAGGER = str(ROOT / "examples" / "tagger.py")
 INT8 = str(ROOT / "configs" / "cpu_int8.json")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deployments import fitted
+from support.deployments import fitted
 
 from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from llamas import llama, saved, tokens
 from safetensors.torch import load_file
+from support.llamas import llama, saved, tokens
 
 import quantizer
 from quantizer.api.result import Result

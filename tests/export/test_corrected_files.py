@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deployments import FILES, calibrated, deployment, fitted
+from support.deployments import FILES, calibrated, deployment, fitted
 from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution

@@ -18,8 +18,8 @@ from torch import Tensor
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
-from gguf_templates import template
-from llamas import llama
+from support.gguf_templates import template
+from support.llamas import llama
 
 from quantizer.errors import UsageError
 from quantizer.export.gguf_template import outline_of

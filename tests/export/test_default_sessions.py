@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from generated import imported
-from runs import ROOT, calibrate
+from support.generated import imported
+from support.runs import ROOT, calibrate
 from torch import Tensor
 
 from quantizer.cli.main import run_command

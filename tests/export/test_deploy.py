@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from deployments import FILES
-from runs import calibrate, check
+from support.deployments import FILES
+from support.runs import calibrate, check
 
 from quantizer.errors import UsageError, VerificationError
 from quantizer.export import EXPORTERS

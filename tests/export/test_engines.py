@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from runs import ROOT
+from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
 

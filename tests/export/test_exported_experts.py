@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from moe import EXPERTS, IDS, calls, mixture
 from safetensors.torch import load_file
+from support.moe import EXPERTS, IDS, calls, mixture
 from torch import Tensor, nn
 
 import quantizer

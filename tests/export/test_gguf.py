@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from llamas import SIZES, llama, tokens
-from runs import ROOT
+from support.llamas import SIZES, llama, tokens
+from support.runs import ROOT
 
 import quantizer
 from quantizer.api.result import Result
@@ -26,7 +26,7 @@ for package in EXPORTERS["gguf"].needs:
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")
 import gguf
 import transformers
-from gguf_templates import template
+from support.gguf_templates import template
 
 from quantizer.export.gguf_file import Arrangement
 
@@ -46,7 +46,7 @@ CHANNEL: Spec = {
 }
 TENSOR: Spec = {"qscheme": "per_tensor", "observer_cls": "PerTensorMinMaxObserver"}
 NET = """
-from llamas import llama, tokens as calibration_data
+from support.llamas import llama, tokens as calibration_data
 
 def model():
     return llama(use_cache=False)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from llamas import VOCABULARY, llama, tokens
-from runs import ROOT
+from support.llamas import VOCABULARY, llama, tokens
+from support.runs import ROOT
 from torch import Tensor, nn
 
 import quantizer
@@ -22,7 +22,7 @@ xllamacpp = pytest.importorskip(
     "xllamacpp", reason="needs xllamacpp, the CPU binding of llama.cpp"
 )
 import transformers
-from gguf_templates import template
+from support.gguf_templates import template
 
 IDS = [1, 5, 9, 13, 17, 21, 33, 40]
 

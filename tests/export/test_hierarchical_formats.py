@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from deployments import FILES
-from hierarchies import Fields, hierarchy
 from safetensors import safe_open
+from support.deployments import FILES
+from support.hierarchies import Fields, hierarchy
+from support.toys import built, traced
 from torch import Tensor, nn
-from toys import built, traced
 
 from quantizer.calibration import observing
 from quantizer.config.model import Config

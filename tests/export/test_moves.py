@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import imported
+from support.configs import document
+from support.generated import imported
 from torch import Tensor, nn
 
 import quantizer
-from configs import document
 from quantizer.plan.resolve import NO_RULES
 
 pytestmark = pytest.mark.slow

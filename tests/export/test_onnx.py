@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from deployments import Written, deployment, fitted
+from support.deployments import Written, deployment, fitted
 from torch import Tensor, nn
 
 onnx = pytest.importorskip("onnx", reason="the ONNX target needs it (extra: onnx)")
 ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
-from toys import built
+from support.toys import built
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from deployments import fitted
+from support.deployments import fitted
 from torch import Tensor, nn
 from torch.nn import functional as F
 

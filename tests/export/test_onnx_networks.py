@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from runs import ROOT
+from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import document
 from torch import Tensor, nn
 
 import quantizer
-from configs import document
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from deployments import fitted
-from runs import ROOT
+from support.deployments import fitted
+from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
 

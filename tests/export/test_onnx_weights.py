@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import document
 from torch import Tensor, nn
 
 import quantizer
-from configs import document
 from quantizer.errors import VerificationError
 
 onnx = pytest.importorskip("onnx", reason="files are read with it (extra: onnx)")

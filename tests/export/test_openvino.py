@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import ROOT, calibrate, check
+from support.runs import ROOT, calibrate, check
 
 ov = pytest.importorskip("openvino", reason="the consumer (extra: openvino)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
@@ -18,7 +18,7 @@ pytest.importorskip(
     "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
 )
 
-from generated import imported
+from support.generated import imported
 
 from quantizer.sources.models import load_model
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from deployments import Written, fitted
+from support.deployments import Written, fitted
+from support.toys import built
 from torch import nn
-from toys import built
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from encoders import POSITIONS, Encoder, sentences
-from generated import imported
-from llamas import VOCABULARY, llama
-from runs import ROOT
+from support.encoders import POSITIONS, Encoder, sentences
+from support.generated import imported
+from support.llamas import VOCABULARY, llama
+from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from deployments import ACTIVATION, WEIGHTS, Written, calibrated, fitted
-from runs import ROOT, check
+from support.deployments import ACTIVATION, WEIGHTS, Written, calibrated, fitted
+from support.runs import ROOT, check
+from support.toys import built
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from toys import built
 
 import quantizer
 from quantizer.calibration.solution import Solution

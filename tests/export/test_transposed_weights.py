@@ -15,9 +15,9 @@ pytest.importorskip("onnxruntime", reason="files are verified with it (extra: on
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
 import onnx
+from support.configs import document
 
 import quantizer
-from configs import document
 
 SIZES = ((6, 6, 6), (3, 6, 3), (12, 6, 6), (4, 6, 2))
 """Inputs, outputs and groups of each branch."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT
+from support.runs import ROOT
 from torch import nn
 
 import quantizer

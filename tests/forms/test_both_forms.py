@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import DIGITS, calibrate, check
-from toys import traced
+from support.configs import config, document, layer
+from support.runs import DIGITS, calibrate, check
+from support.toys import traced
 
-from configs import config, document, layer
 from quantizer.graph.passes import run_passes
 from quantizer.plan.resolve import resolve
 

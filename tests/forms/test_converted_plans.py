@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
 
-import drawn_configs
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from toys import traced
+from support import drawn_configs
+from support.toys import traced
 
 from quantizer.config.convert import Converted, converted
 from quantizer.config.document import Document

@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from crashes import killed_at_each
 from fuzz.edits import edit_tensors, edited
 from fuzz.results import CONFIGS, MODEL, quietly
 from fuzz.search import search
+from support.crashes import killed_at_each
 
 from quantizer.results import checkpoint
 

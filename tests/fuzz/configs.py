@@ -16,13 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import drawn_configs
 from fuzz.edits import HOSTILE, edited
 from fuzz.results import quietly
 from fuzz.search import search
+from support import drawn_configs
 
 MODEL = """
-from toys import built
+from support.toys import built
 
 def model():
     return built("residual").module

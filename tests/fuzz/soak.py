@@ -24,12 +24,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from crashes import killed_at
-from drawn_configs import hierarchical, layered
 from fuzz.graphs import model_file
 from fuzz.results import quietly
 from fuzz.search import search
-from generated import imported
+from support.crashes import killed_at
+from support.drawn_configs import hierarchical, layered
+from support.generated import imported
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT
+from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, weight_norm

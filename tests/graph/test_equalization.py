@@ -16,9 +16,9 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.toys import shake
 from torch import Tensor, nn
 from torch.nn import functional as F
-from toys import shake
 
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.toys import TOYS, Residual, built, traced
 from torch import nn
-from toys import TOYS, Residual, built, traced
 
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph

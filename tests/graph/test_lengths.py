@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from encoders import POSITIONS, Encoder, sentences
-from llamas import VOCABULARY, llama
+from support.encoders import POSITIONS, Encoder, sentences
+from support.llamas import VOCABULARY, llama
 from torch import Tensor, nn
 
 from quantizer.errors import DataError

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import config, document
+from support.toys import traced
 from torch import Tensor, nn
-from toys import traced
 
-from configs import config, document
 from quantizer.config.model import Settings
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace

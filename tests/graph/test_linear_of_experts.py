@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from moe import EXPERTS, FAMILIES, IDS, experts, matrices, mixture
+from support.moe import EXPERTS, FAMILIES, IDS, experts, matrices, mixture
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")

@@ -5,7 +5,7 @@ config takes.
 from __future__ import annotations
 
 import pytest
-from toys import traced
+from support.toys import traced
 
 from quantizer.config.model import Selector, Settings
 from quantizer.graph.ir import Graph, Node

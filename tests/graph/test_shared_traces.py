@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from shared_traces import SharedTraces
-from toys import TOYS, built, traced
+from support.shared_traces import SharedTraces
+from support.toys import TOYS, built, traced
 
 from quantizer.graph import trace as tracing
 from quantizer.nn.network import Network

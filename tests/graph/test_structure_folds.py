@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from structures import PIXELS, Mixture, Mobile, changed_by_folding, modules_of, prepared
+from support.structures import PIXELS, Mixture, Mobile, changed_by_folding, modules_of, prepared
 from torch import Tensor, nn
 
 from quantizer.graph.find_structure import find_structure

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from structures import Mixture, modules_of, prepared
+from support.structures import Mixture, modules_of, prepared
 from torch import Tensor, nn
 
 from quantizer.config.diagnostics import ConfigError, Place

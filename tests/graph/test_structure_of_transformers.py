@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from structures import CONFIGS, changed_by_folding, modules_of, prepared, pretrained
+from support.structures import CONFIGS, changed_by_folding, modules_of, prepared, pretrained
 
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph

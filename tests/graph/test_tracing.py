@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.toys import TOYS, Residual, built, leaves_equal, traced
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from toys import TOYS, Residual, built, leaves_equal, traced
 
 from quantizer.errors import DataError, ModelError
 from quantizer.graph.trace import quiet, trace

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import ROOT, calibrate
+from support.runs import ROOT, calibrate
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from generated import imported
-from moe import EXPERTS, calls, experts, matrices, mixture
+from support.generated import imported
+from support.moe import EXPERTS, calls, experts, matrices, mixture
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from generated import imported
-from hierarchies import Fields, hierarchy
-from toys import TOYS, built, leaves_equal, traced
+from support.configs import config, document, layer
+from support.generated import imported
+from support.hierarchies import Fields, hierarchy
+from support.toys import TOYS, built, leaves_equal, traced
 
-from configs import config, document, layer
 from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Config

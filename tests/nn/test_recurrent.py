@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import TOYS, Toy, built, traced
+from support.configs import config, document, layer
+from support.toys import TOYS, Toy, built, traced
 
-from configs import config, document, layer
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Settings

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import traced
+from support.configs import OVERALL, ROLES, config, document, layer
+from support.toys import traced
 
-from configs import OVERALL, ROLES, config, document, layer
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.load import load_config
 from quantizer.config.resources import load_resource

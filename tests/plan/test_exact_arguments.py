@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import ROOT
+from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
 

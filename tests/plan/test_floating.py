@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from runs import ROOT
+from support.runs import ROOT
+from support.toys import traced
 from torch import Tensor, nn
 from torch.nn import functional as F
-from toys import traced
 
 import quantizer
 from quantizer.graph.trace import trace

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.toys import TOYS, traced
 from torch import Tensor, nn
 from torch.nn import functional as F
-from toys import TOYS, traced
 
 from quantizer.graph.trace import trace
 from quantizer.plan.floating import multiplied

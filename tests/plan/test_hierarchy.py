@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hierarchies import Fields, hierarchy
+from support.hierarchies import Fields, hierarchy
+from support.toys import traced
 from torch import Tensor, nn
-from toys import traced
 
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config, QuantizationSpec, Settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toys import traced
+from support.toys import traced
 
 from quantizer.config.model import Config, ConfigRule, Selector, Settings
 from quantizer.graph.passes import run_passes
@@ -125,7 +125,7 @@ TYPES = [
     ("torch.nn.ReLU", "residual", 5),
     ("torch.add", "residual", 2),
     ("add", "residual", 2),
-    ("toys.Block", "residual", 10),
+    ("support.toys.Block", "residual", 10),
     ("Block", "residual", 10),
     ("torch.nn.Linear", "residual", 1),
     ("Linear", "tied", 1),

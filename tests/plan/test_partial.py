@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import config, document, layer
+from support.toys import built, traced
 from torch import Tensor, nn
-from toys import built, traced
 
-from configs import config, document, layer
 from quantizer.config.model import Settings
 from quantizer.graph.emit import emit
 from quantizer.graph.passes import run_passes

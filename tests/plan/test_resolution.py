@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import traced
+from support.configs import config, document, layer
+from support.toys import traced
 
-from configs import config, document, layer
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import (
     Config,

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import document
 from torch import Tensor, nn
 
 import quantizer
-from configs import document
 from quantizer.cli.main import run_command
 from quantizer.report import tables
 from quantizer.report.files import report_of

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import document
 from torch import Tensor, nn
 
 import quantizer
-from configs import document
 from quantizer.api.report import Report
 from quantizer.api.result import Result
 from quantizer.cli.main import run_command

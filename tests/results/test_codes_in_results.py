@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from generated import imported
-from hierarchies import hierarchy
 from safetensors.torch import load_file
+from support.generated import imported
+from support.hierarchies import hierarchy
+from support.toys import built, leaves_equal, traced
 from torch import Tensor
-from toys import built, leaves_equal, traced
 
 from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.observing import Calibration

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hierarchies import Fields, hierarchy
 from safetensors.torch import load_file
-from toys import built, traced
+from support.hierarchies import Fields, hierarchy
+from support.toys import built, traced
 
 from quantizer.algorithms.bias_correction import correct_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner

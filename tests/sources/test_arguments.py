@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.configs import document
 from torch import Tensor, nn
 
 import quantizer
-from configs import document
 from quantizer.cli.main import run_command
 from quantizer.errors import DataError
 from quantizer.sources.data import load_batches

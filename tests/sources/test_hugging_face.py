@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 import pytest
-from llamas import llama, saved
 from safetensors.torch import load_file, save_file
+from support.llamas import llama, saved
 
 from quantizer.cli.main import run_command
 from quantizer.errors import DataError, ModelError

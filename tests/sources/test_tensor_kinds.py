@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import document
 from torch import Tensor, nn
 
-from configs import document
 from quantizer import Config, ModelQuantizer, calibrate
 from quantizer.errors import DataError, ModelError
 from quantizer.sources.data import load_batches

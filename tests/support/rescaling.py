@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from structures import Mixture, Mobile, prepared, pretrained
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -22,6 +21,7 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.observers import Observer
 from quantizer.sources.batches import Batch
+from support.structures import Mixture, Mobile, prepared, pretrained
 
 W8 = QuantizationSpec(qscheme="per_channel", ch_axis=0)
 A8 = QuantizationSpec()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from toys import built, traced
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
@@ -22,6 +21,7 @@ from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.qparams import IntegerRange, qparams_from_range
+from support.toys import built, traced
 
 FILES = [target for target, row in EXPORTERS.items() if not row.for_transformers]
 """The targets of `--deploy` that take any network; others take models of transformers."""

@@ -6,9 +6,8 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from runs import ROOT
-
 from quantizer.cli.main import run_command
+from support.runs import ROOT
 
 
 @dataclass(frozen=True)

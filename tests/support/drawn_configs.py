@@ -7,9 +7,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from configs import SETTINGS
 from quantizer.config.algorithm_settings import settings_of
 from quantizer.config.algorithms import ALGORITHMS
+from support.configs import SETTINGS
 
 Drawn = dict[str, Any]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quantizer.cli.main import run_command
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "examples" / "digits.py")
 EXAMPLE = str(ROOT / "configs" / "example.json")
 

@@ -1,5 +1,5 @@
 """A small trained language model: characters of Python sources. `python
-tests/character_model.py` trains it again.
+tests/support/character_model.py` trains it again.
 
 The weights are stored as float16, beside this file; the text is what every Python brings along.
 """
