@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.config.algorithm_schema import form_schema
-from quantizer.config.layered import FIELDS
+from quantizer.config.forms.layered import FIELDS
 from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.pages import key_names, key_page, rules_page
 

@@ -41,7 +41,13 @@ if TYPE_CHECKING:
         RotationConfig,
         SmoothQuantConfig,
     )
-    from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
+    from quantizer.config.forms.types import (
+        DeviceType,
+        Dtype,
+        QSchemeType,
+        RoundType,
+        ScaleType,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -76,7 +82,7 @@ __all__ = [
     "load",
 ]  # not nn: a star import must not hide torch.nn
 _HOMES = (
-    "quantizer.config.types",
+    "quantizer.config.forms.types",
     "quantizer.api.observers",
     "quantizer.config.algorithms",
     "quantizer.api.config",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.column_scales import group_size
+from quantizer.algorithms.gptq.column_scales import group_size
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec

@@ -16,7 +16,7 @@ from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner, watching
-from quantizer.config.hierarchical_spec import usual_symmetric_scale
+from quantizer.config.forms.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.graph.parameters import set_parameter

@@ -19,11 +19,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from quantizer.api.observers import OBSERVERS, ObserverBase
 from quantizer.config.algorithm_settings import AlgoConfig, PreQuantOptConfig
 from quantizer.config.algorithms import entry_kinds
-from quantizer.config.aliases import canonical
-from quantizer.config.document import Document
+from quantizer.config.document.document import Document
+from quantizer.config.forms.aliases import canonical
+from quantizer.config.forms.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.load import LoadResult, check_document, default_config, load_config
 from quantizer.config.typed_fields import check, checked
-from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.storage.atomic_write import replace_file

@@ -17,7 +17,7 @@ from quantizer.calibration.module_target import ModuleTarget
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_modules import export_modules
+from quantizer.export.compressed_tensors.modules import export_modules
 from quantizer.nn.inplace import check_float
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.sources.arguments import arguments_of

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.model import Config, QuantizationSpec
-from quantizer.config.resolved import resolved_document
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key, Plan
 from quantizer.storage.deferred_tensor import bytes_of

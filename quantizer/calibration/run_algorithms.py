@@ -30,8 +30,8 @@ from quantizer.calibration.snapshots import (
     value_of,
 )
 from quantizer.calibration.target import AlgorithmScope
-from quantizer.config.algorithm_words import written
 from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.forms.algorithm_words import written
 from quantizer.config.model import Algorithm
 from quantizer.config.wording import shortened
 from quantizer.errors import ModelError

@@ -25,10 +25,10 @@ from quantizer.cli.render import say
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.document import Document
+from quantizer.config.document.document import Document
+from quantizer.config.forms.weight_widths import patched
 from quantizer.config.load import check_document
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
-from quantizer.config.weight_widths import patched
 from quantizer.errors import UsageError
 from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation

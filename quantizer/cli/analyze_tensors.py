@@ -27,8 +27,8 @@ from quantizer.cli.gates import (
 )
 from quantizer.cli.options import Options
 from quantizer.cli.session import ReadConfig
-from quantizer.config.document import Document
-from quantizer.config.left_float import with_float
+from quantizer.config.document.document import Document
+from quantizer.config.forms.left_float import with_float
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
 from quantizer.errors import GateError

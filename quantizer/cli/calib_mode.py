@@ -17,7 +17,7 @@ from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import show_layers
 from quantizer.config.diagnostics import pointing_into
-from quantizer.config.resolved import resolved_document
+from quantizer.config.forms.resolved import resolved_document
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.export import planned_refusals, refuse
 from quantizer.plan.remarks import left_parameters, share_left

@@ -9,9 +9,9 @@ import click
 from quantizer.cli.options import command, output_option, write_text
 from quantizer.cli.places import Place
 from quantizer.cli.render import print_diagnostics
-from quantizer.config.convert import WRITERS, converted
+from quantizer.config.conversion.convert import WRITERS, converted
 from quantizer.config.diagnostics import by_place
-from quantizer.config.form import Form
+from quantizer.config.forms.form import Form
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
 

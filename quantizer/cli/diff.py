@@ -11,7 +11,7 @@ from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.places import Place
 from quantizer.cli.render import say
 from quantizer.cli.typed import refuse_typed
-from quantizer.config.compared import compared
+from quantizer.config.forms.compared import compared
 from quantizer.config.load import load_config
 from quantizer.config.wording import quoted
 from quantizer.errors import GateError, UsageError

@@ -18,7 +18,7 @@ from quantizer.config.pages import (
     setting_names,
     setting_page,
 )
-from quantizer.config.rules import all_codes
+from quantizer.config.rules.spec_rules import all_codes
 from quantizer.config.wording import closest, listed, quoted
 from quantizer.errors import UsageError
 

@@ -11,12 +11,12 @@ from quantizer.cli import session
 from quantizer.cli.options import Options
 from quantizer.cli.render import say
 from quantizer.cli.traced_model import traced_model
-from quantizer.config.document import Document, pointer_to
-from quantizer.config.hierarchical import KEY_OF
-from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS, specification
-from quantizer.config.layered import FIELDS, parameters
+from quantizer.config.document.document import Document, pointer_to
+from quantizer.config.document.read import read_document
+from quantizer.config.forms.hierarchical import KEY_OF
+from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification
+from quantizer.config.forms.layered import FIELDS, parameters
 from quantizer.config.model import QuantizationSpec, Selector
-from quantizer.config.read import read_document
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import listed
 from quantizer.errors import UsageError

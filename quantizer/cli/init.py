@@ -9,7 +9,7 @@ import click
 
 from quantizer.cli.options import MODEL, Options, command, output_option, takes, write_text
 from quantizer.cli.typed import refuse_typed
-from quantizer.config.form import form_of
+from quantizer.config.forms.form import form_of
 from quantizer.config.resources import load_resource, presets, resource
 from quantizer.errors import UsageError
 

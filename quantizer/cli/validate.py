@@ -9,8 +9,8 @@ import click
 from quantizer.cli.options import command, write_text
 from quantizer.cli.render import RENDERERS, say
 from quantizer.config.diagnostics import ConfigError, Diagnostic
+from quantizer.config.document.read import read_text
 from quantizer.config.load import fixed, load_config
-from quantizer.config.read import read_text
 from quantizer.errors import UsageError
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quantizer.config.algorithm_settings import AlgoConfig, Setting, settings_of
 from quantizer.config.algorithms import entry_kinds
-from quantizer.config.form import Form, block_of
+from quantizer.config.forms.form import Form, block_of
 
 _COMMENTS = {
     "patternProperties": {"^//": {"description": "A comment."}},

@@ -19,7 +19,7 @@ from quantizer.config.algorithm_settings import (
     algorithm,
     setting,
 )
-from quantizer.config.form import Form
+from quantizer.config.forms.form import Form
 from quantizer.config.typed_fields import checked
 
 __all__ = [
@@ -205,7 +205,7 @@ class ColumnRounding(AlgoConfig):
     block_size: int
 
 
-@algorithm(run="quantizer.algorithms.gptq:gptq", stage="round", matrices=5)
+@algorithm(run="quantizer.algorithms.gptq.algorithms:gptq", stage="round", matrices=5)
 @dataclass
 class GPTQConfig(ColumnRounding):
     """GPTQ (arXiv 2210.17323): weights are rounded one column after another, each making up for
@@ -226,7 +226,9 @@ class GPTQConfig(ColumnRounding):
     block_size: int = 128
 
 
-@algorithm(run="quantizer.algorithms.gptq:gptaq", stage="round", matrices=7, networks=2)
+@algorithm(
+    run="quantizer.algorithms.gptq.algorithms:gptaq", stage="round", matrices=7, networks=2
+)
 @dataclass
 class GPTAQConfig(ColumnRounding):
     """GPTAQ (arXiv 2504.02692): GPTQ that also makes up for the error of a layer's inputs. Not
@@ -250,7 +252,9 @@ class GPTAQConfig(ColumnRounding):
     block_size: int = 128
 
 
-@algorithm(run="quantizer.algorithms.gptq:qronos", stage="round", matrices=7, networks=2)
+@algorithm(
+    run="quantizer.algorithms.gptq.algorithms:qronos", stage="round", matrices=7, networks=2
+)
 @dataclass
 class QronosConfig(ColumnRounding):
     """Qronos (arXiv 2505.11695): GPTQ on columns that are first fitted to what the float

@@ -11,19 +11,19 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from quantizer.config import hierarchical, layered
-from quantizer.config.aliases import canonical
-from quantizer.config.check_algorithms import check_algorithms
-from quantizer.config.check_hierarchical import check_hierarchical
-from quantizer.config.check_layered import check_layered
-from quantizer.config.check_structure import check_structure
 from quantizer.config.diagnostics import ConfigError, Diagnostic, in_order
-from quantizer.config.document import Document, Text
-from quantizer.config.fixes import applied, tried
-from quantizer.config.form import Form, form_of
+from quantizer.config.document.document import Document, Text
+from quantizer.config.document.fixes import applied, tried
+from quantizer.config.document.read import parse_document, read_text
+from quantizer.config.forms import hierarchical, layered
+from quantizer.config.forms.aliases import canonical
+from quantizer.config.forms.form import Form, form_of
 from quantizer.config.model import Config, ConfigRule
-from quantizer.config.read import parse_document, read_text
 from quantizer.config.resources import load_resource
+from quantizer.config.rules.check_algorithms import check_algorithms
+from quantizer.config.rules.check_hierarchical import check_hierarchical
+from quantizer.config.rules.check_layered import check_layered
+from quantizer.config.rules.check_structure import check_structure
 
 MANY = 200
 """From so many structural errors on, what the file means is not looked at: most of it is not

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from quantizer.config.algorithm_settings import AlgoConfig, Stage, read_keys, settings_of
 from quantizer.config.diagnostics import Place
-from quantizer.config.form import Form
+from quantizer.config.forms.form import Form
 
 Role = Literal["input", "weights", "bias", "activation"]
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -10,13 +10,13 @@ from typing import Any
 from quantizer.config.algorithm_schema import algorithm_schema
 from quantizer.config.algorithm_settings import finds_codes
 from quantizer.config.algorithms import entry_kinds
-from quantizer.config.form import Form, block_of
-from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS
-from quantizer.config.layered import FIELDS
-from quantizer.config.missing_keys import paste
+from quantizer.config.document.missing_keys import paste
+from quantizer.config.document.suggestions import TYPE_WORDS, bounds
+from quantizer.config.forms.form import Form, block_of
+from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS
+from quantizer.config.forms.layered import FIELDS
 from quantizer.config.resources import load_resource
-from quantizer.config.rules import all_codes, spec_rules
-from quantizer.config.suggestions import TYPE_WORDS, bounds
+from quantizer.config.rules.spec_rules import all_codes, spec_rules
 
 FORMS: tuple[Form, ...] = ("layered", "hierarchical")
 

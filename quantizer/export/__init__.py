@@ -66,18 +66,18 @@ class Refusal:
 
 EXPORTERS: dict[str, Exporter] = {
     "onnx": Exporter(
-        "quantizer.export.onnx_qdq:export",
+        "quantizer.export.onnx.exporter:export",
         ".onnx",
         ("onnx", "onnxruntime", "onnxscript"),
         "onnx",
     ),
-    "pt2": Exporter("quantizer.export.torch_pt2:export", ".pt2"),
-    "pt2_float": Exporter("quantizer.export.torch_pt2_float:export", ".float.pt2"),
+    "pt2": Exporter("quantizer.export.torch_export.pt2:export", ".pt2"),
+    "pt2_float": Exporter("quantizer.export.torch_export.pt2_float:export", ".float.pt2"),
     "safetensors": Exporter(
         "quantizer.export.safetensors:export", ".safetensors", by_tensor=True
     ),
     "compressed-tensors": Exporter(
-        "quantizer.export.compressed_tensors:export",
+        "quantizer.export.compressed_tensors.exporter:export",
         "-compressed-tensors",
         ("transformers", "compressed_tensors"),
         "llm",
@@ -86,7 +86,7 @@ EXPORTERS: dict[str, Exporter] = {
         by_tensor=True,
     ),
     "gguf": Exporter(
-        "quantizer.export.gguf:export",
+        "quantizer.export.gguf.exporter:export",
         ".gguf",
         ("transformers", "accelerate", "gguf"),
         "llm",

@@ -4,11 +4,11 @@ file that causes it.
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from quantizer.config.check_layered import inherits_float, refused_under_float
 from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.form import Form
+from quantizer.config.forms.form import Form
 from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role, Sourced
-from quantizer.config.rules import conflicts
+from quantizer.config.rules.check_layered import inherits_float, refused_under_float
+from quantizer.config.rules.spec_rules import conflicts
 from quantizer.graph.ir import Graph
 from quantizer.plan.match import KINDS, RANKS, MatchedRule, advice
 from quantizer.plan.model import Key

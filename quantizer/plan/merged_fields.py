@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from quantizer.config.hierarchical_spec import is_foreign, turned
+from quantizer.config.forms.hierarchical_spec import is_foreign, turned
 from quantizer.config.model import (
     Fields,
     QuantizationSpec,

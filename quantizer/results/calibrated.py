@@ -22,11 +22,11 @@ from quantizer.calibration.fits_model import (
     check_solution,
 )
 from quantizer.calibration.solution import Solution, quantized_network
-from quantizer.config.document import Document
+from quantizer.config.document.document import Document
 from quantizer.config.dpu_accuracy import LEVELS, raised
+from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.load import check_document, default_config
 from quantizer.config.model import Config, Settings
-from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from quantizer.calibration import fingerprint
 from quantizer.calibration.joins import decided_again
-from quantizer.config.document import Document, Text
+from quantizer.config.document.document import Document, Text
+from quantizer.config.document.read import parse_document
+from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.model import Config, QuantizationSpec
-from quantizer.config.read import parse_document
-from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
 from quantizer.errors import ResultError
 from quantizer.nn.load import WEIGHTS

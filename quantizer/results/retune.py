@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from quantizer.calibration.observing import DISTRIBUTION
-from quantizer.config.document import Document, Text, pointer_to
-from quantizer.config.form import form_of
-from quantizer.config.hierarchical_spec import observer_word, usual_statistic
+from quantizer.config.document.document import Document, Text, pointer_to
+from quantizer.config.document.read import parse_document
+from quantizer.config.forms.form import form_of
+from quantizer.config.forms.hierarchical_spec import observer_word, usual_statistic
+from quantizer.config.forms.range_words import Paths, Restated, by_layer, in_place
 from quantizer.config.load import check_document
 from quantizer.config.model import Config, QuantizationSpec, Role
-from quantizer.config.range_words import Paths, Restated, by_layer, in_place
-from quantizer.config.read import parse_document
 from quantizer.config.roles import base_role
 from quantizer.config.wording import shortened
 from quantizer.errors import ResultError, UsageError

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from quantizer.calibration import fingerprint
-from quantizer.config.algorithm_words import written
+from quantizer.config.forms.algorithm_words import written
 from quantizer.config.model import Config, Settings
 from quantizer.errors import ResultError
 from quantizer.graph.ir import Graph

@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from quantizer.config.form import Form
+from quantizer.config.forms.form import Form
 from quantizer.config.model import ROLES, QuantizationSpec, Settings
 from quantizer.config.resources import load_resource
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.config.rules import conflicts
+from quantizer.config.rules.spec_rules import conflicts
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import shortened
 from quantizer.numerics.formats import FLOAT_FORMATS

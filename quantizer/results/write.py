@@ -14,8 +14,8 @@ import quantizer
 from quantizer.calibration import fingerprint
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, encoded, writes_inplace
+from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.model import Config
-from quantizer.config.resolved import resolved_document
 from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit, is_emitted

@@ -22,9 +22,9 @@ from support.roundings import (
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Run, Task, adjusted
-from quantizer.algorithms.gptq import gptaq, gptq, qronos
-from quantizer.algorithms.gptq_layers import Member, round_layers
-from quantizer.algorithms.gptq_target import GptaqTarget, GptqTarget, Products, QronosTarget
+from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
+from quantizer.algorithms.gptq.layers import Member, round_layers
+from quantizer.algorithms.gptq.target import GptaqTarget, GptqTarget, Products, QronosTarget
 from quantizer.algorithms.gram import Drift, Gram
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, GPTQConfig, QronosConfig

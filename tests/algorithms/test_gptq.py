@@ -35,7 +35,7 @@ from support.roundings import (
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment
-from quantizer.algorithms.gptq import gptq
+from quantizer.algorithms.gptq.algorithms import gptq
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams

@@ -34,7 +34,7 @@ from quantizer import (
     SmoothQuantConfig,
 )
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.document import Document
+from quantizer.config.document.document import Document
 from quantizer.config.load import check_document, load_config
 from quantizer.errors import UsageError
 

@@ -38,7 +38,7 @@ from quantizer.calibration import observing
 from quantizer.calibration.module_attach import put
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.document import Document
+from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.passes import run_passes

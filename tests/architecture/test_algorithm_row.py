@@ -18,11 +18,11 @@ from torch import nn
 from quantizer import Config, Dtype, ModelQuantizer, QuantizationConfig, QuantizationSpec
 from quantizer.cli.main import run_command
 from quantizer.config.algorithm_settings import ALGORITHMS, ALIASES
-from quantizer.config.algorithm_words import written
 from quantizer.config.algorithms import entry_kinds
-from quantizer.config.document import Text
+from quantizer.config.document.document import Text
+from quantizer.config.document.read import parse_document
+from quantizer.config.forms.algorithm_words import written
 from quantizer.config.load import LoadResult, check_document
-from quantizer.config.read import parse_document
 from quantizer.errors import UsageError
 
 Capture = pytest.CaptureFixture[str]

@@ -39,7 +39,7 @@ NAMED = {
     "graph/passes/linear_from_matmul.py": "rewrites these operators",
     "graph/passes/linear_of_experts.py": "rewrites these operators",
     "graph/passes/separate_biases.py": "makes these layers of a bias",
-    "config/convert_findings.py": "writes entries for types, and knows no graph; a test "
+    "config/conversion/findings.py": "writes entries for types, and knows no graph; a test "
     "compares "
     "it "
     "with "
@@ -56,7 +56,7 @@ NAMED = {
     "algorithms/residual_stream.py": "finds norms that are written out by what they are made "
     "of",
     "evaluation/exact_layers.py": "computes these operators in integers",
-    "export/onnx_complex.py": "what torch.onnx can do with complex numbers, and what is "
+    "export/onnx/complex_numbers.py": "what torch.onnx can do with complex numbers, and what is "
     "written "
     "out "
     "for "

@@ -15,7 +15,7 @@ from quantizer.calibration.memory_prediction import (
     comparison_bytes,
     peak_with,
 )
-from quantizer.config.document import Document
+from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
 from quantizer.graph.trace import trace

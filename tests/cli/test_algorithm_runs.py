@@ -282,7 +282,7 @@ def test_data_that_do_not_fit_are_not_to_be_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """The first layer's inputs can be told from data of another dtype; running it fails."""
-    monkeypatch.setattr(GPTQConfig, "run", "quantizer.algorithms.gptq:gptq")
+    monkeypatch.setattr(GPTQConfig, "run", "quantizer.algorithms.gptq.algorithms:gptq")
     path = tmp_path / "net.py"
     path.write_text(
         "import torch\nfrom torch import nn\n\n"
@@ -382,7 +382,7 @@ def test_a_process_that_is_killed_goes_on_with_its_last_block(
     """The real GPTQ, in a process of its own, killed when the first checkpoint is there; it
     goes on in this one.
     """
-    monkeypatch.setattr(GPTQConfig, "run", "quantizer.algorithms.gptq:gptq")
+    monkeypatch.setattr(GPTQConfig, "run", "quantizer.algorithms.gptq.algorithms:gptq")
     path = config(tmp_path, "gptq")
     out = tmp_path / "out"
     words = [

@@ -20,7 +20,7 @@ from quantizer.calibration.job import Job
 from quantizer.calibration.solution import quantized_network
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli.main import run_command
-from quantizer.config.document import Document
+from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.evaluation.ablation import ablate
 from quantizer.graph.trace import trace

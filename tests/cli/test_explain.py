@@ -17,7 +17,7 @@ from quantizer.cli.main import run_command
 from quantizer.cli.options import Options
 from quantizer.config.algorithms import entry_kinds
 from quantizer.config.pages import key_names, setting_names
-from quantizer.config.rules import all_codes
+from quantizer.config.rules.spec_rules import all_codes
 
 DOCS = Path(__file__).parents[2] / "docs"
 LISTED = entry_kinds("hierarchical")

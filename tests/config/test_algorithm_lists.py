@@ -14,7 +14,6 @@ from support.configs import document
 
 from quantizer import Config, Dtype, QuantizationConfig, QuantizationSpec
 from quantizer.config.algorithm_settings import algorithm
-from quantizer.config.algorithm_words import written
 from quantizer.config.algorithms import (
     ALGORITHMS,
     AlgoConfig,
@@ -24,13 +23,14 @@ from quantizer.config.algorithms import (
     RotationConfig,
     SmoothQuantConfig,
 )
-from quantizer.config.convert import converted
-from quantizer.config.document import Document, Text
+from quantizer.config.conversion.convert import converted
+from quantizer.config.document.document import Document, Text
+from quantizer.config.document.read import parse_document
+from quantizer.config.forms.algorithm_words import written
+from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.load import LoadResult, check_document
 from quantizer.config.model import Algorithm, Names, ScalingLayer
 from quantizer.config.model import Config as ValidConfig
-from quantizer.config.read import parse_document
-from quantizer.config.resolved import resolved_document
 
 GROUPS = {"dtype": "uint4", "qscheme": "per_group", "ch_axis": 1, "group_size": 128}
 CHANNELS = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}

@@ -14,7 +14,7 @@ import pytest
 
 from quantizer.cli.render import render_text
 from quantizer.config.load import LoadResult, load_config
-from quantizer.config.rules import spec_rules
+from quantizer.config.rules.spec_rules import spec_rules
 
 CASES = Path(__file__).parents[1] / "cases" / "configs"
 FILES = sorted(CASES.glob("*/*.json"))

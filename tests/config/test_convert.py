@@ -16,9 +16,9 @@ from support.toys import traced
 from torch import Tensor, nn
 
 from quantizer.cli.main import run_command
-from quantizer.config.convert import WEIGHTED, WRITERS, Converted, converted
+from quantizer.config.conversion.convert import WEIGHTED, WRITERS, Converted, converted
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.document import Document
+from quantizer.config.document.document import Document
 from quantizer.config.load import check_document, load_config
 from quantizer.config.model import Config
 from quantizer.config.resources import presets

@@ -30,9 +30,9 @@ from quantizer import (
     RoundType,
     ScaleType,
 )
-from quantizer.config.document import Document, Text
+from quantizer.config.document.document import Document, Text
+from quantizer.config.document.read import parse_document
 from quantizer.config.load import check_document
-from quantizer.config.read import parse_document
 from quantizer.graph.modules import module_graph
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.document import Document, Text, value_at
+from quantizer.config.document.document import Document, Text, value_at
+from quantizer.config.document.read import parse_document, read_document
 from quantizer.config.load import check_document, fixed, load_text
-from quantizer.config.read import parse_document, read_document
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXAMPLE = json.loads((CONFIGS / "example.json").read_text("utf-8"))

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.document import Document, Text
-from quantizer.config.hierarchical import ROLE_OF, SPEC_KEYS
+from quantizer.config.document.document import Document, Text
+from quantizer.config.document.read import parse_document
+from quantizer.config.forms.hierarchical import ROLE_OF, SPEC_KEYS
+from quantizer.config.forms.resolved import resolved_document
+from quantizer.config.forms.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.load import LoadResult, check_document, load_config
 from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Settings
-from quantizer.config.read import parse_document
-from quantizer.config.resolved import resolved_document
 from quantizer.config.resources import load_resource
-from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 INT8 = {"dtype": "int8"}

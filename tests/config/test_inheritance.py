@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from support.toys import traced
 
-from quantizer.config.document import Text
+from quantizer.config.document.document import Text
+from quantizer.config.document.read import parse_document
 from quantizer.config.load import LoadResult, check_document
 from quantizer.config.model import QuantizationSpec
-from quantizer.config.read import parse_document
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve

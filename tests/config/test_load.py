@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.document import Text
-from quantizer.config.layered import FIELDS
+from quantizer.config.document.document import Text
+from quantizer.config.document.read import parse_document
+from quantizer.config.forms.layered import FIELDS
 from quantizer.config.load import check_document, default_config, load_config
 from quantizer.config.model import ROLES, Config, QuantizationSpec, Settings, Sourced
-from quantizer.config.read import parse_document
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXAMPLE = json.loads((CONFIGS / "example.json").read_text("utf-8"))

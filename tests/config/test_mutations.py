@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.document import Document, Text
+from quantizer.config.document.document import Document, Text
+from quantizer.config.document.read import parse_document, read_document
 from quantizer.config.load import check_document, fixed
-from quantizer.config.read import parse_document, read_document
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HIERARCHICAL = ("weight_int4_group", "dynamic_int8", "mxfp4")

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.document import Document, Text
-from quantizer.config.read import parse_document, read_document
+from quantizer.config.document.document import Document, Text
+from quantizer.config.document.read import parse_document, read_document
 
 
 def parse(text: str) -> Document:

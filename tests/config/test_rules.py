@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft7Validator
 
-from quantizer.config.document import Document, Text
+from quantizer.config.document.document import Document, Text
+from quantizer.config.document.read import parse_document
 from quantizer.config.load import check_document
 from quantizer.config.model import ROLES, QuantizationSpec
-from quantizer.config.read import parse_document
 from quantizer.config.resources import load_resource
-from quantizer.config.rules import all_codes, conflicts, spec_rules
+from quantizer.config.rules.spec_rules import all_codes, conflicts, spec_rules
 
 ROOT = Path(__file__).parents[2]
 LAYERED = json.loads((ROOT / "schemas" / "layered.schema.json").read_text("utf-8"))

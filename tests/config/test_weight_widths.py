@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from quantizer.config.forms.weight_widths import patched
 from quantizer.config.model import QuantizationSpec, SymmetricScale
-from quantizer.config.weight_widths import patched
 
 GLOBAL = {"weight": {"dtype": "int8"}}
 

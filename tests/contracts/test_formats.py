@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from quantizer.config.forms.types import Dtype
 from quantizer.config.resources import load_resource
-from quantizer.config.types import Dtype
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 
 CAST_BY_TORCH = ["float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]

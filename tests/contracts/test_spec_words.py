@@ -9,9 +9,9 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from quantizer.config.forms.types import DeviceType, QSchemeType, RoundType, ScaleType
 from quantizer.config.model import CAST_ONLY, POOLED, Device, QuantizationSpec, Role
 from quantizer.config.resources import load_resource
-from quantizer.config.types import DeviceType, QSchemeType, RoundType, ScaleType
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.qparams import SCALE_MODES, SHARED, SYMMETRIC_SCALES
 from quantizer.numerics.rounding import ROUND_MODES

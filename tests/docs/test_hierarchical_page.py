@@ -12,7 +12,7 @@ import pytest
 from support.printed import is_printed
 
 from quantizer.cli.main import run_command
-from quantizer.config.aliases import KEYS, TYPES, VALUES
+from quantizer.config.forms.aliases import KEYS, TYPES, VALUES
 from quantizer.config.load import load_config
 from quantizer.config.resources import load_resource
 

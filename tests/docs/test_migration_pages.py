@@ -30,7 +30,7 @@ import quantizer
 from quantizer.api.result import Result
 from quantizer.cli.main import COMMANDS, cli, run_command
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.config.document import Document
+from quantizer.config.document.document import Document
 from quantizer.config.load import check_document, load_config
 from quantizer.config.resources import load_resource
 

@@ -35,7 +35,7 @@ def _no_other_engines(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         or importlib.util.find_spec("onnxruntime") is None
     ):
         return
-    from quantizer.export import onnx_openvino
+    from quantizer.export.onnx import openvino as onnx_openvino
 
     monkeypatch.setattr(onnx_openvino, "installed", lambda: None)
 

@@ -10,7 +10,7 @@ from support.deployments import fitted
 
 from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.compressed_schemes import CompressedLayer
+from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 

@@ -18,7 +18,7 @@ from quantizer.api.result import Result
 from quantizer.errors import QuantizerError, ResultError, UsageError, VerificationError
 from quantizer.export import EXPORTERS
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_checkpoint import Checkpoint
+from quantizer.export.compressed_tensors.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from support.gguf_templates import template
 from support.llamas import llama
 
 from quantizer.errors import UsageError
-from quantizer.export.gguf_template import outline_of
+from quantizer.export.gguf.template import outline_of
 
 HUGE = 1 << 62
 

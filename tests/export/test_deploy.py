@@ -106,7 +106,7 @@ def test_a_refused_target_does_not_keep_the_others_away(
     copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = raising(UsageError("--deploy pt2 cannot express this"))
-    monkeypatch.setattr("quantizer.export.torch_pt2.export", refused)
+    monkeypatch.setattr("quantizer.export.torch_export.pt2.export", refused)
     assert check(copy, "--deploy", "pt2") == 2
     assert not (copy / "export").exists()
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 2
@@ -124,7 +124,7 @@ def test_what_was_measured_is_shown_whatever_happens_then(
     copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "quantizer.export.torch_pt2.export", raising(RuntimeError("no such thing"))
+        "quantizer.export.torch_export.pt2.export", raising(RuntimeError("no such thing"))
     )
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 70
     said = capsys.readouterr()

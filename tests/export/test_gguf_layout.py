@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.gguf_blocks import BLOCK, TYPES, halved, packed, short_scale
+from quantizer.export.gguf.blocks import BLOCK, TYPES, halved, packed, short_scale
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import code_dtype
 

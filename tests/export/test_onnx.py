@@ -23,8 +23,8 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import ModelError, QuantizerError, UsageError, VerificationError
 from quantizer.export.deployment import Deployment
-from quantizer.export.onnx_files import stored
-from quantizer.export.onnx_qdq import export
+from quantizer.export.onnx.exporter import export
+from quantizer.export.onnx.files import stored
 from quantizer.graph.trace import trace
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
@@ -265,7 +265,7 @@ def test_operator_sets_out_of_reach_are_refused(opset: int, tmp_path: Path) -> N
 def test_tensors_that_do_not_fit_one_message_lie_beside_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.export.onnx_files.LARGEST", 100)
+    monkeypatch.setattr("quantizer.export.onnx.files.LARGEST", 100)
     rows = torch.arange(5)
     given = Deployment(trace(nn.Embedding(5, 512).eval(), (rows,)), Solution({}), (rows,), {})
     assert export(given, tmp_path / "net.onnx").equal == 1.0

@@ -24,8 +24,8 @@ pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.deployment import Deployment
-from quantizer.export.onnx_biases import as_run
-from quantizer.export.onnx_qdq import export
+from quantizer.export.onnx.biases import as_run
+from quantizer.export.onnx.exporter import export
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network

@@ -28,8 +28,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.errors import VerificationError
 from quantizer.export import acceptance
 from quantizer.export.deployment import Deployment
-from quantizer.export.onnx_qdq import export
-from quantizer.export.onnx_verify import OnnxFile, verify_sessions
+from quantizer.export.onnx.exporter import export
+from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network

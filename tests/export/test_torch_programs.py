@@ -28,7 +28,7 @@ from quantizer.export.acceptance import agrees
 from quantizer.export.agreement import verify
 from quantizer.export.choices import CHOICES
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.torch_qdq import CARRIERS, Activation
+from quantizer.export.torch_export.qdq import CARRIERS, Activation
 from quantizer.graph.trace import trace
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.rounding import ROUND_MODES
@@ -258,7 +258,7 @@ def test_a_program_that_computes_something_else_is_not_written(
         def forward(self, x: Tensor) -> Tensor:
             return torch.zeros(len(x), 10)
 
-    monkeypatch.setattr("quantizer.export.torch_verify.loaded", lambda content: Zeros())
+    monkeypatch.setattr("quantizer.export.torch_export.verify.loaded", lambda content: Zeros())
     with pytest.raises(
         VerificationError,
         match=r"net\.pt2 is not written: it does not compute what test mode does",
@@ -274,7 +274,9 @@ def test_a_program_whose_guards_fail_is_not_written(
         def forward(self, x: Tensor) -> Tensor:
             raise AssertionError("Guard failed: x.size()[0] <= 4\nand more")
 
-    monkeypatch.setattr("quantizer.export.torch_verify.loaded", lambda content: Guarded())
+    monkeypatch.setattr(
+        "quantizer.export.torch_export.verify.loaded", lambda content: Guarded()
+    )
     with pytest.raises(
         VerificationError, match=r"torch cannot run it: Guard failed: x.* <= 4\n"
     ) as refused:

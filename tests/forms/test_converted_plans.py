@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from support import drawn_configs
 from support.toys import traced
 
-from quantizer.config.convert import Converted, converted
-from quantizer.config.document import Document
+from quantizer.config.conversion.convert import Converted, converted
+from quantizer.config.document.document import Document
 from quantizer.config.effective import effective
 from quantizer.config.load import check_document
 from quantizer.config.model import Config, QuantizationSpec

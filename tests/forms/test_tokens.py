@@ -21,7 +21,7 @@ from quantizer import (
 )
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
-from quantizer.config.document import Document
+from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.graph.trace import trace
 from quantizer.plan.resolve import resolve

@@ -150,7 +150,7 @@ REFUSED = {"complex128": "complex128", "complex layer": "computes exp of complex
 @pytest.fixture(autouse=True)
 def _no_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     onnx_openvino = pytest.importorskip(
-        "quantizer.export.onnx_openvino", reason="writes .onnx (extra: onnx)"
+        "quantizer.export.onnx.openvino", reason="writes .onnx (extra: onnx)"
     )
     monkeypatch.setattr(onnx_openvino, "installed", lambda: None)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded, Run, Task
-from quantizer.algorithms.gptq import gptq
+from quantizer.algorithms.gptq.algorithms import gptq
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import GPTQConfig
 from quantizer.config.model import QuantizationSpec

@@ -1,0 +1,186 @@
+"""Runs a model in ONNX Runtime, without optimizations and as its users do, and refuses one that
+is not test mode's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from onnx import ModelProto
+from torch import Tensor
+
+from quantizer.errors import VerificationError
+from quantizer.export.acceptance import accepted
+from quantizer.export.agreement import Agreement, Verification
+from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.float32 import HALF, widened
+from quantizer.export.onnx.kernels import kernels
+from quantizer.export.onnx.layers import LayerCheck
+from quantizer.export.onnx.speed import speed
+
+PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
+_EXTERNAL = "session.optimized_model_external_initializers_file_name"
+_HELP = (
+    "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this "
+    "one "
+    "gets wrong"
+)
+_INT8_HELP = (
+    "without VNNI, processors add up int8 weights of 8 bits wrong: use "
+    "--onnx_weights "
+    "uint8, "
+    "or give weights 7 bits"
+)
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """What is verified: `source` is the serialized `model`, or the path of its file; `name`
+    stands for it in messages.
+
+    `floating` is the same network without quantization, serialized; None if its speed is not to
+    be compared.
+    """
+
+    name: str
+    source: bytes | str
+    model: ModelProto
+    floating: bytes | None = None
+
+
+def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
+    """Compare the outputs of a file with test mode's over all calls, and in a default session
+    the codes of all layers.
+
+    Raises:
+        VerificationError: ONNX Runtime cannot load or run it, or gives other outputs.
+    """
+    with TemporaryDirectory() as folder:
+        optimized = str(Path(folder) / "optimized.onnx")
+        sessions = {label: _session(file, label, optimized) for label in (PLAIN, DEFAULT)}
+        multiplications = kernels(file.model, optimized, deployment.graph, deployment.solution)
+    outputs, steps = deployment.outputs, deployment.part_steps
+    agreements = {label: Agreement("outputs", outputs, steps) for label in sessions}
+    network, layers = deployment.network(), _Layers.of(file, deployment)
+    measured = None
+    is_timed = file.floating is None
+    for args, kwargs in deployment.calls():
+        feed = _feed(sessions[DEFAULT], args, kwargs)
+        recorder = agreements[PLAIN].recorder()
+        with torch.no_grad():
+            expected = widened(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
+        for label, session in sessions.items():
+            with _failures_named(label, file.name):
+                found = _outputs(session, args, kwargs)
+            agreements[label].add(expected, found, recorder)
+        if layers is not None:
+            with _failures_named(DEFAULT, file.name):
+                codes = layers.codes(feed)
+            layers.check.add(args, kwargs, codes)
+        if file.floating is not None and not is_timed:
+            with _failures_named("ONNX Runtime, without quantization,", file.name):
+                measured = speed(sessions[DEFAULT], file.floating, feed)
+            is_timed = True
+    verified = {}
+    for label, session in sessions.items():
+        remedy = (
+            _INT8_HELP
+            if label == DEFAULT and deployment.choice("onnx_weights") == "int8"
+            else _HELP
+        )
+        refusal, run = f"{file.name} is not written: {label}", partial(_outputs, session)
+        verified[label] = accepted(agreements[label].result(), deployment, run, refusal, remedy)
+    rows = () if layers is None else tuple(layers.check.rows.values())
+    default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=measured)
+    return replace(verified[PLAIN], default_session=default)
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A default session that also gives the codes of all layers, and what compares them."""
+
+    check: LayerCheck
+    session: onnxruntime.InferenceSession
+
+    @classmethod
+    def of(cls, file: OnnxFile, deployment: Deployment) -> _Layers | None:
+        """None where no layer has codes, the network is in half precision, or the file is too
+        large to be changed.
+        """
+        is_half = any(node.dtype in HALF for node in deployment.graph.nodes)
+        if is_half or not isinstance(file.source, bytes):
+            return None
+        check = LayerCheck(file.model, deployment)
+        watched = replace(file, source=check.model.SerializeToString())
+        return cls(check, _session(watched, DEFAULT)) if check.rows else None
+
+    def codes(self, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The codes of one batch, by the names of their values."""
+        names = list(self.check.values.values())
+        return dict(zip(names, self.session.run(names, feed), strict=True))
+
+
+def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.InferenceSession:
+    """A session; `optimized` is where a default one writes what its optimizer makes of the
+    file.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what goes wrong is an exception
+    if label == PLAIN:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    elif optimized:
+        options.optimized_model_filepath = optimized
+        if isinstance(file.source, str):
+            options.add_session_config_entry(_EXTERNAL, f"{Path(optimized).name}.data")
+    with _failures_named(label, file.name):
+        return onnxruntime.InferenceSession(
+            file.source, options, providers=["CPUExecutionProvider"]
+        )
+
+
+@contextmanager
+def _failures_named(label: str, name: str) -> Iterator[None]:
+    """ONNX Runtime's own exceptions, which have no class in common, as a sentence about the
+    file.
+    """
+    try:
+        yield
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0]
+        raise VerificationError(
+            f"{name} is not written: {label} cannot run it: {why}", help=_HELP
+        ) from error
+
+
+def _outputs(
+    session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """What a session gives for a call."""
+    return [
+        torch.from_numpy(output) for output in session.run(None, _feed(session, args, kwargs))
+    ]
+
+
+def _feed(
+    session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, NDArray[Any]]:
+    """A call's tensors by the names of a session's inputs."""
+    return named_inputs({value.name for value in session.get_inputs()}, args, kwargs)
+
+
+def named_inputs(
+    names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, NDArray[Any]]:
+    """Return those of a call's tensors that a file has as inputs of these names."""
+    leaves = widened(tensor_leaves((args, dict(kwargs))))
+    tensors = {f"input_{index}": tensor for index, tensor in enumerate(leaves)}
+    return {name: tensor.numpy() for name, tensor in tensors.items() if name in names}
