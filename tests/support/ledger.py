@@ -28,9 +28,9 @@ def tokens_and_lines(text: str) -> tuple[int, int]:
     """Return the tokens of a file and its lines of code, without comments and docstrings."""
     docstrings: set[tuple[int, int]] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                docstrings.add((node.lineno, node.col_offset))
+        is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_constant and isinstance(node.value.value, str):
+            docstrings.add((node.lineno, node.col_offset))
     count = 0
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
