@@ -52,9 +52,7 @@ from quantizer.numerics.qparams import QParams
 
 LEAST_FACTOR = 1e-4
 TOO_DEEP = (
-    f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it "
-    "stays "
-    "at "
+    f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it stays at "
     "round-to-nearest"
 )
 

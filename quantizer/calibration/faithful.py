@@ -76,8 +76,7 @@ def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
         logger.warning("%s", text)
         return
     remedy = (
-        "a trace freezes what forward() counts, draws or looks up in Python: compute it "
-        "from "
+        "a trace freezes what forward() counts, draws or looks up in Python: compute it from "
         "the inputs instead"
     )
     raise ModelError(text, help=remedy)
@@ -194,8 +193,7 @@ def _say_what_changes(
             f"changes {what}"
         )
         remedy = (
-            "a traced network keeps nothing from call to call: compute a new value from "
-            "the "
+            "a traced network keeps nothing from call to call: compute a new value from the "
             "inputs instead"
         )
         raise ModelError(text, help=remedy)
@@ -203,8 +201,7 @@ def _say_what_changes(
     where = f", first at {layer}" if layer else ", which its trace has frozen"
     logger.warning(
         "%s gives another output in each call on the same batch: it draws random numbers in "
-        "evaluation mode%s; "
-        "comparisons with the float model hold these, too",
+        "evaluation mode%s; comparisons with the float model hold these, too",
         *(name, where),
     )
 

@@ -51,8 +51,7 @@ def finetune_weights(job: Job) -> None:
     data = job.batches.fingerprint or {}
     if (samples := data.get("samples", 0)) < FEW_SAMPLES:
         text = (
-            f"finetuning on {samples} samples: weights fit these and not others; give it "
-            "at "
+            f"finetuning on {samples} samples: weights fit these and not others; give it at "
             f"least {FEW_SAMPLES}"
         )
         job.events.message(logging.WARNING, text)
@@ -125,8 +124,7 @@ class Finetuned:
         if not self.layers:
             return (
                 "there is nothing to finetune: no layer has integer weights of at most 8 "
-                "bits "
-                "with a scale per channel"
+                "bits with a scale per channel"
             )
         figures = (
             f"output SQNR on the calibration data {self.before.worst} -> {self.after.worst} dB"

@@ -188,8 +188,7 @@ def qparams_fault(
             or (spec.symmetric and spec.signed and (low or high))
         ):
             return (
-                f"its zero point is not between {spec.quant_min} and {spec.quant_max}, or "
-                "not "
+                f"its zero point is not between {spec.quant_min} and {spec.quant_max}, or not "
                 "0 where it has to be"
             )
     return None

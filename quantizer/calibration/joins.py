@@ -157,8 +157,7 @@ def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
     else:
         remedy = f"remove the entry for {join.name}, and each part keeps its own scale"
     return (
-        f"{join.name} has one scale for all that it joins, which leaves {bits} to "
-        f"{smallest}: "
+        f"{join.name} has one scale for all that it joins, which leaves {bits} to {smallest}: "
         f"{remedy}"
     )
 
@@ -193,8 +192,7 @@ def decided_again(
         is_far = before.lost_db <= CLOSE_DB < after.lost_db
         if is_far and before.join.scalable and not before.join.is_single:
             text = (
-                f"{name} joins what has ranges too different for one scale now, and "
-                "weights "
+                f"{name} joins what has ranges too different for one scale now, and weights "
                 "would have to change"
             )
             raise ResultError(text, help="calibrate again with the other config")

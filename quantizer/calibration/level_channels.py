@@ -238,6 +238,6 @@ def sentence(exponents: Exponents) -> str:
     largest = max(max(map(abs, row)) for row in exponents.values())
     return (
         f"the channels of {shortened(list(exponents), 3)} have ranges too different for one "
-        "scale: they are multiplied "
-        f"with powers of two, up to 2^{largest}, which the weights of the next layer take back"
+        f"scale: they are multiplied with powers of two, up to 2^{largest}, which the weights "
+        "of the next layer take back"
     )

@@ -138,8 +138,7 @@ def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
         raise OutOfMemoryError(text, help=help_)
     text = (
         f"{mode} takes about {process_memory.in_words(more)} more memory, and "
-        f"{process_memory.in_words(free)} "
-        f"are free: {help_}"
+        f"{process_memory.in_words(free)} are free: {help_}"
     )
     logger.warning("%s", text)
 

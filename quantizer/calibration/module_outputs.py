@@ -12,8 +12,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.plan.groups import layout
 
 _TRACE = (
-    "use quantizer.calibrate or the shell, which quantize a trace of the model, or leave "
-    "its "
+    "use quantizer.calibrate or the shell, which quantize a trace of the model, or leave its "
     "output_tensors out"
 )
 _FOLD = "fold the norm into the layer first (torch.nn.utils.fusion), "

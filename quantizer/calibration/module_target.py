@@ -82,8 +82,8 @@ class ModuleTarget(Target):
             if between:
                 raise UsageError(
                     f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}, "
-                    "which are quantized "
-                    "between operators, and modules in place do not show these",
+                    "which are quantized between operators, and modules in place do not show "
+                    "these",
                     help='list "weights" and "bias" alone, or use quantizer.calibrate, which '
                     "traces the model",
                 )
@@ -162,8 +162,7 @@ class ModuleTarget(Target):
             UsageError: an output is quantized where its module does not reach.
         """
         why = (
-            "output_tensors are quantized after the ReLU that follows a layer, which a "
-            "trace "
+            "output_tensors are quantized after the ReLU that follows a layer, which a trace "
             "of the model shows"
         )
         traced = self._trace(plan, first, why, "leave output_tensors out")

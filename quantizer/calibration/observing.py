@@ -239,8 +239,8 @@ def _warn_of_saturation(plan: Plan) -> None:
             if count := int((value.isfinite() & (value.abs() > largest)).sum()):
                 logger.warning(
                     f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are "
-                    f"beyond {largest:g}, the "
-                    f"largest of {dtype}, and become it; bfloat16 has float32's range"
+                    f"beyond {largest:g}, the largest of {dtype}, and become it; bfloat16 has "
+                    "float32's range"
                 )
 
 

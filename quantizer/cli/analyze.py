@@ -75,8 +75,7 @@ class AnalyzeOptions(Options):
     )
     passes: str | None = option(
         "Measure the output's noise at the smallest width, measure it at every width, or "
-        "predict it from gradients.  "
-        f"[default: network; over {MANY} weights fast]",
+        f"predict it from gradients.  [default: network; over {MANY} weights fast]",
         type=click.Choice(engine.PASSES),
     )
     tensors: bool = option(

@@ -30,8 +30,8 @@ class DiffOptions(Options):
 
     fail_on: str | None = option(
         "Exit with 1 if a figure of the second is worse by a thousandth or more: of the "
-        "outputs and each part, metrics "
-        "of which it is known whether less or more is better, the size of the weights.",
+        "outputs and each part, metrics of which it is known whether less or more is better, "
+        "the size of the weights.",
         type=click.Choice(["worse"]),
     )
 

@@ -125,8 +125,7 @@ def _model(options: Options, config: Config | None) -> Iterator[Check]:
     yield from checkup.room(peaks_of(plan, config, data, traced, finetuned=False).items())
     if plan.corrected:
         text = (
-            f"biases of {len(plan.corrected)} layers are corrected, which takes a second "
-            "pass "
+            f"biases of {len(plan.corrected)} layers are corrected, which takes a second pass "
             "over the data"
         )
         yield Check("plan", "note", text, "include_bias_corr: false where that takes too long")

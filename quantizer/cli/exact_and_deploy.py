@@ -32,8 +32,7 @@ def require_dpu(device: str) -> None:
     """
     if device != "DPU":
         said = (
-            "--exact runs the integer arithmetic of the DPU, and this was calibrated for "
-            "the "
+            "--exact runs the integer arithmetic of the DPU, and this was calibrated for the "
             f"{device}"
         )
         raise UsageError(said, help='calibrate with "target_device": "DPU"')

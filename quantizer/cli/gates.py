@@ -104,8 +104,7 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
             base = gate.metric.removesuffix(DROP)
             if gate.metric.endswith(DROP) and f"{base}_float" in known:
                 text = (
-                    f"{gate.option} {gate.text!r}: whether less or more of {base!r} is "
-                    "better "
+                    f"{gate.option} {gate.text!r}: whether less or more of {base!r} is better "
                     "is not known"
                 )
                 raise UsageError(text, help=how_to_declare(base))

@@ -38,9 +38,11 @@ STRATEGIES = {
     "--strategy",
     type=click.Choice(list(STRATEGIES)),
     metavar="NAME",
-    help="Write the hierarchical form: weights only, activations in calibrated (static) or "
-    "run-time (dynamic) ranges, "
-    f"an algorithm, or a type of blocks of llama.cpp: {', '.join(STRATEGIES)}.",
+    help=(
+        "Write the hierarchical form: weights only, activations in calibrated (static) or "
+        "run-time (dynamic) ranges, an algorithm, or a type of blocks of llama.cpp: "
+        f"{', '.join(STRATEGIES)}."
+    ),
 )
 @click.option(
     "--preset",

@@ -285,8 +285,7 @@ def _call(arguments: list[str]) -> Any:
         most = process_memory.peak()
         has = f"; this process had {process_memory.in_words(most)}" if most else ""
         help_ = (
-            "use a smaller --batch_size or --memory; `quantizer plan` with the same "
-            "options "
+            "use a smaller --batch_size or --memory; `quantizer plan` with the same options "
             "says what a run takes"
         )
         raise OutOfMemoryError(f"there is no more memory{has}", help=help_) from error

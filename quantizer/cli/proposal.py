@@ -21,10 +21,8 @@ def proposal(strategy: str | None, options: Options) -> str | None:
         return None
     return (
         f"{len(layers)} linear layers read what a normalization makes, for example "
-        f"{layers[0]}: some of "
-        "its channels are far larger than the others, to which one static range leaves few "
-        "codes. `--strategy dynamic` "
-        "finds a range for each token, `--strategy smoothquant` moves the large channels into "
-        "the weights; "
-        "either loses less"
+        f"{layers[0]}: some of its channels are far larger than the others, to which one "
+        "static range leaves few codes. `--strategy dynamic` finds a range for each token, "
+        "`--strategy smoothquant` moves the large channels into the weights; either loses "
+        "less"
     )

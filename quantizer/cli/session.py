@@ -211,9 +211,8 @@ def missing_data() -> UsageError:
     """
     remedy = (
         "give --data, or add calibration_data() to the model's file; a config without static "
-        "activations and without "
-        "algorithms needs an input's shape alone: --data random:1x3x224x224, or "
-        "example_input() in the model's file"
+        "activations and without algorithms needs an input's shape alone: --data "
+        "random:1x3x224x224, or example_input() in the model's file"
     )
     return UsageError("Missing option '--data'", help=remedy)
 

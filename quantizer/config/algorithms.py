@@ -65,8 +65,7 @@ SHARED |= {
     ),
     "inside_layer_modules": Setting(
         "Names of the layers of a block, relative to it, in the order in which they are "
-        "rounded; null or []: found on "
-        "the graph.",
+        "rounded; null or []: found on the graph.",
         keywords=_LAYERS,
     ),
     "scaling_layers": Setting(
@@ -88,18 +87,16 @@ SHARED |= {
     ),
     "static_groups": Setting(
         "Whether the scales of groups are found before the first weight is rounded; false "
-        "means that a group's scales "
-        "are found when its first column is reached, which goes without desc_act only."
+        "means that a group's scales are found when its first column is reached, which goes "
+        "without desc_act only."
     ),
     "true_sequential": Setting(
         "Whether each layer sees the rounded ones before it in its block; with false a "
-        "block's inputs are collected "
-        "once, from the blocks before."
+        "block's inputs are collected once, from the blocks before."
     ),
     "block_size": Setting(
         "Columns that are rounded before the rest of the weight is updated; changes the "
-        "speed, and the result only in "
-        "the last digits.",
+        "speed, and the result only in the last digits.",
         keywords={"minimum": 1},
     ),
 }

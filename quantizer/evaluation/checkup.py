@@ -207,8 +207,7 @@ def plan(found: Plan) -> Iterator[Check]:
     shared = [name for name in _one_scale(found) if _spread(found, name) > SPREAD]
     if shared:
         text = (
-            f"one scale for channels whose ranges differ more than {SPREAD:g} times: "
-            "weights "
+            f"one scale for channels whose ranges differ more than {SPREAD:g} times: weights "
             f"of {shortened(shared, 3)}"
         )
         yield Check("plan", "warning", text, "per_channel: true for weights, or include_cle")

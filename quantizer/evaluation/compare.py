@@ -359,8 +359,7 @@ def _require_same_shape(what: str, x: Tensor, y: Tensor) -> None:
     if x.shape != y.shape:
         raise ModelError(
             f"{what}: the float network makes {list(x.shape)}, the quantized one "
-            f"{list(y.shape)}: sizes that depend on "
-            "values leave nothing to compare",
+            f"{list(y.shape)}: sizes that depend on values leave nothing to compare",
             help="quantize the model up to the layer that selects, and select outside of it",
         )
 

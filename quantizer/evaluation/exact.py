@@ -118,8 +118,8 @@ def require_wide(graph: Graph, solution: Solution) -> None:
         if dtype in (torch.float16, torch.bfloat16):
             raise UsageError(
                 f"--exact compares codes, and {name} computes in "
-                f"{str(dtype).removeprefix('torch.')}, "
-                "which rounds sums before they are quantized",
+                f"{str(dtype).removeprefix('torch.')}, which rounds sums before they are "
+                "quantized",
                 help="--exact needs a float32 model: calibrate and test model.float()",
             )
 

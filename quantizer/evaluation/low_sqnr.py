@@ -45,8 +45,7 @@ def remark_on_passes(passes: PassLoss | None) -> str | None:
     )
     return (
         f"before anything is quantized, {names} leave {passes.passes.db:.1f} dB of {output} "
-        "on one batch: "
-        "switch them off, or train the model with what they put in"
+        "on one batch: switch them off, or train the model with what they put in"
     )
 
 
@@ -84,8 +83,7 @@ def remark(compared: Comparison, networks: Networks) -> str | None:
         (layer, role), gain = best
         said += (
             f". Of {len(tried)} tensors that were tried in float, the {role} of {layer} helps "
-            "most: "
-            f"{gain:.1f} dB more on the first batch"
+            f"most: {gain:.1f} dB more on the first batch"
         )
     return (
         said + ". `quantizer analyze` measures all tensors, and with --metric what has to stay "

@@ -209,8 +209,8 @@ class EngineCheck:
             return f"{in_float32}; by its default settings, {self.defaults.figures()}"
         return (
             f"{self.engine} computes something else by its default settings: "
-            f"{self.defaults.figures()};"
-            f" {in_float32}: compile it with INFERENCE_PRECISION_HINT f32"
+            f"{self.defaults.figures()}; {in_float32}: compile it with "
+            "INFERENCE_PRECISION_HINT f32"
         )
 
     def to_json(self) -> dict[str, Any]:

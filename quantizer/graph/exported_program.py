@@ -103,8 +103,7 @@ class Converter:
             else:
                 raise ModelError(
                     f"{self.namer.model} cannot be quantized: it runs other programs "
-                    "(torch.cond, a map or a loop; "
-                    f"{node.target} in the trace)",
+                    f"(torch.cond, a map or a loop; {node.target} in the trace)",
                     help="compute both branches and choose with torch.where, or write the loop "
                     "out",
                 )

@@ -123,8 +123,7 @@ class _Reading:
                 self.place = self.names.places.get(field)
                 text = (
                     "the graph shows no blocks that repeat, so names relative to a block "
-                    "find "
-                    "nothing"
+                    "find nothing"
                 )
                 self._report(
                     "QZ502",

@@ -334,10 +334,8 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
         # Transformers has two that trace
         chooses = hasattr(module, "set_experts_implementation") and "expert" in line
         remedy = (
-            "compute both branches and choose with torch.where, or keep that part "
-            "outside "
-            "the "
-            "quantized model"
+            "compute both branches and choose with torch.where, or keep that part outside "
+            "the quantized model"
         )
         return _SameForAllExamplesError(
             f"{type(module).__name__} cannot be traced: its control flow depends on the "

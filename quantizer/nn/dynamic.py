@@ -105,6 +105,5 @@ def _check(broken: int, rows: int, least: float, code_range: CodeRange) -> None:
     if isinstance(code_range, IntegerRange) and code_range.nonnegative and least < 0:
         raise NegativeValuesError(
             f"The smallest value is {least:g}, and unsigned symmetric codes have no negative "
-            "values; "
-            "make it signed, or asymmetric."
+            "values; make it signed, or asymmetric."
         )

@@ -89,8 +89,8 @@ def fill(
     if scale.shape != shape or zero_point.shape != shape:
         raise ValueError(
             f"For a tensor of shape {tuple(x.shape)} with ch_axis {ch_axis}, scale and "
-            "zero_point must have shape "
-            f"{shape}, not {tuple(scale.shape)} and {tuple(zero_point.shape)}."
+            f"zero_point must have shape {shape}, not {tuple(scale.shape)} and "
+            f"{tuple(zero_point.shape)}."
         )
     exact = _is_read(x) and _has_exact_inverse(scale)
     for source, to, s, z in blocks(x, out, scale, zero_point, ch_axis):

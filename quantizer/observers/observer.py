@@ -132,8 +132,7 @@ class Observer:
         if not self._memory.is_empty and self._shape not in (None, shape):
             raise ObservationError(
                 f"There is a scale for each index of axis {self._axis}, and this batch has "
-                f"{math.prod(shape)} of them "
-                f"where others have {math.prod(self._shape or ())}."
+                f"{math.prod(shape)} of them where others have {math.prod(self._shape or ())}."
             )
         self._memory.add(x, batch)
         self._shape, self._qparams = shape, None
@@ -282,8 +281,7 @@ class Observer:
         ):
             raise NegativeValuesError(
                 f"The smallest value is {low.min():g}, and unsigned symmetric codes have no "
-                "negative values; "
-                "make it signed, or asymmetric."
+                "negative values; make it signed, or asymmetric."
             )
         return batch
 

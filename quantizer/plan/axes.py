@@ -221,8 +221,7 @@ def misfits(found: Sequence[Misfit]) -> Iterator[Diagnostic]:
         )
         fitting = math.gcd(*lengths, *(each.group_size for each in here))
         help_ = (
-            "-1 takes the whole axis; or choose another qscheme for these layers, or "
-            "exclude "
+            "-1 takes the whole axis; or choose another qscheme for these layers, or exclude "
             "them"
         )
         yield Diagnostic(

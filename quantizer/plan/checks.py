@@ -56,8 +56,7 @@ def unmatched(
             continue
         if found.absorbed:
             text = (
-                f"all {len(found.absorbed)} layers of type {selector.text!r} are folded "
-                "into "
+                f"all {len(found.absorbed)} layers of type {selector.text!r} are folded into "
                 "the layers before them"
             )
             help_ = "select those layers instead, by type or by name"

@@ -15,8 +15,7 @@ BOUNDED = "bounds what a float operator computes"
 DENOMINATOR = "divides, and rounding would make small values zero"
 COMPARED = "is compared to count an index, and rounding could count none"
 ARGUMENT = (
-    "makes an angle, an index or what is rounded to integers, and a small error there "
-    "makes "
+    "makes an angle, an index or what is rounded to integers, and a small error there makes "
     "another value"
 )
 FLOAT_READERS = "only float operators read it"

@@ -17,8 +17,7 @@ def remarks(plan: Plan) -> Iterator[str]:
     for length in plan.graph.lengths:
         inputs = ", ".join(f"axis {axis} of input_{index}" for index, axis in length.axes)
         yield (
-            f"{length.name}: any size of {length} ({inputs}); shapes and figures are those "
-            "of "
+            f"{length.name}: any size of {length} ({inputs}); shapes and figures are those of "
             "the first batch"
         )
     waiting = [join.name for join in plan.joins if not join.is_single]

@@ -42,8 +42,8 @@ def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | s
     layers = sum(len(group.layers) for group in structure.groups)
     yield (
         f"{layers} layers read {len(structure.groups)} values; factors fold into a "
-        f"normalization for {kinds['norm']}, "
-        f"into the layer before for {kinds['layer']}, into neither for {kinds['none']}"
+        f"normalization for {kinds['norm']}, into the layer before for {kinds['layer']}, into "
+        f"neither for {kinds['none']}"
     )
 
 

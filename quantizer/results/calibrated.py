@@ -170,8 +170,7 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
         except (ModelError, DataError) as error:
             check_model(info, original)
             said = (
-                f"calibrated with inputs of the shapes {shapes}, which the model cannot "
-                "take: "
+                f"calibrated with inputs of the shapes {shapes}, which the model cannot take: "
                 f"{error.message}"
             )
             raise ResultError(said, help="calibrate again") from error

@@ -196,8 +196,7 @@ class Checkpoints(Events):
         done = self._save(stage).state.get("batches", stage.done)
         of_all = f" of {stage.total}" if stage.total and stage.unit != "batches" else ""
         text = (
-            f"{stage.name} stopped after {done}{of_all} {stage.unit}; --resume goes on "
-            "from "
+            f"{stage.name} stopped after {done}{of_all} {stage.unit}; --resume goes on from "
             "there"
         )
         stage.events.message(logging.WARNING, text)

@@ -221,8 +221,7 @@ def _require_alike(folder: CalibratedFolder, changed: Mapping[Key, Restated]) ->
     for (source, _), keys in after.items():
         if keys not in before.values():
             what = (
-                f"the value of {source} would be quantized once where it is quantized "
-                "twice, "
+                f"the value of {source} would be quantized once where it is quantized twice, "
                 "or the other way round"
             )
             raise ResultError(

@@ -46,8 +46,7 @@ KINDS: Mapping[str, Sequence[str]] = {
 }
 FORMS = (
     "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, "
-    ".safetensors or .pt tensors "
-    "or of .txt texts, a folder of images, or random:NxCxHxW"
+    ".safetensors or .pt tensors or of .txt texts, a folder of images, or random:NxCxHxW"
 )
 DEFAULT_BATCH_SIZE = 32
 DEFAULT_TEXT_BATCH = 1  # a window has hundreds of tokens, and each a row of logits
@@ -120,8 +119,7 @@ class Batches:
         if other is not None:
             remedy = (
                 "every rank reads all batches, in the same order: give no "
-                "DistributedSampler, "
-                "and a fixed seed"
+                "DistributedSampler, and a fixed seed"
             )
             raise DataError(
                 f"{self.label} gives rank {other} other batches than rank 0", help=remedy

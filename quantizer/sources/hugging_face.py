@@ -62,8 +62,7 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
             f"{shortened(missing)}"
         )
         help_ = (
-            "they would be drawn at random: save the whole model, or name the class that "
-            "was "
+            "they would be drawn at random: save the whole model, or name the class that was "
             "saved in config.json"
         )
         raise ModelError(said, help=help_)

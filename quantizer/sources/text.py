@@ -108,8 +108,7 @@ class TextData:
         seq_len, stride = self.windows.seq_len, self.windows.stride or self.windows.seq_len
         if self.windows.tokenizer is None:
             remedy = (
-                "give --tokenizer, a tokenizer.json or a folder, or add tokenizer() to "
-                "the "
+                "give --tokenizer, a tokenizer.json or a folder, or add tokenizer() to the "
                 "model's file"
             )
             raise UsageError(f"{self.label} is text, and there is no tokenizer", help=remedy)

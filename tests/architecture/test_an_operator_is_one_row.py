@@ -31,6 +31,7 @@ from quantizer.plan.resolve import NO_RULES, resolve
 PACKAGE = Path(__file__).parents[2] / "quantizer"
 NAMED = {
     "graph/ops.py": "the table",
+    "graph/op_builders.py": "which operators return views, or several tensors",
     "graph/targets.py": "how torch traces a ReLU6",
     "graph/functionalize.py": "what hands on its input in a traced program",
     "graph/describe.py": "how layers are written that have arguments of their own",
@@ -39,12 +40,7 @@ NAMED = {
     "graph/passes/linear_from_matmul.py": "rewrites these operators",
     "graph/passes/linear_of_experts.py": "rewrites these operators",
     "graph/passes/separate_biases.py": "makes these layers of a bias",
-    "config/conversion/findings.py": "writes entries for types, and knows no graph; a test "
-    "compares "
-    "it "
-    "with "
-    "the "
-    "table",
+    "config/conversion/findings.py": "writes entries for types, and knows no graph; a test compares it with the table",
     "plan/arguments.py": "what some operators want exact for some of their settings",
     "plan/floating.py": "what each operator makes of divisors and indices",
     "plan/sentinels.py": "what each operator makes of the lowest values of a mask",
@@ -56,11 +52,7 @@ NAMED = {
     "algorithms/residual_stream.py": "finds norms that are written out by what they are made "
     "of",
     "evaluation/exact_layers.py": "computes these operators in integers",
-    "export/onnx/complex_numbers.py": "what torch.onnx can do with complex numbers, and what is "
-    "written "
-    "out "
-    "for "
-    "it",
+    "export/onnx/complex_numbers.py": "what torch.onnx can do with complex numbers, and what is written out for it",
 }
 """Files that may name operators, and why: each implements or rewrites those it names."""
 WORDS = {

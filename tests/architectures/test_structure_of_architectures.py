@@ -22,8 +22,7 @@ from quantizer.graph.passes import run_passes
 pytestmark = pytest.mark.slow
 
 KINDS = (
-    "vit swin bert gpt2 t5 mixture_of_experts encoder_decoder resnet densenet "
-    "mobilenet_v3 "
+    "vit swin bert gpt2 t5 mixture_of_experts encoder_decoder resnet densenet mobilenet_v3 "
     "shufflenet_v2"
 )
 KINDS += " convnext wavenet yolo dlrm gru_with_attention"

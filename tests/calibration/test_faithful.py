@@ -137,9 +137,10 @@ def test_random_outputs_are_a_warning_that_names_the_layer(
 
 
 ERRORS = {
-    Counting: "Counting gives another output when it is called again on the same batch: it "
-    "changes "
-    "calls in forward()",
+    Counting: (
+        "Counting gives another output when it is called again on the same batch: it changes "
+        "calls in forward()"
+    ),
     Counted: "it changes calls in forward()",
     Otherwise: "the trace of Otherwise computes something else than Otherwise: outputs differ "
     "by",

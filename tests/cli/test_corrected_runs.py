@@ -25,9 +25,8 @@ from quantizer.storage.opened_files import json_digest
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
 MODEL = (
-    "return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 5, "
-    "bias=False), "
-    "torch.nn.ReLU(), torch.nn.Linear(5, 2))"
+    "return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, "
+    "5, bias=False), torch.nn.ReLU(), torch.nn.Linear(5, 2))"
 )
 DATA = (
     "g = torch.Generator().manual_seed(0); return [torch.randn(8, 3, generator=g) for _ in "

@@ -98,17 +98,13 @@ OFF = {
 EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "layered": (
         LAYERED,
-        ["weights", "per_channel true q.json", "symmetry true q.json", "calib_statistic_method max "
-            "q.json",
-         "datatype int default", "symmetric_scale quant_max "
-             "default", "activation", "per_channel false q.json"],
+        ["weights", "per_channel true q.json", "symmetry true q.json", "calib_statistic_method max q.json",
+         "datatype int default", "symmetric_scale quant_max default", "activation", "per_channel false q.json"],
     ),
     "hierarchical": (
         {"global_quant_config": SPELLED_OTHERWISE},
-        ["weight", "dtype int4 q.json", "observer_cls PerTensorMinMax "
-            "q.json", "round_method round q.json",
-         "scale_type float default", "symmetric_scale half_range "
-             "default", "qscheme per_tensor default",
+        ["weight", "dtype int4 q.json", "observer_cls PerTensorMinMax q.json", "round_method round q.json",
+         "scale_type float default", "symmetric_scale half_range default", "qscheme per_tensor default",
          "output_tensors: float: the config leaves it float"],
     ),
     "blocks": (

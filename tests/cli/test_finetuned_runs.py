@@ -23,8 +23,7 @@ from quantizer.results.checkpoint import Checkpoints
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
 MODEL = (
-    "return torch.nn.Sequential(*(layer for _ in range(3) for layer in "
-    "(torch.nn.Linear(6, "
+    "return torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(6, "
     "6), torch.nn.ReLU())))"
 )
 DATA = "g = torch.Generator().manual_seed(0); m = torch.randn(6, 6, generator=g); "

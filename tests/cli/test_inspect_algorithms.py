@@ -89,9 +89,7 @@ SHOWN = {
         "attention.output.dense": "attention.self.value",
         "intermediate.dense": "none: attention.output.LayerNorm is also read by output.add",
         "output.dense": "none: no factor passes through intermediate.intermediate_act_fn",
-        "pooler.dense": "none: encoder.layer.1.output.LayerNorm is also read by the output of "
-        "the "
-        "network",
+        "pooler.dense": "none: encoder.layer.1.output.LayerNorm is also read by the output of the network",
         "13 layers read 9 values; factors": "0 2 7",
     },
     "ViT": {

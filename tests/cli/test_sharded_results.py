@@ -20,8 +20,7 @@ from quantizer.cli.main import run_command
 
 LIMIT = 300  # bytes; all have some more
 MODEL = (
-    "return torch.nn.Sequential(torch.nn.Linear(3, 64), torch.nn.ReLU(), "
-    "torch.nn.Linear(64, "
+    "return torch.nn.Sequential(torch.nn.Linear(3, 64), torch.nn.ReLU(), torch.nn.Linear(64, "
     "2))"
 )
 BATCHES = "return [torch.randn(4, 3)] * 4"

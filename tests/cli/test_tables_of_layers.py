@@ -18,8 +18,7 @@ from quantizer.cli.main import run_command
 Capture = pytest.CaptureFixture[str]
 DEEP = (
     "return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(3, 3), "
-    "torch.nn.ReLU()) "
-    "for _ in range(9)))"
+    "torch.nn.ReLU()) for _ in range(9)))"
 )
 LAST = "Sequential::Sequential/Sequential[8]/Linear[0]/linear"
 RELU = "Sequential::Sequential/Sequential[8]/ReLU[1]/relu"

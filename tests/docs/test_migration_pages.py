@@ -107,12 +107,12 @@ IMPORTS = re.findall(
 )
 DOCUMENTED = {
     "quark.torch": "ModelQuantizer",
-    "quark.torch.quantization.config.config": "Config QuantizationConfig QuantizationSpec "
-    "SmoothQuantConfig AWQConfig GPTQConfig",
+    "quark.torch.quantization.config.config": "Config QuantizationConfig QuantizationSpec SmoothQuantConfig AWQConfig GPTQConfig",
     "quark.torch.quantization.config.type": "Dtype QSchemeType ScaleType RoundType DeviceType",
-    "quark.torch.quantization.observer.observer": "PerTensorMinMaxObserver "
-    "PerChannelMinMaxObserver "
-    "PerTensorPercentileObserver PerTensorMSEObserver",
+    "quark.torch.quantization.observer.observer": (
+        "PerTensorMinMaxObserver PerChannelMinMaxObserver PerTensorPercentileObserver "
+        "PerTensorMSEObserver"
+    ),
 }
 """The classes that Quark's public pages import, by module."""
 

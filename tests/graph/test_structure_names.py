@@ -120,8 +120,7 @@ def test_a_prev_op_may_be_an_activation_that_takes_no_factors() -> None:
             ("QZ501", "there is no module 'ups'", "did you mean 'up'?"),
         ]),
         ({"inside": ("out", "gate")}, [
-            ("QZ503", "the layers of blocks.0 run in another "
-                "order", "list them as they run: gate, out"),
+            ("QZ503", "the layers of blocks.0 run in another order", "list them as they run: gate, out"),
         ]),
         ({"scaling": (ScalingLayer(("gate", "down")),)}, [
             ("QZ504", "blocks.0.down does not read what blocks.0.gate reads",

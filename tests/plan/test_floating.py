@@ -179,8 +179,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
         lambda n, x, i, g: both(n, n.a(x)),
         GIVEN | {"linear": ARGUMENT},
     ),
-    "a layer that a sine reads, and that is "
-    "returned": (lambda n, x, i, g: returned(n.a(x)), GIVEN),
+    "a layer that a sine reads, and that is returned": (lambda n, x, i, g: returned(n.a(x)), GIVEN),
     "a sum that a sine and another layer read": (
         lambda n, x, i, g: both(n, n.a(x) + 1),
         GIVEN | {"linear": ARGUMENT, "add": ARGUMENT},

@@ -33,8 +33,7 @@ COMPARED = 128
 gain.
 """
 NO_GAIN = (
-    "the algorithm promises no smaller errors than round-to-nearest on other data; it "
-    "stays "
+    "the algorithm promises no smaller errors than round-to-nearest on other data; it stays "
     "at round-to-nearest"
 )
 TOGETHER = 1 << 23
@@ -216,8 +215,8 @@ def _lacks(
     if tokens < least:
         found.append(
             f"{target.settings.name} fits its {depth} inputs to {tokens} tokens, and on fewer "
-            f"than {least} that may "
-            "not hold for other data; calibrate with more, or with a larger alpha"
+            f"than {least} that may not hold for other data; calibrate with more, or with a "
+            "larger alpha"
         )
     return found
 

@@ -60,8 +60,7 @@ def pooled(role: Role, place: Place | None) -> Diagnostic:
     """One range of several batches is found in another way."""
     text = (
         f"from several batches of {role}, the layered form takes the largest range, the "
-        "hierarchical form finds one "
-        f"range for all of them"
+        "hierarchical form finds one range for all of them"
     )
     return Diagnostic(
         "QZ125", text, place, "warning", help="with a MinMax observer they are the same"
@@ -71,9 +70,8 @@ def pooled(role: Role, place: Place | None) -> Diagnostic:
 def joined(place: Place | None) -> Diagnostic:
     """Where an output is quantized that only a concatenation reads."""
     text = (
-        "an output that only a concatenation reads is quantized before it in the hierarchical "
-        "form, and in the "
-        "layered form only where the concatenation is"
+        "an output that only a concatenation reads is quantized before it in the "
+        "hierarchical form, and in the layered form only where the concatenation is"
     )
     return may_differ(text, place)
 
@@ -82,8 +80,7 @@ def normalized(place: Place | None) -> Diagnostic:
     """Whether a residual stream is quantized."""
     text = (
         "sums that normalizations alone read, the residual stream of a transformer, stay "
-        "float in the layered form, "
-        "and are quantized in the hierarchical form"
+        "float in the layered form, and are quantized in the hierarchical form"
     )
     return may_differ(text, place)
 

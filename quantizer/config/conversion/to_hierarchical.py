@@ -214,8 +214,7 @@ def _findings(file: _Layered) -> Iterator[Diagnostic]:
     if file.overall.roles and any(role in PARAMETERS for role in file.everywhere):
         text = (
             "global_quant_config applies to layers with weights of their own: norms that "
-            "cannot be folded, and "
-            "trained tensors in expressions, stay in float"
+            "cannot be folded, and trained tensors in expressions, stay in float"
         )
         yield may_differ(text, file.overall.roles_place)
     if (
@@ -259,8 +258,7 @@ def _selectors(file: _Layered) -> Iterator[Diagnostic]:
         ):
             text = (
                 "layer_type: what the top of the file says of activation becomes a pattern "
-                "for all names, which "
-                "overrides types"
+                "for all names, which overrides types"
             )
             yield inexpressible(
                 text,

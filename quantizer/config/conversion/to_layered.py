@@ -197,8 +197,7 @@ def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Iterator[Diag
         if axis and axis.value == 0 and stated["qscheme"].value == "per_channel":
             text = (
                 "per_channel means output channels, which in transposed convolutions are "
-                "axis "
-                "1, not 0"
+                "axis 1, not 0"
             )
             yield may_differ(text, axis.place)
         if role == "activation":
@@ -239,9 +238,7 @@ def _inherited(everywhere: ConfigRule, layers: Sequence[ConfigRule]) -> Iterator
         if roles and not is_weighted(rule.selector):
             keys = listed(KEY_OF[role] for role in roles)
             text = (
-                f"{everywhere.label} is about layers with weights of their own; the "
-                "layered "
-                f"form gives its {keys} to "
-                f"all layers that this selects"
+                f"{everywhere.label} is about layers with weights of their own; the layered "
+                f"form gives its {keys} to all layers that this selects"
             )
             yield may_differ(text, rule.selector.place)

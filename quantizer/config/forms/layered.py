@@ -42,9 +42,10 @@ FIELDS = {
 
 OPTIONAL = {
     "percentage": "only the percentile method reads `percentage`",
-    "symmetric_scale": "only symmetric signed integers with a float scale and all their codes "
-    "read "
-    "`symmetric_scale`",
+    "symmetric_scale": (
+        "only symmetric signed integers with a float scale and all their codes read "
+        "`symmetric_scale`"
+    ),
 }
 """The words that a complete block may lack, and who reads them."""
 

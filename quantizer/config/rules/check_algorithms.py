@@ -25,8 +25,7 @@ def check_algorithms(config: Config) -> Iterator[Diagnostic]:
         if config.settings.target_device == "DPU":
             text = (
                 f"{entry.name} is not for the DPU: after calibration its scales are moved "
-                "into the limits of "
-                f"shifters, which would undo what the algorithm found"
+                "into the limits of shifters, which would undo what the algorithm found"
             )
             help_ = "remove it, or write another target_device"
             related = related_to(config.settings.places.get("target_device"), "for this device")
@@ -78,8 +77,7 @@ def _repeated(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
         if again:
             keys = listed(key for _, key in again)
             text = (
-                f"{keys} of {entry.name} is done by an entry before, and nothing is gained "
-                "by "
+                f"{keys} of {entry.name} is done by an entry before, and nothing is gained by "
                 "doing it again"
             )
             related = related_to(first[again[0]].place, "done here")
@@ -132,8 +130,7 @@ def _decided_elsewhere(entry: Algorithm, weights: dict[str, Sourced]) -> Iterato
         found = -1 if has_no_groups else _value(weights, name)
         if stated.value != found:
             text = (
-                f"{key} {quoted(stated.value)} is not what the weights' specification "
-                "says: "
+                f"{key} {quoted(stated.value)} is not what the weights' specification says: "
                 "it decides"
             )
             source = weights.get("qscheme" if found == -1 else name, weights.get(name))
@@ -180,8 +177,7 @@ def _for_nothing(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
     ):
         text = (
             f"{entry.name} makes activations easier to quantize and weights harder, and no "
-            "activations are quantized: "
-            f"it costs a pass over the data and cannot help"
+            "activations are quantized: it costs a pass over the data and cannot help"
         )
         help_ = (
             "remove it, or quantize activations; awq scales channels for the sake of weights"

@@ -157,15 +157,13 @@ def _groups_of_channels(scope: _Scope) -> Iterator[Diagnostic]:
     axis, instead = scope.value("ch_axis"), '"observer_cls": "PerGroupMinMaxObserver"'
     if not scope.is_channel_axis:
         text = (
-            "PerChannelMinMaxObserver divides the channels of weights into groups; it "
-            "cannot "
+            "PerChannelMinMaxObserver divides the channels of weights into groups; it cannot "
             "group activations"
         )
         yield scope.finding("QZ117", text, "observer_cls", help_=f"write {instead}")
     elif axis in (0, 1) and "ch_axis" in scope.own:
         text = (
-            f"with PerChannelMinMaxObserver, ch_axis {axis} is the channel axis: groups "
-            "run "
+            f"with PerChannelMinMaxObserver, ch_axis {axis} is the channel axis: groups run "
             f"along axis {1 - axis}"
         )
         yield scope.finding(
@@ -267,8 +265,7 @@ def _passes(levels: Hierarchical) -> Iterator[Diagnostic]:
             first = first or (name, place)
         elif first:
             text = (
-                f"{name} changes the float network before all algorithms, and here it "
-                "comes "
+                f"{name} changes the float network before all algorithms, and here it comes "
                 f"after {first[0]}"
             )
             related = related_to(first[1], "comes first here")

@@ -172,8 +172,7 @@ def _dynamic_refusal(spec: QuantizationSpec) -> Reason | None:
     if ours == torch.tensor(1 / readers):
         return None
     why = (
-        f"is dynamic with the scale absmax / {1 / float(ours):g}, where readers have absmax "
-        "/ "
+        f"is dynamic with the scale absmax / {1 / float(ours):g}, where readers have absmax / "
         f"{readers:g}"
     )
     return (

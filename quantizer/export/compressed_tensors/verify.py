@@ -69,15 +69,13 @@ def _loaded(
         cause = _cause(checkpoint) if can_dequantize else None
         if cause is None:
             text = (
-                f"{name} is not written: {_reader()} cannot run it: "
-                f"{type(error).__name__}: "
+                f"{name} is not written: {_reader()} cannot run it: {type(error).__name__}: "
                 f"{why}"
             )
             raise VerificationError(text, help=_remedy(checkpoint)) from error
     settings = transformers.CompressedTensorsConfig(dequantize=True)
     remark = (
-        f"{cause}: load it with "
-        "quantization_config=CompressedTensorsConfig(dequantize=True), "
+        f"{cause}: load it with quantization_config=CompressedTensorsConfig(dequantize=True), "
         f"or {_remedy(checkpoint)}"
     )
     return _run(folder, call, name, quantization_config=settings), (remark,)

@@ -97,8 +97,7 @@ def _why(layer: str, graph: Graph, where: Layout, solution: Solution, follower: 
     )
     if is_activated and follower != "QuantizeLinear":
         return (
-            f"{follower} follows it, and its output is quantized after that; ReLU and "
-            "ReLU6 "
+            f"{follower} follows it, and its output is quantized after that; ReLU and ReLU6 "
             "have integer kernels"
         )
     return "ONNX Runtime does not fuse it"

@@ -30,14 +30,11 @@ from quantizer.export.onnx.speed import speed
 PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
 _HELP = (
-    "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this "
-    "one "
+    "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one "
     "gets wrong"
 )
 _INT8_HELP = (
-    "without VNNI, processors add up int8 weights of 8 bits wrong: use "
-    "--onnx_weights "
-    "uint8, "
+    "without VNNI, processors add up int8 weights of 8 bits wrong: use --onnx_weights uint8, "
     "or give weights 7 bits"
 )
 

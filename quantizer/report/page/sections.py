@@ -30,17 +30,13 @@ from quantizer.report.page.parts import (
 )
 
 NO_COMMANDS = (
-    "No command is known that makes these results: Python has written them, or "
-    "run.json "
-    "is "
-    "of "
-    "others."
+    "No command is known that makes these results: Python has written them, or run.json is "
+    "of others."
 )
 ABOUT_COMMANDS = (
     "The config is the one shown above. Options that change no result are left out, as "
-    "--output_dir is. Paths are "
-    "relative to the folder where the command ran; files elsewhere are named without their "
-    "folder."
+    "--output_dir is. Paths are relative to the folder where the command ran; files "
+    "elsewhere are named without their folder."
 )
 UNSTABLE = 40
 """Tensors whose curves over batches are drawn: those that are the last to become stable."""
@@ -182,8 +178,8 @@ def activations(content: Json) -> Markup | None:
         return None
     said = (
         "Counts are logarithmic. Solid lines are the least and the greatest value that has a "
-        "code; "
-        "dashed ones where other range methods would have put them, given all batches at once."
+        "code; dashed ones where other range methods would have put them, given all batches "
+        "at once."
     )
     return fragment(element("p", said, class_="dim"), filter_input("activations"), parts)
 
@@ -234,14 +230,12 @@ def sufficiency(content: Json) -> Markup | None:
         row for row in rows if row["batches"]["stable_after"] == row["batches"]["total"] > 1
     ]
     said = (
-        f"After {late[0]['batches']['stable_after']} of {total} batches no scale changes "
-        "by "
+        f"After {late[0]['batches']['stable_after']} of {total} batches no scale changes by "
         "more than 2 %."
     )
     if growing:
         said = (
-            f"{len(growing)} of {len(rows)} tensors still change with the last batches: "
-            "more "
+            f"{len(growing)} of {len(rows)} tensors still change with the last batches: more "
             "data may help."
         )
     parts = []
