@@ -12,10 +12,18 @@ PACKAGE = Path(__file__).parents[2] / "quantizer"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TABLES = {"graph/ops.py", "graph/axis_rules.py", "numerics/formats.py"}
 """Files that are tables of rows."""
-UNFOLDED: tuple[str, ...] = ()
-"""Rooms that hold to the ledger so far."""
+UNFOLDED = tuple(
+    line
+    for path in sorted(Path(__file__).parent.glob("unfolded/*.txt"))
+    for line in path.read_text("utf-8").split()
+)
+"""The beginnings of paths of files that hold to the ledger so far."""
 MAX_DENSITY = 8.5
-VERBS = set((PACKAGE.parent / "tests/support/docstring_verbs.txt").read_text("utf-8").split())
+VERBS = {
+    verb
+    for path in (PACKAGE.parent / "tests/support/verbs").glob("*.txt")
+    for verb in path.read_text("utf-8").split()
+}
 """What a function's docstring may begin with."""
 unfolded = pytest.mark.parametrize(
     "path",
