@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import quantizer
 from quantizer.cli.main import run_command
 
 yaml = pytest.importorskip("yaml", reason="mkdocs.yml is YAML (extra: llm)")
@@ -23,6 +24,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted(DOCS.glob("*.md")),
     *sorted((DOCS / "config").glob("*.md")),
+    *sorted((DOCS / "decisions").glob("*.md")),
 ]
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 TUTORIAL = (DOCS / "tutorial.md").read_text("utf-8")
@@ -64,7 +66,36 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text("utf-8")
     named = set(re.findall(r"[\w/]+\.md", text.partition("\nnav:")[2]))
-    assert named == {path.name for path in DOCS.glob("*.md")} | {"config/README.md"}
+    pages = {path.name for path in DOCS.glob("*.md")}
+    assert named == pages | {"config/README.md", "decisions/index.md"}
+
+
+def test_every_decision_is_in_their_list() -> None:
+    listed = re.findall(
+        r"\]\((\d+[\w-]+\.md)\)", (DOCS / "decisions/index.md").read_text("utf-8")
+    )
+    assert listed == sorted(path.name for path in (DOCS / "decisions").glob("0*.md"))
+
+
+HOUSE = [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *(DOCS / "decisions").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", HOUSE, ids=lambda page: page.name)
+def test_files_that_the_house_papers_name_are_there(page: Path) -> None:
+    for name in re.findall(r"`([\w/]+(?:\.py|/))`", page.read_text("utf-8")):
+        places = [ROOT / name, ROOT / "quantizer" / name, ROOT / "benchmarks" / name]
+        assert any(place.exists() for place in places), name
+
+
+def test_the_newest_version_of_the_changelog_is_that_of_the_package() -> None:
+    versions = re.findall(
+        r"^## ([\d.]+) - 20\d\d-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M
+    )
+    assert versions[0] == quantizer.__version__
+
+
+def test_the_architecture_is_short() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text("utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("name", ["layered", "hierarchical", "quantization_spec"])
