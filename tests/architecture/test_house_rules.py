@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[2] / "quantizer"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -25,82 +24,82 @@ RESERVED_FOR_CLI = {
     "SystemExit",
 }
 
-named = pytest.mark.parametrize(
-    "path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE))
-)
+
+def shown(path: Path) -> str:
+    """Return a file's path as messages have it."""
+    return str(path.relative_to(PACKAGE))
 
 
-@named
-def test_only_cli_prints_exits_or_reads_the_environment(path: Path) -> None:
-    if path.is_relative_to(PACKAGE / "cli"):
-        return
-    tree = ast.parse(path.read_text("utf-8"))
-    caught = {
-        id(n)
-        for handler in ast.walk(tree)
-        if isinstance(handler, ast.ExceptHandler) and handler.type
-        for n in ast.walk(handler.type)
-    }
-    used = {
-        ast.unparse(n)
-        for n in ast.walk(tree)
-        if isinstance(n, (ast.Name, ast.Attribute)) and id(n) not in caught
-    }
-    assert not used & RESERVED_FOR_CLI
-
-
-@named
-def test_files_and_functions_are_short(path: Path) -> None:
-    text = path.read_text("utf-8")
-    assert len(text.splitlines()) <= MAX_FILE
-    functions = [
-        n
-        for n in ast.walk(ast.parse(text))
-        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
-    long = {
-        f.name: (f.end_lineno or 0) - f.lineno + 1
-        for f in functions
-        if (f.end_lineno or 0) - f.lineno >= MAX_FUNCTION
-    }
-    assert not long
-
-
-@named
-def test_modules_say_what_they_are_for(path: Path) -> None:
-    text = path.read_text("utf-8")
-    docstring = ast.get_docstring(ast.parse(text))
-    if path.name == "__init__.py" and not text.strip():
-        return
-    assert docstring
-    assert len(docstring.split("\n\n")[0].splitlines()) <= 4
-
-
-@named
-def test_docstrings_have_one_form(path: Path) -> None:
-    """Summary, prose, then these parts in this order, each at most once, and examples last."""
-    parts = ["Args:", "Attributes:", "Returns:", "Raises", "Source:", ">>>"]
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+def test_only_cli_prints_exits_or_reads_the_environment() -> None:
+    faults: list[str] = []
+    for path in MODULES:
+        if path.is_relative_to(PACKAGE / "cli"):
             continue
-        text = ast.get_docstring(node) or ""
-        name = getattr(node, "name", path.name)
-        begun = [part for line in text.splitlines() for part in parts if line.startswith(part)]
-        begun = [
-            part
-            for index, part in enumerate(begun)
-            if part != ">>>" or part not in begun[:index]
-        ]
-        assert begun == sorted(set(begun), key=parts.index), name
-        assert not re.search(r"(^|[.;] )[Rr]aises `?[A-Z]\w+", text), (
-            f"{name}: a part of its own for errors"
-        )
-        assert "et al" not in text or "Source:" in text, (
-            f"{name}: a part of its own for the source"
-        )
-        assert not text or text.split("\n\n")[0].rstrip().endswith((".", ":", "…")), (
-            f"{name}: a sentence first"
-        )
+        tree = ast.parse(path.read_text("utf-8"))
+        caught: set[int] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler) and node.type:
+                caught |= {id(inner) for inner in ast.walk(node.type)}
+        for node in ast.walk(tree):
+            is_name = isinstance(node, (ast.Name, ast.Attribute)) and id(node) not in caught
+            if is_name and ast.unparse(node) in RESERVED_FOR_CLI:
+                faults.append(f"{shown(path)}: {ast.unparse(node)}")
+    assert not faults
+
+
+def test_files_and_functions_are_short() -> None:
+    faults: list[str] = []
+    for path in MODULES:
+        text = path.read_text("utf-8")
+        if len(text.splitlines()) > MAX_FILE:
+            faults.append(shown(path))
+        for node in ast.walk(ast.parse(text)):
+            is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            if is_function and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION:
+                faults.append(f"{shown(path)}: {node.name}")
+    assert not faults
+
+
+def test_modules_say_what_they_are_for() -> None:
+    faults: list[str] = []
+    for path in MODULES:
+        text = path.read_text("utf-8")
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        is_empty = path.name == "__init__.py" and not text.strip()
+        first = docstring.split("\n\n")[0].splitlines()
+        if not is_empty and not 1 <= len(first) <= 4:
+            faults.append(shown(path))
+    assert not faults
+
+
+def test_docstrings_have_one_form() -> None:
+    """Summary, prose, then these parts in this order, each at most once, and examples last."""
+    faults: list[str] = []
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                name = f"{shown(path)}: {getattr(node, 'name', 'module')}"
+                text = ast.get_docstring(node) or ""
+                faults += [f"{name}: {fault}" for fault in misformed(text)]
+    assert not faults
+
+
+def misformed(docstring: str) -> Iterator[str]:
+    """Yield what a docstring has otherwise than the others."""
+    parts = ["Args:", "Attributes:", "Returns:", "Raises", "Source:", ">>>"]
+    begun: list[str] = []
+    for line in docstring.splitlines():
+        for part in parts:
+            if line.startswith(part) and not (part == ">>>" and part in begun):
+                begun.append(part)
+    if begun != sorted(set(begun), key=parts.index):
+        yield f"parts in the order {begun}"
+    if re.search(r"(^|[.;] )[Rr]aises `?[A-Z]\w+", docstring):
+        yield "a part of its own for errors"
+    if "et al" in docstring and "Source:" not in docstring:
+        yield "a part of its own for the source"
+    if docstring and not docstring.split("\n\n")[0].rstrip().endswith((".", ":", "…")):
+        yield "a sentence first"
 
 
 def test_no_room_for_leftovers() -> None:
