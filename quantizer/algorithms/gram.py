@@ -310,7 +310,7 @@ def unrouted(by_group: Sequence[int]) -> Iterator[str]:
     """That experts had no tokens, as a sentence, where others had some.
 
     >>> print(*unrouted([3, 0]))  # doctest: +ELLIPSIS
-    no token of the calibration data was routed to expert 1 (of 2), which stay at ...
+    no token of the calibration data was routed to expert 1 (of 2), which stays at ...
     """
     missed = [f"expert {expert}" for expert, count in enumerate(by_group) if not count]
     if 0 < len(missed) < len(by_group):

@@ -334,7 +334,9 @@ def test_weights_in_files_are_rounded_as_those_in_memory(
     )
     (tmp_path / "config.json").write_text(json.dumps(HIERARCHICAL["gptq"]))
     made = tmp_path / "net.py"
-    made.write_text("from llamas import llama\n\nmodel = lambda: llama(use_cache=False)\n")
+    made.write_text(
+        "from support.llamas import llama\n\nmodel = lambda: llama(use_cache=False)\n"
+    )
     for model in (folder, f"{made}:model"):
         given = [
             "--model",

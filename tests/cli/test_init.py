@@ -176,7 +176,7 @@ def test_a_transformer_is_offered_more_than_static_ranges(
 ) -> None:
     model = tmp_path / "encoder.py"
     model.write_text(
-        "from encoders import Encoder, sentences\n\nmodel = Encoder\n\n\n"
+        "from support.encoders import Encoder, sentences\n\nmodel = Encoder\n\n\n"
         "def calibration_data():\n    return [sentences(2, 8)]\n"
     )
     told = []

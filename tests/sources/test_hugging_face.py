@@ -155,7 +155,7 @@ def test_an_index_may_name_files_in_folders_below(tmp_path: Path) -> None:
 def test_a_model_of_transformers_from_a_factory_needs_no_switch(tmp_path: Path) -> None:
     """Its cache of keys is on by default, and no trace could keep it."""
     (tmp_path / "net.py").write_text(
-        "from llamas import llama, tokens as calibration_data\n\nmodel = llama\n"
+        "from support.llamas import llama, tokens as calibration_data\n\nmodel = llama\n"
     )
     config = Path(__file__).parents[2] / "configs" / "weight_int8.json"
     given = ["--model", str(tmp_path / "net.py"), "--output_dir", str(tmp_path / "out"), "-q"]
