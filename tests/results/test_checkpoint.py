@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.calibration import snapshots
 from quantizer.calibration.events import Forked, Snapshot, Stage
+from quantizer.calibration.snapshots import snapshot_of, value_of
 from quantizer.errors import DataError, ResultError
 from quantizer.results import checkpoint
 from quantizer.results.checkpoint import Checkpoint, Checkpoints
@@ -200,11 +200,11 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_value_is_refused(change: dict[str, Any]) -> None:
-    given = snapshots.snapshot_of({"a": torch.ones(2), "b": (1, 2)})
+    given = snapshot_of({"a": torch.ones(2), "b": (1, 2)})
     kind = dict[str, Tensor | tuple[int, ...]]
-    assert snapshots.value_of(given, kind)["b"] == (1, 2)
+    assert value_of(given, kind)["b"] == (1, 2)
     with pytest.raises(ResultError, match="the checkpoint is damaged"):
-        snapshots.value_of(Snapshot(given.tensors, {**given.state, **change}), kind)
+        value_of(Snapshot(given.tensors, {**given.state, **change}), kind)
 
 
 @pytest.mark.parametrize(
