@@ -48,7 +48,7 @@ from quantizer.algorithms.clip_search import (
 from quantizer.algorithms.fold import (
     admissible,
     factored_apart,
-    folded,
+    fold_factors,
     parameter,
     shared_folds,
 )
@@ -211,7 +211,7 @@ class _Search:
 
         s = factors(least_step(loss, self.settings.grid))
         if not torch.equal(s, ones):
-            self.adjustment = folded(
+            self.adjustment = fold_factors(
                 self.task.graph,
                 group,
                 s,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.sensitivity import AfterLayer, Candidate, OutputsOf, Width, quantizers
+from quantizer.algorithms.sequential_runner import no_batches
 from quantizer.errors import DataError
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
@@ -62,9 +63,7 @@ def predicted_noise(
                 products.zero_()
                 after_projection()
     if not count:
-        raise DataError(
-            "the calibration data has no batches", help="check --data and --subset_len"
-        )
+        raise no_batches()
     if not math.isfinite(signal + float(noise.sum())):
         raise DataError(
             "the float model's output or a gradient of it is not finite",

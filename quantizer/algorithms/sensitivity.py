@@ -15,7 +15,7 @@ from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest_qparams
-from quantizer.algorithms.sequential_runner import SequentialRunner, watching
+from quantizer.algorithms.sequential_runner import SequentialRunner, no_batches, watching
 from quantizer.config.forms.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
@@ -207,9 +207,7 @@ def output_noise(
                     after_layer()
                 execution.step()
     if not count:
-        raise DataError(
-            "the calibration data has no batches", help="check --data and --subset_len"
-        )
+        raise no_batches()
     if not math.isfinite(signal):
         raise DataError(
             "the float model's output is not finite", help="check the data and the weights"

@@ -100,9 +100,7 @@ class SequentialRunner:
                     inputs = self.network.inputs(stable.args, stable.kwargs)
                 yield count - 1, inputs
         if not count:
-            raise DataError(
-                "the calibration data has no batches", help="check --data and --subset_len"
-            )
+            raise no_batches()
 
     def value(self, name: str) -> list[Any]:
         """A node's value for each batch, while a later node reads it."""
@@ -213,6 +211,13 @@ class SequentialRunner:
         for name, old in before.items():
             if execution.values.get(name) is not old:
                 self._store.free(old)
+
+
+def no_batches() -> DataError:
+    """Return the error about a pass over calibration data without any."""
+    return DataError(
+        "the calibration data has no batches", help="check --data and --subset_len"
+    )
 
 
 def _parted(batches: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
