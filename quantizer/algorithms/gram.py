@@ -208,10 +208,8 @@ class GroupSums:
     ) -> None:
         self.layers = layers
         self._geometry = {name: geometry(network.layers[name]) for name in layers}
-        # The first layer of each geometry
-        self._first: dict[tuple[Any, ...], str] = {}
-        for name, key in self._geometry.items():
-            self._first.setdefault(key, name)
+        # The first layer of each geometry; the geometry of the last layer comes first
+        self._first = {key: name for name, key in reversed(self._geometry.items())}
         self._grams = {key: Gram(network.layers[name]) for key, name in self._first.items()}
 
     @property

@@ -63,7 +63,7 @@ class _Work:
     def signs(self, channels: int) -> Tensor:
         """Random signs, float64 [channels]."""
         drawn = torch.randint(0, 2, (channels,), generator=self.generator)
-        return (drawn * 2 - 1).to(self.task.device, torch.float64)
+        return (drawn * 2 - 1).to(self.task.graph.device, torch.float64)
 
     def weight(self, layer: str) -> Tensor:
         """As it is now, float64."""
