@@ -385,7 +385,9 @@ def test_a_clipped_grid_knows_the_scale_that_cuts_nothing_off() -> None:
     """Weights on the grid of quant_max stay as they are, whatever the rule of the config."""
     half = replace(INT4, symmetric=True, symmetric_scale="half_range")
     layer, weight = nn.Linear(16, 2), torch.tensor([7.0, -7.0, 3.0, 1.0] * 4).repeat(2, 1)
-    found = ClipSearch(layer, half, weight, torch.eye(16)[None], shares=clip_shares(half)).qparams
+    found = ClipSearch(
+        layer, half, weight, torch.eye(16)[None], shares=clip_shares(half)
+    ).qparams
     assert torch.equal(nearest(weight, half, found), weight)
 
 
