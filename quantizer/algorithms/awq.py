@@ -54,6 +54,7 @@ from quantizer.algorithms.fold import (
 )
 from quantizer.algorithms.gram import (
     DEEPEST,
+    TOO_DEEP,
     UNREACHED,
     GroupSums,
     deepest,
@@ -79,10 +80,6 @@ from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
 
 _MIN_FACTOR = 1e-4
-_TOO_DEEP = (
-    f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it stays at "
-    "round-to-nearest"
-)
 
 
 def awq(
@@ -169,7 +166,7 @@ class _Search:
         if not layers:
             return None
         if deepest(self.runner.network, layers) > DEEPEST:
-            self._remark(layers, _TOO_DEEP)
+            self._remark(layers, TOO_DEEP)
             return None
         sums = GroupSums(self.runner.network, layers)
         self.runner.advance(*watching(self.runner.network, layers[0], sums.add))

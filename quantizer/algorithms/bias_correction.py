@@ -118,7 +118,7 @@ def correct_biases(
     means: Mapping[str, ChannelMean],
     *,
     as_codes: bool = False,
-    after_layer: Callable[[], None] | None = None,
+    after_layer: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:
     """Correct the biases of layers in execution order, each on quantized inputs that the
     corrections before it have changed.
@@ -154,8 +154,7 @@ def correct_biases(
                 corrections[node.name] = _correct(runner, node, mean, as_codes=as_codes)
             else:
                 runner.finish(node)
-            if after_layer is not None:
-                after_layer()
+            after_layer()
     return corrections
 
 

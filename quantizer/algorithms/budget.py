@@ -49,10 +49,7 @@ def choose(
     room = budget - sum(smallest)
     if room < 0:
         return None
-    sizes = torch.zeros(
-        1,
-        dtype=torch.int64,
-    )
+    sizes = torch.zeros(1, dtype=torch.int64)
     errors = torch.zeros(1, dtype=torch.float64)
     steps: list[tuple[Tensor, Tensor]] = []
     for options, least in zip(items, smallest, strict=True):

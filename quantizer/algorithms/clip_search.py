@@ -79,7 +79,7 @@ def clip_shares(
 
 
 def few_clip_shares(spec: QuantizationSpec) -> Iterable[float]:
-    """Return few clip_shares, for the length of the spec's groups or for whole channels."""
+    """Return few candidates, for the length of the spec's groups or for whole channels."""
     length = group_size(spec, sys.maxsize)
     for longest, shares in _FEW_BY_LENGTH:
         if length <= longest:
@@ -142,11 +142,7 @@ class ClipSearch:
 
     def _try(self, share: float) -> None:
         smaller = (self._full.scale * share).clamp_min(SMALLEST_SCALE)
-        scale = beside(
-            smaller,
-            self._full.scale,
-            self._spec.scale_type,
-        )
+        scale = beside(smaller, self._full.scale, self._spec.scale_type)
         errors = self._errors(scale)
         per_group = self._spec.scales_per_group
         if per_group > 1:
@@ -154,11 +150,7 @@ class ClipSearch:
             groups = errors.reshape(-1, per_group)
             total = groups.sum(1, keepdim=True)
             errors = total.expand_as(groups).reshape(errors.shape)
-        self._scale = torch.where(
-            errors < self.errors,
-            scale,
-            self._scale,
-        )
+        self._scale = torch.where(errors < self.errors, scale, self._scale)
         self.errors = torch.minimum(self.errors, errors)
 
     def _errors(self, scale: Tensor) -> Tensor:
@@ -166,11 +158,7 @@ class ClipSearch:
         ratio = (self._full.scale / scale).to(self._units).reshape(-1, 1)
         codes = self._codes(torch.mul(self._units, ratio, out=self._buffer))
         change = codes.addcmul_(self._units, ratio, value=-1)
-        stored = from_rows(
-            change,
-            self._shape,
-            *self._spec.cut,
-        )
+        stored = from_rows(change, self._shape, *self._spec.cut)
         errors = scale_errors(
             self._layer,
             self._spec,

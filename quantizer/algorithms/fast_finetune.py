@@ -108,9 +108,9 @@ def fast_finetune(
     quantized: SequentialRunner,
     mode: str,
     *,
-    seed: int = 0,
-    done: Mapping[str, FinetunedLayer] | None = None,
-    after_layer: Callable[[Mapping[str, FinetunedLayer]], None] | None = None,
+    seed: int,
+    done: Mapping[str, FinetunedLayer],
+    after_layer: Callable[[Mapping[str, FinetunedLayer]], None],
 ) -> dict[str, FinetunedLayer]:
     """Round the weights of each layer in execution order, on the inputs that rounding the
     layers before it has left.
@@ -136,7 +136,7 @@ def fast_finetune(
     Raises:
         DataError: a layer's outputs are not finite; the layer is named.
     """
-    results = dict(done or {})
+    results = dict(done)
     with torch.no_grad():
         for index, node in enumerate(quantized.network.graph.nodes):
             targets = reference.store(reference.compute(node))
@@ -150,8 +150,7 @@ def fast_finetune(
                     results[node.name] = finetuning.solve(mode, seed + index)
             reference.release(targets)
             quantized.finish(node)
-            if after_layer is not None:
-                after_layer(results)
+            after_layer(results)
     return results
 
 
@@ -199,20 +198,12 @@ class _LayerFinetuning:
             is_better = (change < 0)[problem.unit]
         rtn_rows = weight_matrix(self.layer, rtn)
         learned_rows = weight_matrix(self.layer, learned)
-        rows = torch.where(
-            is_better[..., None],
-            learned_rows,
-            rtn_rows,
-        )
+        rows = torch.where(is_better[..., None], learned_rows, rtn_rows)
         weight = matrix_weight(self.layer, rows)
         is_used = problem.per_unit(is_better.float()) > 0
         scale = torch.where(is_used, scale, problem.scale).view(shape)
         _set_weight(self.layer, weight, scale)
-        errors = torch.where(
-            is_better.flatten(),
-            after,
-            before,
-        )
+        errors = torch.where(is_better.flatten(), after, before)
         return FinetunedLayer(
             weight.cpu(),
             scale.cpu(),

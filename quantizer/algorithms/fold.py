@@ -5,7 +5,6 @@ The division goes into the layer before, the group's `Fold`, or else becomes a l
 Which factors are good is decided elsewhere.
 """
 
-import itertools
 from collections.abc import (
     Callable,
     Sequence,
@@ -22,6 +21,7 @@ from quantizer.graph.edits import (
     rescaled,
 )
 from quantizer.graph.ir import Graph
+from quantizer.graph.output_names import numbered
 from quantizer.graph.structure import (
     Fold,
     InputGroup,
@@ -151,7 +151,10 @@ def parameter(
     return value
 
 
-def input_name(group: InputGroup, adjustment: Adjustment) -> str:
+def input_name(
+    group: InputGroup,
+    adjustment: Adjustment,
+) -> str:
     """Return the node whose value the group's layers read, after all insertions."""
     name = group.source
     for insertion in adjustment.insertions:
@@ -208,7 +211,10 @@ def shared_folds(
     return changed, leads
 
 
-def _fold(group: InputGroup, adjustment: Adjustment) -> Fold | None:
+def _fold(
+    group: InputGroup,
+    adjustment: Adjustment,
+) -> Fold | None:
     """Return the group's fold, unless a layer was inserted behind it."""
     for insertion in adjustment.insertions:
         if group.layers[0] in insertion.readers:
@@ -266,11 +272,7 @@ def _by_origin(
         return factors
     origin = torch.tensor(fold.channels, device=factors.device)
     rows = factors.view(-1, len(origin))
-    ones = torch.ones(
-        len(rows),
-        channels,
-        device=factors.device,
-    )
+    ones = torch.ones(len(rows), channels, device=factors.device)
     largest = ones.scatter_reduce(
         1,
         origin.expand_as(rows),
@@ -296,13 +298,9 @@ def _divided_by_layer(
             return replace(adjustment, insertions=tuple(insertions))
     scope, slash, last = group.layers[0].rpartition("/")
     _, dot, number = last.partition(".")
-    plain_name = name = f"{scope}{slash}{SCALE_OP}{dot}{number}"
+    # Experts in one module need a number
     taken = {insertion.name for insertion in insertions}
-    for count in itertools.count(1):
-        if name not in taken:
-            break
-        # Experts in one module
-        name = f"{plain_name}.{count}"
+    [name] = numbered([f"{scope}{slash}{SCALE_OP}{dot}{number}"], taken)
     axis = {"axis": group.axis}
     insertion = Insertion(
         name,

@@ -48,6 +48,10 @@ _MIN_SQUARE_SUM = 2.0**-102
 """The smallest sum of squares that says something. In float32, it has 24 bits of squares of
 errors down to 2^-24 of the inputs.
 """
+TOO_DEEP = (
+    f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it stays at "
+    "round-to-nearest"
+)
 UNREACHED = "no token of the calibration data reached it; it stays at round-to-nearest"
 
 
@@ -189,11 +193,7 @@ class Drift:
         to: int | None = None,
     ) -> None:
         """Take in the sums of the other ranks, as `Gram.merge` does."""
-        self.matrix = ranks.sum(
-            self.matrix,
-            "a drift",
-            to,
-        )
+        self.matrix = ranks.sum(self.matrix, "a drift", to)
 
 
 class GroupSums:
@@ -231,7 +231,7 @@ class GroupSums:
             try:
                 gram.add(input, **routing)
             except ObservationError as error:
-                raise not_finite(self._first[key], error) from error
+                raise not_finite_input(self._first[key], error) from error
 
     def merge(self, ranks: Ranks) -> None:
         """Take in what the other ranks have summed up; all have all afterwards."""
@@ -370,7 +370,7 @@ def geometry(layer: nn.Module) -> tuple[Any, ...]:
     return tuple(getattr(layer, key, None) for key in fields)
 
 
-def not_finite(layer: str, error: ObservationError) -> DataError:
+def not_finite_input(layer: str, error: ObservationError) -> DataError:
     """Return the error about a value that a layer reads. The caller adds the batch."""
     if isinstance(error, NonFiniteError):
         text = (

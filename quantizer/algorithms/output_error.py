@@ -27,10 +27,7 @@ def output_error(
     >>> output_error(torch.eye(2)[None], torch.tensor([[[1.0, 2.0], [0.0, 3.0]]]))
     14.0
     """
-    dtype = torch.promote_types(
-        difference.dtype,
-        torch.float64,
-    )
+    dtype = torch.promote_types(difference.dtype, torch.float64)
     total = 0.0
     for start in range(0, difference.shape[2], _TILE_COLUMNS):
         stop = start + _TILE_COLUMNS
@@ -72,10 +69,7 @@ def estimated_error(
     """
     u = leading(gram, _POWER_STEPS)
     h = gram @ u
-    u_h = (u.double() * h.double()).sum(
-        1,
-        keepdim=True,
-    )
+    u_h = (u.double() * h.double()).sum(1, keepdim=True)
     along_u = (difference @ h).double().square() / u_h.clamp(min=1e-300)
     sample = difference[:, ::stride]
     sampled_along_u = float(along_u[:, ::stride].sum())
@@ -97,10 +91,7 @@ def leading(
     >>> leading(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), 30).round().tolist()
     [[2.0], [0.0]]
     """
-    diagonal = gram.diagonal(
-        dim1=-2,
-        dim2=-1,
-    )
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
     vector = (diagonal + diagonal.mean(-1, keepdim=True))[..., None]
     for _ in range(steps):
         norm = vector.norm(dim=-2, keepdim=True).clamp(min=1e-30)

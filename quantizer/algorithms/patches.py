@@ -129,6 +129,17 @@ def patches(
     return by_position.transpose(0, 1).contiguous()
 
 
+def position_count(layer: nn.Module, x: Tensor) -> int:
+    """Return how many positions the layer's output for an input has.
+
+    >>> position_count(nn.Conv2d(3, 8, 3), torch.zeros(2, 3, 5, 5))
+    18
+    """
+    if is_linear(layer):
+        return x.numel() // x.shape[-1]
+    return math.prod(_windows(layer, x).shape[: _kernel_dims(layer) + 1])
+
+
 def windows(
     layer: nn.Module,
     x: Tensor,

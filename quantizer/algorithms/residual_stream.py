@@ -336,11 +336,7 @@ class _Search:
             raise _ObstacleError(node)
         shift = self.graph.weight(bias)
         neutral = (*before.neutral, (bias.name, "weight", torch.zeros_like(shift)))
-        shifted = Norm(
-            before.factor,
-            shift.double().flatten(),
-            neutral,
-        )
+        shifted = Norm(before.factor, shift.double().flatten(), neutral)
         self.residual.norms[node.name] = shifted
         return node.name
 

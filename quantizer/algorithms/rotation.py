@@ -47,6 +47,7 @@ from quantizer.graph.ir import (
     Node,
     Ref,
 )
+from quantizer.graph.output_names import numbered
 from quantizer.graph.structure import InputGroup
 from quantizer.numerics.hadamard import (
     factors,
@@ -331,11 +332,7 @@ def _rotate_rows(
     """Rotate a parameter of the layer that makes the heads' values."""
     values = values.clone()
     for rows in heads.rows:
-        values[list(rows)] = _along(
-            values[list(rows)],
-            0,
-            rotate,
-        )
+        values[list(rows)] = _along(values[list(rows)], 0, rotate)
     work.set_parameter(heads.maker, key, values)
 
 
@@ -363,8 +360,11 @@ def _rotate_online(work: _RotatedNetwork, layers: Sequence[str]) -> None:
     rotate = _rotation(signs)
     for reader in readers:
         work.set_parameter(reader, "weight", rotate(work.weight(reader)))
+    taken = {insertion.name for insertion in work.adjustment.insertions}
+    scope = source.name.rpartition("/")[0]
+    [name] = numbered([f"{scope}/rotation"], taken | work.graph.by_name.keys())
     insertion = Insertion(
-        _free_name(work, source),
+        name,
         "rotation",
         source.name,
         tuple(readers),
@@ -386,19 +386,6 @@ def _is_product(graph: Graph, node: Node) -> bool:
     # Not the product with a norm's weight
     shapes = [graph.by_name[name].shape for name in maker.refs()]
     return len(shapes) == 2 and all(shape == maker.shape for shape in shapes)
-
-
-def _free_name(work: _RotatedNetwork, source: Node) -> str:
-    """Return a name beside that of the value's maker."""
-    plain_name = f"{source.name.rpartition('/')[0]}/rotation"
-    taken = {insertion.name for insertion in work.adjustment.insertions}
-    taken.update(work.graph.by_name)
-    name = plain_name
-    count = 0
-    while name in taken:
-        count += 1
-        name = f"{plain_name}.{count}"
-    return name
 
 
 def _along(

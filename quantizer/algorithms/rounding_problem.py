@@ -112,11 +112,7 @@ class RoundingProblem:
     def per_unit(self, values: Tensor) -> Tensor:
         """Sum [groups, rows] over the rows that share a scale: [units]."""
         zeros = values.new_zeros(len(self.scale))
-        return zeros.index_add(
-            0,
-            self.unit.flatten(),
-            values.flatten(),
-        )
+        return zeros.index_add(0, self.unit.flatten(), values.flatten())
 
 
 def adaround(problem: RoundingProblem) -> tuple[Tensor, Tensor]:

@@ -38,13 +38,12 @@ from quantizer.algorithms.fold import (
 )
 from quantizer.algorithms.gram import (
     geometry,
-    not_finite,
+    not_finite_input,
 )
 from quantizer.algorithms.patches import (
     by_input,
-    channel_rows,
-    is_linear,
     patches,
+    position_count,
     weight_matrix,
 )
 from quantizer.algorithms.round_to_nearest import (
@@ -330,11 +329,7 @@ class ChannelRanges:
         self.tokens = 0
         self.layers = {name: network.layers[name] for name in group.layers}
         device = self.layers[group.layers[0]].get_parameter("weight").device
-        self.low = torch.full(
-            (group.channels,),
-            math.inf,
-            device=device,
-        )
+        self.low = torch.full((group.channels,), math.inf, device=device)
         self.high = -self.low
         self._samples: dict[object, _SampledInputs] = {}
         if with_sample:
@@ -367,7 +362,7 @@ class ChannelRanges:
                 int(x.isinf().sum()),
                 x.numel(),
             )
-            raise not_finite(self._group.layers[0], error)
+            raise not_finite_input(self._group.layers[0], error)
         self.low = torch.minimum(self.low, low.float())
         self.high = torch.maximum(self.high, high.float())
         self.tokens += x.numel() // self._group.channels
@@ -409,7 +404,7 @@ class _SampledInputs:
 
     def add(self, x: Tensor) -> None:
         """Take in one batch."""
-        count = self._count(x)
+        count = position_count(self._layer, x)
         first = -self._seen % self._stride
         self._seen += count
         positions = torch.arange(first, count, self._stride, device=x.device)
@@ -424,12 +419,3 @@ class _SampledInputs:
         rows = torch.cat(self._rows, 1)
         stride = -(-rows.shape[1] // _SAMPLED_INPUTS)
         return rows[:, ::stride]
-
-    def _count(self, x: Tensor) -> int:
-        """Return how many rows the layer makes of a value."""
-        if is_linear(self._layer):
-            return x.numel() // x.shape[-1]
-        like = torch.empty_like(x, device="meta")
-        weights = {name: tensor.to("meta") for name, tensor in self._layer.named_parameters()}
-        outputs = torch.func.functional_call(self._layer, weights, (like,))
-        return len(channel_rows(self._layer, outputs))

@@ -40,12 +40,13 @@ from quantizer.algorithms.gptq.target import (
 )
 from quantizer.algorithms.gram import (
     DEEPEST,
+    TOO_DEEP,
     UNREACHED,
     Drift,
     Gram,
     deepest,
     geometry,
-    not_finite,
+    not_finite_input,
     quantized_layers,
 )
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
@@ -63,10 +64,6 @@ from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError
 
-_TOO_DEEP = (
-    f"it sums over more than {DEEPEST} inputs, too many for their Hessian; it stays at "
-    "round-to-nearest"
-)
 _NumberedGroup = tuple[int, InputGroup]
 
 
@@ -223,7 +220,7 @@ class _SequentialRounding:
         gathered = []
         for alike in by_patches.values():
             if deepest(network, alike[:1]) > DEEPEST:
-                remarks = [Remark(name, _TOO_DEEP) for name in alike]
+                remarks = [Remark(name, TOO_DEEP) for name in alike]
                 self.adjustment = self.adjustment.with_remarks(*remarks)
                 continue
             layer = network.layers[alike[0]]
@@ -248,7 +245,7 @@ class _SequentialRounding:
             try:
                 gathered.gram.add(input, **routing)
             except ObservationError as error:
-                raise not_finite(gathered.names[0], error) from error
+                raise not_finite_input(gathered.names[0], error) from error
             if gathered.drift is not None and not routing:
                 gathered.drift.add(next(float_values), input)
 

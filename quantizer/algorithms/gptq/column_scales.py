@@ -96,11 +96,7 @@ def _by_row(
     groups, rows, _ = weight_matrix(layer, layer.get_parameter("weight")).shape
     is_of_whole_matrix = values.dim() < 2 and values.numel() != groups * rows
     if is_of_whole_matrix:
-        return values.reshape(-1, 1, 1).expand(
-            groups,
-            rows,
-            1,
-        )
+        return values.reshape(-1, 1, 1).expand(groups, rows, 1)
     return values.reshape(groups, rows, -1)
 
 

@@ -82,11 +82,7 @@ def round_experts(
             result = RoundedLayers(remarks=unreached)
         remarks += result.remarks
         for whole, member in zip(wholes, members, strict=True):
-            whole.add(
-                member,
-                result.layers.get(member.name),
-                sums.gram,
-            )
+            whole.add(member, result.layers.get(member.name), sums.gram)
     stable: dict[str, Rounded] = {}
     for whole in wholes:
         rounded = whole.rounded()

@@ -122,6 +122,7 @@ def round_columns(
             E=E[block],
         )
         if start == 0:
+            # The error is that to W, whatever was rounded for the first column
             current[0] = W[0]
         error += (D[block] @ current.sub_(Q[block]).square_()).double()
     return Q, error
@@ -135,7 +136,9 @@ def _updated_by_paper(
     """Return a block as the paper has it, where all of its columns make up for the errors so
     far; in `current`, column j takes the columns before it as W has them.
     """
-    update = torch.linalg.solve_triangular(M.T, current - W, upper=False, unitriangular=True)
+    update: Tensor = torch.linalg.solve_triangular(
+        M.T, current - W, upper=False, unitriangular=True
+    )
     return update + W
 
 

@@ -58,11 +58,6 @@ class Hessian:
     factor: Factor
     raised: float | None
 
-    @property
-    def first(self) -> int:
-        """Return the column that is rounded first."""
-        return int(self.order[0])
-
     def permuted(self, columns: Tensor) -> Tensor:
         """Return columns [depth, …] in the order of rounding."""
         return columns.index_select(0, self.order)
@@ -70,10 +65,6 @@ class Hessian:
     def restored(self, columns: Tensor) -> Tensor:
         """Return permuted columns in the order of the weight."""
         return columns.index_select(0, self.order.argsort())
-
-    def permuted_matrix(self, matrix: Tensor) -> Tensor:
-        """Return a matrix [depth, depth] with rows and columns in the order of rounding."""
-        return _permuted_matrix(matrix, self.order)
 
 
 @dataclass(frozen=True)
@@ -160,7 +151,7 @@ class GptaqTarget(GptqTarget):
         """
         assert products.drift is not None
         M, D = hessian.factor.M, hessian.factor.D
-        dXX = hessian.permuted_matrix(products.drift)
+        dXX = _permuted_matrix(products.drift, hessian.order)
         # U = D^-1/2 M^-1, so P = triu(dXX M^-T, 1) D^-1 M^-1
         dXX_U = torch.linalg.solve_triangular(M, dXX.T, upper=True, unitriangular=True).T
         later = dXX_U.triu(1) / D
@@ -194,12 +185,13 @@ class QronosTarget(GptqTarget):
         """
         assert products.drift is not None
         M, D = hessian.factor.M, hessian.factor.D
-        W_dXX = hessian.permuted_matrix(products.drift).T @ W
+        W_dXX = _permuted_matrix(products.drift, hessian.order).T @ W
         # H^-1 = M^-T D^-1 M^-1
         fit = torch.linalg.solve_triangular(M, W_dXX, upper=True, unitriangular=True)
         fit = fit / D[:, None]
         fit = torch.linalg.solve_triangular(M.T, fit, upper=False, unitriangular=True)
-        H_first = products.gram[hessian.first, hessian.first] + hessian.damping[0]
+        first = hessian.order[0]
+        H_first = products.gram[first, first] + hessian.damping[0]
         return W + fit, W[0] + W_dXX[0] / H_first
 
 
