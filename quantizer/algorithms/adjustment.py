@@ -33,7 +33,7 @@ from quantizer.storage.deferred_tensor import beside
 
 @dataclass(frozen=True)
 class Rounded:
-    """A layer's rounded weight.
+    """Holds a layer's rounded weight and what it costs.
 
     Args:
         weight: as the layer stores it; quantizing it with `qparams` changes nothing.
@@ -59,8 +59,8 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence on a layer for the user: a warning about the data, or why it was left at
-    round-to-nearest.
+    """Reports something about a layer to the user: a warning about the data, or why the layer
+    stays at round-to-nearest.
     """
 
     layer: str
@@ -70,7 +70,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """The state between algorithms. Each returns a new one.
+    """Holds the state between algorithms. Each algorithm returns a new one.
 
     Args:
         parameters: layer -> parameter key -> float value instead of the model's. Together with
@@ -140,7 +140,7 @@ def adjusted(
 
 @dataclass(frozen=True)
 class Task:
-    """What an algorithm works on.
+    """Holds what an algorithm works on.
 
     Args:
         graph: after the passes and before any algorithm, on the device where it shall run.

@@ -318,7 +318,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class _SampledRows:
-    """Rows of the weights of layers like `layer`, each of which stands for `share` of them."""
+    """Holds rows of the weights of layers like `layer`. Each stands for `share` rows."""
 
     node: Node
     layer: nn.Module

@@ -16,8 +16,8 @@ where sizes repeat.
 
 @dataclass(frozen=True)
 class Option:
-    """What one choice for an item costs: a size in any whole unit, and an error. Both add up
-    over items.
+    """Says what one choice for an item costs: a size in any whole unit, and an error. Both add
+    up over items.
     """
 
     size: int

@@ -27,7 +27,7 @@ _GATE_POSITION = 7
 
 @dataclass(frozen=True)
 class Move:
-    """A change of one tensor's position, and the sentence that gives the reason."""
+    """Records a change of one tensor's position, and the reason as a sentence."""
 
     layer: str
     role: str
@@ -84,7 +84,7 @@ def align(
 
 @dataclass
 class _Aligner:
-    """Positions as they are now.
+    """Holds the positions as they are now.
 
     Attributes:
         tied: the tensors that share one position.

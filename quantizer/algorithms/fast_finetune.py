@@ -61,7 +61,7 @@ _MAX_SAMPLED_VALUES = 1 << 26
 
 @dataclass(frozen=True)
 class FinetunedLayer:
-    """What finetuning made of a layer.
+    """Holds what finetuning made of a layer.
 
     Attributes:
         weight: rounded.
@@ -155,7 +155,7 @@ def fast_finetune(
 
 
 class _LayerFinetuning:
-    """One layer in both networks, with its float outputs."""
+    """Finetunes one layer, given its float outputs."""
 
     def __init__(
         self,

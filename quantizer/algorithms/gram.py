@@ -197,8 +197,8 @@ class Drift:
 
 
 class GroupSums:
-    """The Gram matrices of `layers` that read one value: one for all that multiply the same
-    patches of it.
+    """Holds the Gram matrices of `layers` that read one value: one for all that multiply the
+    same patches of it.
     """
 
     def __init__(

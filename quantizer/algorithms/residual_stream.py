@@ -43,7 +43,7 @@ _ZEROS = ("zeros", "zeros_like", "new_zeros")
 
 @dataclass(frozen=True)
 class Norm:
-    """The affine part of a normalization, float64 [channels].
+    """Holds the affine part of a normalization, float64 [channels].
 
     Attributes:
         factor: multiplies the channels.
@@ -59,7 +59,7 @@ class Norm:
 
 @dataclass
 class Residual:
-    """Values that one rotation rotates.
+    """Holds values that must be rotated together.
 
     Attributes:
         keeps_mean: whether something takes the mean over channels, so that the rotation must

@@ -88,7 +88,7 @@ def rotation(
 
 
 class _RotatedNetwork:
-    """The network as it is rotated so far."""
+    """Holds the network as it is rotated so far."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ def _rotate_writer(
 
 @dataclass(frozen=True)
 class _Heads:
-    """The heads of an attention.
+    """Describes the heads of an attention.
 
     Attributes:
         maker: the layer that makes the values.

@@ -31,8 +31,8 @@ _FINER_POWERS_OF_TWO = (1.0, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class RoundingProblem:
-    """Find integers c and scales s that bring inputs @ (c s)^T near to the targets, group by
-    group.
+    """States the problem to find integers c and scales s that bring inputs @ (c s)^T near to
+    the targets, group by group.
 
     Each output channel is a row of `weight`, and independent of the others except for scales
     they share. The error is that of AdaRound before its relaxation (its equation 13), with

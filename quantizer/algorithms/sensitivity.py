@@ -45,7 +45,7 @@ OutputsOf = Callable[[Execution], list[Tensor]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A weight that may get another width.
+    """Describes a weight that may get another width.
 
     Attributes:
         layers: the linear and convolution layers that share it.

@@ -48,7 +48,7 @@ _NumberedInputs = tuple[int, list[Any]]
 
 
 class _Run(NamedTuple):
-    """Batches that run as one, and how far they are.
+    """Holds batches that run as one, and how far they are.
 
     The inputs of several batches are kept, as they are small. Those of a single one are not.
     """

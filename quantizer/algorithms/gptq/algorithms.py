@@ -125,7 +125,7 @@ def _round_in_order(
 
 @dataclass(frozen=True)
 class _GatheredLayers:
-    """Layers that multiply one value alike, and the sums of that value."""
+    """Holds layers that multiply one value alike, and the sums of that value."""
 
     names: list[str]
     gram: Gram
@@ -153,7 +153,7 @@ class _GatheredLayers:
 
 
 class _SequentialRounding:
-    """The network as it is rounded so far, beside the float one if the target needs that."""
+    """Rounds a network in order, beside the float one if the target needs that."""
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ def round_experts(
 
 @dataclass
 class _ExpertWeights:
-    """A layer of experts: gives each expert as a linear layer, and collects what they become.
+    """Splits a layer of experts into linear layers, and collects what they become.
 
     Attributes:
         qparams: the scales of all experts.

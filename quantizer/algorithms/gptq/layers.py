@@ -58,7 +58,7 @@ NOT_STABLE = "its weights would change if they were rounded again; it stays at r
 
 @dataclass(frozen=True)
 class Member:
-    """A layer to round, with the scales of its weight.
+    """Holds a layer to round, with the scales of its weight.
 
     Attributes:
         qparams: of the weight's range, or fixed by an earlier algorithm.
@@ -120,7 +120,7 @@ class Member:
 
 @dataclass(frozen=True)
 class GptqSolution:
-    """What solving found for one layer.
+    """Holds what solving found for one layer.
 
     Attributes:
         weight: rounded, [groups, rows, depth].
@@ -162,7 +162,7 @@ class GptqSolution:
 
 @dataclass(frozen=True)
 class RoundedLayers:
-    """Layers' rounded weights by name, and remarks. A layer that is missing stays at RTN."""
+    """Holds layers' rounded weights by name, and remarks. A missing layer stays at RTN."""
 
     layers: dict[str, Rounded] = field(default_factory=dict)
     remarks: list[Remark] = field(default_factory=list)
@@ -394,7 +394,7 @@ def _stacked(groups: Sequence[Tensor]) -> Tensor:
 
 
 class _DynamicGroups:
-    """The scales of groups of columns, found when the first column of a group is rounded."""
+    """Finds the scales of a group of columns when its first column is rounded."""
 
     def __init__(self, members: Sequence[Member], weight: Tensor) -> None:
         depth, rows = weight.shape

@@ -27,7 +27,7 @@ BeginBlock = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True)
 class ColumnScales:
-    """The scale and zero point of each column of W.
+    """Holds the scale and zero point of each column of W.
 
     Attributes:
         kernel: makes codes of values divided by their scale, as in `numerics.blocks.fill`.
@@ -43,7 +43,9 @@ class ColumnScales:
 
 @dataclass(frozen=True)
 class Factor:
-    """H = M diag(D) M^T, with M unit upper triangular [depth, depth] and D [depth]."""
+    """Holds M and D of H = M diag(D) M^T, with M unit upper triangular [depth, depth] and D
+    [depth].
+    """
 
     M: Tensor
     D: Tensor

@@ -29,7 +29,7 @@ POWER_ITERATIONS = 30
 
 @dataclass(frozen=True)
 class Products:
-    """Sums over all tokens of one group of channels, [depth, depth].
+    """Holds sums over all tokens of one group of channels, [depth, depth].
 
     Attributes:
         gram: the sum of x x^T.
@@ -43,7 +43,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Hessian:
-    """H of the paper: a Gram matrix, permuted, damped and factored.
+    """Holds H of the paper: a Gram matrix, permuted, damped and factored.
 
     Attributes:
         order: the columns in the order in which they are rounded, int64 [depth].
@@ -69,7 +69,7 @@ class Hessian:
 
 @dataclass(frozen=True)
 class GptqTarget:
-    """GPTQ's target: the outputs of the float weight on the quantized network's inputs."""
+    """Targets, for GPTQ, the outputs of the float weight on the quantized network's inputs."""
 
     settings: ColumnRounding
     needs_float = False
@@ -129,7 +129,7 @@ class GptqTarget:
 
 
 class GptaqTarget(GptqTarget):
-    """GPTAQ's target: the outputs of the float network, as far as columns that are rounded
+    """Targets, for GPTAQ, the outputs of the float network, as far as columns that are rounded
     later can make up for the change of an input.
     """
 
@@ -160,8 +160,8 @@ class GptaqTarget(GptqTarget):
 
 
 class QronosTarget(GptqTarget):
-    """Qronos' target: the outputs of the float network, by the weight that fits them best on
-    the inputs of the quantized network.
+    """Targets, for Qronos, the outputs of the float network, by the weight that fits them best
+    on the inputs of the quantized network.
     """
 
     settings: QronosConfig
