@@ -1,17 +1,28 @@
-"""What algorithms are given, and what they have made of a network so far. Computes nothing."""
+"""What algorithms get, and what they have changed in a network so far. Computes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+)
+from dataclasses import (
+    dataclass,
+    field,
+    replace,
+)
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.distributed import ALONE, Ranks
-from quantizer.graph.edits import Insertion, inserted, with_weights
+from quantizer.graph.edits import (
+    Insertion,
+    inserted,
+    with_weights,
+)
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
 from quantizer.numerics.qparams import QParams
@@ -22,14 +33,14 @@ from quantizer.storage.deferred_tensor import beside
 
 @dataclass(frozen=True)
 class Rounded:
-    """A layer's rounded weight.
+    """Holds a layer's rounded weight and what it costs.
 
     Args:
         weight: as the layer stores it; quantizing it with `qparams` changes nothing.
         qparams: scale and zero point of `granularity.scale_shape`.
         before: squared error of the layer's outputs over the calibration data with
-            round-to-nearest, as a share of their energy; both estimated from some of its rows
-            where the gain is clear.
+            round-to-nearest, as a share of their energy. Both are estimated from some of its
+            rows if the gain is clear.
         after: the same with these weights.
     """
 
@@ -39,17 +50,17 @@ class Rounded:
     after: float
 
     def beside(self, source: Tensor) -> Rounded:
-        """The same, out of memory if the float weight is."""
-        qparams = QParams(
-            beside(source, self.qparams.scale), beside(source, self.qparams.zero_point)
-        )
-        return replace(self, weight=beside(source, self.weight), qparams=qparams)
+        """Return the same, in a file if the float weight `source` is in one."""
+        scale = beside(source, self.qparams.scale)
+        zero_point = beside(source, self.qparams.zero_point)
+        weight = beside(source, self.weight)
+        return replace(self, weight=weight, qparams=QParams(scale, zero_point))
 
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence on a layer for the user: a warning about the data, or why it was left at
-    round-to-nearest.
+    """Reports something about a layer to the user: a warning about the data, or why the layer
+    stays at round-to-nearest.
     """
 
     layer: str
@@ -59,11 +70,11 @@ class Remark:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """The state between algorithms: each returns a new one.
+    """Holds the state between algorithms. Each algorithm returns a new one.
 
     Args:
-        parameters: layer -> parameter key -> float value instead of the model's; with
-            `insertions` the network computes the same function as before.
+        parameters: layer -> parameter key -> float value instead of the model's. Together with
+            `insertions`, the network computes the same function as before.
         insertions: layers between values and their readers.
         rounded: layer -> its rounded weight, for the (rescaled) float weight in `parameters`.
         qparams: layer -> scale and zero point that a rounding algorithm must use instead of
@@ -78,20 +89,23 @@ class Adjustment:
     remarks: tuple[Remark, ...] = ()
 
     def with_parameters(self, layer: str, **values: Tensor) -> Adjustment:
-        """With other float parameters of one layer; what was rounded of it before is
-        forgotten.
+        """Return it with other float parameters of one layer, whose rounded weight and scales
+        are dropped.
         """
-        parameters = {**self.parameters, layer: {**self.parameters.get(layer, {}), **values}}
-        rounded = {name: row for name, row in self.rounded.items() if name != layer}
-        qparams = {name: row for name, row in self.qparams.items() if name != layer}
+        of_layer = {**self.parameters.get(layer, {}), **values}
+        rounded = dict(self.rounded)
+        rounded.pop(layer, None)
+        qparams = dict(self.qparams)
+        qparams.pop(layer, None)
+        parameters = {**self.parameters, layer: of_layer}
         return replace(self, parameters=parameters, rounded=rounded, qparams=qparams)
 
-    def with_rounded(self, found: Mapping[str, Rounded]) -> Adjustment:
-        """With more layers rounded."""
-        return replace(self, rounded={**self.rounded, **found})
+    def with_rounded(self, rounded: Mapping[str, Rounded]) -> Adjustment:
+        """Return it with more layers rounded."""
+        return replace(self, rounded={**self.rounded, **rounded})
 
     def followed_by(self, later: Adjustment) -> Adjustment:
-        """Return both, of which `later` was made on the graph that this one had changed."""
+        """Return both, where `later` was made on the graph that this one had changed."""
         both = self
         for layer, values in later.parameters.items():
             both = both.with_parameters(layer, **values)
@@ -104,39 +118,41 @@ class Adjustment:
         )
 
     def with_remarks(self, *remarks: Remark) -> Adjustment:
-        """With more remarks."""
+        """Return it with more remarks."""
         return replace(self, remarks=(*self.remarks, *remarks))
 
 
-def adjusted(graph: Graph, found: Adjustment, *, rounded: bool = False) -> Graph:
-    """The graph with what was found: the same function, or with `rounded` weights where there
-    are any.
+def adjusted(
+    graph: Graph,
+    adjustment: Adjustment,
+    *,
+    rounded: bool = False,
+) -> Graph:
+    """Return the graph with the adjustment. It computes the same function, unless `rounded`
+    weights are asked for.
     """
-    weights = dict(found.parameters)
-    for layer, row in found.rounded.items() if rounded else ():
-        weights[layer] = {**weights.get(layer, {}), "weight": row.weight}
-    return with_weights(inserted(graph, found.insertions), weights)
-
-
-Progress = Callable[[Adjustment, int], None]
-"""Called with what is found so far and the number of groups done, after each group."""
+    weights = dict(adjustment.parameters)
+    if rounded:
+        for layer, of_layer in adjustment.rounded.items():
+            weights[layer] = {**weights.get(layer, {}), "weight": of_layer.weight}
+    return with_weights(inserted(graph, adjustment.insertions), weights)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What an algorithm works on.
+    """Holds what an algorithm works on.
 
     Args:
         graph: after the passes and before any algorithm, on the device where it shall run.
         specs: of the plan, by (layer, role).
         structure: of `graph`, with what the algorithm's entry in the config names.
         batches: opens a pass over the calibration data, on the same device.
-        after_group: for progress and checkpoints.
-        done: how many groups an interrupted run of this algorithm had done, all of them in the
-            adjustment it is given: it runs through them with what was found and goes on after
-            them.
-        before: what this algorithm was given when it began, before the groups that are `done`.
-        ranks: who may share the batches; an algorithm that does not share them finds the same
+        after_group: called with the adjustment so far and the number of groups done, for
+            progress and checkpoints.
+        done: how many groups an interrupted run of this algorithm had done. Their results are
+            in the adjustment that the algorithm gets; it uses them and goes on after them.
+        before: the adjustment that the interrupted run got.
+        ranks: who may share the batches. An algorithm that does not share them finds the same
             on each rank.
         memory: bytes of the network's values that may stay in memory; None for half of what is
             free.
@@ -146,17 +162,12 @@ class Task:
     specs: Mapping[Key, QuantizationSpec]
     structure: Structure
     batches: Callable[[], Iterable[Batch]]
-    after_group: Progress = lambda adjustment, done: None
+    after_group: Callable[[Adjustment, int], None] = lambda adjustment, done: None
     done: int = 0
     before: Adjustment = field(default_factory=Adjustment)
     ranks: Ranks = ALONE
     memory: int | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """Where the graph's tensors are."""
-        return self.graph.device
-
 
 Run = Callable[[Task, Any, Adjustment], Adjustment]
-"""An algorithm: `run(task, settings of its own class, what was found before it)`."""
+"""An algorithm: `run(task, settings of its own class, adjustment so far)`."""

@@ -1,37 +1,60 @@
-"""AWQ: input channels with large values get finer steps, and ranges of weights are cut where
-that pays.
+"""AWQ: round important input channels more finely, by a factor for each channel.
 
-Errors of outputs are computed from the Gram matrix of the inputs, so each group's inputs are
-looked at once. Its diagonal is also the measure of a channel: the root mean square, where the
-paper has the mean magnitude.
+Weights are multiplied by the factor and inputs are divided by it, so the float network stays
+the same. Then ranges of weights shrink where that makes the error smaller.
 
-Source: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and
-Acceleration", 2023.
+The factor of a channel is s = s_X^alpha, and alpha is searched for each group of layers. s_X is
+the root mean square of the channel's values; the paper has the mean magnitude. The root mean
+square is on the diagonal of the inputs' Gram matrix, which also gives the error of the outputs,
+so that the network runs only once.
+
+Source: Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Compression and
+Acceleration" (arXiv 2306.00978), section 3.2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import (
+    Callable,
+    Sequence,
+)
+from dataclasses import (
+    dataclass,
+    replace,
+)
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import (
+    Tensor,
+    nn,
+)
 
 from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
-from quantizer.algorithms.clip_search import ClipSearch, candidates, few_candidates, is_by_row
+from quantizer.algorithms.adjustment import (
+    Adjustment,
+    Remark,
+    Rounded,
+    Task,
+    adjusted,
+)
+from quantizer.algorithms.clip_search import (
+    ClipSearch,
+    clip_shares,
+    few_clip_shares,
+    has_row_scales,
+)
 from quantizer.algorithms.fold import (
     admissible,
     factored_apart,
-    folded,
+    fold_factors,
     parameter,
     shared_folds,
 )
 from quantizer.algorithms.gram import (
     DEEPEST,
+    TOO_DEEP,
     UNREACHED,
     GroupSums,
     deepest,
@@ -40,82 +63,105 @@ from quantizer.algorithms.gram import (
 )
 from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, sampled_rows
-from quantizer.algorithms.sequential_runner import SequentialRunner, watching
+from quantizer.algorithms.round_to_nearest import (
+    layer_qparams,
+    nearest,
+    sampled_rows,
+)
+from quantizer.algorithms.sequential_runner import (
+    SequentialRunner,
+    watching,
+)
 from quantizer.config.algorithms import AWQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import rescaled
 from quantizer.graph.ir import Node
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
-from quantizer.numerics.qparams import QParams
 
-LEAST_FACTOR = 1e-4
-TOO_DEEP = (
-    f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it stays at "
-    "round-to-nearest"
-)
+_MIN_FACTOR = 1e-4
 
 
-def awq(task: Task, settings: AWQConfig, found: Adjustment) -> Adjustment:
-    """Rescale the input channels of each group, and find the scales of its weights.
+def awq(
+    task: Task,
+    settings: AWQConfig,
+    adjustment: Adjustment,
+) -> Adjustment:
+    """Rescale the input channels of each group of layers, and find the scales of its weights.
 
-    Weights are rounded to nearest at these scales; an algorithm that rounds takes over
-    `qparams`. Its inputs are those of the network that it is given when it begins, whatever is
-    folded since.
+    Weights are rounded to nearest with these scales. A rounding algorithm that runs later uses
+    `qparams`. The inputs are those of the network before AWQ, whatever is folded since.
 
     Raises:
         DataError: a value in the network, or a weight, is not finite; it is named.
     """
-    return _Search(task, settings, found).run()
+    return _Search(task, settings, adjustment).run()
 
 
 class _Search:
-    """Goes through the groups in order; a group is done once no later one changes its
-    weights.
-    """
+    """Searches group by group. A group is rounded once no later one changes its weights."""
 
-    def __init__(self, task: Task, settings: AWQConfig, found: Adjustment) -> None:
-        self.task, self.settings, self.found = task, settings, found
-        self.before = task.before if task.done else found
-        own = partial(quantized_layers, task)
+    def __init__(
+        self,
+        task: Task,
+        settings: AWQConfig,
+        adjustment: Adjustment,
+    ) -> None:
+        self.task = task
+        self.settings = settings
+        self.adjustment = adjustment
+        before = task.before if task.done else adjustment
         self.groups, self.leads = shared_folds(
-            task.graph, task.structure.groups, lambda row: bool(own(row)), self.before
+            task.graph,
+            task.structure.groups,
+            lambda group: bool(quantized_layers(task, group)),
+            before,
         )
-        self.own = [own(group) for group in self.groups]
-        for name in (name for names in self.own for name in names):
-            layer_qparams(name, task.specs[name, "weights"], parameter(task.graph, found, name))
-        network = Network(adjusted(task.graph, self.before))
+        for group in self.groups:
+            for name in quantized_layers(task, group):
+                weight = parameter(task.graph, adjustment, name)
+                layer_qparams(name, task.specs[name, "weights"], weight)  # raises the DataError
         self.runner = SequentialRunner(
-            network, task.batches(), ActivationStore(task.memory), task.ranks, together=True
+            Network(adjusted(task.graph, before)),
+            task.batches(),
+            ActivationStore(task.memory),
+            ranks=task.ranks,
+            together=True,
         )
+        self.layers = self.runner.network.layers
 
     def run(self) -> Adjustment:
-        """All groups, but those that an interrupted run had done."""
-        waiting, factors = dict[int, GroupSums](), dict[int, Tensor]()
-        for number, (group, layers) in enumerate(zip(self.groups, self.own, strict=True)):
+        """Search all groups, except those that an interrupted run has done."""
+        waiting: dict[int, GroupSums] = {}
+        factors: dict[int, Tensor] = {}
+        for number, group in enumerate(self.groups):
             if number < self.task.done:
                 continue
-            sums = self._gather(group, layers)
+            sums = self._gather(quantized_layers(self.task, group))
             if sums is not None:
-                waiting[number], factors[number] = sums, self._rescale(group, sums)
-            after = [row.fold for row in self.groups[number + 1 :] if row.fold is not None]
-            later = {layer for fold in after for layer in (fold.node, *fold.extra)}
-            for ready in [
-                at for at, those in waiting.items() if later.isdisjoint(those.layers)
-            ]:
-                self._round(
-                    waiting.pop(ready),
-                    factors.get(self.leads.get(ready, ready), factors[ready]),
-                )
-            is_shared = any(first <= number < other for other, first in self.leads.items())
+                waiting[number] = sums
+                factors[number] = self._rescale(group, sums)
+            changed_later = self._changed_after(number)
+            for ready in [*waiting]:
+                if changed_later.isdisjoint(waiting[ready].layers):
+                    lead = self.leads.get(ready, ready)
+                    self._round(waiting.pop(ready), factors.get(lead, factors[ready]))
+            is_shared = any(lead <= number < other for other, lead in self.leads.items())
             if not waiting and not is_shared:
-                self.task.after_group(self.found, number + 1)
-        return self.found
+                self.task.after_group(self.adjustment, number + 1)
+        return self.adjustment
 
-    def _gather(self, group: InputGroup, layers: Sequence[str]) -> GroupSums | None:
-        """Run up to the value that the group reads, and sum up its products; None if there is
-        nothing to go by.
+    def _changed_after(self, number: int) -> set[str]:
+        """Return the layers whose weights the groups after this one change."""
+        changed: set[str] = set()
+        for group in self.groups[number + 1 :]:
+            if group.fold is not None:
+                changed.update((group.fold.node, *group.fold.extra))
+        return changed
+
+    def _gather(self, layers: Sequence[str]) -> GroupSums | None:
+        """Run up to the value that the layers read, and return the sums of its products; None
+        if these say nothing.
         """
         if not layers:
             return None
@@ -133,88 +179,82 @@ class _Search:
         return sums
 
     def _rescale(self, group: InputGroup, sums: GroupSums) -> Tensor:
-        """Find the group's factors, and fold them."""
-        size = sums.channel_size(
-            group.channels, by_expert=factored_apart(self.task.graph, group)
+        """Find the group's factors s, fold them into the network, and return them."""
+        s_x = sums.channel_size(
+            group.channels,
+            by_expert=factored_apart(self.task.graph, group),
         )
-        dead = (size.view(-1, group.channels) == 0).sum(1).tolist()
-        # Not experts without tokens
-        if count := sum(each for each in dead if len(dead) == 1 or each < group.channels):
-            self._remark(sums.layers, zero_channels(count))
-        ones = torch.ones_like(size)
+        self._remark_zero_channels(group, sums, s_x)
+        ones = torch.ones_like(s_x)
         if group.tied or group.is_fixed or not self.settings.scale_search:
             return ones
-
-        samples, foldable = self._samples(sums), admissible(self.task.graph, group, self.found)
+        samples = self._samples(sums)
+        is_exact = all(sample.is_exact for sample in samples)
+        foldable = admissible(self.task.graph, group, self.adjustment)
 
         def factors(step: int) -> Tensor:
-            return foldable(_factors(size, step / self.settings.grid, group.channels))
+            alpha = step / self.settings.grid
+            return foldable(_factors(s_x, alpha, group.channels))
 
         def loss(step: int) -> float:
-            clip, tried = self.settings.clip_search, factors(step)
-            found = sum(sample.loss(sums, tried, clip=clip) for sample in samples)
-            # So that clipping may do harm
-            if step == 0 and clip and not all(sample.is_exact for sample in samples):
-                found = min(
-                    found, sum(sample.loss(sums, ones, clip=False) for sample in samples)
-                )
-            return found
+            s = factors(step)
+            clip = self.settings.clip_search
+            error = sum(sample.loss(sums, s, clip=clip) for sample in samples)
+            if step == 0 and clip and not is_exact:
+                # Clipping may do harm where errors are not exact
+                unclipped = sum(sample.loss(sums, ones, clip=False) for sample in samples)
+                error = min(error, unclipped)
+            return error
 
-        found = factors(least_step(loss, self.settings.grid))
-        if not torch.equal(found, ones):
-            self.found = folded(self.task.graph, group, found, self.found)
-        return found
-
-    def _samples(self, sums: GroupSums) -> list[_Sample]:
-        """Rows of the weights of the group's layers, of layers that are alike together: calls
-        cost more than rows.
-        """
-        graph, alike = self.task.graph, dict[Any, list[str]]()
-        weights = {name: parameter(graph, self.found, name) for name in sums.layers}
-        for name in sums.layers:
-            spec = self.task.specs[name, "weights"]
-            alone = spec.scale_type == "e4m3" or not is_by_row(
-                self.runner.network.layers[name], spec
+        s = factors(least_step(loss, self.settings.grid))
+        if not torch.equal(s, ones):
+            self.adjustment = fold_factors(
+                self.task.graph,
+                group,
+                s,
+                self.adjustment,
             )
-            alike.setdefault(name if alone else spec, []).append(name)
-        total, found = sum(map(len, weights.values())), []
-        for names in alike.values():
-            node, spec = graph.by_name[names[0]], self.task.specs[names[0], "weights"]
-            parts = [
-                sampled_rows(weights[name], spec, node, total)[0].float() for name in names
-            ]
-            weight, all_rows = torch.cat(parts), sum(len(weights[name]) for name in names)
-            found.append(
-                _Sample(
-                    node,
-                    self.runner.network.layers[names[0]],
-                    spec,
-                    weight,
-                    all_rows / len(weight),
-                )
-            )
-        return found
+        return s
 
-    def _error(
+    def _remark_zero_channels(
         self,
+        group: InputGroup,
         sums: GroupSums,
-        name: str,
-        weight: Tensor,
-        qparams: QParams,
-        back: Tensor | None = None,
-    ) -> float:
-        """Squared error of a layer's outputs if this weight is rounded, and its columns then
-        multiplied by `back`.
+        s_x: Tensor,
+    ) -> None:
+        counts = (s_x.view(-1, group.channels) == 0).sum(1).tolist()
+        if len(counts) > 1:
+            # An expert without any token is not meant
+            counts = [count for count in counts if count < group.channels]
+        if sum(counts):
+            self._remark(sums.layers, zero_channels(sum(counts)))
+
+    def _samples(self, sums: GroupSums) -> list[_SampledRows]:
+        """Return rows of the weights of the group's layers. Layers of one spec are put
+        together, as a call costs more than its rows.
         """
-        lost = nearest(weight, self.task.specs[name, "weights"], qparams).sub_(weight)
-        if back is not None:
-            lost = rescaled(self.task.graph.by_name[name], lost, inputs=back)
-        return output_error(
-            sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost)
-        )
+        weights: dict[str, Tensor] = {}
+        together: dict[Any, list[str]] = {}
+        for name in sums.layers:
+            weights[name] = parameter(self.task.graph, self.adjustment, name)
+            spec = self.task.specs[name, "weights"]
+            is_alone = spec.scale_type == "e4m3" or not has_row_scales(self.layers[name], spec)
+            key = name if is_alone else spec
+            together.setdefault(key, []).append(name)
+        total = sum(len(weight) for weight in weights.values())
+        samples = []
+        for names in together.values():
+            node = self.task.graph.by_name[names[0]]
+            spec = self.task.specs[names[0], "weights"]
+            rows = [sampled_rows(weights[name], spec, node, total)[0] for name in names]
+            sample = torch.cat([part.float() for part in rows])
+            count = sum(len(weights[name]) for name in names)
+            layer = self.layers[names[0]]
+            samples.append(_SampledRows(node, layer, spec, sample, count / len(sample)))
+        return samples
 
     def _round(self, sums: GroupSums, factors: Tensor) -> None:
-        """Scales and rounded weights of a group's layers."""
+        """Find the scales of a group's layers, and round their weights to nearest."""
         sums.divide(factors)
         for name in sums.layers:
             rounded = self._rounded(name, sums, factors)
@@ -223,40 +263,62 @@ class _Search:
                 text = f"its error is {ratio:.2f} times that of round-to-nearest"
                 if len(sums.layers) > 1:
                     text += "; other layers gain more"
-                self.found = self.found.with_remarks(Remark(name, text, is_warning=False))
-            qparams = {**self.found.qparams, name: rounded.qparams}
-            self.found = replace(self.found.with_rounded({name: rounded}), qparams=qparams)
+                remark = Remark(name, text, is_warning=False)
+                self.adjustment = self.adjustment.with_remarks(remark)
+            qparams = {**self.adjustment.qparams, name: rounded.qparams}
+            with_rounded = self.adjustment.with_rounded({name: rounded})
+            self.adjustment = replace(with_rounded, qparams=qparams)
 
-    def _rounded(self, name: str, sums: GroupSums, factors: Tensor) -> Rounded:
-        spec, layer = self.task.specs[name, "weights"], self.runner.network.layers[name]
-        stored = parameter(self.task.graph, self.found, name).detach()
+    def _rounded(
+        self,
+        name: str,
+        sums: GroupSums,
+        factors: Tensor,
+    ) -> Rounded:
+        spec = self.task.specs[name, "weights"]
+        layer = self.layers[name]
+        node = self.task.graph.by_name[name]
+        gram = sums.matrix(name)
+        stored = parameter(self.task.graph, self.adjustment, name).detach()
         weight = stored.float()
         qparams = layer_qparams(name, spec, weight)
-        plain = error = self._error(sums, name, weight, qparams)
-        # What round-to-nearest would lose without the factors
+        change = nearest(weight, spec, qparams).sub_(weight)
+        error = output_error(gram, weight_matrix(layer, change))
+        error_rtn = error
         if not bool((factors == 1).all()):
-            before = rescaled(self.task.graph.by_name[name], weight, inputs=1 / factors)
-            plain = self._error(sums, name, before, layer_qparams(name, spec, before), factors)
+            original = rescaled(node, weight, inputs=1 / factors)
+            original_qparams = layer_qparams(name, spec, original)
+            change = nearest(original, spec, original_qparams).sub_(original)
+            change = rescaled(node, change, inputs=factors)
+            error_rtn = output_error(gram, weight_matrix(layer, change))
         if self.settings.clip_search:
-            for gram in (sums.alive(name), sums.matrix(name)):
-                clipped = ClipSearch(layer, spec, weight, gram, candidates(spec)).qparams
-                if (cut := self._error(sums, name, weight, clipped)) < error:
-                    qparams, error = clipped, cut
-                # Else a range that leaves room for inputs that were always zero costs too much
-                if error <= plain:
+            # First with room for inputs that were always zero; without if that costs too much
+            for search_gram in (sums.alive(name), gram):
+                shares = clip_shares(spec)
+                clipped = ClipSearch(layer, spec, weight, search_gram, shares=shares).qparams
+                change = nearest(weight, spec, clipped).sub_(weight)
+                clipped_error = output_error(gram, weight_matrix(layer, change))
+                if clipped_error < error:
+                    qparams, error = clipped, clipped_error
+                if error <= error_rtn:
                     break
-        energy = output_error(sums.matrix(name), weight_matrix(layer, weight)) or 1.0
-        return Rounded(
-            nearest(stored, spec, qparams), qparams, plain / energy, error / energy
-        ).beside(stored)
+        energy = output_error(gram, weight_matrix(layer, weight)) or 1.0
+        quantized = nearest(stored, spec, qparams)
+        rounded = Rounded(quantized, qparams, error_rtn / energy, error / energy)
+        return rounded.beside(stored)
 
-    def _remark(self, names: Sequence[str], text: str) -> None:
-        self.found = self.found.with_remarks(*(Remark(name, text) for name in names))
+    def _remark(
+        self,
+        names: Sequence[str],
+        text: str,
+    ) -> None:
+        remarks = [Remark(name, text) for name in names]
+        self.adjustment = self.adjustment.with_remarks(*remarks)
 
 
 @dataclass(frozen=True)
-class _Sample:
-    """Rows of the weights of layers like `layer`, each of which stands for `share` of them."""
+class _SampledRows:
+    """Holds rows of the weights of layers like `layer`. Each stands for `share` rows."""
 
     node: Node
     layer: nn.Module
@@ -266,51 +328,71 @@ class _Sample:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the errors of scales, each by itself, tell the error of the outputs."""
-        return is_by_row(self.layer, self.spec)
+        """Check whether the errors of single scales add up to the error of the outputs."""
+        return has_row_scales(self.layer, self.spec)
 
-    def loss(self, sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
-        """Squared error of the outputs if the columns are multiplied with these factors."""
-        scaled, gram = (
-            rescaled(self.node, self.weight, inputs=factors),
-            sums.divided(self.node.name, factors),
+    def loss(
+        self,
+        sums: GroupSums,
+        factors: Tensor,
+        *,
+        clip: bool,
+    ) -> float:
+        """Return |Q(W diag(s)) diag(s)^-1 X - W X|^2, the paper's equation 4."""
+        scaled = rescaled(self.node, self.weight, inputs=factors)
+        gram = sums.divided(self.node.name, factors)
+        shares = few_clip_shares(self.spec) if clip else (1.0,)
+        search = ClipSearch(
+            self.layer,
+            self.spec,
+            scaled,
+            gram,
+            shares=shares,
         )
-        found = ClipSearch(
-            self.layer, self.spec, scaled, gram, few_candidates(self.spec) if clip else (1.0,)
-        )
-        if self.is_exact:  # what groups of columns have in common is as often less as more
-            return self.share * float(found.errors.sum())
-        lost = nearest(scaled, self.spec, found.qparams).sub_(scaled)
-        return self.share * output_error(gram, weight_matrix(self.layer, lost))
+        if self.is_exact:
+            # Without products between groups, which are negative as often as positive
+            return self.share * float(search.errors.sum())
+        change = nearest(scaled, self.spec, search.qparams).sub_(scaled)
+        return self.share * output_error(gram, weight_matrix(self.layer, change))
 
 
-def _factors(size: Tensor, ratio: float, channels: int) -> Tensor:
-    """size^ratio, around 1 for each `channels` of them; 1 for channels that were always
-    zero.
+def _factors(
+    s_x: Tensor,
+    alpha: float,
+    channels: int,
+) -> Tensor:
+    """Return s_X^alpha / sqrt(max * min), for each `channels` of them; 1 for channels that were
+    always zero.
     """
-    rows = size.view(-1, channels)
-    factors, live = (rows**ratio).clamp_min(LEAST_FACTOR), rows > 0
-    most = torch.where(live, factors, 0.0).amax(1, keepdim=True)
-    least = torch.where(live, factors, torch.inf).amin(1, keepdim=True)
-    return torch.where(live, factors / (most * least).sqrt(), 1.0).flatten()
+    rows = s_x.view(-1, channels)
+    live = rows > 0
+    factors = (rows**alpha).clamp_min(_MIN_FACTOR)
+    largest = torch.where(live, factors, 0.0).amax(1, keepdim=True)
+    smallest = torch.where(live, factors, torch.inf).amin(1, keepdim=True)
+    return torch.where(live, factors / (largest * smallest).sqrt(), 1.0).flatten()
 
 
-def least_step(loss: Callable[[int], float], steps: int) -> int:
-    """The step from 0 to `steps` with the least loss: every fourth first, then those next to
-    the best so far.
+def least_step(
+    loss: Callable[[int], float],
+    steps: int,
+) -> int:
+    """Return the step from 0 to `steps` with the least loss: try every fourth first, then those
+    next to the best so far.
 
-    Step 0 is always among them, and the first of equals is taken.
+    Step 0 is always tried. The first of equal steps wins.
 
     >>> least_step(lambda step: abs(step - 7), 20)
     7
     """
-    tried: dict[int, float] = {}
+    losses: dict[int, float] = {}
     stride = max(1, steps // 5)
     near = list(range(0, steps + 1, stride))
     while True:
-        tried |= {step: loss(step) for step in near if step not in tried and 0 <= step <= steps}
-        best = min(tried, key=lambda step: (tried[step], step))
-        if stride == 1 or not math.isfinite(tried[best]):
+        for step in near:
+            if step not in losses and 0 <= step <= steps:
+                losses[step] = loss(step)
+        best = min(losses, key=lambda step: (losses[step], step))
+        if stride == 1 or not math.isfinite(losses[best]):
             return best
         stride = (stride + 1) // 2 if stride > 2 else 1
         near = [best - stride, best + stride]

@@ -1,12 +1,19 @@
-"""Empirical bias correction: each quantized layer's output gets back the mean per channel that
-it has in float.
+"""Empirical bias correction: give each quantized layer's output the mean per channel that it
+has in the float network.
 
 Changes biases only, after their quantization, and never a layer that runs in float.
+
+Source: Nagel et al. 2019, "Data-Free Quantization Through Weight Equalization and Bias
+Correction" (arXiv 1906.04721), section 4.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+)
 
 import torch
 from torch import Tensor
@@ -18,18 +25,20 @@ from quantizer.graph.ir import Node
 
 
 def channel_axis(node: Node) -> int:
-    """The axis of a layer's channels in its output, from the end, as a batch may be missing;
-    the layer has one bias.
+    """Return the axis of a layer's channels in its output, counted from the end, as the batch
+    axis may be missing. The layer must have one bias.
     """
     axis = node.row.channels
     assert axis is not None
-    assert axis < 0 or node.shape is not None  # the output of a batch norm is one tensor
-    return axis if axis < 0 else axis - node.rank
+    if axis < 0:
+        return axis
+    assert node.shape is not None  # the output of a batch norm is one tensor
+    return axis - node.rank
 
 
 class ChannelMean:
-    """Sum and count per channel; each batch is summed in float32 at least, batches are added in
-    float64.
+    """Collects the mean of each channel. A batch is summed in float32 at least, and batches are
+    added in float64.
 
     >>> mean = ChannelMean(ch_axis=-1)
     >>> mean.observe(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))
@@ -40,44 +49,49 @@ class ChannelMean:
     def __init__(self, ch_axis: int) -> None:
         self.ch_axis = ch_axis
         # Batches, values per channel, sums
-        self._now = self._before = (0, 0, torch.zeros(1, dtype=torch.float64))
+        self._now = (0, 0, torch.zeros(1, dtype=torch.float64))
+        self._before = self._now
 
     def observe(self, x: Tensor) -> None:
         """Take in one batch, with channels along `ch_axis`."""
         batches, count, total = self._now
-        rest = [axis for axis in range(-x.ndim, 0) if axis != self.ch_axis]
-        # Float64 for all would read ten times as slowly
+        others = [axis for axis in range(-x.ndim, 0) if axis != self.ch_axis]
+        # Reading all in float64 would be ten times as slow
         dtype = torch.promote_types(x.dtype, torch.float32)
-        one = (x.sum(rest, dtype=dtype) if rest else x).double().cpu()
-        after = batches + 1, count + x.numel() // max(len(one), 1), total + one
-        self._before, self._now = self._now, after
+        sums = x.sum(others, dtype=dtype) if others else x
+        sums = sums.double().cpu()
+        count += x.numel() // max(len(sums), 1)
+        self._before = self._now
+        self._now = (batches + 1, count, total + sums)
 
     def merge(self, other: ChannelMean) -> None:
-        """Take in what another saw. Those of single batches, merged in their order, make what
-        one would have seen.
+        """Take in what another has seen. Merging single batches in order gives the same as
+        observing them.
         """
-        now, more = self._now, other._now
-        self._now = self._before = now[0] + more[0], now[1] + more[1], now[2] + more[2]
+        batches, count, total = self._now
+        more_batches, more_count, more_total = other._now
+        self._now = (batches + more_batches, count + more_count, total + more_total)
+        self._before = self._now
 
     @property
     def batches(self) -> int:
-        """How many it has taken in."""
+        """Return how many it has taken in."""
         return self._now[0]
 
     def mean(self) -> Tensor:
-        """float64 [channels]; NaN if no value was observed."""
+        """Return the mean, float64 [channels]; NaN if no value was observed."""
         _, count, total = self._now
         return total / count if count else total / 0
 
     def forget_after(self, batches: int) -> None:
-        """Drop what came after the first `batches` batches: the last one at most, if it was
-        broken off.
+        """Drop what came after the first `batches` batches. That is one at most, which was
+        interrupted.
         """
-        if self._now[0] > batches:
+        if self.batches > batches:
             self._now = self._before
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All there is to keep: "batches" and "count", int64; "sum", float64 [channels]."""
+        """Return the state: "batches" and "count", int64; "sum", float64 [channels]."""
         batches, count, total = self._now
         return {"batches": torch.tensor(batches), "count": torch.tensor(count), "sum": total}
 
@@ -87,21 +101,16 @@ class ChannelMean:
         Raises:
             ValueError: it is something else.
         """
-        batches, count, total = (
-            int(state["batches"]),
-            int(state["count"]),
-            state["sum"].double(),
-        )
-        if (
-            min(batches, count) < 0
-            or bool(batches) != bool(count)
-            or total.dim() != 1
-            or not total.isfinite().all()
-        ):
+        batches = int(state["batches"])
+        count = int(state["count"])
+        total = state["sum"].double()
+        is_count = min(batches, count) >= 0 and bool(batches) == bool(count)
+        if not is_count or total.dim() != 1 or not total.isfinite().all():
             raise ValueError(
                 f"the sum of {count} outputs in {batches} batches is no sum of finite values"
             )
-        self._now = self._before = batches, count, total
+        self._now = (batches, count, total)
+        self._before = self._now
 
 
 def correct_biases(
@@ -109,23 +118,22 @@ def correct_biases(
     means: Mapping[str, ChannelMean],
     *,
     as_codes: bool = False,
-    after_layer: Callable[[], None] | None = None,
+    after_layer: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:
-    """What to add to the bias of each layer in `means`, that gives it this mean output over the
-    runner's batches.
+    """Correct the biases of layers in execution order, each on quantized inputs that the
+    corrections before it have changed.
 
-    Layers are corrected in execution order, each on inputs that are quantized and corrected
-    already. The mean is that of the layer's own output, before an activation function and
-    before the output's quantizer, and the difference left is that of float arithmetic.
-    `as_codes` leaves a quantized bias one that has a code, for devices that store it: half a
-    step may be left then, which later layers see, and more if the bias is clipped.
+    The mean is that of the layer's own output, before an activation function and before the
+    output's quantizer. What is left of the shift is the noise of float arithmetic. With
+    `as_codes`, half a step may be left, which later layers see, and more if the bias is
+    clipped.
 
     Args:
-        runner: of the quantized network, before its first node; the network has the corrected
+        runner: of the quantized network, before its first node. The network has the corrected
             biases afterwards.
         means: of the float network on the same batches, by layer.
-        as_codes: whether corrected biases are rounded again; a bias that is not quantized is
-            corrected exactly.
+        as_codes: whether a quantized bias is rounded again after its correction, for devices
+            that store a code. A bias that is not quantized is corrected exactly.
         after_layer: called after each node of the graph, for progress.
 
     Returns:
@@ -135,42 +143,47 @@ def correct_biases(
         DataError: a correction is not finite, or a layer cannot run on a batch; the layer is
             named.
 
-    Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
-    Correction", 2019, section 4.2; sequential as in Nagel et al., "A White Paper on Neural
-    Network Quantization", 2021, section 3.4.
+    Source: Nagel et al. 2019 (see above); layer by layer as in Nagel et al. 2021, "A White
+    Paper on Neural Network Quantization", section 3.4.
     """
     corrections = {}
     with torch.no_grad():
         for node in runner.network.graph.nodes:
             if node.name in means:
-                corrections[node.name] = _correct(runner, node, means[node.name], as_codes)
+                mean = means[node.name]
+                corrections[node.name] = _correct(runner, node, mean, as_codes=as_codes)
             else:
-                runner.done(node)
-            if after_layer is not None:
-                after_layer()
+                runner.finish(node)
+            after_layer()
     return corrections
 
 
 def _correct(
-    runner: SequentialRunner, node: Node, target: ChannelMean, as_codes: bool
+    runner: SequentialRunner,
+    node: Node,
+    float_mean: ChannelMean,
+    *,
+    as_codes: bool,
 ) -> Tensor:
-    """Find one layer's correction and hand on its outputs with it, without computing them
-    again.
-    """
-    layer, own = runner.network.layers[node.name], list[ChannelMean]()
+    """Find one layer's correction, and add it to the outputs, without computing them again."""
+    layer = runner.network.layers[node.name]
     quantizer = layer.detach_output()
+    ch_axis = float_mean.ch_axis
+    batch_means: list[ChannelMean] = []
 
-    def outputs() -> Iterator[Tensor]:
+    def observed_outputs() -> Iterator[Tensor]:
         for output in runner.compute(node):
-            own.append(ChannelMean(target.ch_axis))
-            own[-1].observe(output)
+            batch_means.append(ChannelMean(ch_axis))
+            batch_means[-1].observe(output)
             yield output
 
-    kept, found = runner.keep(outputs()), ChannelMean(target.ch_axis)
-    for batch in in_turn(runner.ranks.gather(own, f"bias correction of {node.name}")):
-        found.merge(batch)
+    outputs = runner.store(observed_outputs())
+    quantized_mean = ChannelMean(ch_axis)
+    place = f"bias correction of {node.name}"
+    for batch_mean in in_turn(runner.ranks.gather(batch_means, place)):
+        quantized_mean.merge(batch_mean)
     weight = layer.get_parameter("weight")
-    correction = (target.mean() - found.mean()).to(weight)
+    correction = (float_mean.mean() - quantized_mean.mean()).to(weight)
     if not correction.isfinite().all():
         raise DataError(
             f"the bias correction of {node.name} is not finite: its outputs are infinite, or "
@@ -183,11 +196,11 @@ def _correct(
         correction = layer.quantizers["bias"](bias + correction) - bias
 
     def corrected(output: Tensor) -> Tensor:
-        output.movedim(target.ch_axis, -1).add_(correction)
+        output.movedim(ch_axis, -1).add_(correction)
         return output if quantizer is None else output.copy_(quantizer(output))
 
-    runner.change(kept, corrected)
-    runner.release(kept)
+    runner.change(outputs, corrected)
+    runner.release(outputs)
     layer.correct_bias(correction)
     if quantizer is not None:
         layer.attach("activation", quantizer)

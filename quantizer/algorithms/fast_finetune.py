@@ -1,11 +1,17 @@
-"""Fast finetuning: layer by layer, weights are rounded so that the quantized network computes
-what the float one does.
+"""Fast finetuning: round the weights of each layer so that the quantized network computes what
+the float network does.
 
-Changes weights and their scales only, and no output channel so that it ends worse than
-round-to-nearest left it.
+Changes weights and their scales only. No output channel ends worse than with round-to-nearest
+(RTN).
+
+Source: Nagel et al. 2020, "Up or Down? Adaptive Rounding for Post-Training Quantization" (arXiv
+2004.10568), section 3.4.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import (
+    Callable,
+    Mapping,
+)
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,11 +19,23 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.gram import DEEPEST
-from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
-from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
+from quantizer.algorithms.patches import (
+    channel_rows,
+    matrix_weight,
+    patches,
+    weight_matrix,
+)
+from quantizer.algorithms.rounding_problem import (
+    RoundingProblem,
+    adaquant,
+    adaround,
+)
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import (
+    Graph,
+    Node,
+)
 from quantizer.graph.parameters import set_parameter
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
@@ -29,21 +47,28 @@ SOLVERS: dict[str, Callable[[RoundingProblem], tuple[Tensor, Tensor]]] = {
     "adaround": adaround,
     "adaquant": adaquant,
 }
-"""By the name on the command line: each gives integers [groups, rows, depth] without zero
+"""By the name on the command line. Each returns integers [groups, rows, depth] without zero
 point, and scales [units].
 """
-
-MOST_BITS = 8  # of weights; with more float32's noise decides, and nothing is to be gained
-# Positions of a layer's output to look at, at least and at most; between them 16 * depth
-SAMPLES = (1024, 16384)
-VALUES = 1 << 26  # of the sampled inputs of one layer
+# With more bits float32's noise decides, and nothing is gained
+_MAX_WEIGHT_BITS = 8
+# Positions of a layer's output that are sampled; between the two, 16 * depth
+_MIN_SAMPLES = 1024
+_MAX_SAMPLES = 16384
+# Values of the sampled inputs of one layer
+_MAX_SAMPLED_VALUES = 1 << 26
 
 
 @dataclass(frozen=True)
 class FinetunedLayer:
-    """What a layer ended with: its rounded weight, its scale, and the squared error of its
-    outputs with round-to-nearest and now, over all batches, after a fused activation and the
-    output's quantizer.
+    """Holds what finetuning made of a layer.
+
+    Attributes:
+        weight: rounded.
+        scale: of the weight.
+        before: squared error of the layer's outputs with RTN over all batches, after a fused
+            activation and the output's quantizer.
+        after: the same with this weight.
     """
 
     weight: Tensor
@@ -52,27 +77,30 @@ class FinetunedLayer:
     after: float
 
 
-def finetunable(node: Node, layer: Layer) -> bool:
-    """Whether the layer multiplies with integer weights coarse enough to gain from learned
-    rounding.
+def finetunable(
+    node: Node,
+    layer: Layer,
+) -> bool:
+    """Check whether the layer has integer weights coarse enough to gain from learned rounding.
 
-    Each output channel must have one scale: groups of inputs are not what the solvers are
-    about, nor are experts, whose rows come in another order in the float network. Weights that
-    are rounded down stay so: a code times its scale may be rounded down to the code below.
+    Each output channel must have one scale, as the solvers do not know groups of inputs.
+    Experts are left out, as their rows come in another order in the float network. So are
+    weights that are rounded down, as a code times its scale may be rounded down to the code
+    below.
     """
-    if (
-        not node.row.is_linear_or_convolution
-        or node.row.experts
-        or "weights" not in layer.quantizers
-    ):
+    if not node.row.is_linear_or_convolution or node.row.experts:
         return False
-    spec = weight_quantizer(layer).spec
+    if "weights" not in layer.quantizers:
+        return False
+    spec = _weight_quantizer(layer).spec
     depth = weight_matrix(layer, layer.get_parameter("weight")).shape[2]
-    rows = spec.qscheme == "per_tensor" or (
-        spec.qscheme == "per_channel" and spec.ch_axis == int(node.row.transposed)
+    outputs_axis = int(node.row.transposed)
+    has_row_scales = spec.qscheme == "per_tensor" or (
+        spec.qscheme == "per_channel" and spec.ch_axis == outputs_axis
     )
-    integer = spec.dtype == "int" and spec.round_mode in NEAREST
-    return integer and rows and spec.bit_width <= MOST_BITS and depth <= DEEPEST
+    is_integer = spec.dtype == "int" and spec.round_mode in NEAREST
+    is_small = spec.bit_width <= _MAX_WEIGHT_BITS and depth <= DEEPEST
+    return is_integer and has_row_scales and is_small
 
 
 def fast_finetune(
@@ -80,26 +108,26 @@ def fast_finetune(
     quantized: SequentialRunner,
     mode: str,
     *,
-    seed: int = 0,
-    done: Mapping[str, FinetunedLayer] | None = None,
-    after_layer: Callable[[Mapping[str, FinetunedLayer]], None] | None = None,
+    seed: int,
+    done: Mapping[str, FinetunedLayer],
+    after_layer: Callable[[Mapping[str, FinetunedLayer]], None],
 ) -> dict[str, FinetunedLayer]:
-    """Round the weights of each layer in execution order, on the inputs that rounding those
-    before it has left.
+    """Round the weights of each layer in execution order, on the inputs that rounding the
+    layers before it has left.
 
     Targets are the float network's outputs for the same samples (asymmetric reconstruction). An
-    output channel whose error over all batches is not smaller than with round-to-nearest keeps
-    that; channels that share a scale decide together where the scale changes. Weights end
-    rounded: quantizing them again gives the same codes.
+    output channel whose error over all batches is not smaller than with RTN stays at RTN.
+    Channels that share a scale decide together where the scale changes. Quantizing the weights
+    again gives the same codes.
 
     Args:
         reference: runs the float network; before its first node.
         quantized: runs the quantized network, of the same graph and on the same batches and
-            device; the network has the new weights afterwards.
+            device. The network has the new weights afterwards.
         mode: a key of `SOLVERS`.
-        seed: draws the positions that are looked at, for each layer anew.
+        seed: draws the positions that are sampled, for each layer anew.
         done: what an interrupted call had found already.
-        after_layer: called after each node of the graph with what is found so far, for progress
+        after_layer: called after each node of the graph with the results so far, for progress
             and checkpoints.
 
     Returns:
@@ -107,31 +135,27 @@ def fast_finetune(
 
     Raises:
         DataError: a layer's outputs are not finite; the layer is named.
-
-    Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020,
-    section 3.4.
     """
-    found = dict(done or {})
+    results = dict(done)
     with torch.no_grad():
         for index, node in enumerate(quantized.network.graph.nodes):
-            targets = reference.keep(reference.compute(node))
+            targets = reference.store(reference.compute(node))
             layer = quantized.network.layers[node.name]
             if finetunable(node, layer):
-                if node.name in found:
-                    _put(layer, found[node.name].weight, found[node.name].scale)
+                if node.name in results:
+                    result = results[node.name]
+                    _set_weight(layer, result.weight, result.scale)
                 else:
-                    found[node.name] = _Layer(reference, quantized, node, targets).solve(
-                        mode, seed + index
-                    )
+                    finetuning = _LayerFinetuning(reference, quantized, node, targets)
+                    results[node.name] = finetuning.solve(mode, seed + index)
             reference.release(targets)
-            quantized.done(node)
-            if after_layer is not None:
-                after_layer(found)
-    return found
+            quantized.finish(node)
+            after_layer(results)
+    return results
 
 
-class _Layer:
-    """One layer in both networks, with its float outputs."""
+class _LayerFinetuning:
+    """Finetunes one layer, given its float outputs."""
 
     def __init__(
         self,
@@ -140,110 +164,128 @@ class _Layer:
         node: Node,
         targets: list[Tensor],
     ) -> None:
-        self.node, self.targets, self.quantized = node, targets, quantized
+        self.node = node
+        self.targets = targets
+        self.quantized = quantized
         self.layer = quantized.network.layers[node.name]
         self.weight = reference.network.layers[node.name].get_parameter("weight")
-        self.quantizer = weight_quantizer(self.layer)
-        self.follower = fused_activation(quantized.network.graph, node)
-        self.activations = [
-            each.network.layers[self.follower.name]
-            for each in (reference, quantized)
-            if self.follower
-        ]
+        self.quantizer = _weight_quantizer(self.layer)
+        self.activation = _fused_activation(quantized.network.graph, node)
+        self.activation_layers = []
+        if self.activation is not None:
+            for runner in (reference, quantized):
+                self.activation_layers.append(runner.network.layers[self.activation.name])
 
-    def solve(self, mode: str, seed: int) -> FinetunedLayer:
-        """Solve the layer, and keep of the solution what is better on all batches."""
+    def solve(
+        self,
+        mode: str,
+        seed: int,
+    ) -> FinetunedLayer:
+        """Solve the layer, and take of the solution what is better on all batches."""
         shape = self.quantizer.scale.shape
-        plain, before = self.layer.get_parameter("weight").detach().clone(), self.errors()
+        rtn = self.layer.get_parameter("weight").detach().clone()
+        before = self.errors()
         problem = self.problem(torch.Generator().manual_seed(seed))
         integers, scale = SOLVERS[mode](problem)
-        learned = matrix_weight(self.layer, (integers * problem.steps(scale)).to(plain.dtype))
-        _put(self.layer, learned, scale.view(shape))
+        values = (integers * problem.steps(scale)).to(rtn.dtype)
+        learned = matrix_weight(self.layer, values)
+        _set_weight(self.layer, learned, scale.view(shape))
         after = self.errors()
-        better = (after < before).view_as(problem.unit)
+        is_better = (after < before).view_as(problem.unit)
         if not torch.equal(scale, problem.scale):
-            better = (problem.per_unit((after - before).view_as(problem.unit)) < 0)[
-                problem.unit
-            ]
-        used = problem.per_unit(better.float()) > 0
-        rows = [weight_matrix(self.layer, weight) for weight in (learned, plain)]
-        weight = matrix_weight(self.layer, torch.where(better[..., None], rows[0], rows[1]))
-        scale = torch.where(used, scale, problem.scale).view(shape)
-        _put(self.layer, weight, scale)
-        left = torch.where(better.flatten(), after, before)
-        return FinetunedLayer(weight.cpu(), scale.cpu(), float(before.sum()), float(left.sum()))
-
-    def problem(self, draw: torch.Generator) -> RoundingProblem:
-        """The layer's least squares, over positions of its outputs drawn from all batches
-        alike.
-        """
-        layer, quantizer = self.layer, self.quantizer
-        weight = weight_matrix(layer, self.weight).float()
-        scale, zero_point = (
-            quantizer.scale.flatten().float(),
-            quantizer.zero_point.flatten().float(),
+            # Rows that share a scale decide together
+            change = problem.per_unit((after - before).view_as(problem.unit))
+            is_better = (change < 0)[problem.unit]
+        rtn_rows = weight_matrix(self.layer, rtn)
+        learned_rows = weight_matrix(self.layer, learned)
+        rows = torch.where(is_better[..., None], learned_rows, rtn_rows)
+        weight = matrix_weight(self.layer, rows)
+        is_used = problem.per_unit(is_better.float()) > 0
+        scale = torch.where(is_used, scale, problem.scale).view(shape)
+        _set_weight(self.layer, weight, scale)
+        errors = torch.where(is_better.flatten(), after, before)
+        return FinetunedLayer(
+            weight.cpu(),
+            scale.cpu(),
+            before=float(before.sum()),
+            after=float(errors.sum()),
         )
-        unit = self.rows_of(torch.arange(scale.numel(), device=scale.device))
-        plain = weight_matrix(layer, layer.get_parameter("weight")).float()
-        inputs, targets = self.sampled(draw, weight.shape)
+
+    def problem(self, generator: torch.Generator) -> RoundingProblem:
+        """Return the layer's least squares, over positions of its outputs drawn from all
+        batches alike.
+        """
+        spec = self.quantizer.spec
+        weight = weight_matrix(self.layer, self.weight).float()
+        rtn = weight_matrix(self.layer, self.layer.get_parameter("weight")).float()
+        scale = self.quantizer.scale.flatten().float()
+        groups, rows, _ = weight.shape
+        units = torch.arange(scale.numel(), device=scale.device)
+        unit = units.expand(groups, rows) if len(units) == 1 else units.view(groups, rows)
+        inputs, targets = self.sampled(generator, weight.shape)
         return RoundingProblem(
             weight=weight,
-            nearest=(plain / scale[unit][..., None]).round(),
+            nearest=(rtn / scale[unit][..., None]).round(),
             inputs=inputs,
             targets=targets,
             scale=scale,
-            zero_point=zero_point,
+            zero_point=self.quantizer.zero_point.flatten().float(),
             unit=unit,
-            quant_min=quantizer.spec.quant_min,
-            quant_max=quantizer.spec.quant_max,
-            power_of_two=quantizer.spec.scale_type != "float",
-            uncut=uncut(code_range_of(quantizer.spec)),
+            quant_min=spec.quant_min,
+            quant_max=spec.quant_max,
+            power_of_two=spec.scale_type != "float",
+            uncut=uncut(code_range_of(spec)),
         )
 
-    def sampled(self, draw: torch.Generator, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Quantized inputs [groups, samples, depth] and float outputs without the bias [groups,
-        samples, rows].
+    def sampled(
+        self,
+        generator: torch.Generator,
+        shape: torch.Size,
+    ) -> tuple[Tensor, Tensor]:
+        """Return quantized inputs [groups, samples, depth] and float outputs without the bias
+        [groups, samples, rows], for a weight matrix of `shape`.
         """
+        groups, rows, depth = shape
+        samples = min(max(16 * depth, _MIN_SAMPLES), _MAX_SAMPLES)
+        samples = min(samples, max(256, _MAX_SAMPLED_VALUES // (groups * depth)))
         positions = sum(len(channel_rows(self.layer, target)) for target in self.targets)
-        least, most = SAMPLES
-        wanted = min(max(16 * shape[2], least), most, max(256, VALUES // (shape[0] * shape[2])))
-        share = wanted / max(1, positions)
+        share = samples / max(1, positions)
         inputs, targets = [], []
         for call, target in zip(self.quantized.calls(self.node), self.targets, strict=True):
-            rows = channel_rows(self.layer, target)
-            picked = torch.randperm(len(rows), generator=draw)[
-                : max(1, round(share * len(rows)))
-            ].to(rows.device)
+            outputs = channel_rows(self.layer, target)
+            count = max(1, round(share * len(outputs)))
+            drawn = torch.randperm(len(outputs), generator=generator)[:count]
+            drawn = drawn.to(outputs.device)
             x = next(iter(call.values()))
             if "input" in self.layer.quantizers:
                 x = self.layer.quantizers["input"](x)
-            inputs.append(patches(self.layer, x, picked).float())
-            targets.append(rows[picked].float())
+            inputs.append(patches(self.layer, x, drawn).float())
+            targets.append(outputs[drawn].float())
+        all_targets = torch.cat(targets)
         bias = self.layer._parameters.get("bias")
-        wanted_outputs = torch.cat(targets) - (0 if bias is None else bias.detach().float())
-        return torch.cat(inputs, 1), wanted_outputs.reshape(-1, *shape[:2]).transpose(0, 1)
-
-    def rows_of(self, values: Tensor) -> Tensor:
-        """Values of the scale's shape by rows of the weight matrix: [groups, rows]."""
-        groups, rows, _ = weight_matrix(self.layer, self.layer.get_parameter("weight")).shape
-        if self.quantizer.scale.numel() == 1:
-            return values.reshape(1, 1).expand(groups, rows)
-        return values.reshape(groups, rows)
+        if bias is not None:
+            all_targets = all_targets - bias.detach().float()
+        by_group = all_targets.reshape(-1, groups, rows).transpose(0, 1)
+        return torch.cat(inputs, 1), by_group
 
     def errors(self) -> Tensor:
-        """Squared error of each output channel over all batches, float64 [channels]; DataError
-        if it is not finite.
+        """Return the squared error of each output channel over all batches, float64 [channels].
+
+        Raises:
+            DataError: it is not finite.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.weight.device)
+        total = torch.zeros(
+            (),
+            dtype=torch.float64,
+            device=self.weight.device,
+        )
         for target, output in zip(self.targets, self.quantized.compute(self.node), strict=True):
-            values = [target, output]
-            if self.follower is not None:
-                name = next(iter(self.follower.inputs))
-                values = [
-                    act(**{name: value.clone()})
-                    for act, value in zip(self.activations, values, strict=True)
-                ]
-            difference = channel_rows(self.layer, values[0] - values[1])
+            if self.activation is not None:
+                name = next(iter(self.activation.inputs))
+                of_float, of_quantized = self.activation_layers
+                target = of_float(**{name: target.clone()})
+                output = of_quantized(**{name: output.clone()})
+            difference = channel_rows(self.layer, target - output)
             total = total + difference.double().square().sum(0)
         if not total.isfinite().all():
             raise DataError(
@@ -254,25 +296,31 @@ class _Layer:
         return total
 
 
-def fused_activation(graph: Graph, node: Node) -> Node | None:
-    """The activation function that hardware applies to the node's output before anyone else
-    reads it.
+def _fused_activation(
+    graph: Graph,
+    node: Node,
+) -> Node | None:
+    """Return the activation function that hardware applies to the node's output before anyone
+    else reads it.
     """
     readers = graph.consumers[node.name]
     if len(readers) != 1 or not readers[0]:
         return None
-    follower = graph.by_name[readers[0]]
-    return (
-        follower if follower.row.kind == "fusable" and len(list(follower.refs())) == 1 else None
-    )
+    reader = graph.by_name[readers[0]]
+    is_fused = reader.row.kind == "fusable" and len(list(reader.refs())) == 1
+    return reader if is_fused else None
 
 
-def weight_quantizer(layer: Layer) -> TensorQuantizer:
-    """The quantizer of the layer's weight, which must have one."""
+def _weight_quantizer(layer: Layer) -> TensorQuantizer:
+    """Return the quantizer of the layer's weight, which must have one."""
     return cast(TensorQuantizer, layer.quantizers["weights"])
 
 
-def _put(layer: Layer, weight: Tensor, scale: Tensor) -> None:
+def _set_weight(
+    layer: Layer,
+    weight: Tensor,
+    scale: Tensor,
+) -> None:
     """Give a quantized layer a weight that is rounded to this scale."""
     set_parameter(layer, "weight", weight)
-    weight_quantizer(layer).scale = scale.to(layer.get_parameter("weight").device)
+    _weight_quantizer(layer).scale = scale.to(layer.get_parameter("weight").device)

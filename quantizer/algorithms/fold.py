@@ -1,104 +1,118 @@
-"""Divides what a group of layers reads by a factor for each channel, and multiplies their
-weights: same function.
+"""Divide the value that a group of layers reads by a factor for each channel, and multiply the
+layers' weights by it. The float network computes the same.
 
-Where the division goes is the group's `Fold`, or else a layer of its own. Chooses no factors.
+The division goes into the layer before, the group's `Fold`, or else becomes a layer of its own.
+Which factors are good is decided elsewhere.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Sequence,
+)
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
-from quantizer.graph.edits import Insertion, channels_of, rescaled
+from quantizer.graph.edits import (
+    Insertion,
+    channels_of,
+    rescaled,
+)
 from quantizer.graph.ir import Graph
-from quantizer.graph.structure import Fold, InputGroup
+from quantizer.graph.output_names import numbered
+from quantizer.graph.structure import (
+    Fold,
+    InputGroup,
+)
 from quantizer.storage.deferred_tensor import beside
 
 SCALE_OP = "input_scale"
 
 
-def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustment:
-    """What was found, and the group's input divided by `factors`, the columns of its layers'
-    weights multiplied.
+def fold_factors(
+    graph: Graph,
+    group: InputGroup,
+    factors: Tensor,
+    adjustment: Adjustment,
+) -> Adjustment:
+    """Return the adjustment with the group's input divided by `factors`, and the columns of its
+    layers' weights multiplied.
 
-    What was rounded of the layers that change is forgotten.
+    Rounded weights of the layers that change are dropped.
 
     Args:
-        graph: without what was found.
-        factors: float32 [channels], above 0; as `admissible` gives them. Experts that are
+        graph: without the adjustment.
+        group: the layers.
+        factors: float32 [channels], above 0, as `admissible` gives them. Experts that are
             `factored_apart` may have some each: [experts * channels].
+        adjustment: what earlier steps found.
     """
-    fold = _fold(group, found)
-    for layer in (*group.layers, *(fold.extra if fold else ())):
-        weight = parameter(graph, found, layer)
-        value = rescaled(graph.by_name[layer], weight, inputs=factors)
-        found = found.with_parameters(layer, weight=beside(weight, value))
-    return (
-        _inserted(group, factors, found)
-        if fold is None
-        else _divided(graph, fold, factors, found)
-    )
+    fold = _fold(group, adjustment)
+    for layer in _multiplied(group, fold):
+        weight = parameter(graph, adjustment, layer)
+        scaled = rescaled(graph.by_name[layer], weight, inputs=factors)
+        adjustment = adjustment.with_parameters(layer, weight=beside(weight, scaled))
+    if fold is None:
+        return _divided_by_layer(group, factors, adjustment)
+    return _divided_in_fold(graph, fold, factors, adjustment)
 
 
 def factored_apart(graph: Graph, group: InputGroup) -> bool:
-    """Whether each expert may have factors of its own: layers of the same experts make what the
-    group's layers read.
+    """Check whether each expert may have factors of its own, as layers of the same experts make
+    what the group's layers read.
     """
-    nodes = [
-        graph.by_name[name]
-        for name in (
-            *group.layers,
-            *((group.fold.node, *group.fold.extra) if group.fold else ()),
-        )
-    ]
-    routes = {
-        tuple(item for item in node.operands.items() if item[0] != "input") for node in nodes
-    }
-    return (
-        group.fold is not None and all(node.row.experts for node in nodes) and len(routes) == 1
-    )
+    names = [*group.layers]
+    if group.fold is not None:
+        names += [group.fold.node, *group.fold.extra]
+    nodes = [graph.by_name[name] for name in names]
+    routes = set()
+    for node in nodes:
+        routing = [item for item in node.operands.items() if item[0] != "input"]
+        routes.add(tuple(routing))
+    are_experts = all(node.row.experts for node in nodes)
+    return group.fold is not None and are_experts and len(routes) == 1
 
 
 def admissible(
-    graph: Graph, group: InputGroup, found: Adjustment
+    graph: Graph,
+    group: InputGroup,
+    adjustment: Adjustment,
 ) -> Callable[[Tensor], Tensor]:
-    """What makes of any factors the nearest that can be folded: equal where channels are, and
-    nothing overflows.
+    """Return a function that turns any factors into the nearest that can be folded.
 
-    Parameters of 16 bits would be rounded by other factors than powers of two, so those are
-    taken there.
+    Those are equal where channels are, and nothing overflows. Parameters of 16 bits get powers
+    of two, as other factors would round them.
     """
-    fold = _fold(group, found)
-    columns = [
-        parameter(graph, found, layer)
-        for layer in (*group.layers, *(fold.extra if fold else ()))
-    ]
-    rows = _parameters(graph, fold, found) if fold else {}
-    is_narrow = any(tensor.element_size() < 4 for tensor in (*columns, *rows.values()))
-    most, least = 2.0**126, 2.0**-126
-    for tensor in columns:
-        most = min(most, torch.finfo(tensor.dtype).max / max(_largest(tensor), 1e-30))
-    for tensor in rows.values():
-        least = max(least, _largest(tensor) / torch.finfo(tensor.dtype).max)
+    fold = _fold(group, adjustment)
+    multiplied = [parameter(graph, adjustment, name) for name in _multiplied(group, fold)]
+    divided = []
+    if fold is not None:
+        divided = [*_divided_parameters(graph, fold, adjustment).values()]
+    is_narrow = any(tensor.element_size() < 4 for tensor in (*multiplied, *divided))
+    largest = 2.0**126
+    for tensor in multiplied:
+        largest = min(largest, torch.finfo(tensor.dtype).max / max(_largest(tensor), 1e-30))
+    smallest = 2.0**-126
+    for tensor in divided:
+        smallest = max(smallest, _largest(tensor) / torch.finfo(tensor.dtype).max)
 
-    def within(factors: Tensor) -> Tensor:
-        even = powers_of_two(tied(group, factors)) if is_narrow else tied(group, factors)
-        inside = even.clamp(least, most)
-        return (
-            inside
-            if torch.equal(inside, even)
-            else powers_of_two(inside.clamp(2 * least, most / 2))
-        )
+    def nearest_admissible(factors: Tensor) -> Tensor:
+        factors = tied(group, factors)
+        if is_narrow:
+            factors = powers_of_two(factors)
+        inside = factors.clamp(smallest, largest)
+        if torch.equal(inside, factors):
+            return factors
+        return powers_of_two(inside.clamp(2 * smallest, largest / 2))
 
-    return within
+    return nearest_admissible
 
 
 def tied(group: InputGroup, factors: Tensor) -> Tensor:
-    """The factors, the largest one for all channels that come from one output channel of the
-    layer before.
+    """Return the factors, with the largest one for all channels that come from one output
+    channel of the layer before.
 
     >>> group = InputGroup(
     ...     "x", ("layer",), -1, 4, fold=Fold("layer", "before", channels=(0, 0, 1, 1))
@@ -110,12 +124,13 @@ def tied(group: InputGroup, factors: Tensor) -> Tensor:
         return factors
     origin = torch.tensor(group.fold.channels, device=factors.device)
     channels = int(origin.max()) + 1
-    return _by_origin(group.fold, factors, channels).view(-1, channels)[:, origin].flatten()
+    by_origin = _by_origin(group.fold, factors, channels).view(-1, channels)
+    return by_origin[:, origin].flatten()
 
 
 def powers_of_two(factors: Tensor) -> Tensor:
-    """The nearest powers of two: multiplying by them rounds nothing, so the network's float
-    outputs keep every bit.
+    """Return the nearest powers of two. Multiplying by them rounds nothing, so the network's
+    float outputs keep every bit.
 
     >>> powers_of_two(torch.tensor([0.3, 1.0, 3.0])).tolist()
     [0.25, 1.0, 4.0]
@@ -123,128 +138,179 @@ def powers_of_two(factors: Tensor) -> Tensor:
     return torch.exp2(torch.log2(factors).round())
 
 
-def parameter(graph: Graph, found: Adjustment, layer: str, key: str = "weight") -> Tensor:
-    """A layer's parameter as it was found, or as the model has it."""
-    value = found.parameters.get(layer, {}).get(key)
-    return graph.tensors[graph.by_name[layer].params[key]] if value is None else value
+def parameter(
+    graph: Graph,
+    adjustment: Adjustment,
+    layer: str,
+    key: str = "weight",
+) -> Tensor:
+    """Return a layer's parameter as the adjustment has it, or else the model."""
+    value = adjustment.parameters.get(layer, {}).get(key)
+    if value is None:
+        return graph.tensors[graph.by_name[layer].params[key]]
+    return value
 
 
-def input_name(group: InputGroup, found: Adjustment) -> str:
-    """The node whose value the group's layers read, behind what was inserted."""
+def input_name(
+    group: InputGroup,
+    adjustment: Adjustment,
+) -> str:
+    """Return the node whose value the group's layers read, after all insertions."""
     name = group.source
-    for row in found.insertions:
-        if row.source == name and group.layers[0] in row.readers:
-            name = row.name
+    for insertion in adjustment.insertions:
+        if insertion.source == name and group.layers[0] in insertion.readers:
+            name = insertion.name
     return name
 
 
 def shared_folds(
     graph: Graph,
     groups: Sequence[InputGroup],
-    concerned: Callable[[InputGroup], bool],
-    found: Adjustment,
+    is_rescaled: Callable[[InputGroup], bool],
+    adjustment: Adjustment,
 ) -> tuple[list[InputGroup], dict[int, int]]:
-    """The groups, and which of them follow others, by their numbers.
+    """Return the groups, and the number of the group that each follower follows.
 
-    Groups that read one value by ways of their own (a router, the experts, a shared expert)
-    fold into one layer. Of those that are `concerned`, the one with most weights finds the
-    factors, and the fold multiplies the columns of the others as well. Where that cannot be,
-    each gets a multiplication of its own instead.
+    Groups that read one value in ways of their own (a router, the experts, a shared expert)
+    fold into one layer. Of those that are rescaled, the one with the most weights finds the
+    factors, and the columns of the others are multiplied as well. Where that cannot be, each
+    gets a multiplication of its own instead.
     """
-    made, leads = list(groups), dict[int, int]()
-    owner = {
-        layer: number
-        for number, group in enumerate(groups)
-        if concerned(group)
-        for layer in group.layers
-    }
-    behind = {layer for row in found.insertions for layer in row.readers}
+    group_of: dict[str, int] = {}
     for number, group in enumerate(groups):
-        others = {
-            owner[layer] for layer in (group.fold.extra if group.fold else ()) if layer in owner
-        } - {number}
-        if not others or not concerned(group):
+        if is_rescaled(group):
+            group_of.update(dict.fromkeys(group.layers, number))
+    behind_insertions: set[str] = set()
+    for insertion in adjustment.insertions:
+        behind_insertions.update(insertion.readers)
+
+    def size(number: int) -> int:
+        nodes = [graph.by_name[name] for name in groups[number].layers]
+        return sum(graph.weight(node).numel() for node in nodes)
+
+    changed = list(groups)
+    leads: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        if group.fold is None or not is_rescaled(group):
             continue
-        alike = {number, *others}
-        first = max(
-            alike,
-            key=lambda at: (
-                sum(graph.weight(graph.by_name[n]).numel() for n in groups[at].layers),
-                -at,
-            ),
-        )
-        layers = {layer for at in alike for layer in groups[at].layers}
-        fold = groups[first].fold
-        if (
-            fold is None
-            or layers & behind
-            or not layers <= {*groups[first].layers, *fold.extra}
-        ):
-            made[number] = replace(group, fold=None)
-        elif number != first:
-            made[number], leads[number] = replace(group, fold=None, is_fixed=True), first
-    return made, leads
+        others = {group_of[name] for name in group.fold.extra if name in group_of}
+        together = sorted({number, *others})
+        if len(together) == 1:
+            continue
+        lead = max(together, key=size)  # the first of equal ones
+        layers: set[str] = set()
+        for member in together:
+            layers.update(groups[member].layers)
+        fold = groups[lead].fold
+        can_lead = fold is not None and layers <= {*groups[lead].layers, *fold.extra}
+        if not can_lead or layers & behind_insertions:
+            changed[number] = replace(group, fold=None)
+        elif number != lead:
+            changed[number] = replace(group, fold=None, is_fixed=True)
+            leads[number] = lead
+    return changed, leads
 
 
-def _fold(group: InputGroup, found: Adjustment) -> Fold | None:
-    """The group's fold, unless something stands between it and the layers."""
-    between = any(row.readers and group.layers[0] in row.readers for row in found.insertions)
-    return None if between else group.fold
+def _fold(
+    group: InputGroup,
+    adjustment: Adjustment,
+) -> Fold | None:
+    """Return the group's fold, unless a layer was inserted behind it."""
+    for insertion in adjustment.insertions:
+        if group.layers[0] in insertion.readers:
+            return None
+    return group.fold
 
 
-def _parameters(graph: Graph, fold: Fold, found: Adjustment) -> Mapping[str, Tensor]:
-    """What is divided."""
-    keys = [key for key in ("weight", "bias") if key in graph.by_name[fold.node].params]
-    return {key: parameter(graph, found, fold.node, key) for key in keys}
+def _multiplied(
+    group: InputGroup,
+    fold: Fold | None,
+) -> tuple[str, ...]:
+    """Return the layers whose columns are multiplied."""
+    return group.layers if fold is None else (*group.layers, *fold.extra)
 
 
-def _divided(graph: Graph, fold: Fold, factors: Tensor, found: Adjustment) -> Adjustment:
-    node, values = graph.by_name[fold.node], {}
-    for key, value in _parameters(graph, fold, found).items():
-        is_weight = key == "weight"
-        if is_weight and node.is_multiplying:
+def _divided_parameters(
+    graph: Graph,
+    fold: Fold,
+    adjustment: Adjustment,
+) -> dict[str, Tensor]:
+    params = graph.by_name[fold.node].params
+    keys = [key for key in ("weight", "bias") if key in params]
+    return {key: parameter(graph, adjustment, fold.node, key) for key in keys}
+
+
+def _divided_in_fold(
+    graph: Graph,
+    fold: Fold,
+    factors: Tensor,
+    adjustment: Adjustment,
+) -> Adjustment:
+    """Divide the output channels of the layer before."""
+    node = graph.by_name[fold.node]
+    values: dict[str, Tensor] = {}
+    for key, value in _divided_parameters(graph, fold, adjustment).items():
+        if key == "weight" and node.is_multiplying:
             inverse = 1 / _by_origin(fold, factors, channels_of(node, value)[0])
             values[key] = beside(value, rescaled(node, value, outputs=inverse))
         else:
             inverse = 1 / _by_origin(fold, factors, value.numel()).view(value.shape)
-            offset = fold.offset if is_weight else 0.0
+            offset = fold.offset if key == "weight" else 0.0
             values[key] = ((value.float() + offset) * inverse - offset).to(value.dtype)
-    return found.with_parameters(fold.node, **values)
+    return adjustment.with_parameters(fold.node, **values)
 
 
-def _by_origin(fold: Fold, factors: Tensor, channels: int) -> Tensor:
-    """A factor for each output channel of the fold's node, or of each of its experts; 1 for
-    those that are not read.
+def _by_origin(
+    fold: Fold,
+    factors: Tensor,
+    channels: int,
+) -> Tensor:
+    """Return a factor for each output channel of the fold's node, or of each of its experts; 1
+    for channels that are not read.
     """
     if fold.channels is None:
         return factors
     origin = torch.tensor(fold.channels, device=factors.device)
-    given = factors.view(-1, len(origin))
-    ones = torch.ones(len(given), channels, device=factors.device)
-    return ones.scatter_reduce(
-        1, origin.expand_as(given), given, "amax", include_self=False
-    ).flatten()
-
-
-def _inserted(group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustment:
-    """The division as a layer of its own, or in the one that is there from before."""
-    before = input_name(group, found)
-    for index, row in enumerate(found.insertions):
-        if row.name == before and row.op == SCALE_OP and set(row.readers) == set(group.layers):
-            rows = list(found.insertions)
-            rows[index] = replace(row, weight=row.weight / factors)
-            return replace(found, insertions=tuple(rows))
-    scope, _, last = group.layers[0].rpartition("/")
-    _, dot, number = last.partition(".")
-    name = f"{scope}/{SCALE_OP}{dot}{number}" if scope else f"{SCALE_OP}{dot}{number}"
-    taken, again = (
-        {row.name for row in found.insertions},
-        (f"{name}.{count}" for count in itertools.count(1)),
+    rows = factors.view(-1, len(origin))
+    ones = torch.ones(len(rows), channels, device=factors.device)
+    largest = ones.scatter_reduce(
+        1,
+        origin.expand_as(rows),
+        rows,
+        "amax",
+        include_self=False,
     )
-    # Of experts in one module
-    name = name if name not in taken else next(each for each in again if each not in taken)
-    row = Insertion(name, SCALE_OP, before, group.layers, 1 / factors, {"axis": group.axis})
-    return replace(found, insertions=(*found.insertions, row))
+    return largest.flatten()
+
+
+def _divided_by_layer(
+    group: InputGroup,
+    factors: Tensor,
+    adjustment: Adjustment,
+) -> Adjustment:
+    """Divide by an inserted layer, which may be there from an earlier step."""
+    source = input_name(group, adjustment)
+    insertions = list(adjustment.insertions)
+    for index, insertion in enumerate(insertions):
+        is_scale = insertion.name == source and insertion.op == SCALE_OP
+        if is_scale and set(insertion.readers) == set(group.layers):
+            insertions[index] = replace(insertion, weight=insertion.weight / factors)
+            return replace(adjustment, insertions=tuple(insertions))
+    scope, slash, last = group.layers[0].rpartition("/")
+    _, dot, number = last.partition(".")
+    # Experts in one module need a number
+    taken = {insertion.name for insertion in insertions}
+    [name] = numbered([f"{scope}{slash}{SCALE_OP}{dot}{number}"], taken)
+    axis = {"axis": group.axis}
+    insertion = Insertion(
+        name,
+        SCALE_OP,
+        source,
+        group.layers,
+        1 / factors,
+        axis,
+    )
+    return replace(adjustment, insertions=(*insertions, insertion))
 
 
 def _largest(tensor: Tensor) -> float:

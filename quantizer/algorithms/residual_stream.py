@@ -1,20 +1,38 @@
-"""Finds what a rotation passes through: the values between linear layers, embeddings, additions
+"""Find what a rotation passes through: the values between linear layers, embeddings, additions
 and norms.
 
-Starts at what a norm reads and takes in whatever must turn with it; no names, no table of
-architectures.
+The search starts at what a norm reads, and takes in whatever must be rotated with it. It needs
+no names and no table of architectures.
 """
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import (
+    dataclass,
+    field,
+)
 
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import ALIKE, JOINED, PRODUCT, QUOTIENT, REDUCED, Commutes
-from quantizer.graph.channel_labels import ChannelLabels, passes_shifts, paths
-from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.axis_rules import (
+    ALIKE,
+    JOINED,
+    PRODUCT,
+    QUOTIENT,
+    REDUCED,
+    Commutes,
+)
+from quantizer.graph.channel_labels import (
+    ChannelLabels,
+    passes_shifts,
+    paths,
+)
+from quantizer.graph.ir import (
+    Graph,
+    Node,
+    Ref,
+)
 from quantizer.graph.targets import call
 
 _NORMS = ("layer_norm", "rms_norm")
@@ -25,11 +43,13 @@ _ZEROS = ("zeros", "zeros_like", "new_zeros")
 
 @dataclass(frozen=True)
 class Norm:
-    """What multiplies the channels after a normalization, and is added to them, float64
-    [channels] each.
+    """Holds the affine part of a normalization, float64 [channels].
 
-    `neutral` are the parameters, as layer, key and value, with which it multiplies by one and
-    adds zero.
+    Attributes:
+        factor: multiplies the channels.
+        shift: is added to them afterwards.
+        neutral: layer, key and value of the parameters with which it multiplies by one and adds
+            zero.
     """
 
     factor: Tensor
@@ -39,13 +59,17 @@ class Norm:
 
 @dataclass
 class Residual:
-    """Values that one rotation turns.
+    """Holds values that must be rotated together.
 
-    `members` has the axis of the channels by node; `readers` the linear layers and the norm
-    before each; `writers` the layers, parameters and constants that make them; `norms` by the
-    node that ends them. `keeps_mean` says that something takes the mean over channels, so that
-    the rotation must keep the vector of ones. `obstacle` is the first node that no rotation
-    passes, None where all is well.
+    Attributes:
+        keeps_mean: whether something takes the mean over channels, so that the rotation must
+            keep the vector of ones.
+        members: the axis of the channels, by node.
+        readers: the norm before each linear layer that reads a member, by layer.
+        writers: the axis of the channels in each layer, parameter or constant that makes a
+            member.
+        norms: by the node that ends them.
+        obstacle: the first node that no rotation passes; None if there is none.
     """
 
     channels: int
@@ -58,51 +82,55 @@ class Residual:
 
 
 def residuals(graph: Graph) -> Iterator[Residual]:
-    """Each set of values that turn together, in the order of the graph; also those with an
-    obstacle.
+    """Yield each set of values that must be rotated together, in the order of the graph, also
+    those with an obstacle.
     """
     seen: set[str] = set()
     labels = ChannelLabels(graph)
     for node in graph.nodes:
-        source = graph.source(node) if node.op in _NORMS or _squares(node) else None
-        if (
-            source is None
-            or source.name in seen
-            or not source.shape
-            or source.shape[-1] is None
-        ):
+        if node.op not in _NORMS and not _is_square(node):
             continue
-        found = _Search(labels, source.shape[-1]).run(source.name, len(source.shape) - 1)
-        seen |= found.members.keys()
-        yield found
+        source = graph.source(node)
+        if source is None or source.name in seen or not source.shape:
+            continue
+        channels = source.shape[-1]
+        if channels is not None:
+            residual = _Search(labels, channels).run(source.name, len(source.shape) - 1)
+            seen |= residual.members.keys()
+            yield residual
 
 
-def _squares(node: Node) -> bool:
+def _is_square(node: Node) -> bool:
     return node.op in _SQUARES and node.attrs.get("exponent", 2) == 2
 
 
 def _leaf(graph: Graph, node: Node) -> Node | None:
-    """The tensor of one axis that a chain of operators with one input begins with, if nobody
-    else reads any of it.
+    """Return the tensor of one axis that a chain of operators with one input begins with, if
+    nobody else reads any of it.
     """
-    while len(graph.consumers[node.name]) == 1 and node.op not in _LEAVES:
+    while node.op not in _LEAVES:
         sources = list(node.refs())
-        if len(sources) != 1 or not node.target.startswith("aten."):
+        is_shared = len(graph.consumers[node.name]) != 1
+        if is_shared or len(sources) != 1 or not node.target.startswith("aten."):
             return None
         node = graph.by_name[sources[0]]
-    if node.op not in _LEAVES or len(graph.consumers[node.name]) != 1:
+    if len(graph.consumers[node.name]) != 1:
         return None
-    return node if (node.shape or ())[-1:] == (graph.weight(node).numel(),) else None
+    has_one_axis = (node.shape or ())[-1:] == (graph.weight(node).numel(),)
+    return node if has_one_axis else None
 
 
-def _value(graph: Graph, node: Node, start: Tensor) -> Tensor:
-    """What such a chain gives when its tensor is `start`."""
+def _value(
+    graph: Graph,
+    node: Node,
+    start: Tensor,
+) -> Tensor:
+    """Compute such a chain with `start` as its tensor."""
     if node.op in _LEAVES:
         return start
-    ((key, source),) = node.inputs.items()
-    result: Tensor = call(
-        node.target, {**node.attrs, key: _value(graph, graph.by_name[source.name], start)}
-    )
+    [(key, source)] = node.inputs.items()
+    operand = _value(graph, graph.by_name[source.name], start)
+    result: Tensor = call(node.target, {**node.attrs, key: operand})
     return result
 
 
@@ -114,240 +142,290 @@ class _Search:
     """Takes in values until all that reads or makes one is accounted for."""
 
     def __init__(self, labels: ChannelLabels, channels: int) -> None:
-        self.labels, self.graph, self.found = labels, labels.graph, Residual(channels)
+        self.labels = labels
+        self.graph = labels.graph
+        self.residual = Residual(channels)
         # By member: the norm whose factors its channels still have
-        self.norm: dict[str, str | None] = {}
+        self.norm_of: dict[str, str | None] = {}
         self.queue: deque[str] = deque()
 
     def run(self, name: str, axis: int) -> Residual:
-        """What turns together with this value."""
+        """Return what must be rotated together with this value."""
         node = self.graph.by_name[name]
         try:
             self.take(node, axis)
             while self.queue:
-                member = self.queue.popleft()
-                for reader in self.graph.consumers[member]:
-                    node = self.graph.by_name[reader or member]
-                    if not reader or not self.reads(node, self.graph.by_name[member]):
-                        raise _ObstacleError
+                member = self.graph.by_name[self.queue.popleft()]
+                for reader in self.graph.consumers[member.name]:
+                    # Without a name, the network returns the member
+                    node = self.graph.by_name[reader] if reader else member
+                    if not reader or not self.passes_reader(node, member):
+                        raise _ObstacleError(node)
         except _ObstacleError as stop:
-            self.found.obstacle = stop.args[0] if stop.args else node
-        return self.found
+            [self.residual.obstacle] = stop.args
+        return self.residual
 
     def take(self, node: Node, axis: int) -> None:
         """Take in a value whose channels lie along `axis`, and first all that it is made of."""
-        known = self.found.members.setdefault(node.name, axis)
-        if known != axis or (node.shape or ())[axis] != self.found.channels:
+        known_axis = self.residual.members.setdefault(node.name, axis)
+        if known_axis != axis or (node.shape or ())[axis] != self.residual.channels:
             raise _ObstacleError(node)
-        if node.name not in self.norm:
-            self.norm[node.name] = None
-            self.norm[node.name] = self.made(node, axis)
+        if node.name not in self.norm_of:
+            self.norm_of[node.name] = None
+            self.norm_of[node.name] = self.take_operands(node, axis)
             self.queue.append(node.name)
 
-    def made(self, node: Node, axis: int) -> str | None:
-        """Account for how the value is made; returns the norm whose factors it has."""
-        last, axes, rotates = (
-            axis == node.rank - 1,
-            node.row.axes,
-            Commutes.ROTATIONS in node.row.commutes,
-        )
+    def take_operands(
+        self,
+        node: Node,
+        axis: int,
+    ) -> str | None:
+        """Account for how the value is made. Return the norm whose factors it has."""
+        axes = node.row.axes
+        rotates = Commutes.ROTATIONS in node.row.commutes
         if node.op in _LEAVES:
-            self.found.writers[node.name] = axis
+            self.residual.writers[node.name] = axis
         elif node.is_multiplying or node.row.looks_up:
-            channels = (node.row.channels or 0) % node.rank
-            if (
-                channels != axis
-                or node.attrs.get("groups", 1) != 1
-                or "weight" not in node.params
-            ):
+            channels_axis = (node.row.channels or 0) % node.rank
+            is_grouped = node.attrs.get("groups", 1) != 1
+            if channels_axis != axis or is_grouped or "weight" not in node.params:
                 raise _ObstacleError(node)
-            self.found.writers[node.name] = axis
+            self.residual.writers[node.name] = axis
         elif axes is ALIKE and rotates:
-            return self.sum(node, axis)
+            return self.take_sum(node, axis)
         elif axes in (PRODUCT, QUOTIENT) and not node.attrs.get("rounding_mode"):
-            return self.product(node, axis)
+            return self.take_product(node, axis)
         elif axes is JOINED:
-            self.joined(node, axis)
+            self.take_joined(node, axis)
         elif rotates:
-            return self.moved(node, axis)
-        elif node.op in _NORMS and last:
-            return self.normalized(node, axis)
+            return self.take_moved(node, axis)
+        elif node.op in _NORMS and axis == node.rank - 1:
+            return self.take_normalized(node, axis)
         elif node.op not in _ZEROS:
             raise _ObstacleError(node)
         return None
 
-    def moved(self, node: Node, axis: int) -> str | None:
-        """One value, moved, or averaged or summed over others of its axes."""
-        source, before = self.graph.source(node), self.labels.moved_back(node, axis)
-        if source is None or before is None:
+    def take_moved(
+        self,
+        node: Node,
+        axis: int,
+    ) -> str | None:
+        """Take in one value that is moved, or averaged or summed over others of its axes."""
+        source = self.graph.source(node)
+        axis_before = self.labels.moved_back(node, axis)
+        if source is None or axis_before is None:
             raise _ObstacleError(node)
-        self.take(source, before)
-        return self.norm[source.name] if passes_shifts(node) else self.without_shift(source)
+        self.take(source, axis_before)
+        if passes_shifts(node):
+            return self.norm_of[source.name]
+        return self.norm_without_shift(source)
 
-    def joined(self, node: Node, axis: int) -> None:
-        """Rotated values side by side, in another dimension."""
+    def take_joined(
+        self,
+        node: Node,
+        axis: int,
+    ) -> None:
+        """Take in rotated values side by side, in another dimension."""
         dim = int(node.attrs.get("dim", 0)) % node.rank
         if dim == axis:
             raise _ObstacleError(node)
         for part in self.operands(node):
-            self.plain(part, axis - (dim < axis and part.rank < node.rank))
+            is_stacked = part.rank < node.rank
+            self.take_without_norm(part, axis - (dim < axis and is_stacked))
 
-    def sum(self, node: Node, axis: int) -> str | None:
-        """Two rotated values, or one and a number for each token; after a norm, its bias."""
-        parts = [part for part in self.operands(node) if self.spans(part, node, axis)]
-        if len(parts) == 2:
-            for part, other in (parts, parts[::-1]):
-                norm = self.norm.get(part.name)
-                if (
-                    norm
-                    and node.op == "add"
-                    and node.attrs.get("alpha", 1) == 1
-                    and axis == node.rank - 1
-                ):
-                    return self.shifted(node, norm, other)
-        for part in parts:
-            self.plain(part, axis - node.rank + part.rank)
-        self.found.keeps_mean |= len(parts) == 1
+    def take_sum(
+        self,
+        node: Node,
+        axis: int,
+    ) -> str | None:
+        """Take in two rotated values, or one and a number for each token. The sum with a
+        parameter after a norm is the norm's bias.
+        """
+        parts = [part for part in self.operands(node) if self.has_channels(part, node, axis)]
         if not parts:
             raise _ObstacleError(node)
+        is_plain = node.op == "add" and node.attrs.get("alpha", 1) == 1
+        if len(parts) == 2 and is_plain and axis == node.rank - 1:
+            for part, other in (parts, parts[::-1]):
+                norm = self.norm_of.get(part.name)
+                if norm:
+                    return self.add_norm_shift(node, norm, other)
+        for part in parts:
+            self.take_without_norm(part, axis - node.rank + part.rank)
+        self.residual.keeps_mean |= len(parts) == 1
         return None
 
-    def product(self, node: Node, axis: int) -> str | None:
-        """A rotated value times a number for each token, or times a parameter: the factors of a
-        norm.
+    def take_product(
+        self,
+        node: Node,
+        axis: int,
+    ) -> str | None:
+        """Take in a rotated value times a number for each token, or times a parameter, which
+        has the factors of a norm.
         """
         operands = self.operands(node)
-        parts = [part for part in operands if self.spans(part, node, axis)]
-        if len(parts) == 1 and (node.row.axes is PRODUCT or parts[0] is operands[0]):
+        is_product = node.row.axes is PRODUCT
+        parts = [part for part in operands if self.has_channels(part, node, axis)]
+        if len(parts) == 1 and (is_product or parts[0] is operands[0]):
             self.take(parts[0], axis - node.rank + parts[0].rank)
-            return self.without_shift(parts[0])
-        factor = next(
-            (
-                part
-                for part in parts
-                if part.name not in self.found.members and _leaf(self.graph, part)
-            ),
-            None,
-        )
-        if (
-            node.row.axes is not PRODUCT
-            or factor is None
-            or len(parts) != 2
-            or axis != node.rank - 1
-        ):
-            raise _ObstacleError(node)
-        self.plain(next(part for part in parts if part is not factor), axis)
-        return self.scaled(node, factor)
+            return self.norm_without_shift(parts[0])
+        if len(parts) == 2 and is_product and axis == node.rank - 1:
+            for factor, other in (parts, parts[::-1]):
+                is_new = factor.name not in self.residual.members and factor is not other
+                if is_new and _leaf(self.graph, factor):
+                    self.take_without_norm(other, axis)
+                    return self.add_norm_factor(node, factor)
+        raise _ObstacleError(node)
 
-    def normalized(self, node: Node, axis: int) -> str | None:
-        """A norm that is one operator."""
+    def take_normalized(
+        self,
+        node: Node,
+        axis: int,
+    ) -> str | None:
+        """Take in what a norm that is one operator reads."""
+        channels = self.residual.channels
         source = self.graph.source(node)
-        sizes = list(node.attrs["normalized_shape"])
-        if source is None or sizes != [self.found.channels]:
+        if source is None or list(node.attrs["normalized_shape"]) != [channels]:
             raise _ObstacleError(node)
-        self.plain(source, axis)
-        self.found.keeps_mean |= node.op == "layer_norm"
-        own = {key: self.graph.tensors[path].double() for key, path in node.params.items()}
-        factor = own.get("weight", torch.ones(self.found.channels, dtype=torch.float64))
-        neutral = {"weight": torch.ones_like(factor), "bias": torch.zeros_like(factor)}
-        plain = tuple((node.name, key, neutral[key]) for key in own)
-        self.found.norms[node.name] = Norm(factor, own.get("bias"), plain)
+        self.take_without_norm(source, axis)
+        self.residual.keeps_mean |= node.op == "layer_norm"
+        values = {key: self.graph.tensors[path].double() for key, path in node.params.items()}
+        factor = values.get("weight", torch.ones(channels, dtype=torch.float64))
+        plain = {"weight": torch.ones_like(factor), "bias": torch.zeros_like(factor)}
+        neutral = tuple((node.name, key, plain[key]) for key in values)
+        self.residual.norms[node.name] = Norm(
+            factor,
+            values.get("bias"),
+            neutral,
+        )
         return node.name
 
-    def scaled(self, node: Node, factor: Node) -> str | None:
-        """The product of a normalized value with a parameter, or with an expression of one (1 +
-        weight).
+    def add_norm_factor(
+        self,
+        node: Node,
+        factor: Node,
+    ) -> str | None:
+        """Note the product of a normalized value with a parameter, or with an expression of one
+        (1 + weight).
         """
         start = _leaf(self.graph, factor)
         assert start is not None
-        own = self.graph.weight(start)
+        weight = self.graph.weight(start)
         for number in (1.0, 0.0):
-            neutral = torch.full_like(own, number)
+            neutral = torch.full_like(weight, number)
             if bool((_value(self.graph, factor, neutral) == 1).all()):
-                factors = _value(self.graph, factor, own).double().flatten()
-                self.found.norms[node.name] = Norm(
-                    factors, None, ((start.name, "weight", neutral),)
+                factors = _value(self.graph, factor, weight).double().flatten()
+                norm = Norm(
+                    factors,
+                    None,
+                    ((start.name, "weight", neutral),),
                 )
+                self.residual.norms[node.name] = norm
                 return node.name
         raise _ObstacleError(node)
 
-    def shifted(self, node: Node, norm: str, bias: Node) -> str | None:
-        """A norm's bias that is added by an operator of its own."""
-        before = self.found.norms[norm]
+    def add_norm_shift(
+        self,
+        node: Node,
+        norm: str,
+        bias: Node,
+    ) -> str | None:
+        """Note a norm's bias that is added by an operator of its own."""
+        before = self.residual.norms[norm]
         if before.shift is not None or _leaf(self.graph, bias) is not bias:
             raise _ObstacleError(node)
-        own = self.graph.weight(bias)
-        neutral = (*before.neutral, (bias.name, "weight", torch.zeros_like(own)))
-        self.found.norms[node.name] = Norm(before.factor, own.double().flatten(), neutral)
+        shift = self.graph.weight(bias)
+        neutral = (*before.neutral, (bias.name, "weight", torch.zeros_like(shift)))
+        shifted = Norm(before.factor, shift.double().flatten(), neutral)
+        self.residual.norms[node.name] = shifted
         return node.name
 
-    def reads(self, node: Node, member: Node) -> bool:
-        """Account for one reader of a member; False where no rotation passes."""
-        axis, norm = self.found.members[member.name], self.norm[member.name]
-        last = axis == member.rank - 1
-        if (
-            node.is_multiplying
-            and node.row.spatial == 0
-            and node.inputs["input"] == Ref(member.name)
-            and last
-        ):
-            self.found.readers[node.name] = norm
+    def passes_reader(
+        self,
+        node: Node,
+        member: Node,
+    ) -> bool:
+        """Account for one reader of a member. Return False if no rotation passes it."""
+        axis = self.residual.members[member.name]
+        norm = self.norm_of[member.name]
+        is_linear = node.is_multiplying and node.row.spatial == 0
+        if is_linear and axis == member.rank - 1 and node.inputs["input"] == Ref(member.name):
+            self.residual.readers[node.name] = norm
             return True
-        if norm is None and _squares(node):
-            return all(
-                self.is_mean(self.graph.by_name[name], node, axis)
-                for name in self.graph.consumers[node.name]
-            )
-        if norm is None and self.is_mean(node, member, axis):
-            self.found.keeps_mean = True
+        if norm is None and _is_square(node):
+            readers = [self.graph.by_name[name] for name in self.graph.consumers[node.name]]
+            return all(_is_mean(reader, node, axis) for reader in readers)
+        if norm is None and _is_mean(node, member, axis):
+            self.residual.keeps_mean = True
             return True
-        if node.op in _ZEROS or (node.row.only_moves and member.name not in paths(node)):
-            return True  # reads its type or shape
-        after = self.labels.moved(node, axis) if self.graph.source(node) is member else None
-        after = self.aligned(node, member, axis) if after is None else after
-        if after is None:
+        reads_shape = node.row.only_moves and member.name not in paths(node)
+        if node.op in _ZEROS or reads_shape:
+            return True
+        axis_after = None
+        if self.graph.source(node) is member:
+            axis_after = self.labels.moved(node, axis)
+        if axis_after is None:
+            axis_after = _axis_of_combination(node, member, axis)
+        if axis_after is None:
             return False
-        self.take(node, after)
+        self.take(node, axis_after)
         return True
 
-    def aligned(self, node: Node, member: Node, axis: int) -> int | None:
-        """Where an operator that joins or combines values has the axis in its output."""
-        more = node.rank - member.rank
-        if node.row.axes is JOINED:
-            return axis + (more and int(node.attrs.get("dim", 0)) % node.rank <= axis)
-        combines = node.row.axes in (ALIKE, PRODUCT, QUOTIENT) or node.op in _NORMS
-        return axis + more if combines and node.shape else None
-
-    def without_shift(self, node: Node) -> str | None:
-        """The norm whose factors a member still has; what is added after a norm would not pass
-        a factor of tokens.
+    def norm_without_shift(self, node: Node) -> str | None:
+        """Return the norm whose factors a member still has. A factor for each token would not
+        pass what is added after a norm.
         """
-        norm = self.norm[node.name]
-        if norm is not None and self.found.norms[norm].shift is not None:
+        norm = self.norm_of[node.name]
+        if norm is not None and self.residual.norms[norm].shift is not None:
             raise _ObstacleError(node)
         return norm
 
-    def is_mean(self, node: Node, member: Node, axis: int) -> bool:
-        """Whether it is the mean or the sum over the channels alone."""
-        dims = node.attrs.get("dim")
-        size = member.rank
-        return (
-            node.row.axes is REDUCED
-            and isinstance(dims, list)
-            and [dim % size for dim in dims] == [axis]
-        )
-
-    def plain(self, node: Node, axis: int) -> None:
-        """Take in a value whose channels have no factors."""
+    def take_without_norm(
+        self,
+        node: Node,
+        axis: int,
+    ) -> None:
+        """Take in a value whose channels have no factors of a norm."""
         self.take(node, axis)
-        if self.norm[node.name] is not None:
+        if self.norm_of[node.name] is not None:
             raise _ObstacleError(node)
 
     def operands(self, node: Node) -> list[Node]:
         return [self.graph.by_name[name] for name in node.refs()]
 
-    def spans(self, part: Node, node: Node, axis: int) -> bool:
-        """Whether an operand has the channels, rather than one value for all of them."""
+    def has_channels(
+        self,
+        part: Node,
+        node: Node,
+        axis: int,
+    ) -> bool:
+        """Check whether an operand has the channels, rather than one value for all of them."""
         shape = part.shape or ()
-        at = axis - node.rank + len(shape)
-        return at >= 0 and shape[at] != 1
+        axis_of_part = axis - node.rank + len(shape)
+        return axis_of_part >= 0 and shape[axis_of_part] != 1
+
+
+def _axis_of_combination(
+    node: Node,
+    member: Node,
+    axis: int,
+) -> int | None:
+    """Return where an operator that joins or combines values has the axis in its output."""
+    new_axes = node.rank - member.rank
+    if node.row.axes is JOINED:
+        dim = int(node.attrs.get("dim", 0)) % node.rank
+        return axis + (new_axes and dim <= axis)
+    combines = node.row.axes in (ALIKE, PRODUCT, QUOTIENT) or node.op in _NORMS
+    return axis + new_axes if combines and node.shape else None
+
+
+def _is_mean(
+    node: Node,
+    member: Node,
+    axis: int,
+) -> bool:
+    """Check whether the node is the mean or the sum over the member's channels alone."""
+    dims = node.attrs.get("dim")
+    if node.row.axes is not REDUCED or not isinstance(dims, list):
+        return False
+    return [dim % member.rank for dim in dims] == [axis]

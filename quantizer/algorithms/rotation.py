@@ -1,190 +1,255 @@
-"""Rotations that spread outliers over all channels: QuaRot, exact in float.
+"""QuaRot: rotate activations so that outliers spread over all channels. The float network
+computes the same.
 
-R1 turns the residual stream, R2 the values of attention heads, both in the weights alone; R4
-turns what a product or an activation function makes, by a layer of its own.
+R1 rotates the residual stream and R2 the values of attention heads, both by changing weights
+only. R4 rotates the output of a product or an activation function, by a layer of its own. A
+rotation is a Hadamard matrix times random signs.
 
-Source: Ashkboos et al. 2024, "QuaRot" (arXiv 2404.00456); names as in Liu et al. 2024,
+Source: Ashkboos et al. 2024, "QuaRot" (arXiv 2404.00456); R1, R2 and R4 as in Liu et al. 2024,
 "SpinQuant" (arXiv 2405.16406).
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import (
+    Callable,
+    Iterable,
+    Sequence,
+)
+from dataclasses import (
+    dataclass,
+    replace,
+)
 
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
+from quantizer.algorithms.adjustment import (
+    Adjustment,
+    Remark,
+    Task,
+    adjusted,
+)
 from quantizer.algorithms.fold import parameter
-from quantizer.algorithms.residual_stream import Residual, residuals
+from quantizer.algorithms.residual_stream import (
+    Residual,
+    residuals,
+)
 from quantizer.config.algorithms import RotationConfig
 from quantizer.config.roles import base_role
-from quantizer.graph.axis_rules import ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, PRODUCT
+from quantizer.graph.axis_rules import (
+    ATTENTION,
+    MATRIX_PRODUCT,
+    PLAIN_MATRIX_PRODUCT,
+    PRODUCT,
+)
 from quantizer.graph.edits import Insertion
-from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.ir import (
+    Graph,
+    Node,
+    Ref,
+)
+from quantizer.graph.output_names import numbered
 from quantizer.graph.structure import InputGroup
-from quantizer.numerics.hadamard import factors, rotated
+from quantizer.numerics.hadamard import (
+    factors,
+    rotated,
+)
 from quantizer.storage.deferred_tensor import beside
 
-Turn = Callable[[Tensor], Tensor]
+Rotation = Callable[[Tensor], Tensor]
+"""Multiplies the last axis by an orthogonal matrix."""
 _ATTENTIONS = (ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT)
 """Rules of operators that end an attention: the last argument that they name has the values."""
 
 
-def rotation(task: Task, settings: RotationConfig, found: Adjustment) -> Adjustment:
-    """The network with its channels turned: another network of the same function.
+def rotation(
+    task: Task,
+    settings: RotationConfig,
+    adjustment: Adjustment,
+) -> Adjustment:
+    """Return the network with its channels rotated.
 
-    Needs no data. What was rounded before is dropped for the layers that change, as their
-    weights are others.
+    Needs no data. Rounded weights of layers that change are dropped.
     """
-    work = _Work(
-        task, found, adjusted(task.graph, found), torch.Generator().manual_seed(settings.seed)
-    )
-    turned: set[str] = set()
+    work = _RotatedNetwork(task, adjustment, seed=settings.seed)
+    rotated_layers: set[str] = set()
     if settings.residual:
-        turned |= _turn_residuals(work)
-    groups = [group for group in task.structure.groups if not turned & set(group.layers)]
+        rotated_layers |= _rotate_residuals(work)
+    groups = [
+        group for group in task.structure.groups if not rotated_layers & set(group.layers)
+    ]
     if settings.values:
-        turned |= {layer for group in groups for layer in _turn_heads(work, group)}
+        for group in groups:
+            rotated_layers.update(_rotate_heads(work, group))
     if settings.online:
         for group in groups:
-            _turn_online(work, [layer for layer in group.layers if layer not in turned])
-    return work.found
+            layers = [layer for layer in group.layers if layer not in rotated_layers]
+            _rotate_online(work, layers)
+    return work.adjustment
 
 
-@dataclass
-class _Work:
-    """The network so far, and where signs come from."""
+class _RotatedNetwork:
+    """Holds the network as it is rotated so far."""
 
-    task: Task
-    found: Adjustment
-    graph: Graph
-    generator: torch.Generator
+    def __init__(
+        self,
+        task: Task,
+        adjustment: Adjustment,
+        *,
+        seed: int,
+    ) -> None:
+        self.task = task
+        self.adjustment = adjustment
+        self.graph = adjusted(task.graph, adjustment)
+        self._generator = torch.Generator().manual_seed(seed)
 
     def signs(self, channels: int) -> Tensor:
-        """Random signs, float64 [channels]."""
-        drawn = torch.randint(0, 2, (channels,), generator=self.generator)
-        return (drawn * 2 - 1).to(self.task.device, torch.float64)
+        """Draw random signs, float64 [channels]."""
+        bits = torch.randint(
+            0,
+            2,
+            (channels,),
+            generator=self._generator,
+        )
+        return (bits * 2 - 1).to(self.task.graph.device, torch.float64)
 
     def weight(self, layer: str) -> Tensor:
-        """As it is now, float64."""
-        return parameter(self.graph, self.found, layer).double()
+        """Return a layer's weight as it is now, float64."""
+        return parameter(self.graph, self.adjustment, layer).double()
 
     def bias(self, layer: str) -> Tensor | None:
-        """As it is now, float64; None where the layer has none."""
-        known = {**self.graph.by_name[layer].params, **self.found.parameters.get(layer, {})}
-        return (
-            parameter(self.graph, self.found, layer, "bias").double()
-            if "bias" in known
-            else None
-        )
+        """Return a layer's bias as it is now, float64; None if it has none."""
+        new_parameters = self.adjustment.parameters.get(layer, {})
+        if "bias" not in new_parameters and "bias" not in self.graph.by_name[layer].params:
+            return None
+        return parameter(self.graph, self.adjustment, layer, "bias").double()
 
-    def put(self, layer: str, key: str, value: Tensor) -> None:
-        """Another value for a parameter, in its dtype; a new bias has that of the weight."""
+    def set_parameter(
+        self,
+        layer: str,
+        key: str,
+        value: Tensor,
+    ) -> None:
+        """Replace a parameter, in its dtype. A new bias has the dtype of the weight."""
         params = self.graph.by_name[layer].params
-        before = self.graph.tensors[params.get(key, params.get("weight", ""))]
-        self.found = self.found.with_parameters(
-            layer, **{key: beside(before, value.to(before.dtype))}
-        )
+        path = params.get(key, params.get("weight", ""))
+        before = self.graph.tensors[path]
+        after = beside(before, value.to(before.dtype))
+        self.adjustment = self.adjustment.with_parameters(layer, **{key: after})
 
     def is_quantized(self, layers: Iterable[str]) -> bool:
-        """Whether the plan quantizes the weight of one of these layers."""
+        """Check whether the plan quantizes the weight of one of these layers."""
         return any((layer, "weights") in self.task.specs for layer in layers)
 
 
-def _orthogonal(signs: Tensor, keeps_mean: bool = False) -> Turn:
-    """Multiplies rows by an orthogonal matrix: signs and a Hadamard matrix, float64.
+def _rotation(signs: Tensor, *, keeps_mean: bool = False) -> Rotation:
+    """Return the multiplication by Q = diag(signs) times a Hadamard matrix, float64.
 
-    With `keeps_mean` a reflection behind it takes the image of the vector of ones back to
-    itself. Means over channels, and with them a LayerNorm, are then the same before and after;
-    entries grow by O(1/n) beside 1/sqrt(n).
+    With `keeps_mean`, a reflection after Q takes the image of the vector of ones back to
+    itself. Means over channels, and with them a LayerNorm, then stay the same. Entries of the
+    matrix grow by O(1/n), compared with 1/sqrt(n).
     """
     left, right = (factor.to(signs.device) for factor in factors(len(signs)))
+
+    def rotate(rows: Tensor) -> Tensor:
+        return rotated(rows, signs, left, right)
+
     ones = torch.full_like(signs, len(signs) ** -0.5)
-    normal = rotated(ones, signs, left, right) - ones
+    normal = rotate(ones) - ones
     square = normal @ normal
+    if not keeps_mean or square <= 1e-20:
+        return rotate
 
-    def turn(rows: Tensor) -> Tensor:
-        rows = rotated(rows, signs, left, right)
-        return rows - torch.outer(
-            rows.reshape(-1, len(signs)) @ normal, normal * (2 / square)
-        ).view_as(rows)
+    def rotate_and_reflect(rows: Tensor) -> Tensor:
+        rows = rotate(rows)
+        along_normal = rows.reshape(-1, len(signs)) @ normal
+        return rows - torch.outer(along_normal, normal * (2 / square)).view_as(rows)
 
-    return (
-        turn
-        if keeps_mean and square > 1e-20
-        else lambda rows: rotated(rows, signs, left, right)
-    )
+    return rotate_and_reflect
 
 
-def _turn_residuals(work: _Work) -> set[str]:
-    """R1: turn all that has no obstacle; returns the layers that read it."""
-    turned: set[str] = set()
-    obstacles = []
+def _rotate_residuals(work: _RotatedNetwork) -> set[str]:
+    """Apply R1 to all that has no obstacle. Return the layers that read it."""
+    rotated_layers: set[str] = set()
+    blocked = []
     for residual in residuals(work.graph):
         if residual.obstacle is not None:
-            obstacles.append(residual)
+            blocked.append(residual)
         elif residual.readers and work.is_quantized((*residual.readers, *residual.writers)):
-            _turn_residual(work, residual)
-            turned |= residual.readers.keys()
-    if obstacles and not turned:
-        longest = max(obstacles, key=lambda residual: len(residual.members))
-        work.found = work.found.with_remarks(_why_not(work.graph, longest))
-    return turned
+            _rotate_residual(work, residual)
+            rotated_layers.update(residual.readers)
+    if blocked and not rotated_layers:
+        longest = max(blocked, key=lambda residual: len(residual.members))
+        remark = _not_rotated(work.graph, longest)
+        work.adjustment = work.adjustment.with_remarks(remark)
+    return rotated_layers
 
 
-def _why_not(graph: Graph, residual: Residual) -> Remark:
-    """What keeps the residual stream from being rotated, and what can be done."""
+def _not_rotated(graph: Graph, residual: Residual) -> Remark:
+    """Return what keeps the residual stream from being rotated, and what can be done."""
     node = residual.obstacle
     assert node is not None
     if node.name in residual.members and "" in graph.consumers[node.name]:
-        why, remedy = (
-            "the model returns it, and would return it rotated",
-            "take the model with its head",
-        )
+        reason = "the model returns it, and would return it rotated"
+        remedy = "take the model with its head"
     else:
-        why = f"{node.op} would compute something else of it"
+        reason = f"{node.op} would compute something else of it"
         remedy = "smoothquant or more bits for activations may help"
-    text = f"the residual stream is not rotated: {why}, so the outliers between the blocks stay"
-    return Remark(
-        node.name, f'{text}; {remedy}, or write "residual": false to say that this is meant'
+    text = (
+        f"the residual stream is not rotated: {reason}, so the outliers between the blocks "
+        f'stay; {remedy}, or write "residual": false to say that this is meant'
     )
+    return Remark(node.name, text)
 
 
-def _turn_residual(work: _Work, residual: Residual) -> None:
-    """Readers take over the factors of norms and turn back; writers turn."""
-    turn = _orthogonal(work.signs(residual.channels), residual.keeps_mean)
-    for reader, name in residual.readers.items():
+def _rotate_residual(work: _RotatedNetwork, residual: Residual) -> None:
+    """Rotate what readers read and writers write, with the factors of norms moved into the
+    readers.
+    """
+    rotate = _rotation(work.signs(residual.channels), keeps_mean=residual.keeps_mean)
+    for reader, norm_name in residual.readers.items():
         weight = work.weight(reader)
-        if name is not None:
-            norm = residual.norms[name]
+        if norm_name is not None:
+            norm = residual.norms[norm_name]
             if norm.shift is not None and bool(norm.shift.any()):
                 bias = work.bias(reader)
-                work.put(reader, "bias", weight @ norm.shift + (0 if bias is None else bias))
+                if bias is None:
+                    bias = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
+                work.set_parameter(reader, "bias", weight @ norm.shift + bias)
             weight = weight * norm.factor
-        work.put(reader, "weight", turn(weight))
+        work.set_parameter(reader, "weight", rotate(weight))
     for writer, axis in residual.writers.items():
-        _turn_writer(work, work.graph.by_name[writer], axis, turn)
+        _rotate_writer(work, work.graph.by_name[writer], axis, rotate)
     for norm in residual.norms.values():
         for layer, key, value in norm.neutral:
-            work.put(layer, key, value)
+            work.set_parameter(layer, key, value)
 
 
-def _turn_writer(work: _Work, node: Node, axis: int, turn: Turn) -> None:
-    """The channels of what a layer makes."""
+def _rotate_writer(
+    work: _RotatedNetwork,
+    node: Node,
+    axis: int,
+    rotate: Rotation,
+) -> None:
+    """Rotate the channels that a layer writes."""
     weight = work.weight(node.name)
     if node.is_multiplying:
         axis = int(node.row.transposed)
-        if (bias := work.bias(node.name)) is not None:
-            work.put(node.name, "bias", turn(bias))
+        bias = work.bias(node.name)
+        if bias is not None:
+            work.set_parameter(node.name, "bias", rotate(bias))
     elif node.row.channels is not None:
         axis = node.row.channels
-    work.put(node.name, "weight", _along(weight, axis, turn))
+    work.set_parameter(node.name, "weight", _along(weight, axis, rotate))
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """`rows` are the outputs of `maker` that each head of `width` channels takes, one entry for
-    heads that share.
+    """Describes the heads of an attention.
+
+    Attributes:
+        maker: the layer that makes the values.
+        width: channels of a head.
+        rows: the outputs of `maker` that each head takes, once for heads that share them.
     """
 
     maker: str
@@ -193,103 +258,139 @@ class _Heads:
 
 
 def _heads(graph: Graph, group: InputGroup) -> _Heads | None:
-    """The heads of the value that a group reads, where between it and its maker there are moves
-    and one attention.
+    """Return the heads of the value that a group reads, if it comes from one attention, and
+    only moves are between that, its values and the layer that makes them.
 
     Any other operator, such as a gate, works on single channels, which a rotation would mix.
     """
     fold = group.fold
     if fold is None or graph.by_name[fold.node].row.spatial != 0 or fold.extra:
         return None
-    attention = _moved_from(graph, graph.by_name[group.source])
+    attention = _before_moves(graph, graph.by_name[group.source])
     axes = attention.row.axes if attention is not None else None
     if attention is None or axes is None or axes not in _ATTENTIONS:
         return None
     values = attention.inputs.get(axes.arguments[-1])
     if not isinstance(values, Ref) or not attention.shape:
         return None
-    maker, width = _moved_from(graph, graph.by_name[values.name]), attention.shape[-1]
+    maker = _before_moves(graph, graph.by_name[values.name])
+    width = attention.shape[-1]
     if maker is None or maker.name != fold.node or not width or group.channels % width:
         return None
     channels = fold.channels or tuple(range(group.channels))
-    blocks = dict.fromkeys(channels[at : at + width] for at in range(0, group.channels, width))
-    apart = len({row for block in blocks for row in block}) == len(blocks) * width
-    return _Heads(maker.name, width, tuple(blocks)) if apart else None
+    starts = range(0, group.channels, width)
+    rows = tuple(dict.fromkeys(channels[start : start + width] for start in starts))
+    distinct: set[int] = set()
+    for of_head in rows:
+        distinct.update(of_head)
+    if len(distinct) != len(rows) * width:
+        return None
+    return _Heads(maker.name, width, rows)
 
 
-def _moved_from(graph: Graph, node: Node | None) -> Node | None:
-    """What made the values that operators before this one only moved."""
+def _before_moves(graph: Graph, node: Node | None) -> Node | None:
+    """Return the node that made the values, before operators that only moved them."""
     while node is not None and node.row.only_moves:
         node = graph.source(node)
     return node
 
 
-def _turn_heads(work: _Work, group: InputGroup) -> tuple[str, ...]:
-    """R2: one rotation for all heads of a layer; returns the layers that read them."""
-    found = _heads(work.graph, group)
-    if found is None or not work.is_quantized((*group.layers, found.maker)):
+def _rotate_heads(
+    work: _RotatedNetwork,
+    group: InputGroup,
+) -> tuple[str, ...]:
+    """Apply R2: one rotation for all heads of a layer. Return the layers that read them."""
+    heads = _heads(work.graph, group)
+    if heads is None or not work.is_quantized((*group.layers, heads.maker)):
         return ()
-    turn = _orthogonal(work.signs(found.width))
+    rotate = _rotation(work.signs(heads.width))
     for layer in group.layers:
         weight = work.weight(layer)
-        work.put(layer, "weight", turn(weight.reshape(len(weight), -1, found.width)).flatten(1))
-    for key, rows in (("weight", work.weight(found.maker)), ("bias", work.bias(found.maker))):
-        if rows is not None:
-            rows = rows.clone()
-            for head in found.rows:
-                rows[list(head)] = _along(rows[list(head)], 0, turn)
-            work.put(found.maker, key, rows)
+        by_head = weight.reshape(len(weight), -1, heads.width)
+        work.set_parameter(layer, "weight", rotate(by_head).flatten(1))
+    _rotate_rows(
+        work,
+        heads,
+        "weight",
+        work.weight(heads.maker),
+        rotate=rotate,
+    )
+    bias = work.bias(heads.maker)
+    if bias is not None:
+        _rotate_rows(work, heads, "bias", bias, rotate=rotate)
     return group.layers
 
 
-def _turn_online(work: _Work, layers: list[str]) -> None:
-    """R4: a rotation before linear layers whose inputs are quantized and come from a product or
-    an activation.
+def _rotate_rows(
+    work: _RotatedNetwork,
+    heads: _Heads,
+    key: str,
+    values: Tensor,
+    *,
+    rotate: Rotation,
+) -> None:
+    """Rotate a parameter of the layer that makes the heads' values."""
+    values = values.clone()
+    for rows in heads.rows:
+        values[list(rows)] = _along(values[list(rows)], 0, rotate)
+    work.set_parameter(heads.maker, key, values)
+
+
+def _rotate_online(work: _RotatedNetwork, layers: Sequence[str]) -> None:
+    """Apply R4: a rotation before linear layers whose inputs are quantized and come from a
+    product or an activation function.
     """
-    nodes = [work.graph.by_name[layer] for layer in layers]
-    nodes = [
-        node for node in nodes if node.row.spatial == 0 and work.is_quantized((node.name,))
-    ]
-    source = work.graph.source(nodes[0]) if nodes else None
+    readers = []
+    for name in layers:
+        if work.graph.by_name[name].row.spatial == 0 and work.is_quantized((name,)):
+            readers.append(name)
+    if not readers:
+        return
+    source = work.graph.source(work.graph.by_name[readers[0]])
     if source is None or source.shape is None or not _is_product(work.graph, source):
         return
     specs = work.task.specs
-    own = {layer for layer, role in specs if base_role(role) == "input"}
-    readers = tuple(
-        node.name for node in nodes if node.name in own or (source.name, "activation") in specs
-    )
+    if (source.name, "activation") not in specs:
+        with_input = {layer for layer, role in specs if base_role(role) == "input"}
+        readers = [name for name in readers if name in with_input]
     channels = source.shape[-1]
     if not readers or channels is None:
         return
     signs = work.signs(channels)
-    turn = _orthogonal(signs)
+    rotate = _rotation(signs)
     for reader in readers:
-        work.put(reader, "weight", turn(work.weight(reader)))
-    weight = signs.to(source.dtype)
-    made = Insertion(_name(work, source), "rotation", source.name, readers, weight)
-    work.found = replace(work.found, insertions=(*work.found.insertions, made))
-
-
-def _is_product(graph: Graph, node: Node | None) -> bool:
-    """Whether the value is a product of two, or an activation function's, but for moves."""
-    node = _moved_from(graph, node)
-    if node is None or node.row.axes is not PRODUCT:
-        return node is not None and node.row.kind in ("nonlinear", "fusable")
-    shapes = [graph.by_name[name].shape for name in node.refs()]
-    # Unlike the product with a norm's weight
-    return len(shapes) == 2 and all(shape == node.shape for shape in shapes)
-
-
-def _name(work: _Work, source: Node) -> str:
-    """A name beside that of the value's maker."""
-    name = f"{source.name.rpartition('/')[0]}/rotation"
-    taken = work.graph.by_name.keys() | {made.name for made in work.found.insertions}
-    return next(
-        other
-        for other in (name, *(f"{name}.{at}" for at in range(1, len(taken))))
-        if other not in taken
+        work.set_parameter(reader, "weight", rotate(work.weight(reader)))
+    taken = {insertion.name for insertion in work.adjustment.insertions}
+    scope = source.name.rpartition("/")[0]
+    [name] = numbered([f"{scope}/rotation"], taken | work.graph.by_name.keys())
+    insertion = Insertion(
+        name,
+        "rotation",
+        source.name,
+        tuple(readers),
+        signs.to(source.dtype),
     )
+    insertions = (*work.adjustment.insertions, insertion)
+    work.adjustment = replace(work.adjustment, insertions=insertions)
 
 
-def _along(tensor: Tensor, axis: int, turn: Turn) -> Tensor:
-    return turn(tensor.movedim(axis, -1)).movedim(-1, axis).contiguous()
+def _is_product(graph: Graph, node: Node) -> bool:
+    """Check whether the value is a product of two values, or an activation function's, apart
+    from moves.
+    """
+    maker = _before_moves(graph, node)
+    if maker is None:
+        return False
+    if maker.row.axes is not PRODUCT:
+        return maker.row.kind in ("nonlinear", "fusable")
+    # Not the product with a norm's weight
+    shapes = [graph.by_name[name].shape for name in maker.refs()]
+    return len(shapes) == 2 and all(shape == maker.shape for shape in shapes)
+
+
+def _along(
+    tensor: Tensor,
+    axis: int,
+    rotate: Rotation,
+) -> Tensor:
+    return rotate(tensor.movedim(axis, -1)).movedim(-1, axis).contiguous()

@@ -1,6 +1,4 @@
-"""Round-to-nearest of a weight, which every other rounding is measured against, and rows to
-search on.
-"""
+"""Round-to-nearest (RTN) of a weight, which every other rounding is measured against."""
 
 from torch import Tensor
 
@@ -11,13 +9,13 @@ from quantizer.nn.quantizer import place
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError, Observer
 
-ROWS = 512
-"""Rows that a search over a group's layers looks at."""
+_SEARCHED_ROWS = 512
+"""Rows of a group's layers that a search looks at."""
 
 
 def nearest_qparams(spec: QuantizationSpec, weight: Tensor) -> QParams:
-    """Scale and zero point that the range of `weight` gives, as calibration finds them, where
-    the weight is.
+    """Return the scale and zero point of the weight's range, as calibration finds them, on the
+    weight's device.
 
     Raises:
         ObservationError: the weight holds NaN or infinity.
@@ -28,8 +26,16 @@ def nearest_qparams(spec: QuantizationSpec, weight: Tensor) -> QParams:
     return observer.qparams().to(weight.device)
 
 
-def layer_qparams(layer: str, spec: QuantizationSpec, weight: Tensor) -> QParams:
-    """The same; instead of an ObservationError, a DataError that names the layer."""
+def layer_qparams(
+    layer: str,
+    spec: QuantizationSpec,
+    weight: Tensor,
+) -> QParams:
+    """Return the same for the weight of a named layer.
+
+    Raises:
+        DataError: the weight holds NaN or infinity; the layer is named.
+    """
     try:
         return nearest_qparams(spec, weight)
     except ObservationError as error:
@@ -38,23 +44,37 @@ def layer_qparams(layer: str, spec: QuantizationSpec, weight: Tensor) -> QParams
         ) from error
 
 
-def nearest(weight: Tensor, spec: QuantizationSpec, qparams: QParams) -> Tensor:
-    """The weight, each value rounded on its own."""
+def nearest(
+    weight: Tensor,
+    spec: QuantizationSpec,
+    qparams: QParams,
+) -> Tensor:
+    """Return the weight, each value rounded on its own."""
     return place(weight.detach(), spec, qparams.scale, qparams.zero_point)
 
 
 def sampled_rows(
-    weight: Tensor, spec: QuantizationSpec, node: Node, rows: int
+    weight: Tensor,
+    spec: QuantizationSpec,
+    node: Node,
+    rows: int,
 ) -> tuple[Tensor, float]:
-    """Evenly strided rows of a weight, and how many each stands for, if all layers of its group
-    have `rows`.
+    """Return evenly strided rows of a weight, and how many rows each of them stands for.
 
-    All rows where their scales depend on each other, or their inputs differ.
+    These are all rows where their scales depend on each other or their inputs differ.
+
+    Args:
+        weight: of a layer.
+        spec: of the weight.
+        node: the layer.
+        rows: of all layers of its group.
     """
-    across = 0 if spec.qscheme == "per_group" else 1
-    own = spec.qscheme in ("per_channel", "per_group") and spec.ch_axis != across
-    stride = -(-rows // ROWS)
-    if not own or stride == 1 or node.row.transposed or node.attrs.get("groups", 1) != 1:
+    axis_across_rows = 0 if spec.qscheme == "per_group" else 1
+    has_groups = spec.qscheme in ("per_channel", "per_group")
+    is_apart = has_groups and spec.ch_axis != axis_across_rows
+    is_grouped = node.row.transposed or node.attrs.get("groups", 1) != 1
+    stride = -(-rows // _SEARCHED_ROWS)
+    if stride == 1 or is_grouped or not is_apart:
         return weight, 1.0
     sample = weight[::stride]
     return sample, len(weight) / len(sample)

@@ -154,12 +154,17 @@ def analyze(
     alike = _alike(network, batches)
     if passes == "fast":
         noise, energy = predicted_noise(
-            network, found, widths, few(batches), after_layer, outputs_of=alike
+            network,
+            found,
+            widths,
+            few(batches),
+            after_projection=after_layer,
+            outputs_of=alike,
         )
     elif passes == "network":
-        errors = layer_errors(network, found, widths, batches(), after_layer)
+        errors = layer_errors(network, found, widths, batches(), after_layer=after_layer)
         smallest, energy = output_noise(
-            network, found, widths[:1], few(batches), after_layer, outputs_of=alike
+            network, found, widths[:1], few(batches), after_layer=after_layer, outputs_of=alike
         )
         # What was measured at the first width, times what the layer's error shrinks.
         noise = [
@@ -168,7 +173,7 @@ def analyze(
         ]
     else:
         noise, energy = output_noise(
-            network, found, widths, few(batches), after_layer, outputs_of=alike
+            network, found, widths, few(batches), after_layer=after_layer, outputs_of=alike
         )
     rows = tuple(
         _row(plan, candidate, widths, each)

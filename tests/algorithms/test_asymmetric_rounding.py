@@ -264,8 +264,8 @@ def test_a_fit_to_few_tokens_is_told() -> None:
         qronos(few, QronosConfig(alpha=alpha), Adjustment()) for alpha in (1e-6, 1e-3)
     )
     few_tokens = (
-        "qronos fits its 96 inputs to 96 tokens, and on fewer than 384 that may not hold for "
-        "other data"
+        "qronos fits its 96 inputs to 96 tokens, and with fewer than 384 the result may not hold "
+        "for other data"
     )
     assert all(any(few_tokens in text for text in texts) for texts in remarks(found).values())
     assert output_error(few, damped) < 0.5 * output_error(few, found)

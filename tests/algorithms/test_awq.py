@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
 from quantizer.algorithms.awq import awq, least_step
-from quantizer.algorithms.clip_search import ClipSearch, candidates, scale_errors
+from quantizer.algorithms.clip_search import ClipSearch, clip_shares, scale_errors
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.smoothquant import smoothquant
@@ -369,7 +369,7 @@ def test_a_clipped_grid_is_the_best_of_its_candidates() -> None:
     gram = Gram(layer)
     gram.add(x)
     weight = layer.weight.detach()
-    found = ClipSearch(layer, INT4, weight, gram.matrix, candidates(INT4)).qparams
+    found = ClipSearch(layer, INT4, weight, gram.matrix, shares=clip_shares(INT4)).qparams
     qparams = nearest_qparams(INT4, weight)
     best = torch.full((6,), float("inf"))
     for step in range(11):
@@ -385,7 +385,9 @@ def test_a_clipped_grid_knows_the_scale_that_cuts_nothing_off() -> None:
     """Weights on the grid of quant_max stay as they are, whatever the rule of the config."""
     half = replace(INT4, symmetric=True, symmetric_scale="half_range")
     layer, weight = nn.Linear(16, 2), torch.tensor([7.0, -7.0, 3.0, 1.0] * 4).repeat(2, 1)
-    found = ClipSearch(layer, half, weight, torch.eye(16)[None], candidates(half)).qparams
+    found = ClipSearch(
+        layer, half, weight, torch.eye(16)[None], shares=clip_shares(half)
+    ).qparams
     assert torch.equal(nearest(weight, half, found), weight)
 
 

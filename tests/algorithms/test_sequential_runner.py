@@ -39,7 +39,7 @@ def walked(network: Network, data: list[Batch], budget: int | None) -> dict[str,
     runner, found = SequentialRunner(network, data, ActivationStore(budget)), {}
     with torch.no_grad():
         for node in network.graph.nodes:
-            kept = runner.keep(runner.compute(node))
+            kept = runner.store(runner.compute(node))
             found[node.name] = [
                 value.clone() if isinstance(value, torch.Tensor) else value for value in kept
             ]
@@ -76,7 +76,7 @@ def test_what_is_kept_may_be_changed_before_the_next_layer_reads_it() -> None:
     network, data = Network(traced("residual")), batches("residual")
     runner = SequentialRunner(network, data, ActivationStore(0))
     first, second = network.graph.nodes[:2]
-    kept = runner.keep(runner.compute(first))
+    kept = runner.store(runner.compute(first))
     runner.change(kept, lambda value: value.zero_())
     runner.release(kept)
     assert not any(call["input"].any() for call in runner.calls(second))

@@ -24,7 +24,7 @@ from support.rescaling import (
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task
-from quantizer.algorithms.fold import admissible, folded, input_name, parameter, tied
+from quantizer.algorithms.fold import admissible, fold_factors, input_name, parameter, tied
 from quantizer.algorithms.smoothquant import ChannelRanges, smoothing_loss, smoothquant
 from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.config.model import QuantizationSpec
@@ -143,7 +143,7 @@ def test_auto_is_as_good_as_any_alpha_by_its_own_measure(
             if now.dim() == 2
             else _conv_factors(now / was, group)
         )
-        return smoothing_loss(task, group, seen, Adjustment(), factors)
+        return smoothing_loss(task, group, seen, factors=factors, adjustment=Adjustment())
 
     steps = [step / 10 for step in range(11)]
     losses = [loss(alpha) for alpha in steps]
@@ -290,7 +290,7 @@ def test_repeated_heads_have_one_factor() -> None:
     assert group.fold is not None
     assert group.fold.channels is not None
     factors = admissible(task.graph, group, Adjustment())(torch.rand(32) + 0.1)
-    found = folded(task.graph, group, factors, Adjustment())
+    found = fold_factors(task.graph, group, factors, Adjustment())
     assert difference(task, found, inputs) < 1e-5
     assert len(factors.unique()) <= 16, "four heads read the channels of two"
 

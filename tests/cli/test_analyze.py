@@ -400,4 +400,4 @@ def test_a_value_that_is_not_finite_names_the_layer(
     config = path.with_name("weights.json")
     config.write_text(json.dumps({"global_quant_config": {"weight": {"dtype": "int8"}}}))
     assert run_command(["analyze", "--config_file", str(config), "--model", str(path)]) == 4
-    assert "batch 0: input of Small::Small/Conv2d[second]/conv2d" in capsys.readouterr().err
+    assert "batch 0: the input of Small::Small/Conv2d[second]/conv2d" in capsys.readouterr().err

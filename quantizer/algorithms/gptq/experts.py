@@ -1,20 +1,40 @@
-"""Rounds the weights of experts: each as the linear layer that it is, on the tokens that were
-routed to it.
-"""
+"""Round the weights of experts, each as a linear layer on the tokens that were routed to it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import (
+    Mapping,
+    Sequence,
+)
+from dataclasses import (
+    dataclass,
+    field,
+    replace,
+)
 
 import torch
-from torch import Tensor, nn
+from torch import (
+    Tensor,
+    nn,
+)
 
-from quantizer.algorithms.adjustment import Remark, Rounded
-from quantizer.algorithms.gptq.layers import UNSTABLE, Member, RoundedLayers, round_layers
-from quantizer.algorithms.gptq.target import GptqTarget, Products
+from quantizer.algorithms.adjustment import (
+    Remark,
+    Rounded,
+)
+from quantizer.algorithms.gptq.layers import (
+    NOT_STABLE,
+    Member,
+    RoundedLayers,
+    is_stable,
+    round_layers,
+)
+from quantizer.algorithms.gptq.target import (
+    GptqTarget,
+    Products,
+)
 from quantizer.algorithms.gram import UNREACHED
 from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import layer_qparams, nearest
+from quantizer.algorithms.round_to_nearest import layer_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn import ExpertLinear
 from quantizer.numerics.qparams import QParams
@@ -23,95 +43,140 @@ from quantizer.numerics.qparams import QParams
 def round_experts(
     layers: Mapping[str, ExpertLinear],
     specs: Mapping[str, QuantizationSpec],
-    given: Mapping[str, QParams],
+    fixed: Mapping[str, QParams],
     products: Sequence[Products],
+    *,
     tokens: Sequence[int],
     target: GptqTarget,
 ) -> RoundedLayers:
-    """Round the weights of layers of experts that read one value; `products` and `tokens` are
-    those of each expert.
+    """Round the weights of layers of experts that read one value.
 
-    An expert without tokens stays at round-to-nearest, as one does that gains nothing; remarks
+    An expert without tokens stays at round-to-nearest, as does one that gains nothing. Remarks
     name them.
+
+    Args:
+        layers: by name.
+        specs: of their weights.
+        fixed: scales that an earlier algorithm found, by layer.
+        products, tokens: of each expert.
+        target: GPTQ's, GPTAQ's or Qronos'.
     """
-    known = {
-        name: given.get(name) or layer_qparams(name, specs[name], own.weight)
-        for name, own in layers.items()
-    }
-    parts: dict[str, list[tuple[Member, Rounded | None]]] = {name: [] for name in layers}
-    remarks = list[Remark]()
+    wholes = []
+    for name, layer in layers.items():
+        qparams = fixed.get(name) or layer_qparams(name, specs[name], layer.weight)
+        # The scales of all experts' blocks in e4m3 share one factor
+        is_fixed = name in fixed or specs[name].scale_type == "e4m3"
+        wholes.append(_ExpertWeights(name, layer, specs[name], qparams, is_fixed))
+    remarks: list[Remark] = []
     for expert, (sums, count) in enumerate(zip(products, tokens, strict=True)):
-        members = {}
-        for name, layer in layers.items():
-            # Which the experts' scales have one factor of
-            fixed = name in given or specs[name].scale_type == "e4m3"
-            own = _of_expert(known[name], specs[name], expert, layer.groups)
-            called = f"{name}[{expert}]"
-            members[called] = Member.of(
-                called, _linear(layer, expert), _spec(specs[name]), own if fixed else None
-            )
+        members = [whole.member(expert) for whole in wholes]
         if count:
-            found = round_layers([*members.values()], [sums], count, target)
+            result = round_layers(
+                members,
+                [sums],
+                count,
+                target,
+            )
         else:
-            found = RoundedLayers({}, [Remark(called, UNREACHED) for called in members])
-        remarks += found.remarks
-        for name, (called, member) in zip(layers, members.items(), strict=True):
-            parts[name].append((member, found.layers.get(called)))
-    whole = {name: _whole(own, products, layers[name]) for name, own in parts.items()}
-    stable = {name: row for name, row in whole.items() if _is_stable(row, specs[name])}
-    remarks += [Remark(name, UNSTABLE) for name in whole.keys() - stable.keys()]
+            unreached = [Remark(member.name, UNREACHED) for member in members]
+            result = RoundedLayers(remarks=unreached)
+        remarks += result.remarks
+        for whole, member in zip(wholes, members, strict=True):
+            whole.add(member, result.layers.get(member.name), sums.gram)
+    stable: dict[str, Rounded] = {}
+    for whole in wholes:
+        rounded = whole.rounded()
+        if is_stable(rounded, whole.spec):
+            stable[whole.name] = rounded
+        else:
+            remarks.append(Remark(whole.name, NOT_STABLE))
     return RoundedLayers(stable, remarks)
 
 
-def _spec(spec: QuantizationSpec) -> QuantizationSpec:
-    """That of one expert's weight."""
-    return replace(spec, group_size=None) if spec.qscheme == "per_tensor" else spec
+@dataclass
+class _ExpertWeights:
+    """Splits a layer of experts into linear layers, and collects what they become.
 
+    Attributes:
+        qparams: the scales of all experts.
+        is_fixed: whether experts must use them.
+    """
 
-def _linear(layer: ExpertLinear, expert: int) -> nn.Linear:
-    made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    made.weight = nn.Parameter(
-        weight_matrix(layer, layer.weight.detach())[expert], requires_grad=False
-    )
-    return made
+    name: str
+    layer: ExpertLinear
+    spec: QuantizationSpec
+    qparams: QParams
+    is_fixed: bool
+    _weights: list[Tensor] = field(default_factory=list)
+    _scales: list[Tensor] = field(default_factory=list)
+    _zero_points: list[Tensor] = field(default_factory=list)
+    _energy: float = 0.0
+    _before: float = 0.0
+    _after: float = 0.0
 
-
-def _of_expert(qparams: QParams, spec: QuantizationSpec, expert: int, experts: int) -> QParams:
-    """Of those of all."""
-    shape = () if spec.qscheme == "per_tensor" else (-1, *qparams.scale.shape[1:])
-    parts = (
-        values.view(experts, *shape)[expert] for values in (qparams.scale, qparams.zero_point)
-    )
-    return QParams(*parts)
-
-
-def _whole(
-    parts: Sequence[tuple[Member, Rounded | None]],
-    products: Sequence[Products],
-    layer: ExpertLinear,
-) -> Rounded:
-    """The weight of all experts, one below the other, and the errors of all their outputs."""
-    weights, qparams = list[Tensor](), list[QParams]()
-    total = before = after = 0.0
-    for (member, found), sums in zip(parts, products, strict=True):
-        gram = sums.gram[None]
-        energy, plain = (
-            output_error(gram, member.weight),
-            output_error(gram, member.weight - member.plain),
+    def member(self, expert: int) -> Member:
+        """Return one expert as a layer to round."""
+        linear = nn.Linear(
+            self.layer.in_features, self.layer.out_features, bias=False, device="meta"
         )
-        total += energy
-        before += found.before * energy if found else plain
-        after += found.after * energy if found else plain
-        weights.append(found.weight if found else member.stored(member.plain))
-        qparams.append(found.qparams if found else member.qparams)
-    both = zip(*((own.scale, own.zero_point) for own in qparams), strict=True)
-    joined = (
-        torch.cat([values.view(-1, *values.shape[1:]) for values in each]) for each in both
-    )
-    energy = total or 1.0
-    found = Rounded(torch.cat(weights), QParams(*joined), before / energy, after / energy)
-    return found.beside(layer.get_parameter("weight"))
+        weight = weight_matrix(self.layer, self.layer.weight.detach())[expert]
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        spec = self.spec
+        if spec.qscheme == "per_tensor":
+            spec = replace(spec, group_size=None)
+        qparams = self._qparams_of(expert) if self.is_fixed else None
+        return Member.of(
+            f"{self.name}[{expert}]",
+            linear,
+            spec,
+            qparams,
+        )
+
+    def add(
+        self,
+        member: Member,
+        rounded: Rounded | None,
+        gram: Tensor,
+    ) -> None:
+        """Take in what became of the next expert, which stays at round-to-nearest if None."""
+        gram = gram[None]
+        energy = output_error(gram, member.weight)
+        if rounded is None:
+            error = output_error(gram, member.weight - member.rtn)
+            self._before += error
+            self._after += error
+            weight, qparams = member.stored(member.rtn), member.qparams
+        else:
+            self._before += rounded.before * energy
+            self._after += rounded.after * energy
+            weight, qparams = rounded.weight, rounded.qparams
+        self._energy += energy
+        self._weights.append(weight)
+        self._scales.append(qparams.scale)
+        self._zero_points.append(qparams.zero_point)
+
+    def rounded(self) -> Rounded:
+        """Return the weight of all experts, and the errors of all their outputs."""
+        qparams = QParams(_joined(self._scales), _joined(self._zero_points))
+        energy = self._energy or 1.0
+        weight = torch.cat(self._weights)
+        rounded = Rounded(
+            weight,
+            qparams,
+            self._before / energy,
+            self._after / energy,
+        )
+        return rounded.beside(self.layer.get_parameter("weight"))
+
+    def _qparams_of(self, expert: int) -> QParams:
+        shape = [self.layer.groups]
+        if self.spec.qscheme != "per_tensor":
+            shape += [-1, *self.qparams.scale.shape[1:]]
+        scale = self.qparams.scale.view(shape)[expert]
+        zero_point = self.qparams.zero_point.view(shape)[expert]
+        return QParams(scale, zero_point)
 
 
-def _is_stable(found: Rounded, spec: QuantizationSpec) -> bool:
-    return torch.equal(nearest(found.weight, spec, found.qparams), found.weight)
+def _joined(values: list[Tensor]) -> Tensor:
+    """Join the scales of experts; that of a whole tensor counts as one row."""
+    return torch.cat([value.view(-1, *value.shape[1:]) for value in values])

@@ -1,108 +1,132 @@
-"""Rounds the weights of layers that read one value: what GPTQ and its kin do between two
-segments.
+"""Round the weights of layers that read one value, by GPTQ, GPTAQ or Qronos.
 
-All rows of the layers go into one solve. Keeps round-to-nearest wherever the data say nothing
-or nothing is gained, and says so.
+All rows of the layers are solved together. A layer stays at round-to-nearest (RTN) where the
+data say nothing about it or nothing is gained; remarks name those layers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import (
+    dataclass,
+    field,
+    replace,
+)
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Remark, Rounded
-from quantizer.algorithms.gptq.column_scales import columns_of, group_size, kinds
-from quantizer.algorithms.gptq.rows import Columns, optimal_rounding
-from quantizer.algorithms.gptq.target import GptqTarget, Hessian, Products
+from quantizer.algorithms.gptq.column_scales import (
+    column_scales,
+    group_size,
+    scale_index,
+)
+from quantizer.algorithms.gptq.rows import ColumnScales, round_columns
+from quantizer.algorithms.gptq.target import (
+    GptqTarget,
+    Hessian,
+    Products,
+)
 from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.output_error import estimated_error, output_error
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams
+from quantizer.algorithms.round_to_nearest import (
+    layer_qparams,
+    nearest,
+    nearest_qparams,
+)
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.two_level import beside
 from quantizer.observers import code_range_of, kernel_of
 
-COMPARED = 128
-"""Rows of a layer, evenly strided and fewer than twice as many, whose errors tell a clear
-gain.
+_COMPARED_ROWS = 128
+"""Evenly strided rows of a layer that show a clear gain; between one and two times as many."""
+_MAX_SOLVED_TWICE = 1 << 23
+"""Values of layers that are solved with both ranges in one call. Small layers are limited by
+the number of calls, larger ones by memory.
 """
 NO_GAIN = (
     "the algorithm promises no smaller errors than round-to-nearest on other data; it stays "
     "at round-to-nearest"
 )
-TOGETHER = 1 << 23
-"""Values of layers that are solved twice at once: of these it is calls that cost, and of more
-it would be memory.
-"""
-UNSTABLE = "its weights would change if they were rounded again; it stays at round-to-nearest"
+NOT_STABLE = "its weights would change if they were rounded again; it stays at round-to-nearest"
 
 
 @dataclass(frozen=True)
 class Member:
-    """A layer and the scales of its weight, which are the range's unless they were `given`;
-    both weights are float32 matrices [groups, rows, depth], `plain` is rounded.
+    """Holds a layer to round, with the scales of its weight.
+
+    Attributes:
+        qparams: of the weight's range, or fixed by an earlier algorithm.
+        is_fixed: whether they are fixed.
+        weight: float32 matrix [groups, rows, depth].
+        rtn: the same, rounded to nearest.
     """
 
     name: str
     layer: nn.Module
     spec: QuantizationSpec
     qparams: QParams
-    given: bool
+    is_fixed: bool
     weight: Tensor
-    plain: Tensor
+    rtn: Tensor
 
     @staticmethod
     def of(
-        name: str, layer: nn.Module, spec: QuantizationSpec, given: QParams | None
+        name: str,
+        layer: nn.Module,
+        spec: QuantizationSpec,
+        fixed: QParams | None,
     ) -> Member:
-        """With the scales that are given, or else those of its range.
+        """Create one with fixed scales, or with those of the weight's range.
 
         Raises:
             DataError: there is NaN or infinity in the weight.
         """
         weight = layer.get_parameter("weight").detach()
-        qparams = given or layer_qparams(name, spec, weight)
-        plain = weight_matrix(layer, nearest(weight, spec, qparams)).float()
+        qparams = fixed or layer_qparams(name, spec, weight)
         return Member(
             name,
             layer,
             spec,
             qparams,
-            given is not None,
+            fixed is not None,
             weight_matrix(layer, weight).float(),
-            plain,
+            weight_matrix(layer, nearest(weight, spec, qparams)).float(),
         )
 
     def with_spec(self, spec: QuantizationSpec) -> Member:
-        """The same layer with the scales that the range gives under another spec."""
+        """Return the same layer with the scales of its range under another spec."""
         qparams = nearest_qparams(spec, self.layer.get_parameter("weight"))
         return replace(self, spec=spec, qparams=qparams)
 
     @property
-    def has_runs(self) -> bool:
-        """Whether its groups are runs of columns, so that a scale can be found when the first
-        of them is rounded.
+    def may_have_dynamic_groups(self) -> bool:
+        """Check whether groups are runs of columns, whose scale can be found once the columns
+        before them are rounded.
         """
-        cut = self.spec.qscheme, self.spec.ch_axis
-        return isinstance(self.layer, nn.Linear) and cut == ("per_group", 1) and not self.given
+        is_grouped = (self.spec.qscheme, self.spec.ch_axis) == ("per_group", 1)
+        return isinstance(self.layer, nn.Linear) and is_grouped and not self.is_fixed
 
     def stored(self, matrix: Tensor) -> Tensor:
-        """A weight matrix as the layer stores it."""
-        return matrix_weight(
-            self.layer, matrix.to(self.layer.get_parameter("weight").dtype).contiguous()
-        )
+        """Return a weight matrix as the layer stores its weight."""
+        dtype = self.layer.get_parameter("weight").dtype
+        return matrix_weight(self.layer, matrix.to(dtype).contiguous())
 
 
 @dataclass(frozen=True)
 class GptqSolution:
-    """One layer's rounded weight, the weight that it was to come near to, both [groups, rows,
-    depth], and how near each row came: d H d^T, float64 [groups, rows].
+    """Holds what solving found for one layer.
+
+    Attributes:
+        weight: rounded, [groups, rows, depth].
+        target: the weight to approximate, same shape.
+        errors: d H d^T of each row, with d their difference, float64 [groups, rows].
+        qparams: of the rounded weight.
     """
 
     weight: Tensor
@@ -112,270 +136,305 @@ class GptqSolution:
 
     @property
     def error(self) -> float:
-        """The sum over rows."""
+        """Return the sum over rows."""
         return float(self.errors.sum())
 
     def best_of(self, other: GptqSolution, spec: QuantizationSpec) -> GptqSolution:
-        """Each row as the solution with the smaller error has it; all rows alike where they
-        share scales.
+        """Return each row of the solution with the smaller error there. Rows that share scales
+        come from one solution.
         """
-        better, scale = other.errors < self.errors, self.qparams.scale
-        along_rows = spec.qscheme == "per_channel" or (
-            scale.dim() == 2 and spec.ch_axis in (1, -1)
-        )
-        if not along_rows or scale.shape[0] != better.numel():
+        scale = self.qparams.scale
+        is_better = other.errors < self.errors
+        has_row_scales = spec.qscheme == "per_channel"
+        if scale.dim() == 2 and spec.ch_axis in (1, -1):
+            has_row_scales = True
+        if not has_row_scales or scale.shape[0] != is_better.numel():
             return other if other.error < self.error else self
-        chosen = better.flatten().view(-1, *(1,) * (scale.dim() - 1))
-        qparams = QParams(
-            torch.where(chosen, other.qparams.scale, scale), self.qparams.zero_point
-        )
-        errors = torch.minimum(other.errors, self.errors)
+        by_scale = is_better.flatten().view(-1, *(1,) * (scale.dim() - 1))
+        best_scale = torch.where(by_scale, other.qparams.scale, scale)
         return replace(
             self,
-            weight=torch.where(better[..., None], other.weight, self.weight),
-            errors=errors,
-            qparams=qparams,
+            weight=torch.where(is_better[..., None], other.weight, self.weight),
+            errors=torch.minimum(other.errors, self.errors),
+            qparams=QParams(best_scale, self.qparams.zero_point),
         )
 
 
 @dataclass(frozen=True)
 class RoundedLayers:
-    """Layers' rounded weights by name, and remarks on them. A layer without one stays at
-    round-to-nearest.
-    """
+    """Holds layers' rounded weights by name, and remarks. A missing layer stays at RTN."""
 
     layers: dict[str, Rounded] = field(default_factory=dict)
     remarks: list[Remark] = field(default_factory=list)
 
 
 def round_layers(
-    members: Sequence[Member], products: Sequence[Products], tokens: int, target: GptqTarget
+    members: Sequence[Member],
+    products: Sequence[Products],
+    tokens: int,
+    target: GptqTarget,
 ) -> RoundedLayers:
-    """Round the weights of layers that multiply one input alike; `products` are its sums over
-    tokens, group by group.
+    """Round the weights of layers that multiply one input alike.
 
-    A result must be better than round-to-nearest by what `depth` choices gain on so few tokens
-    by chance: the error on other data is about 1 + depth / tokens times as large (Akaike 1969,
-    "Fitting autoregressive models for prediction").
+    A result must beat RTN by more than `depth` choices gain by chance on so few tokens: the
+    error on other data is about 1 + depth / tokens times as large (Akaike 1969, "Fitting
+    autoregressive models for prediction").
+
+    Args:
+        members: the layers.
+        products: sums over the tokens of the input, for each group of channels.
+        tokens: how many there were.
+        target: GPTQ's, GPTAQ's or Qronos'.
     """
-    dynamic = not target.settings.static_groups and all(each.has_runs for each in members)
-    hessians = [
-        target.hessian(each.gram, by_size=target.settings.desc_act and not dynamic)
-        for each in products
-    ]
-    lacks = _lacks(products, hessians, tokens, target)
-    rounded = RoundedLayers({}, [Remark(each.name, text) for text in lacks for each in members])
-    solvable = [each for each in hessians if each is not None]
-    gram = (
-        torch.stack([each.gram for each in products])
-        if len(products) > 1
-        else products[0].gram[None]
+    is_dynamic = not target.settings.static_groups and all(
+        member.may_have_dynamic_groups for member in members
     )
-    for spec in dict.fromkeys(each.spec for each in members):
-        alike = [each for each in members if each.spec == spec]
+    by_size = target.settings.desc_act and not is_dynamic
+    hessians = [target.hessian(sums.gram, by_size=by_size) for sums in products]
+    result = RoundedLayers()
+    for text in _data_problems(products, hessians, tokens, target):
+        result.remarks.extend(Remark(member.name, text) for member in members)
+    solvable = [hessian for hessian in hessians if hessian is not None]
+    gram = _stacked([sums.gram for sums in products])
+    optimism = 1 + gram.shape[1] / tokens
+    for spec in dict.fromkeys(member.spec for member in members):
+        alike = [member for member in members if member.spec == spec]
         if len(solvable) == len(hessians):
-            solutions = _search(alike, solvable, products, target, dynamic=dynamic)
+            solutions = _solve_ranges(alike, solvable, products, target, is_dynamic=is_dynamic)
         else:
-            hopeless = gram.new_full((1, 1), math.inf)
+            unknown = gram.new_full((1, 1), math.inf)
             solutions = [
-                GptqSolution(each.plain, each.weight, hopeless, each.qparams) for each in alike
+                GptqSolution(member.rtn, member.weight, unknown, member.qparams)
+                for member in alike
             ]
-        for each, solution in zip(alike, solutions, strict=True):
-            _judge(each, solution, gram, 1 + gram.shape[1] / tokens, rounded)
-    return rounded
+        for member, solution in zip(alike, solutions, strict=True):
+            _add_better(member, solution, gram, optimism, result=result)
+    return result
 
 
-def _lacks(
+def is_stable(rounded: Rounded, spec: QuantizationSpec) -> bool:
+    """Check whether rounding the weight again changes nothing."""
+    return torch.equal(nearest(rounded.weight, spec, rounded.qparams), rounded.weight)
+
+
+def _data_problems(
     products: Sequence[Products],
     hessians: Sequence[Hessian | None],
     tokens: int,
     target: GptqTarget,
 ) -> list[str]:
-    """What the inputs lacked, in sentences."""
-    found = []
-    dead = sum(int((each.gram.diagonal() == 0).sum()) for each in products)
+    """Return what the inputs lacked, in sentences."""
+    problems = []
+    dead = sum(int((sums.gram.diagonal() == 0).sum()) for sums in products)
     if dead:
-        found.append(
-            f"{zero_channels(dead)}; {'its' if dead == 1 else 'their'} weights stay at "
-            "round-to-nearest"
-        )
+        whose = "its" if dead == 1 else "their"
+        problems.append(f"{zero_channels(dead)}; {whose} weights stay at round-to-nearest")
     if None in hessians:
-        found.append(
+        problems.append(
             "its Hessian is not positive definite even with damping 1; it stays at "
             "round-to-nearest"
         )
-    raised = [each.raised for each in hessians if each is not None and each.raised is not None]
+    raised = [h.raised for h in hessians if h is not None and h.raised is not None]
     if raised:
-        found.append(
+        problems.append(
             f"its Hessian was not positive definite; {max(raised):.2g} of its mean diagonal "
             "was added"
         )
     depth = len(products[0].gram)
     least = target.tokens_per_input * depth
     if tokens < least:
-        found.append(
-            f"{target.settings.name} fits its {depth} inputs to {tokens} tokens, and on fewer "
-            f"than {least} that may not hold for other data; calibrate with more, or with a "
-            "larger alpha"
+        problems.append(
+            f"{target.settings.name} fits its {depth} inputs to {tokens} tokens, and with "
+            f"fewer than {least} the result may not hold for other data; calibrate with more, "
+            "or with a larger alpha"
         )
-    return found
+    return problems
 
 
-def _judge(
+def _add_better(
     member: Member,
     solution: GptqSolution,
     gram: Tensor,
     optimism: float,
-    rounded: RoundedLayers,
+    *,
+    result: RoundedLayers,
 ) -> None:
-    """Take the solution if it promises to be better than round-to-nearest, else that."""
-    before, after = _errors(member, solution, gram, optimism)
-    weight, plain = member.stored(solution.weight), member.stored(member.plain)
-    qparams = solution.qparams
-    is_plain = torch.equal(weight, plain)
+    """Add the solution to `result` if it promises to be better than RTN, and RTN otherwise."""
+    error_rtn, error = _relative_errors(member, solution, gram, optimism)
+    weight = member.stored(solution.weight)
+    rtn = member.stored(member.rtn)
+    is_rtn = torch.equal(weight, rtn)
     is_better = (
-        not is_plain
-        and after * optimism < before
+        not is_rtn
+        and error * optimism < error_rtn
         and math.isfinite(weight.sum(dtype=torch.float32))
     )
-    if not is_better:
-        if not is_plain and math.isfinite(after) and after:
-            rounded.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
-        weight, after, qparams = plain, before, member.qparams
-    if torch.equal(nearest(weight, member.spec, qparams), weight):
-        found = Rounded(weight, qparams, before, max(after, 0.0))
-        rounded.layers[member.name] = found.beside(member.layer.get_parameter("weight"))
+    if is_better:
+        rounded = Rounded(weight, solution.qparams, error_rtn, max(error, 0.0))
+    else:
+        rounded = Rounded(rtn, member.qparams, error_rtn, max(error_rtn, 0.0))
+        if not is_rtn and math.isfinite(error) and error:
+            result.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
+    if is_stable(rounded, member.spec):
+        float_weight = member.layer.get_parameter("weight")
+        result.layers[member.name] = rounded.beside(float_weight)
     elif is_better:
-        rounded.remarks.append(Remark(member.name, UNSTABLE))
+        result.remarks.append(Remark(member.name, NOT_STABLE))
 
 
-def _errors(
-    member: Member, solution: GptqSolution, gram: Tensor, optimism: float
+def _relative_errors(
+    member: Member,
+    solution: GptqSolution,
+    gram: Tensor,
+    optimism: float,
 ) -> tuple[float, float]:
-    """Errors of round-to-nearest and of the solution, as shares of the outputs' energy.
+    """Return the errors of RTN and of the solution as shares of the outputs' energy.
 
-    That of the solution is known; where it is clearly smaller, the other and the energy are
-    estimated from some rows.
+    Where the solution is clearly better, the error of RTN and the energy are estimated from
+    some rows.
     """
-    lost, stride = solution.target - member.plain, member.weight.shape[1] // COMPARED
+    lost = solution.target - member.rtn
+    stride = member.weight.shape[1] // _COMPARED_ROWS
     if stride > 1:
-        before = estimated_error(gram, lost, stride)
-        if 2 * solution.error * optimism < before:
+        error_rtn = estimated_error(gram, lost, stride)
+        if 2 * solution.error * optimism < error_rtn:
             energy = estimated_error(gram, member.weight, stride) or 1.0
-            return before / energy, solution.error / energy
+            return error_rtn / energy, solution.error / energy
     energy = output_error(gram, member.weight) or 1.0
     return output_error(gram, lost) / energy, solution.error / energy
 
 
-def _search(
+def _solve_ranges(
     members: Sequence[Member],
     hessians: Sequence[Hessian],
     products: Sequence[Products],
     target: GptqTarget,
     *,
-    dynamic: bool,
+    is_dynamic: bool,
 ) -> list[GptqSolution]:
-    """Round layers with one spec; where its rule cuts something off the range, with the scales
-    that do not as well.
+    """Round layers with one spec. Where its symmetric scale cuts off the largest value, try the
+    scale that does not as well, and take the better one.
     """
-    count, spec = len(members), members[0].spec
-    if uncut(code_range_of(spec)) == 1 or any(each.given for each in members):
-        return _solve(members, hessians, products, target, dynamic=dynamic)
-    wide = [each.with_spec(replace(spec, symmetric_scale="quant_max")) for each in members]
-    is_small = sum(each.weight.numel() for each in members) <= TOGETHER
-    found = [
-        solution
-        for part in ([[*members, *wide]] if is_small else [members, wide])
-        for solution in _solve(part, hessians, products, target, dynamic=dynamic)
-    ]
-    return [
-        each.best_of(other, spec)
-        for each, other in zip(found[:count], found[count:], strict=True)
-    ]
+    spec = members[0].spec
+    is_fixed = any(member.is_fixed for member in members)
+    if is_fixed or uncut(code_range_of(spec)) == 1:
+        return _solve(members, hessians, products, target, is_dynamic=is_dynamic)
+    uncut_spec = replace(spec, symmetric_scale="quant_max")
+    uncut_members = [member.with_spec(uncut_spec) for member in members]
+    calls = [[*members], uncut_members]
+    if sum(member.weight.numel() for member in members) <= _MAX_SOLVED_TWICE:
+        calls = [[*members, *uncut_members]]
+    solutions: list[GptqSolution] = []
+    for call in calls:
+        solutions += _solve(call, hessians, products, target, is_dynamic=is_dynamic)
+    count = len(members)
+    pairs = zip(solutions[:count], solutions[count:], strict=True)
+    return [solution.best_of(other, spec) for solution, other in pairs]
 
 
 def _solve(
     members: Sequence[Member],
     hessians: Sequence[Hessian],
     products: Sequence[Products],
-    objective: GptqTarget,
+    target: GptqTarget,
     *,
-    dynamic: bool,
+    is_dynamic: bool,
 ) -> list[GptqSolution]:
-    """Round layers with one spec, but for its rule; Hessians and products are those of each
-    group of channels.
+    """Round layers whose specs differ in the symmetric scale at most, group by group.
 
-    With `dynamic`, the scales of groups of columns are found as their first one is rounded,
-    from what the errors so far have made of their weights; else the members' scales stay.
+    Args:
+        members: the layers.
+        hessians, products: of each group of channels.
+        target: what to approximate.
+        is_dynamic: find the scales of a group of columns when its first one is rounded, from
+            the weights as they are then. Otherwise the members' scales stay.
     """
-    spec, block_size = members[0].spec, objective.settings.block_size
-    layers, qparams = [each.layer for each in members], [each.qparams for each in members]
+    layers = [member.layer for member in members]
+    rows = [member.weight.shape[1] for member in members]
+    qparams = [member.qparams for member in members]
     weights, targets, errors = [], [], []
     for group, (hessian, sums) in enumerate(zip(hessians, products, strict=True)):
-        stacked = torch.cat([each.weight[group] for each in members])
-        weight = hessian.placed(stacked.T)
-        begin: Callable[[int, Tensor], None] | None = None
-        if dynamic:
-            columns, block_size, begin = _open_columns(members, weight)
+        float_weight = torch.cat([member.weight[group] for member in members])
+        W = hessian.permuted(float_weight.T)  # noqa: N806 - the paper's letter
+        goal, first = target.target(W, hessian, sums)
+        if is_dynamic:
+            groups = _DynamicGroups(members, W)
+            rounded, error = round_columns(
+                goal,
+                hessian.factor,
+                groups.columns,
+                block_size=groups.size,
+                begin=groups.begin,
+                first=first,
+            )
+            qparams = groups.qparams(rows)
         else:
-            columns = columns_of(layers, spec, qparams, group)
-            columns = replace(columns, kind=hessian.placed(columns.kind))
-        target, first = objective.target(weight, hessian, sums)
-        rounded, error = optimal_rounding(
-            target, hessian.factor, columns, block_size, begin, first
-        )
-        errors.append(error - (hessian.damping @ (target - rounded).square_()).double())
-        weights.append(hessian.back(rounded).T)
-        targets.append(stacked if target is weight else hessian.back(target).T)
-    rows = [each.weight.shape[1] for each in members]
-    if dynamic:
-        found = (
-            torch.split(columns.scale.T, rows),
-            torch.split(columns.zero_point.T.int(), rows),
-        )
-        qparams = [QParams(s.contiguous(), z.contiguous()) for s, z in zip(*found, strict=True)]
-    matrices = (
-        torch.split(each[0][None] if len(each) == 1 else torch.stack(each), rows, 1)
-        for each in (weights, targets)
-    )
-    errors_of_rows = torch.split(torch.stack(errors), rows, 1)
-    return [
-        GptqSolution(*each) for each in zip(*matrices, errors_of_rows, qparams, strict=True)
-    ]
+            columns = column_scales(layers, members[0].spec, qparams, group)
+            rounded, error = round_columns(
+                goal,
+                hessian.factor,
+                replace(columns, index=hessian.permuted(columns.index)),
+                block_size=target.settings.block_size,
+                first=first,
+            )
+        # The error without the damping's part
+        errors.append(error - (hessian.damping @ (goal - rounded).square_()).double())
+        weights.append(hessian.restored(rounded).T)
+        restored_goal = float_weight if goal is W else hessian.restored(goal).T
+        targets.append(restored_goal)
+    parts = [torch.split(_stacked(part), rows, 1) for part in (weights, targets, errors)]
+    return [GptqSolution(*part) for part in zip(*parts, qparams, strict=True)]
 
 
-def _open_columns(
-    members: Sequence[Member], weight: Tensor
-) -> tuple[Columns, int, Callable[[int, Tensor], None]]:
-    """Columns whose scales are not known yet, how many share one, and what finds it from their
-    weights as they are when the first of them is rounded.
-    """
-    (depth, rows), spec = weight.shape, members[0].spec
-    size, each = group_size(spec, depth), spec.scales_per_group
-    empty = weight.new_ones(-(-depth // size) * each, rows)
-    columns = Columns(
-        kernel_of(spec), empty, torch.zeros_like(empty), kinds(spec, depth, weight.device)
-    )
-    parts = [
-        (each, rows, nearest_qparams(each, weight[:, rows].T).scale)
-        for each, rows in _rows_by_spec(members)
-    ]
+def _stacked(groups: Sequence[Tensor]) -> Tensor:
+    """Stack the groups, without a copy of a single one."""
+    if len(groups) == 1:
+        return groups[0][None]
+    return torch.stack([*groups])
 
-    def begin(start: int, block: Tensor) -> None:
-        here = slice(start // size * each, (start // size + 1) * each)
-        for own, rows, known in parts:
-            free = replace(own, scale_type="float") if own.scale_type == "e4m3" else own
-            found = nearest_qparams(free, block[:, rows].T)
-            columns.scale[here, rows] = beside(found.scale, known, own.scale_type).T
-            columns.zero_point[here, rows] = found.zero_point.T.float()
 
-    return columns, size, begin
+class _DynamicGroups:
+    """Finds the scales of a group of columns when its first column is rounded."""
+
+    def __init__(self, members: Sequence[Member], weight: Tensor) -> None:
+        depth, rows = weight.shape
+        spec = members[0].spec
+        self.size = group_size(spec, depth)
+        self._scales_per_group = spec.scales_per_group
+        groups = -(-depth // self.size)
+        scale = weight.new_ones(groups * self._scales_per_group, rows)
+        index = scale_index(spec, depth, weight.device)
+        self.columns = ColumnScales(kernel_of(spec), scale, torch.zeros_like(scale), index)
+        self._parts = []
+        for part_spec, part in _rows_by_spec(members):
+            full_scale = nearest_qparams(part_spec, weight[:, part].T).scale
+            self._parts.append((part_spec, part, full_scale))
+
+    def begin(self, start: int, block: Tensor) -> None:
+        """Find the scales of the group that begins at column `start` from its weights."""
+        group = start // self.size
+        scales = slice(group * self._scales_per_group, (group + 1) * self._scales_per_group)
+        for spec, rows, full_scale in self._parts:
+            free_spec = spec
+            if spec.scale_type == "e4m3":
+                free_spec = replace(spec, scale_type="float")
+            qparams = nearest_qparams(free_spec, block[:, rows].T)
+            scale = beside(qparams.scale, full_scale, spec.scale_type)
+            self.columns.scale[scales, rows] = scale.T
+            self.columns.zero_point[scales, rows] = qparams.zero_point.T.float()
+
+    def qparams(self, rows: Sequence[int]) -> list[QParams]:
+        """Return the scales of each member, which has so many rows."""
+        scales = torch.split(self.columns.scale.T, rows)
+        zero_points = torch.split(self.columns.zero_point.T.int(), rows)
+        pairs = zip(scales, zero_points, strict=True)
+        return [QParams(scale.contiguous(), zero.contiguous()) for scale, zero in pairs]
 
 
 def _rows_by_spec(members: Sequence[Member]) -> Iterator[tuple[QuantizationSpec, slice]]:
-    """Which rows of the members' matrices, one below the other, have each spec."""
+    """Yield each spec, and which rows of the members' stacked matrices have it."""
     start = 0
-    for spec, alike in itertools.groupby(members, lambda each: each.spec):
-        stop = start + sum(each.weight.shape[1] for each in alike)
+    for spec, alike in itertools.groupby(members, lambda member: member.spec):
+        stop = start + sum(member.weight.shape[1] for member in alike)
         yield spec, slice(start, stop)
         start = stop

@@ -1,18 +1,16 @@
-"""One column of a weight after the other is rounded, and the columns after it make up for the
-error.
+"""Round a weight column by column; the columns not yet rounded make up for the errors so far.
 
-GPTQ with the names of its paper: W, H, Q, B columns in a block. Instead of the inverse of H it
-takes the factors H = M D M^T with M unit upper triangular, and rounds column j at W_j + (W -
-Q)_{<j} M_{<j, j}: the same. Matrices of weights are transposed, [depth, rows], so that a column
-of W is a run of memory.
+This is GPTQ (W, H, Q as in its paper) with other factors of H. The paper updates all later
+columns by the inverse of H. Here H = M diag(D) M^T with M unit upper triangular, and column j
+is rounded at W_j + sum over i < j of (W_i - Q_i) M_ij, which gives the same Q (QuIP, theorem
+6). Weights are transposed, [depth, rows], so that a column of W is contiguous in memory.
 
 Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323); Chee et al. 2023, "QuIP" (arXiv
 2307.13304), theorem 6.
 """
 
 # ruff: noqa: N803, N806 - the paper's letters
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,28 +18,32 @@ from torch import Tensor
 
 from quantizer.numerics.blocks import Kernel
 
-# Columns that reach each other one by one; the others get the errors of so many in one product
-INNER = 32
+# Errors reach this many columns one by one, and the columns after them in one product.
+INNER_COLUMNS = 32
+
+BeginBlock = Callable[[int, Tensor], None]
+"""Called with the first column of a block and the block, [at most block_size, rows]."""
 
 
 @dataclass(frozen=True)
-class Columns:
-    """The scales of each column of W: scale and zero point [kinds, rows], float32, and which of
-    them each column has.
+class ColumnScales:
+    """Holds the scale and zero point of each column of W.
 
-    `kernel` makes codes of values that are divided by their scale, as `numerics.blocks.fill`
-    uses it.
+    Attributes:
+        kernel: makes codes of values divided by their scale, as in `numerics.blocks.fill`.
+        scale, zero_point: float32 [scales, rows].
+        index: the scale that each column has, int64 [depth].
     """
 
     kernel: Kernel
     scale: Tensor
     zero_point: Tensor
-    kind: Tensor
+    index: Tensor
 
 
 @dataclass(frozen=True)
 class Factor:
-    """H = M diag(D) M^T: `M` [depth, depth] with ones on its diagonal and zeros below it, `D`
+    """Holds M and D of H = M diag(D) M^T, with M unit upper triangular [depth, depth] and D
     [depth].
     """
 
@@ -49,13 +51,14 @@ class Factor:
     D: Tensor
 
 
-def factored(H: Tensor) -> Factor | None:
-    """The factors of a symmetric matrix; None if it is not positive definite.
+def factorize(H: Tensor) -> Factor | None:
+    """Return the factors of a symmetric matrix, or None if it is not positive definite.
 
-    >>> found = factored(torch.tensor([[5.0, 2.0], [2.0, 1.0]]))
-    >>> found.M.tolist(), found.D.tolist()
+    >>> factor = factorize(torch.tensor([[5.0, 2.0], [2.0, 1.0]]))
+    >>> factor.M.tolist(), factor.D.tolist()
     ([[1.0, 2.0], [0.0, 1.0]], [1.0, 1.0])
     """
+    # The Cholesky factor of the flipped matrix is the upper triangular one of H, flipped
     L, info = torch.linalg.cholesky_ex(H.flip(0, 1))
     M = L.flip(0, 1)
     root = M.diagonal().clone()
@@ -64,25 +67,25 @@ def factored(H: Tensor) -> Factor | None:
     return Factor(M.div_(root), root.square_())
 
 
-def optimal_rounding(
+def round_columns(
     W: Tensor,
     factor: Factor,
-    columns: Columns,
-    B: int,
-    begin: Callable[[int, Tensor], None] | None = None,
+    columns: ColumnScales,
+    *,
+    block_size: int,
+    begin: BeginBlock | None = None,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Round W so that tr((W - Q) H (W - Q)^T) is small, greedily in the order of the columns.
+    """Round W greedily, column by column, so that tr((W - Q) H (W - Q)^T) is small.
 
     Args:
         W: float32 [depth, rows], transposed.
         factor: of H.
-        columns: their scales.
-        B: columns in a block, whose errors reach the later blocks in one product; no more than
-            that hangs on it.
-        begin: called with the first column of each block and the block [at most B, rows] as
-            GPTQ has it then, with all of the block free to make up for the errors so far; may
-            change the scales of its columns in place.
+        columns: the scales.
+        block_size: columns in a block, B in the paper. The errors of a block reach later
+            blocks in one product. It does not change Q except by float32's noise.
+        begin: called before each block with the weights that GPTQ would have there, updated
+            by all earlier blocks. May change the scales of the block's columns in place.
         first: what to round for the first column [rows], if not W.
 
     Returns:
@@ -90,73 +93,94 @@ def optimal_rounding(
             [rows].
 
     >>> one, none = torch.ones(1, 1), torch.zeros(1, 1)
-    >>> columns = Columns(
+    >>> columns = ColumnScales(
     ...     lambda zero_point: torch.Tensor.round_, one, none, torch.tensor([0, 0])
     ... )
-    >>> H = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
-    >>> optimal_rounding(torch.tensor([[0.4], [0.3]]), factored(H), columns, 128)
+    >>> factor = factorize(torch.tensor([[2.0, 1.0], [1.0, 1.0]]))
+    >>> round_columns(torch.tensor([[0.4], [0.3]]), factor, columns, block_size=128)
     (tensor([[0.],
             [1.]]), tensor([0.2500], dtype=torch.float64))
     """
-    Q, E = torch.empty_like(W), torch.empty_like(W)
-    kind = columns.kind.tolist()  # here, as it makes the CPU wait for the device
+    M, D = factor.M, factor.D
+    Q = torch.empty_like(W)
+    E = torch.empty_like(W)
+    # Copied to the CPU once, as every copy waits for the device
+    index = columns.index.tolist()
     error = torch.zeros(W.shape[1], dtype=torch.float64, device=W.device)
-    for start in range(0, len(W), B):
-        here = slice(start, min(start + B, len(W)))
-        block = torch.addmm(W[here], factor.M[:start, here].T, E[:start])
+    for start in range(0, len(W), block_size):
+        block = slice(start, min(start + block_size, len(W)))
+        current = torch.addmm(W[block], M[:start, block].T, E[:start])
         if begin is not None:
-            # Column j of `block` takes those before it in the block as W has them
-            inner = factor.M[here, here].T
-            free = torch.linalg.solve_triangular(
-                inner, block - W[here], upper=False, unitriangular=True
-            )
-            begin(start, free + W[here])
+            begin(start, _updated_by_paper(W[block], current, M[block, block]))
         if first is not None and start == 0:
-            block[0] = first
+            current[0] = first
         _round_block(
-            block, factor.M[here, here], columns, kind[here], W[here], (Q[here], E[here])
+            current,
+            M[block, block],
+            columns,
+            index[block],
+            W=W[block],
+            Q=Q[block],
+            E=E[block],
         )
         if start == 0:
-            block[0] = W[0]
-        error += (factor.D[here] @ block.sub_(Q[here]).square_()).double()
+            # The error is that to W, whatever was rounded for the first column
+            current[0] = W[0]
+        error += (D[block] @ current.sub_(Q[block]).square_()).double()
     return Q, error
 
 
-# Of operations so small, a fifth of the time is to find out that there is no gradient
+def _updated_by_paper(
+    W: Tensor,
+    current: Tensor,
+    M: Tensor,
+) -> Tensor:
+    """Return a block as the paper has it, where all of its columns make up for the errors so
+    far; in `current`, column j takes the columns before it as W has them.
+    """
+    update: Tensor = torch.linalg.solve_triangular(
+        M.T, current - W, upper=False, unitriangular=True
+    )
+    return update + W
+
+
+# In operations this small, a fifth of the time goes to finding out that there is no gradient
 @torch.inference_mode()
 def _round_block(
-    block: Tensor,
+    current: Tensor,
     M: Tensor,
-    columns: Columns,
-    kind: list[int],
+    columns: ColumnScales,
+    index: Sequence[int],
+    *,
     W: Tensor,
-    out: tuple[Tensor, Tensor],
+    Q: Tensor,
+    E: Tensor,
 ) -> None:
-    """Round columns that the errors of earlier blocks have reached; writes Q and E = W - Q, and
-    to `block` what each column was before it was rounded.
+    """Write Q and E = W - Q of one block, and to `current` what each column was before it was
+    rounded. The errors of earlier blocks are in `current` already.
     """
-    Q, E = out
-    zero_points = (
-        columns.zero_point.unbind() if columns.zero_point.any() else itertools.repeat(0)
-    )
-    codings = [*zip(columns.scale.unbind(), map(columns.kernel, zero_points), strict=False)]
-    rows = [
-        *zip(
-            map(codings.__getitem__, kind),
-            W.unbind(),
-            block.unbind(),
-            Q.unbind(),
-            E.unbind(),
-            strict=True,
-        )
-    ]
-    for start in range(0, len(block), INNER):
-        here = slice(start, start + INNER)
+    zero_points: Sequence[Tensor | int] = [0] * len(columns.scale)
+    if columns.zero_point.any():
+        zero_points = columns.zero_point.unbind()
+    scales = columns.scale.unbind()
+    codings = [columns.kernel(zero_point) for zero_point in zero_points]
+    for start in range(0, len(current), INNER_COLUMNS):
+        inner = slice(start, start + INNER_COLUMNS)
         if start:
-            block[here].addmm_(M[:start, here].T, E[:start])
-        reach, errors = M[here, here].T.contiguous().unbind(), E[here].T
-        for j, ((scale, codes), own, w, q, e) in enumerate(rows[here]):
+            current[inner].addmm_(M[:start, inner].T, E[:start])
+        M_rows = M[inner, inner].T.contiguous().unbind()
+        E_columns = E[inner].T
+        views = (
+            current[inner].unbind(),
+            W[inner].unbind(),
+            Q[inner].unbind(),
+            E[inner].unbind(),
+        )
+        for j, (column, w, q, e) in enumerate(zip(*views, strict=True)):
             if j:
-                w.addmv_(errors[:, :j], reach[j][:j])
-            codes(torch.div(w, scale, out=q)).mul_(scale)
-            torch.sub(own, q, out=e)
+                column.addmv_(E_columns[:, :j], M_rows[j][:j])
+            number = index[start + j]
+            scale = scales[number]
+            code = codings[number]
+            code(torch.div(column, scale, out=q)).mul_(scale)
+            torch.sub(w, q, out=e)

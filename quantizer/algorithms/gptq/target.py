@@ -1,29 +1,40 @@
-"""What GPTQ and its kin aim at, as far as they differ. Rounds nothing.
+"""What GPTQ, GPTAQ and Qronos try to match, which is all that they differ in. Rounds nothing.
 
-Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers", 2022; Li et al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric
-Calibration", 2025 (arXiv 2504.02692); Zhang et al., "Qronos: Correcting the Past by Shaping the
-Future... in Post-Training Quantization", 2025 (arXiv 2505.11695).
+GPTQ matches the outputs that the float weight gives on the inputs of the quantized network.
+GPTAQ and Qronos match the outputs of the float network. Each becomes a target weight, which
+`rows.round_columns` then rounds.
+
+Source: Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative
+Pre-trained Transformers" (arXiv 2210.17323); Li et al. 2025, "GPTAQ: Efficient Finetuning-Free
+Quantization for Asymmetric Calibration" (arXiv 2504.02692); Zhang et al. 2025, "Qronos:
+Correcting the Past by Shaping the Future... in Post-Training Quantization" (arXiv 2505.11695).
 """
 
+# ruff: noqa: N803, N806 - the papers' letters
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.gptq.rows import Factor, factored
+from quantizer.algorithms.gptq.rows import Factor, factorize
 from quantizer.algorithms.output_error import leading
-from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, QronosConfig
+from quantizer.config.algorithms import (
+    ColumnRounding,
+    GPTAQConfig,
+    QronosConfig,
+)
 
-ITERATIONS = 30  # of the power method
+POWER_ITERATIONS = 30
 
 
 @dataclass(frozen=True)
 class Products:
-    """Sums over all tokens x of one group of channels, [depth, depth].
+    """Holds sums over all tokens of one group of channels, [depth, depth].
 
-    `gram` is that of x x^T; `drift` that of (f - x) x^T, where f is the same token in the float
-    network, if known.
+    Attributes:
+        gram: the sum of x x^T.
+        drift: the sum of (f - x) x^T, where f is the same token in the float network; None if
+            that is not known.
     """
 
     gram: Tensor
@@ -32,119 +43,125 @@ class Products:
 
 @dataclass(frozen=True)
 class Hessian:
-    """A Gram matrix made ready: columns in the `order` in which they are rounded, None for that
-    of the weight, `damping` [depth] added to their diagonal, in `factor`s. `raised` is the
-    damping as a share of the mean diagonal if it had to be more than asked.
+    """Holds H of the paper: a Gram matrix, permuted, damped and factored.
+
+    Attributes:
+        order: the columns in the order in which they are rounded, int64 [depth].
+        damping: what was added to the diagonal, in that order [depth].
+        factor: of the damped matrix, in that order.
+        raised: the damping as a share of the mean diagonal, if it had to be larger than the
+            settings ask for.
     """
 
-    order: Tensor | None
+    order: Tensor
     damping: Tensor
     factor: Factor
     raised: float | None
 
-    @property
-    def first(self) -> int:
-        """The column that is rounded first."""
-        return 0 if self.order is None else int(self.order[0])
+    def permuted(self, columns: Tensor) -> Tensor:
+        """Return columns [depth, …] in the order of rounding."""
+        return columns.index_select(0, self.order)
 
-    def placed(self, columns: Tensor) -> Tensor:
-        """Columns [depth, …] in this order, each a run of memory."""
-        return (
-            columns.contiguous() if self.order is None else columns.index_select(0, self.order)
-        )
-
-    def back(self, columns: Tensor) -> Tensor:
-        """Such columns as the weight has them."""
-        return columns if self.order is None else columns.index_select(0, self.order.argsort())
-
-    def permuted(self, matrix: Tensor) -> Tensor:
-        """A matrix [depth, depth] with its rows and columns in this order."""
-        return matrix if self.order is None else _permuted(matrix, self.order)
+    def restored(self, columns: Tensor) -> Tensor:
+        """Return permuted columns in the order of the weight."""
+        return columns.index_select(0, self.order.argsort())
 
 
 @dataclass(frozen=True)
 class GptqTarget:
-    """GPTQ's: the outputs that the float weight gives for the inputs of the network as it is
-    rounded so far.
-    """
+    """Targets, for GPTQ, the outputs of the float weight on the quantized network's inputs."""
 
     settings: ColumnRounding
     needs_float = False
-    """Whether it looks at the inputs of the float network as well."""
+    """Whether the inputs of the float network are needed as well."""
     tokens_per_input = 0
-    """How many tokens there should be for each input channel; on fewer what it finds may not
-    hold for other data.
+    """Tokens that there should be for each input channel; with fewer, the result may not hold
+    for other data.
     """
 
     def damping(self, gram: Tensor) -> float:
-        """What is added to the diagonal at first, in units of `gram`."""
+        """Return what is added to the diagonal at first, in units of `gram`."""
         return self.settings.damp_percent * _mean_diagonal(gram)
 
     def target(
-        self, weight: Tensor, hessian: Hessian, products: Products
+        self,
+        W: Tensor,
+        hessian: Hessian,
+        products: Products,
     ) -> tuple[Tensor, Tensor | None]:
-        """The weight to come near to [depth, rows] instead of `weight`, and what to round for
-        its first column.
+        """Return the weight [depth, rows] to approximate instead of W, and what to round for
+        its first column, if not that weight.
         """
-        return weight, None
+        return W, None
 
     def hessian(self, gram: Tensor, *, by_size: bool) -> Hessian | None:
-        """The matrix [depth, depth] made ready, with the damping ten times as large until it is
-        positive definite.
+        """Return the Gram matrix [depth, depth] permuted, damped and factored.
 
-        With `by_size`, columns with large inputs come first. None if not even the whole mean
-        diagonal as damping helps.
+        The damping grows tenfold until the matrix is positive definite.
+
+        Args:
+            gram: of one group of channels.
+            by_size: round columns with large inputs first (`desc_act`).
+
+        Returns:
+            None if the whole mean diagonal as damping is not enough.
         """
         diagonal = gram.diagonal()
-        order = diagonal.argsort(descending=True, stable=True) if by_size else None
-        mean, asked = _mean_diagonal(gram), self.damping(gram)
-        damp = asked
+        if by_size:
+            order = diagonal.argsort(descending=True, stable=True)
+        else:
+            order = torch.arange(len(gram), device=gram.device)
+        mean = _mean_diagonal(gram)
+        least = self.damping(gram)
+        damp = least
         while True:
-            # A column of zeros stays on its own
-            damping = torch.where(diagonal == 0, mean, damp)
-            damping = damping if order is None else damping[order]
-            damped = gram.clone() if order is None else _permuted(gram, order)
-            damped.diagonal().add_(damping)
-            factor = factored(damped)
+            # A column of zeros gets the mean, so that it stays on its own
+            damping = torch.where(diagonal == 0, mean, damp)[order]
+            H = _permuted_matrix(gram, order)
+            H.diagonal().add_(damping)
+            factor = factorize(H)
             if factor is not None:
-                return Hessian(order, damping, factor, damp / mean if damp > asked else None)
+                raised = damp / mean if damp > least else None
+                return Hessian(order, damping, factor, raised)
             if damp >= mean:
                 return None
             damp = min(mean, max(10 * damp, 1e-4 * mean))
 
 
 class GptaqTarget(GptqTarget):
-    """GPTAQ's: the outputs of the float network, as far as columns that are rounded later can
-    make up for other inputs.
+    """Targets, for GPTAQ, the outputs of the float network, as far as columns that are rounded
+    later can make up for the change of an input.
     """
 
     settings: GPTAQConfig
     needs_float = True
 
     def target(
-        self, weight: Tensor, hessian: Hessian, products: Products
+        self,
+        W: Tensor,
+        hessian: Hessian,
+        products: Products,
     ) -> tuple[Tensor, Tensor | None]:
-        """W (I + alpha P), where row i of P is what the columns after i make up for the error
-        of input i.
+        """Return W (I + alpha P), with P = triu(dXX U^T, 1) U, U^T U = H^-1 and dXX the drift.
 
-        P = triu(dXX U^T, 1) U with U^T U = H^-1 and dXX = sum of (f - x) x^T (the paper's
-        parallel form). W is the float weight for all columns, so that the solver is that of
-        GPTQ; the authors' code, which also has alpha, takes a column as the errors before it
-        have left it, and that makes no difference that could be measured.
+        Row i of P is what the columns after i add to make up for the error of input i (the
+        paper's parallel form). W is the float weight in all columns. The authors' code uses
+        each column as the errors before it have left it; the difference was too small to
+        measure.
         """
         assert products.drift is not None
-        m, d = hessian.factor.M, hessian.factor.D
-        drift = hessian.permuted(products.drift)
-        along = torch.linalg.solve_triangular(m, drift.T, upper=True, unitriangular=True).T
-        later = torch.linalg.solve_triangular(
-            m, along.triu(1) / d, upper=True, left=False, unitriangular=True
-        )
-        return torch.addmm(weight, later.T, weight, alpha=self.settings.alpha), None
+        M, D = hessian.factor.M, hessian.factor.D
+        dXX = _permuted_matrix(products.drift, hessian.order)
+        # U = D^-1/2 M^-1, so P = triu(dXX M^-T, 1) D^-1 M^-1
+        dXX_U = torch.linalg.solve_triangular(M, dXX.T, upper=True, unitriangular=True).T
+        later = dXX_U.triu(1) / D
+        P = torch.linalg.solve_triangular(M, later, upper=True, left=False, unitriangular=True)
+        return torch.addmm(W, P.T, W, alpha=self.settings.alpha), None
 
 
 class QronosTarget(GptqTarget):
-    """Qronos': the outputs of the float network, by the weight that fits them best on the
-    inputs of this one.
+    """Targets, for Qronos, the outputs of the float network, by the weight that fits them best
+    on the inputs of the quantized network.
     """
 
     settings: QronosConfig
@@ -152,36 +169,39 @@ class QronosTarget(GptqTarget):
     tokens_per_input = 4
 
     def damping(self, gram: Tensor) -> float:
-        """A share of the largest eigenvalue."""
-        return self.settings.alpha * float(leading(gram, ITERATIONS).norm())
+        """Return a share of the largest eigenvalue."""
+        return self.settings.alpha * float(leading(gram, POWER_ITERATIONS).norm())
 
     def target(
-        self, weight: Tensor, hessian: Hessian, products: Products
+        self,
+        W: Tensor,
+        hessian: Hessian,
+        products: Products,
     ) -> tuple[Tensor, Tensor | None]:
-        """W + W dXX H^-1, dXX = sum of (f - x) x^T; but the first column is rounded as if the
-        others stayed.
+        """Return W + W dXX H^-1 with dXX the drift, and a first column of its own.
 
-        After the first, fitting the columns that are left to what those before have become is
-        what GPTQ does to this weight.
+        The first column is rounded as if the others stayed W. From the second on, the paper
+        refits the columns that are left, which is what GPTQ does to this target.
         """
         assert products.drift is not None
-        m, d = hessian.factor.M, hessian.factor.D
-        missing = hessian.permuted(products.drift).T @ weight
-        fitted = (
-            torch.linalg.solve_triangular(m, missing, upper=True, unitriangular=True)
-            / d[:, None]
-        )
-        fitted = torch.linalg.solve_triangular(m.T, fitted, upper=False, unitriangular=True)
-        largest = products.gram[hessian.first, hessian.first] + hessian.damping[0]
-        return weight + fitted, weight[0] + missing[0] / largest
+        M, D = hessian.factor.M, hessian.factor.D
+        W_dXX = _permuted_matrix(products.drift, hessian.order).T @ W
+        # H^-1 = M^-T D^-1 M^-1
+        fit = torch.linalg.solve_triangular(M, W_dXX, upper=True, unitriangular=True)
+        fit = fit / D[:, None]
+        fit = torch.linalg.solve_triangular(M.T, fit, upper=False, unitriangular=True)
+        first = hessian.order[0]
+        H_first = products.gram[first, first] + hessian.damping[0]
+        return W + fit, W[0] + W_dXX[0] / H_first
 
 
-def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
-    """By `index_select`, which takes a third of the time of an index."""
+def _permuted_matrix(matrix: Tensor, order: Tensor) -> Tensor:
+    """Permute rows and columns; `index_select` takes a third of the time of an index."""
     return matrix.index_select(0, order).index_select(1, order)
 
 
 def _mean_diagonal(gram: Tensor) -> float:
-    """Over the columns that were not always zero; 1 if there are none."""
-    live = gram.diagonal()[gram.diagonal() != 0]
+    """Return the mean over columns that were not always zero, or 1 if there are none."""
+    diagonal = gram.diagonal()
+    live = diagonal[diagonal != 0]
     return float(live.mean()) if len(live) else 1.0
