@@ -62,9 +62,9 @@ class TracedModules:
 
     @classmethod
     def of(
-        cls, model: nn.Module, plan: Plan, first: Batch, why: str, help_: str
+        cls, model: nn.Module, plan: Plan, first: Batch, *, reason: str, remedy: str
     ) -> TracedModules:
-        """Trace a model; `why` and `help_` are said where that fails.
+        """Trace a model on the first batch, for a `reason` that the error names.
 
         Raises:
             ModelError: it cannot be traced.
@@ -73,7 +73,7 @@ class TracedModules:
             with without_cache(model):
                 graph = trace(model, first.args, first.kwargs)
         except ModelError as error:
-            raise ModelError(f"{why}: {error.message}", help=error.help or help_) from error
+            raise ModelError(f"{reason}: {error.message}", help=error.help or remedy) from error
         for name in PASSES:
             graph = load_pass(name)(graph)
         return cls(model, graph, plan)

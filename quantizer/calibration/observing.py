@@ -119,6 +119,12 @@ class Calibration:
         means = {layer: ChannelMean(mean.ch_axis) for layer, mean in self.means.items()}
         return Calibration(self.plan, shared, histograms, means)
 
+    def unseen(self) -> Calibration:
+        """Return the same calibration without batches: with new observers of activations."""
+        fresh = self.fresh()
+        observers = {**self.observers, **fresh.observers}
+        return replace(fresh, observers=observers)
+
     def forget_after(self, batches: int) -> None:
         """Drop what was seen of a batch that broke off after the first `batches`."""
         for key, found in self._parts().items():

@@ -34,8 +34,8 @@ from quantizer.errors import DataError, ModelError, ResultError
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SmoothQuantConfig, "run", "stand_ins:doubled")
-    monkeypatch.setattr(GPTQConfig, "run", "stand_ins:coarse")
+    monkeypatch.setattr(SmoothQuantConfig, "run", "support.stand_ins:doubled")
+    monkeypatch.setattr(GPTQConfig, "run", "support.stand_ins:coarse")
 
 
 class Block(nn.Module):

@@ -63,8 +63,8 @@ def calibration_data():
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SmoothQuantConfig, "run", "stand_ins:doubled")
-    monkeypatch.setattr(GPTQConfig, "run", "stand_ins:coarse")
+    monkeypatch.setattr(SmoothQuantConfig, "run", "support.stand_ins:doubled")
+    monkeypatch.setattr(GPTQConfig, "run", "support.stand_ins:coarse")
     stand_ins.SOLVED.clear()
 
 
