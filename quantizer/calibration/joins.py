@@ -55,15 +55,19 @@ def decided(calibration: Calibration) -> Calibration:
     """Return the calibration with the joins of its plan decided, as far as that changes no
     weights.
     """
-    return replace(calibration, plan=joins.decided(calibration.plan, _decisions(calibration)))
+    decisions = _decisions(calibration)
+    plan = joins.decided(calibration.plan, decisions)
+    return replace(calibration, plan=plan)
 
 
 def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
     """Return how each open join is quantized, by name."""
     decisions: dict[str, JoinDecision] = {}
     for join in calibration.plan.joins:
-        lost = joins.lost_bits(join, _widths(join, calibration.observers))
-        decisions[join.name] = joins.decide(join, lost, _gains(join, calibration.plan.graph))
+        widths = _widths(join, calibration.observers)
+        lost_bits = joins.lost_bits(join, widths)
+        gains = _gains(join, calibration.plan.graph)
+        decisions[join.name] = joins.decide(join, lost_bits, gains)
     return decisions
 
 
@@ -79,9 +83,11 @@ def _scale_parts(
     """
     far: list[JoinPlan] = []
     for join in state.plan.joins:
-        if decisions[join.name].lost_db > CLOSE_DB and not join.is_single:
+        lost_db = decisions[join.name].lost_db
+        if lost_db > CLOSE_DB and not join.is_single:
             far.append(join)
-    wanted = scaled_joins.scalings(state.calibration, far, state.adjustment.rounded)
+    rounded = state.adjustment.rounded
+    wanted = scaled_joins.scalings(state.calibration, far, rounded)
     scalings = _possible(request, state, wanted)
     if not scalings:
         return state, []
@@ -97,11 +103,14 @@ def _scale_parts(
         calibration=calibration,
         adjustment=state.adjustment.followed_by(adjustment),
     )
-    return state, list(dict.fromkeys(scaling.join for scaling in scalings))
+    scaled = {scaling.join: None for scaling in scalings}
+    return state, list(scaled)
 
 
 def _possible(
-    request: CalibrationRequest, state: CalibrationState, wanted: Sequence[Scaling]
+    request: CalibrationRequest,
+    state: CalibrationState,
+    wanted: Sequence[Scaling],
 ) -> Sequence[Scaling]:
     """Return the scalings for which calibration has seen enough: all, or those of some
     joins.
@@ -119,11 +128,14 @@ def _possible(
 
 
 def _is_seen(
-    request: CalibrationRequest, state: CalibrationState, scalings: Sequence[Scaling]
+    request: CalibrationRequest,
+    state: CalibrationState,
+    scalings: Sequence[Scaling],
 ) -> bool:
     """Return whether calibration has seen all that is quantized after these scalings."""
     adjustment = scaled_joins.adjustment(state.plan.graph, scalings)
-    plan = state.target.adjusted(adjustment).plan(request.config)
+    target = state.target.adjusted(adjustment)
+    plan = target.plan(request.config)
     return scaled_joins.is_seen(state.calibration, plan, scalings, adjustment.insertions)
 
 
@@ -178,14 +190,16 @@ def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, floa
         observer = observers.get(key)
         if observer is None or observer.spec.dtype != "int":
             continue
-        if bool((observer.low != 0).any() or (observer.high != 0).any()):
+        is_zero = (observer.low == 0).all() and (observer.high == 0).all()
+        if not is_zero:
             scale = float(observer.qparams().scale.max())
             widths[key] = scale * 2.0**observer.spec.bit_width
     return widths
 
 
 def decided_again(
-    stored: Mapping[str, JoinDecision], widths: Mapping[Key, float]
+    stored: Mapping[str, JoinDecision],
+    widths: Mapping[Key, float],
 ) -> dict[str, JoinDecision]:
     """Return how joins are quantized where the ranges have changed and the weights cannot.
 
@@ -196,9 +210,11 @@ def decided_again(
     """
     decisions: dict[str, JoinDecision] = {}
     for name, before in stored.items():
-        after = joins.decide(before.join, joins.lost_bits(before.join, widths), before.gains)
+        join = before.join
+        lost_bits = joins.lost_bits(join, widths)
+        after = joins.decide(join, lost_bits, before.gains)
         is_far = before.lost_db <= CLOSE_DB < after.lost_db
-        if is_far and before.join.scalable and not before.join.is_single:
+        if is_far and join.scalable and not join.is_single:
             raise ResultError(
                 f"{name} now joins ranges too different for one scale, and its weights would "
                 "have to change",
@@ -220,7 +236,9 @@ def _gains(join: JoinPlan, graph: Graph) -> dict[str, dict[str, float]]:
         layers = [layer for layer, _ in join.inputs] or [join.name]
     gains: dict[str, dict[str, float]] = {}
     for layer in layers:
-        gains[layer] = _weight_gains(join, graph, layer) if layer in join.parts else equal
+        gains[layer] = equal
+        if layer in join.parts:
+            gains[layer] = _weight_gains(join, graph, layer)
     return gains
 
 
@@ -232,7 +250,8 @@ def _weight_gains(join: JoinPlan, graph: Graph, layer: str) -> dict[str, float]:
     if node.row.scales_channels:
         squares = weight.square()
     else:
-        squares = by_channel(node, weight).square().sum((1, 3)).flatten()
+        squares = by_channel(node, weight).square()
+        squares = squares.sum((1, 3)).flatten()
     count = sum(length for _, length in runs)
     if len(squares) != count:
         # Parts are rows, which are all multiplied with the same weights
@@ -241,7 +260,9 @@ def _weight_gains(join: JoinPlan, graph: Graph, layer: str) -> dict[str, float]:
     first = 0
     for key, length in runs:
         if key is not None:
-            total = float(squares[first : first + length].sum())
-            gains[part_name(key)] = round(gains.get(part_name(key), 0.0) + total, 9)
+            name = part_name(key)
+            total = squares[first : first + length].sum()
+            total += gains.get(name, 0.0)
+            gains[name] = round(float(total), 9)
         first += length
     return gains

@@ -102,7 +102,8 @@ class ModuleTarget(Target):
                     help=f"{remedy}, or {_USE_TRACE}",
                 )
         for rule in config.rules:
-            between = sorted((rule.roles or frozenset()) & {"input", "activation"})
+            roles = rule.roles or frozenset()
+            between = sorted(roles & {"input", "activation"})
             if between:
                 raise UsageError(
                     f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}: "
@@ -113,7 +114,8 @@ class ModuleTarget(Target):
         return self
 
     def plan(self, config: Config) -> Plan:
-        return self._without_floats(resolve(config, self.graph, self.graph))
+        plan = resolve(config, self.graph, self.graph)
+        return self._without_floats(plan)
 
     def _without_floats(self, plan: Plan) -> Plan:
         """Return the plan without the outputs that a trace has shown to stay float."""
@@ -121,7 +123,8 @@ class ModuleTarget(Target):
         for (layer, role), tensor in plan.tensors.items():
             if role != "activation" or layer not in self.floats:
                 tensors[layer, role] = tensor
-        return replace(plan, tensors=tensors, floats={**plan.floats, **self.floats})
+        floats = {**plan.floats, **self.floats}
+        return replace(plan, tensors=tensors, floats=floats)
 
     def check(self, plan: Plan) -> None:
         """Check that the layers can be changed in place, before any is.
@@ -136,16 +139,19 @@ class ModuleTarget(Target):
         paths: set[str] = set()
         for name, role in plan.tensors:
             if is_parameter(role):
-                path = plan.graph.by_name[name].params[parameter_name(role)]
+                node = plan.graph.by_name[name]
+                path = node.params[parameter_name(role)]
                 paths.add(path.removesuffix(".T"))
         check_finite(self.model, besides=paths)
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
         """Yield how many layers each rule selects, and what stays float."""
         for rule in plan.rules:
-            layers = [name for name in rule.layers if plan.graph.by_name[name].params]
+            nodes = [plan.graph.by_name[name] for name in rule.layers]
+            layer_count = sum(bool(node.params) for node in nodes)
+            layers = counted(layer_count, "layer")
             tensors = counted(rule.took_effect, "tensor")
-            yield logging.INFO, f"{rule.label}: {counted(len(layers), 'layer')}, {tensors} set"
+            yield logging.INFO, f"{rule.label}: {layers}, {tensors} set"
         unsupported = left_float(left_out(self.model, plan.graph).values())
         for text in (*ungrouped(plan), *unsupported, *_not_quantized(config, plan)):
             yield logging.WARNING, text
@@ -161,7 +167,8 @@ class ModuleTarget(Target):
             if is_parameter(role):
                 node = self.graph.by_name[name]
                 module = modules[node.scope]
-                attribute = parameters_of(module)[key_in_module(node, parameter_name(role))]
+                key = key_in_module(node, parameter_name(role))
+                attribute = parameters_of(module)[key]
                 quantized.add(id(module.get_parameter(attribute)))
         size = 0
         float_size = 0
@@ -179,8 +186,12 @@ class ModuleTarget(Target):
             reason="the config has algorithms, which work on a trace of the model",
             remedy="leave the algorithms out",
         )
-        target = replace(self, traced=traced)
-        return AlgorithmScope(target, traced.graph, traced.specs, traced.fitting)
+        return AlgorithmScope(
+            target=replace(self, traced=traced),
+            graph=traced.graph,
+            specs=traced.specs,
+            fitting=traced.fitting,
+        )
 
     def place_outputs(self, plan: Plan, first: Batch) -> tuple[ModuleTarget, Plan]:
         """Find out after which ReLU each output is quantized.
@@ -204,9 +215,11 @@ class ModuleTarget(Target):
             "needs a trace of the model",
             remedy="leave output_tensors out",
         )
-        target = replace(self, floats=kept_float(traced, plan.settings))
+        floats = kept_float(traced, plan.settings)
+        target = replace(self, floats=floats)
         plan = target._without_floats(plan)
-        layers = rectified(replace(traced, plan=plan), plan.settings)
+        traced = replace(traced, plan=plan)
+        layers = rectified(traced, plan.settings)
         tree = ModuleTree(self.model, self.graph, layers)
         return replace(target, rectified=layers, tree=tree), plan
 
@@ -239,7 +252,8 @@ class ModuleTarget(Target):
         write_rounded(self.model, self.graph, solution.weights)
         attach(self.model, self.graph, solution)
         for name in self.rectified:
-            rectify_output(self.model.get_submodule(self.graph.by_name[name].scope))
+            path = self.graph.by_name[name].scope
+            rectify_output(self.model.get_submodule(path))
         return solution
 
 

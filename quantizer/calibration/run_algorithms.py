@@ -101,9 +101,11 @@ def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> Cali
     if adjustment.parameters or adjustment.insertions:
         level, line = _difference_line(scope.graph, adjustment, request.first_batch())
         request.events.message(level, line)
+    target = scope.target.adjusted(adjustment)
     return replace(
         state,
-        target=scope.target.adjusted(adjustment),
+        target=target,
+        plan=target.plan(request.config),
         adjustment=state.adjustment.followed_by(adjustment),
     )
 
@@ -215,7 +217,7 @@ def _agreed(request: CalibrationRequest, adjustment: Adjustment) -> Adjustment:
 
 
 def load_run(name: str) -> Run:
-    """Import the function of an algorithm, which its settings name."""
+    """Return the function of an algorithm, which its settings name."""
     module, _, function = ALGORITHMS[name].run.partition(":")
     run: Run = getattr(importlib.import_module(module), function)
     return run

@@ -30,10 +30,15 @@ from quantizer.config.model import Settings
 from quantizer.config.wording import counted
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
+from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
 from quantizer.storage.allocator import GROWTH, give_back
 
 _CHECKPOINT = "the checkpoint of calibration"
+
+
+def _always(request: CalibrationRequest, state: CalibrationState) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,14 @@ class Step:
     """
 
     run: Callable[[CalibrationRequest, CalibrationState], CalibrationState]
-    when: Callable[[CalibrationRequest, CalibrationState], bool] = lambda request, state: True
+    when: Callable[[CalibrationRequest, CalibrationState], bool] = _always
 
 
 def run_passes(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Bring the graph into the form that is planned."""
     refused = absorption.refused(state.absorption or {})
-    return replace(state, target=state.target.prepared(request.config, refused))
+    target = state.target.prepared(request.config, refused)
+    return replace(state, target=target)
 
 
 def make_plan(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -65,17 +71,20 @@ def make_plan(request: CalibrationRequest, state: CalibrationState) -> Calibrati
     findings = (*request.findings, *plan.diagnostics)
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings)
+    events = request.events
     for finding in findings:
-        level = logging.INFO if finding.severity == "note" else logging.WARNING
+        is_note = finding.severity == "note"
+        level = logging.INFO if is_note else logging.WARNING
         text = finding.message
         if finding.place:
             text = f"{finding.place}: {text}"
         if finding.help:
             text = f"{text} ({finding.help})"
-        request.events.message(level, text, finding)
+        events.message(level, text, finding)
     for level, text in state.target.remarks(request.config, plan):
-        request.events.message(level, text)
-    return request.confirm(request, replace(state, plan=plan))
+        events.message(level, text)
+    state = replace(state, plan=plan)
+    return request.confirm(request, state)
 
 
 def check_absorption(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -84,10 +93,11 @@ def check_absorption(request: CalibrationRequest, state: CalibrationState) -> Ca
     If some may not, the passes and the plan are made again. The first rank decides for all.
     Without data, all layers absorb them.
     """
+    config = request.config
     record = absorption.NOTHING
     if request.ranks.is_first and not request.batches.stands_in:
-        original = request.target.original
-        record = absorption.decide(original, request.config.settings, request.read())
+        data = request.read()
+        record = absorption.decide(request.target.original, config.settings, data)
     record = request.ranks.broadcast(record, "the check of absorbed biases")
     state = replace(state, absorption=record)
     refused = absorption.refused(record)
@@ -95,8 +105,8 @@ def check_absorption(request: CalibrationRequest, state: CalibrationState) -> Ca
         return state
     for sentence in absorption.refusals(record):
         request.events.message(logging.INFO, sentence)
-    state = replace(state, target=state.target.prepared(request.config, refused))
-    return plan_again(request, state)
+    target = state.target.prepared(config, refused)
+    return replace(state, target=target, plan=target.plan(config))
 
 
 def level_far_channels(
@@ -117,18 +127,16 @@ def level_far_channels(
         return state
     adjustment = level_channels.adjustment(state.plan.graph, levels)
     target = state.target.adjusted(adjustment)
-    request.events.message(logging.INFO, level_channels.sentence(levels))
-    return plan_again(request, replace(state, adjustment=adjustment, target=target))
-
-
-def plan_again(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-    """Make the plan for a graph that has changed, without reporting it again."""
-    return replace(state, plan=state.target.plan(request.config))
+    plan = target.plan(request.config)
+    text = level_channels.sentence(levels)
+    request.events.message(logging.INFO, text)
+    return replace(state, target=target, plan=plan, adjustment=adjustment)
 
 
 def start_observers(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Create the observers, and show those of weights and biases their values."""
-    return replace(state, calibration=observing.start(state.plan))
+    calibration = observing.start(state.plan)
+    return replace(state, calibration=calibration)
 
 
 def observe(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -143,8 +151,10 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
 
     def snapshot() -> Snapshot:
         """Return the statistics so far, and the fingerprint of the data that they are of."""
-        tensors = {name: tensor.clone() for name, tensor in calibration.state_dict().items()}
-        return Snapshot(tensors, {"batches": calibration.batches, "data": seen})
+        statistics = calibration.state_dict()
+        tensors = {name: tensor.clone() for name, tensor in statistics.items()}
+        progress = {"batches": calibration.batches, "data": seen}
+        return Snapshot(tensors, progress)
 
     def unseen() -> Iterator[Batch]:
         """Yield the batches after those of the stopped run, which must be the same again."""
@@ -162,11 +172,15 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
         if count < done:
             raise other_run("the data differ")
 
-    saved: dict[str, Any] = {"saved_as": "calibration", "snapshot": snapshot}
-    with (
-        Stage(request.events, "calib", batches.total, done=done, **saved) as stage,
-        state.target.observed() as model,
-    ):
+    stage = Stage(
+        request.events,
+        "calib",
+        batches.total,
+        done=done,
+        saved_as="calibration",
+        snapshot=snapshot,
+    )
+    with stage, state.target.observed() as model:
         if request.ranks.is_alone:
             observing.run(calibration, model, unseen())
         else:
@@ -177,8 +191,11 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
         if request.fast_finetune:
             stage.advance(stage.done, at_boundary=True)
     unreached = state.target.unreached()
-    _warn_of_unreached(request, state, unreached)
-    return replace(state, calibration=calibration.without(unreached))
+    for layer in _uncalibrated(state.plan, unreached):
+        text = f"{layer} was not reached by the calibration data: its activations stay float"
+        request.events.message(logging.WARNING, text)
+    calibration = calibration.without(unreached)
+    return replace(state, calibration=calibration)
 
 
 def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
@@ -194,23 +211,20 @@ def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
         calibration.load_state_dict(checked_statistics(snapshot.tensors, _CHECKPOINT))
         calibration.batches = operator.index(snapshot.state["batches"])
         seen = snapshot.state["data"]
-        has_same_tensors = snapshot.tensors.keys() == calibration.state_dict().keys()
-        if calibration.batches < 0 or not has_same_tensors:
+        names = calibration.state_dict().keys()
+        if calibration.batches < 0 or snapshot.tensors.keys() != names:
             raise ValueError("it lacks tensors, or has others")
     return seen
 
 
-def _warn_of_unreached(
-    request: CalibrationRequest, state: CalibrationState, unreached: Collection[str]
-) -> None:
-    """Warn of layers with activations to calibrate that no batch has reached."""
-    layers: dict[str, None] = {}
-    for tensor in state.plan.tensors.values():
-        if tensor.is_calibrated and tensor.layer in unreached:
-            layers[tensor.layer] = None
-    for layer in layers:
-        text = f"{layer} was not reached by the calibration data: its activations stay float"
-        request.events.message(logging.WARNING, text)
+def _uncalibrated(plan: Plan, unreached: Collection[str]) -> list[str]:
+    """Return the layers among `unreached` with activations to calibrate."""
+    layers: list[str] = []
+    for tensor in plan.tensors.values():
+        layer = tensor.layer
+        if tensor.is_calibrated and layer in unreached and layer not in layers:
+            layers.append(layer)
+    return layers
 
 
 def load_statistics(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -232,8 +246,9 @@ def load_statistics(request: CalibrationRequest, state: CalibrationState) -> Cal
 def find_scales(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Find scales and zero points, from what was observed or what algorithms have found."""
     data = request.batches.fingerprint
-    if request.algorithms_need_data and not state.calibration.batches and data is not None:
-        calibration = replace(state.calibration, batches=data["batches"])
+    calibration = state.calibration
+    if request.algorithms_need_data and not calibration.batches and data is not None:
+        calibration = replace(calibration, batches=data["batches"])
         state = replace(state, calibration=calibration)
     state = decide_joins(request, state)
     solution = replace(
@@ -251,7 +266,8 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
 
 def align_to_dpu(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Move power-of-two scales to those that the DPU has shifts for."""
-    solution, moves = aligned(state.solution, state.plan.graph, state.plan.settings)
+    plan = state.plan
+    solution, moves = aligned(state.solution, plan.graph, plan.settings)
     for move in moves:
         request.events.message(logging.INFO, f"note: {move}")
     return replace(state, solution=solution)
@@ -290,21 +306,27 @@ def correct_biases(request: CalibrationRequest, state: CalibrationState) -> Cali
     """
     data = request.read_again("bias correction", "set include_bias_corr to false")
     graph = state.plan.graph
-    network = placed(quantized_network(graph, state.solution), graph.device)
-    runner = SequentialRunner(network, data, ActivationStore(request.memory), request.ranks)
-    with Stage(request.events, "bias correction", len(graph.nodes), "layers") as stage:
+    network = quantized_network(graph, state.solution)
+    network = placed(network, graph.device)
+    store = ActivationStore(request.memory)
+    runner = SequentialRunner(network, data, store, request.ranks)
+    count = len(graph.nodes)
+    with Stage(request.events, "bias correction", count, "layers") as stage:
         corrections = bias_correction.correct_biases(
             runner,
             state.calibration.means,
             as_codes=state.plan.settings.target_device == "DPU",
             after_layer=stage.advance,
         )
-    sizes = {layer: float(values.abs().max()) for layer, values in corrections.items()}
+    sizes: dict[str, float] = {}
+    for layer, correction in corrections.items():
+        sizes[layer] = float(correction.abs().max())
     largest = max(sizes, key=sizes.__getitem__)
     layers = counted(len(corrections), "layer")
     text = f"biases of {layers} corrected, by at most {sizes[largest]:.3g} in {largest}"
     request.events.message(logging.INFO, text)
-    return replace(state, solution=replace(state.solution, corrections=corrections))
+    solution = replace(state.solution, corrections=corrections)
+    return replace(state, solution=solution)
 
 
 def finetune(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -320,26 +342,20 @@ def finish(request: CalibrationRequest, state: CalibrationState) -> CalibrationS
     """Make the codes of quantized parameters that are stored, run and exported; or quantize the
     modules.
     """
-    return replace(state, solution=state.target.finished(state.solution))
+    solution = state.target.finished(state.solution)
+    return replace(state, solution=solution)
 
 
 def _is_for_dpu(request: CalibrationRequest, state: CalibrationState) -> bool:
     return state.plan.settings.target_device == "DPU"
 
 
-def _has_algorithms(request: CalibrationRequest, state: CalibrationState) -> bool:
-    return bool(request.config.algorithms)
-
-
-def _decides_absorption(request: CalibrationRequest, state: CalibrationState) -> bool:
-    return request.config.settings.include_cle and state.absorption is None
-
-
 def _can_level(request: CalibrationRequest, state: CalibrationState) -> bool:
     """Return whether channels can be levelled; the DPU has one scale for all weights of a
     layer.
     """
-    return state.target.is_traced and not _is_for_dpu(request, state)
+    is_for_dpu = _is_for_dpu(request, state)
+    return state.target.is_traced and not is_for_dpu
 
 
 def _observes_data(request: CalibrationRequest, state: CalibrationState) -> bool:
@@ -351,17 +367,33 @@ def _observes_data(request: CalibrationRequest, state: CalibrationState) -> bool
 STEPS: tuple[Step, ...] = (
     Step(run_passes),
     Step(make_plan),
-    Step(check_absorption, when=_decides_absorption),
+    Step(
+        check_absorption,
+        when=lambda request, state: (
+            request.config.settings.include_cle and state.absorption is None
+        ),
+    ),
     Step(level_far_channels, when=_can_level),
-    Step(run_algorithms, when=_has_algorithms),
-    Step(plan_again, when=_has_algorithms),
+    Step(
+        run_algorithms,
+        when=lambda request, state: bool(request.config.algorithms),
+    ),
     Step(start_observers),
-    Step(load_statistics, when=lambda request, state: bool(request.statistics)),
+    Step(
+        load_statistics,
+        when=lambda request, state: bool(request.statistics),
+    ),
     Step(observe, when=_observes_data),
     Step(find_scales),
     Step(align_to_dpu, when=_is_for_dpu),
-    Step(finetune, when=lambda request, state: bool(request.fast_finetune)),
-    Step(correct_biases, when=lambda request, state: bool(state.calibration.means)),
+    Step(
+        finetune,
+        when=lambda request, state: bool(request.fast_finetune),
+    ),
+    Step(
+        correct_biases,
+        when=lambda request, state: bool(state.calibration.means),
+    ),
     Step(finish),
 )
 

@@ -39,9 +39,7 @@ class AlgorithmScope:
     target: Target
     graph: Graph
     specs: Mapping[Key, QuantizationSpec]
-    fitting: Callable[[Algorithm, Structure], Structure] = lambda algorithm, structure: (
-        structure
-    )
+    fitting: Callable[[Algorithm, Structure], Structure]
 
 
 class Target(Protocol):
@@ -55,7 +53,11 @@ class Target(Protocol):
     original: Graph
     is_traced: bool
 
-    def prepared(self, config: Config, refused: Collection[str] = ()) -> Target:
+    def prepared(
+        self,
+        config: Config,
+        refused: Collection[str] = (),
+    ) -> Target:
         """Return the target with its graph in the form that is planned.
 
         Args:
@@ -130,14 +132,23 @@ class TracedTarget(Target):
             yield logging.INFO, text
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
-        return AlgorithmScope(self, plan.graph, specs)
+        specs: dict[Key, QuantizationSpec] = {}
+        for key, tensor in plan.tensors.items():
+            specs[key] = tensor.spec
+        return AlgorithmScope(
+            target=self,
+            graph=plan.graph,
+            specs=specs,
+            fitting=lambda algorithm, structure: structure,
+        )
 
     def adjusted(self, adjustment: Adjustment) -> TracedTarget:
-        return replace(self, changed=adjusted(self.graph, adjustment))
+        changed = adjusted(self.graph, adjustment)
+        return replace(self, changed=changed)
 
     def observed(self) -> AbstractContextManager[Observable]:
-        return nullcontext(weights_last(Network(self.graph)))
+        network = Network(self.graph)
+        return nullcontext(weights_last(network))
 
     def unreached(self) -> Collection[str]:
         """Return nothing, as a trace has only layers that run."""
@@ -146,9 +157,14 @@ class TracedTarget(Target):
     def solved(self, solution: Solution, adjustment: Adjustment) -> Solution:
         """Return the solution with rounded weights, and all changes of the float network."""
         rescaled = adjustment.parameters
-        solution = replace(solution, insertions=adjustment.insertions, rescaled=rescaled)
-        solution = solution.with_qparams(adjustment.qparams).with_weights(rescaled)
-        return solution.with_rounded(adjustment.rounded)
+        solution = solution.with_qparams(adjustment.qparams)
+        solution = solution.with_weights(rescaled)
+        solution = solution.with_rounded(adjustment.rounded)
+        return replace(
+            solution,
+            insertions=adjustment.insertions,
+            rescaled=rescaled,
+        )
 
     def finished(self, solution: Solution) -> Solution:
         return encoded(self.graph, solution)
