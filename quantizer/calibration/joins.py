@@ -186,7 +186,8 @@ def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, floa
     The width goes from the lowest code to the highest, of the widest channel.
     """
     widths: dict[Key, float] = {}
-    for key in (join.single or join.inputs[0], *join.sources):
+    whole = join.single or join.inputs[0]
+    for key in (whole, *join.sources):
         observer = observers.get(key)
         if observer is None or observer.spec.dtype != "int":
             continue
