@@ -94,7 +94,7 @@ def check_absorption(request: CalibrationRequest, state: CalibrationState) -> Ca
     Without data, all layers absorb them.
     """
     config = request.config
-    record = absorption.NOTHING
+    record: absorption.Record = {}
     if request.ranks.is_first and not request.batches.stands_in:
         data = request.read()
         record = absorption.decide(request.target.original, config.settings, data)
@@ -254,7 +254,7 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
     solution = replace(
         observing.solution(state.calibration),
         joins=state.joins,
-        absorption=state.absorption or absorption.NOTHING,
+        absorption=state.absorption or {},
         levels=state.levels or {},
     )
     solution = state.target.solved(solution, state.adjustment)
