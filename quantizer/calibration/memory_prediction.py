@@ -196,7 +196,7 @@ def _quantized_layers(keys: Collection[Key]) -> set[str]:
 
 def _parameter_paths(graph: Graph, layers: Collection[str]) -> set[str]:
     """Return the paths of the parameters of these layers."""
-    paths = set()
+    paths: set[str] = set()
     for name in layers:
         paths.update(graph.by_name[name].params.values())
     return paths
