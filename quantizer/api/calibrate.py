@@ -16,8 +16,8 @@ from quantizer.api.result import Result
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events, Forked
 from quantizer.calibration.finetuning import as_asked
-from quantizer.calibration.job import Job
 from quantizer.calibration.module_target import evaluating
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.diagnostics import pointing_into
 from quantizer.errors import DataError, ModelError, UsageError
@@ -35,6 +35,7 @@ from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.folder import QuantInfo, read_info
 from quantizer.results.result_set import locked
 from quantizer.results.same_calibration import check_plan
+from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.hugging_face import without_cache
@@ -97,25 +98,39 @@ def calibrate(
     cut = {"batch_size": batch_size, "subset_len": subset_len}
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
     watching, batches = events or follower(), _batches(model, data, seed=seed, **cut)
-    job = Job(
-        TracedTarget(_traced(model, batches, compared=True)[0]),
-        rules,
-        batches,
-        Forked(*filter(None, (watching, checkpoints))),
-        checkpoints,
-        seed,
-        fast_finetune,
-        {"seed": seed, **cut},
-        read.diagnostics,
+    request = CalibrationRequest(
+        target=TracedTarget(_traced(model, batches, compared=True)[0]),
+        config=rules,
+        batches=batches,
+        events=Forked(*filter(None, (watching, checkpoints))),
+        checkpoints=checkpoints,
+        seed=seed,
+        fast_finetune=fast_finetune,
+        facts={"seed": seed, **cut},
+        findings=read.diagnostics,
         memory=budget,
         dpu_accuracy=dpu_accuracy,
     )
     lock = locked(checkpoints.folder) if checkpoints else nullcontext()
     with lock, pointing_into(read.sources):
-        found = Calibrated(job.target.original, rules.settings, steps.run(job))
+        state = steps.run(request)
         if checkpoints:
             checkpoints.remove()
-    return Result(model, found, job.plan, batches, watching, job=job)
+    return _result(model, request, state, watching)
+
+
+def _result(
+    model: nn.Module, request: CalibrationRequest, state: CalibrationState, events: Events
+) -> Result:
+    """Return the result of a calibration."""
+    original, config = request.target.original, request.config
+    calibrated = Calibrated(original, config.settings, state.solution)
+
+    def write(folder: Path) -> None:
+        header = request.header(state)
+        write_results(folder, original, config, state.calibration, state.solution, header)
+
+    return Result(model, calibrated, state.plan, request.batches, events, write=write)
 
 
 def _budget(memory: int | str | None) -> int | None:

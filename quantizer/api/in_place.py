@@ -4,6 +4,7 @@ nothing.
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, tee
 from typing import Any
 
@@ -12,14 +13,16 @@ from torch import nn
 
 from quantizer.api.config import AnyConfig, path_of, read_config
 from quantizer.calibration import steps
-from quantizer.calibration.job import Job
 from quantizer.calibration.module_target import ModuleTarget
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.config.model import Config
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.modules import export_modules
 from quantizer.nn.inplace import check_float
 from quantizer.nn.transaction import all_or_nothing
+from quantizer.plan.model import Plan
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
@@ -39,24 +42,27 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
     check_kinds(model)
     read = read_config(config)
     rules = read.require()
-    target = ModuleTarget(model)
+    target = ModuleTarget.of(model)
 
     items = _items(() if dataloader is None else dataloader, model)
 
-    def confirm(job: Job) -> None:
+    def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
         nonlocal items
-        target.check(job.plan)
-        outputs = any(tensor.role == "activation" for tensor in job.plan.tensors.values())
-        if dataloader is None and (job.plan.needs_data or rules.algorithms or outputs):
-            why, remedy = _wants_data(job)
+        plan = state.plan
+        target.check(plan)
+        outputs = any(tensor.role == "activation" for tensor in plan.tensors.values())
+        if dataloader is None and (plan.needs_data or rules.algorithms or outputs):
+            why, remedy = _wants_data(rules, plan)
             raise DataError(
                 f"no dataloader, but {why}",
                 help=f"give quantize_model(model, dataloader) {remedy}",
             )
-        if outputs:
-            first = next(items)
-            items = chain([first], items)
-            job.plan = target.place_outputs(job.plan, first)
+        if not outputs:
+            return state
+        first = next(items)
+        items = chain([first], items)
+        placed, plan = target.place_outputs(plan, first)
+        return replace(state, target=placed, plan=plan)
 
     def batches() -> Iterator[Batch]:
         """A pass; algorithms take several, so batches are kept for them, each read when a pass
@@ -69,9 +75,15 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         return again
 
     read_by = Batches(batches, "the dataloader", given=arguments_of(model))
-    job = Job(target, rules, read_by, findings=read.diagnostics, confirm=confirm)
+    request = CalibrationRequest(
+        target=target,
+        config=rules,
+        batches=read_by,
+        findings=read.diagnostics,
+        confirm=confirm,
+    )
     with all_or_nothing(model):
-        steps.run(job)
+        steps.run(request)
 
 
 @user_exits("the model", ModelError)
@@ -88,14 +100,14 @@ def export(
     return export_modules(model, place, _items(items or (), model))
 
 
-def _wants_data(job: Job) -> tuple[str, str]:
+def _wants_data(config: Config, plan: Plan) -> tuple[str, str]:
     """What data are for, and what to give."""
-    algorithms = job.config.algorithms
+    algorithms = config.algorithms
     reading = next((settings.name for settings in algorithms if settings.needs_data), None)
     if reading is not None:
         return f"{reading} works on the values that data give", "some batches"
-    if job.plan.needs_data:
-        found = next(tensor for tensor in job.plan.tensors.values() if tensor.is_calibrated)
+    if plan.needs_data:
+        found = next(tensor for tensor in plan.tensors.values() if tensor.is_calibrated)
         why = f"the {found.role} of {found.layer} has a static scale, which is found on data"
         return why, "some batches" + ("" if algorithms else ", or set is_dynamic=True")
     if algorithms:
@@ -103,7 +115,7 @@ def _wants_data(job: Job) -> tuple[str, str]:
             f"{algorithms[0].name} works on a trace of the model, which runs it on one batch",
             "one batch",
         )
-    found = next(tensor for tensor in job.plan.tensors.values() if tensor.role == "activation")
+    found = next(tensor for tensor in plan.tensors.values() if tensor.role == "activation")
     return (
         f"whether a ReLU follows {found.layer}, whose output is quantized, one batch shows",
         "one batch",

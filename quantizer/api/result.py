@@ -16,7 +16,6 @@ from torch import nn
 from quantizer.api.notebook import html_table
 from quantizer.api.report import Report
 from quantizer.calibration.events import Events
-from quantizer.calibration.job import Job
 from quantizer.calibration.module_target import evaluating
 from quantizer.config.wording import closest
 from quantizer.errors import DataError, GateError, ModelError, UsageError
@@ -33,7 +32,7 @@ from quantizer.report.view import View
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults, open_written
 from quantizer.results.result_set import locked
-from quantizer.results.write import check_owner, write_copy, write_results
+from quantizer.results.write import check_owner, write_copy
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate
@@ -197,7 +196,7 @@ class Result:
         batches: Batches,
         events: Events,
         *,
-        job: Job | None = None,
+        write: Callable[[Path], None] | None = None,
         opened: OpenedResults | None = None,
     ) -> None:
         self.plan = PlanView(plan)
@@ -207,7 +206,7 @@ class Result:
             batches,
             events,
         )
-        self._job, self._opened = job, opened
+        self._write, self._opened = write, opened
 
     @cached_property
     def network(self) -> nn.Module:
@@ -256,8 +255,8 @@ class Result:
         place = Path(folder)
         with locked(place):
             check_owner(place, self._calibrated.graph.model, overwrite=overwrite)
-            if self._job is not None:
-                self._write(place, self._job)
+            if self._write is not None:
+                self._write(place)
             elif self._opened is not None and not self._is_in(place):
                 write_copy(place, self._opened)
             write_report(open_written(place, READ))
@@ -270,10 +269,6 @@ class Result:
         if opened is None or opened.folder.resolve() != place.resolve():
             return False
         return opened.files.is_current()
-
-    def _write(self, place: Path, job: Job) -> None:
-        original = self._calibrated.original
-        write_results(place, original, job.config, job.calibration, job.solution, job.header)
 
     def report(
         self, path: str | os.PathLike[str] | None = None, tested: Comparison | None = None
@@ -288,8 +283,8 @@ class Result:
             ResultError: it cannot be written.
         """
         with TemporaryDirectory() as place:
-            if self._job is not None:
-                self._write(Path(place), self._job)
+            if self._write is not None:
+                self._write(Path(place))
             opened = self._opened or open_written(Path(place), READ)
             report = Report(opened, tested.to_json() if tested else {})
         if path is not None:

@@ -1,7 +1,7 @@
-"""Decides on calibration data which layers may absorb the high biases of those before them.
+"""Decides on calibration data which layers absorb the high biases of the layers before them.
 
-A batch norm promises where values lie, and data may lie elsewhere. The decision is recorded in
-the results, so that every later run makes the same graph.
+The pass relies on the ranges that batch norms predict, which real data may not have. The
+decision is recorded in the results, so that every later run makes the same graph.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec, Settings
+from quantizer.config.wording import counted
 from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import CHECKED, graph_before
@@ -27,29 +28,30 @@ from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, naming_batch
 from quantizer.storage.deferred_tensor import loaded
 
-CHECKED_BATCHES = 4
-"""How many of the first calibration batches are checked.
+_MAX_BATCHES = 4
+"""How many of the first calibration batches are read.
 
-Each runs what lies between the two layers of a pair twice, and the second layer three times.
+Each runs the layers between the two of a pair twice, and the second layer three times.
 """
-VALUES = QuantizationSpec(bit_width=8, symmetric=False, signed=False, is_dynamic=True)
-WEIGHTS = QuantizationSpec(bit_width=8, is_dynamic=True)
-"""Eight bits for the input and for the weight of the second layer of a pair, with one scale
-each.
-"""
-LEAST_DB = -100.0
-"""The least SQNR that is recorded, where nothing is left of a signal."""
+_INPUT_SPEC = QuantizationSpec(
+    bit_width=8,
+    symmetric=False,
+    signed=False,
+    is_dynamic=True,
+)
+_WEIGHT_SPEC = QuantizationSpec(bit_width=8, is_dynamic=True)
+"""8 bits for the input and the weight of the second layer of a pair, with one scale each."""
+_MIN_DB = -100.0
+"""The lowest SQNR that is recorded, in dB."""
 Record = Mapping[str, Any]
-"""As quant_info.json has it: `batches`, and in `layers` both figures and the decision by first
-layer.
+"""As quant_info.json has it: `batches`, and `layers`, by first layer, with both SQNRs and the
+decision. Empty for a network without such layers, and for a calibration without data.
 """
-NOTHING: Record = {}
-"""The record of a network without such layers, and of a calibration without data."""
 
 
 @dataclass
 class _Energies:
-    """Energies over batches: of a second layer's output, and of either error in it."""
+    """Sums over batches: the energy of a second layer's output, and of two errors in it."""
 
     signal: float = 0.0
     absorbing: float = 0.0
@@ -57,98 +59,106 @@ class _Energies:
 
     @property
     def is_absorbed(self) -> bool:
-        """Whether absorbing changes the output no more than eight bits do, which NaN does not
-        say.
-        """
+        """Return whether absorbing changes the output no more than 8 bits do; not for NaN."""
         return self.absorbing <= self.eight_bits
 
 
 def decide(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Record:
-    """Return which layers may absorb high biases, and what that changes on the first batches.
+    """Return which layers absorb high biases, and what that changes on the first batches.
 
     Args:
         original: the model as traced.
         settings: of the config, which says whether biases are absorbed at all.
-        batches: calibration data on the graph's device. The first `CHECKED_BATCHES` are read if
-            any layer can absorb, else none.
+        batches: calibration data on the graph's device. They are read only if a layer can
+            absorb biases.
 
     Raises:
         DataError: the network cannot run a batch.
     """
     graph = graph_before(CHECKED, original, settings)
-    absorptions = [] if graph is None else list(find_absorptions(graph))
-    if graph is None or not absorptions:
-        return NOTHING
-    sums = [_Energies() for _ in absorptions]
+    if graph is None:
+        return {}
+    pairs: list[tuple[Absorption, _Energies]] = []
+    for absorption in find_absorptions(graph):
+        pairs.append((absorption, _Energies()))
+    if not pairs:
+        return {}
     network = Network(graph)
-    coarse = Network(_with_coarse_weights(graph, absorptions))
+    coarse = Network(_with_8_bit_weights(graph, pairs))
     count = 0
     with torch.no_grad():
-        for batch in islice(batches, CHECKED_BATCHES):
+        for batch in islice(batches, _MAX_BATCHES):
             with naming_batch(count):
                 execution = network.start(batch.args, batch.kwargs)
-                for absorption, energies in zip(absorptions, sums, strict=True):
-                    first = graph.index[absorption.pair.first.name]
-                    execution.advance(first + 1)
+                for absorption, energies in pairs:
+                    first = absorption.pair.first.name
+                    execution.advance(graph.index[first] + 1)
                     _add(energies, absorption, execution, coarse)
             count += 1
-    rows = {}
-    for absorption, energies in zip(absorptions, sums, strict=True):
-        rows[absorption.pair.first.name] = _row(absorption, energies)
+    rows: dict[str, Any] = {}
+    for absorption, energies in pairs:
+        pair = absorption.pair
+        rows[pair.first.name] = {
+            "into": pair.second.name,
+            "absorbing_db": _rounded_db(energies.signal, energies.absorbing),
+            "eight_bits_db": _rounded_db(energies.signal, energies.eight_bits),
+            "absorbed": energies.is_absorbed,
+        }
     return {"batches": count, "layers": rows}
 
 
 def refused(record: Record) -> frozenset[str]:
     """Return the layers whose high biases stay; an empty record refuses none."""
     rows = record.get("layers", {})
-    return frozenset(name for name, row in rows.items() if not row["absorbed"])
+    names: set[str] = set()
+    for name, row in rows.items():
+        if not row["absorbed"]:
+            names.add(name)
+    return frozenset(names)
 
 
 def refusals(record: Record) -> list[str]:
     """Return a sentence on each layer whose high biases stay."""
-    sentences = []
+    sentences: list[str] = []
     for name, row in record.get("layers", {}).items():
-        if row["absorbed"]:
-            continue
-        absorbing = _in_words(row["absorbing_db"])
-        eight_bits = _in_words(row["eight_bits_db"])
-        sentences.append(
-            f"the high biases of {name} stay: on {record['batches']} calibration batches, "
-            f"absorbing them leaves {absorbing} of the output of {row['into']}, and 8 bits "
-            f"{eight_bits}"
-        )
+        if not row["absorbed"]:
+            absorbing = _in_words(row["absorbing_db"])
+            eight_bits = _in_words(row["eight_bits_db"])
+            batches = counted(record["batches"], "calibration batch", "calibration batches")
+            sentences.append(
+                f"the high biases of {name} stay: on {batches}, the output of {row['into']} "
+                f"has an SQNR of {absorbing} with absorbed biases, and of {eight_bits} with "
+                "8 bits"
+            )
     return sentences
 
 
 def _in_words(ratio: float | None) -> str:
-    return "all" if ratio is None else f"{ratio:.1f} dB"
-
-
-def _row(absorption: Absorption, energies: _Energies) -> dict[str, Any]:
-    return {
-        "into": absorption.pair.second.name,
-        "absorbing_db": _rounded_db(energies.signal, energies.absorbing),
-        "eight_bits_db": _rounded_db(energies.signal, energies.eight_bits),
-        "absorbed": energies.is_absorbed,
-    }
+    return "infinity" if ratio is None else f"{ratio:.1f} dB"
 
 
 def _rounded_db(signal: float, error: float) -> float | None:
-    """The ratio without the last bits of sums, in dB; None where there is no error."""
+    """Return the ratio in dB, without the last bits of sums; None if there is no error."""
     ratio = decibel(signal, error)
-    return None if ratio == math.inf else max(LEAST_DB, round(ratio, 2))
+    if ratio == math.inf:
+        return None
+    ratio = round(ratio, 2)
+    return max(_MIN_DB, ratio)
 
 
 def _add(
-    energies: _Energies, absorption: Absorption, execution: Execution, coarse: Network
+    energies: _Energies,
+    absorption: Absorption,
+    execution: Execution,
+    coarse: Network,
 ) -> None:
     """Add one batch to the energies of a pair.
 
     Args:
-        energies: of the pair, which are added to.
+        energies: added to.
         absorption: the pair, and by how much the first layer's output is lowered.
         execution: of the float network, which has just run the first layer.
-        coarse: the same network with second layers' weights of eight bits.
+        coarse: the same network with 8-bit weights in second layers.
     """
     pair, network = absorption.pair, execution.network
     second = network.graph.index[pair.second.name]
@@ -157,37 +167,40 @@ def _add(
     exact = execution.branch().advance(second)
     x = exact.values[source]
 
-    # Absorbing is exact where adding the shift again, behind the ReLU, gives back the input.
+    # Absorbing is exact if adding the shift again after the ReLU gives back the input.
     shifted = execution.branch()
     before = shifted.values[pair.first.name]
     weight = network.graph.weight(pair.first)
-    shifted.values[pair.first.name] = before - _along_channels(absorption.high, before, weight)
+    shift = _by_channel(absorption.high, before, weight)
+    shifted.values[pair.first.name] = before - shift
     shifted.advance(second)
     weight = network.graph.weight(pair.second)
-    restored = shifted.values[source] + _along_channels(absorption.high_inputs, x, weight)
+    shift = _by_channel(absorption.high_inputs, x, weight)
+    restored = shifted.values[source] + shift
+    quantized = TensorQuantizer(_INPUT_SPEC)(x)
 
     output = network.run_node(pair.second, exact.values)
     absorbed = network.run_node(pair.second, {**exact.values, source: restored})
-    rounded = coarse.run_node(pair.second, {**exact.values, source: TensorQuantizer(VALUES)(x)})
+    rounded = coarse.run_node(pair.second, {**exact.values, source: quantized})
     energies.signal += energy(output)
     energies.absorbing += energy(absorbed - output)
     energies.eight_bits += energy(rounded - output)
 
 
-def _along_channels(values: Tensor, like: Tensor, weight: Tensor) -> Tensor:
-    """One value for each channel, in the shape in which it is added to `like`.
-
-    `like` is the input or the output of a layer with this weight.
+def _by_channel(values: Tensor, like: Tensor, weight: Tensor) -> Tensor:
+    """Return [channels] values as [channels, 1, ...], to add to the input or output `like` of a
+    layer with this weight.
     """
-    axes_behind = weight.dim() - 2
-    return values.to(like).reshape(-1, *[1] * axes_behind)
+    spatial = weight.dim() - 2
+    return values.to(like).reshape(-1, *[1] * spatial)
 
 
-def _with_coarse_weights(graph: Graph, absorptions: Iterable[Absorption]) -> Graph:
-    """The graph with weights of eight bits in all second layers."""
-    weights = {}
-    for absorption in absorptions:
+def _with_8_bit_weights(graph: Graph, pairs: Iterable[tuple[Absorption, _Energies]]) -> Graph:
+    """Return the graph with 8-bit weights in all second layers."""
+    weights: dict[str, dict[str, Tensor]] = {}
+    for absorption, _ in pairs:
         second = absorption.pair.second
         weight = loaded(graph.weight(second)).detach()
-        weights[second.name] = {"weight": TensorQuantizer(WEIGHTS)(weight)}
+        quantized = TensorQuantizer(_WEIGHT_SPEC)(weight)
+        weights[second.name] = {"weight": quantized}
     return with_weights(graph, weights)

@@ -1,5 +1,6 @@
-"""What a run reports while it works: its stages, how far each is, what the user should know.
-Shows nothing itself.
+"""What a run reports while it works: its stages, their progress, and messages to the user.
+
+Followers show it; nothing is shown here.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What an interrupted stage needs to go on: tensors by name, and `state`, which JSON can
-    hold.
+    """What a stopped stage needs to go on.
+
+    Args:
+        tensors: by name.
+        state: the rest, as JSON can hold it.
     """
 
     tensors: Mapping[str, Tensor]
@@ -35,15 +39,15 @@ class Stage:
     """One part of a run: `with Stage(events, "calib", total=10) as stage: stage.advance()`.
 
     Args:
-        events: who follows.
-        name: for progress.
+        events: the follower.
+        name: shown with the progress.
         total: how many units there are, if that is known.
         unit: what is counted.
-        done: how many are done.
-        saved_as: the name of the checkpoint that `snapshot` goes to.
-        snapshot: makes one of what is found so far; None if there is nothing to go on from.
-        needs_same_data: whether what was found is of no use with other data.
-        at_boundary: whether this is a good moment to save, whatever the time.
+        done: how many units are done.
+        saved_as: the name of the checkpoint that `snapshot` is saved as.
+        snapshot: returns a snapshot of the results so far; None if the stage has none.
+        needs_same_data: whether the snapshot can only be used with the same data.
+        at_boundary: whether to save now, even soon after the last time.
     """
 
     events: Events
@@ -61,12 +65,13 @@ class Stage:
         return self
 
     def advance(self, done: int | None = None, *, at_boundary: bool = False) -> None:
-        """One more unit is done, or `done` in all."""
-        self.done, self.at_boundary = self.done + 1 if done is None else done, at_boundary
+        """Count one more unit as done, or set the count to `done`."""
+        self.done = self.done + 1 if done is None else done
+        self.at_boundary = at_boundary
         self.events.advanced(self)
 
     def counted(self, units: Iterable[T]) -> Iterator[T]:
-        """Hand on units, each of which is done when the next one is asked for."""
+        """Yield units, and count each as done when the next one is requested."""
         for unit in units:
             yield unit
             self.advance()
@@ -83,7 +88,7 @@ class Stage:
             raise lost from error
 
     def _lost_worker(self, error: BaseException | None) -> DataError | None:
-        """The end of a loader's process, with how far the stage was."""
+        """Return the error of a loader's process that ended, with the progress of the stage."""
         text = lost_worker(error)
         if text is None:
             return None
@@ -91,36 +96,36 @@ class Stage:
 
 
 class Events:
-    """Whoever follows a run. Each method does nothing, for followers to override."""
+    """A follower of a run. Each method does nothing; subclasses override them."""
 
     def started(self, stage: Stage) -> None:
-        """A stage begins, with `stage.done` units done if it was resumed."""
+        """Follow the start of a stage, which has `stage.done` units done if it is resumed."""
 
     def advanced(self, stage: Stage) -> None:
-        """A unit is done; `stage.snapshot` shows a consistent state now."""
+        """Follow the progress of a stage; `stage.snapshot` is consistent now."""
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """Something to log at a level of `logging`; `finding` is what it is about in the
-        config.
+        """Log a message.
+
+        Args:
+            level: of `logging`.
+            text: the message.
+            finding: the finding on the config that it is about.
         """
 
     def stopped(self, stage: Stage, error: BaseException | None) -> None:
-        """A stage ends, complete or with an error."""
+        """Follow the end of a stage, complete or with an error."""
 
 
 class Logged(Events):
-    """Messages go to the package's logger, progress nowhere: for Python, where the application
-    owns the terminal.
-    """
+    """Logs messages and ignores progress, as in Python the application owns the terminal."""
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
         logger.log(level, "%s", text)
 
 
 class Forked(Events):
-    """Several followers as one, in order; a stop goes to the last one first, as things are
-    closed.
-    """
+    """Passes everything on to several followers in order, and the end of a stage in reverse."""
 
     def __init__(self, *followers: Events) -> None:
         self._followers = followers

@@ -1,12 +1,12 @@
-"""Compares, once and on few samples, what a traced network computes with what the model itself
-does.
+"""Compares, once and on few samples, the output of a traced network with that of the model.
 
-A trace is one call of the model: numbers that are drawn or counted in Python, and modes that it
-changes, are frozen.
+A trace records one call of the model. Numbers that Python draws or counts, and modes that the
+model changes, are frozen in it.
 """
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,239 +29,276 @@ from quantizer.sources.user_code import user_exits
 
 logger = logging.getLogger(__name__)
 
-FEW = 3
-"""Samples that are compared where the batch is open: one more than a trace is made with."""
-SHORT = 32
-"""How long lengths are then that are open."""
-FAR = 0.01
-"""A share of the output that is more than another order of additions; less is a warning."""
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+COMPARED_SAMPLES = 3
+"""Samples that are compared if the batch is open: one more than a trace is made with."""
+_COMPARED_LENGTH = 32
+"""The length of open axes that is compared."""
+_TOLERANCE = 0.01
+"""A difference of more than this share of the output is an error; less is a warning."""
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 
 
 def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
-    """Look whether the module computes the same in each call, and what its trace does; its
-    state stays as it is.
+    """Check that the module computes the same in each call, and the same as its trace.
 
-    A model whose weights stay in their files is not run, and one that fails is left to
-    calibration.
+    The state of the module is restored. A model whose weights stay in their files is not run.
+    If the model fails, calibration reports it.
 
     Raises:
-        ModelError: it keeps something from call to call, or the trace computes something else.
+        ModelError: it keeps values from call to call, or the trace computes something else.
     """
     if graph.is_deferred:
         return
     call = _small(graph, batch)
-    again_on_it = user_exits("running the model on the first batch again", ModelError)
-    with torch.no_grad(), left_alone(module) as state, evaluating(module), again_on_it:
+    user_code = user_exits("running the model on the first batch again", ModelError)
+    with torch.no_grad(), left_alone(module) as state, evaluating(module), user_code:
         try:
-            first, again = (_output(module, call, seed) for seed in (1, 2))
-        except Exception as error:  # noqa: BLE001 - whatever users raise: calibration names the layer and the batch
+            first = _output(module, call, seed=1)
+            again = _output(module, call, seed=2)
+        # Whatever users raise: calibration names the layer and the batch
+        except Exception as error:  # noqa: BLE001
             logger.debug("the model is not compared with its trace: %s", error)
             return
-        name = type(module).__name__
-        if not _is_near(distance(first, again), first):
-            _say_what_changes(module, graph, call, state, first)
+        if not _is_near(_distance(first, again), first):
+            _report_change(module, graph, call, state, first=first)
             return
-        found = distance(first, _output(Network(graph), call, seed=1))
-        if _is_near(found, first):
+        difference = _distance(first, _output(Network(graph), call, seed=1))
+        if _is_near(difference, first):
             return
         state.restore()
         layer = _first_difference(module, graph, call)
+    name = type(module).__name__
     text = (
         f"the trace of {name} computes something else than {name}: outputs differ by "
-        f"{found:.2g} of their size"
+        f"{difference:.2g} of their size"
     )
-    text += f", first at {layer}" if layer else ""
-    if found <= FAR:
+    if layer:
+        text += f", first at {layer}"
+    if difference <= _TOLERANCE:
         logger.warning("%s", text)
         return
-    remedy = (
-        "a trace freezes what forward() counts, draws or looks up in Python: compute it from "
-        "the inputs instead"
+    raise ModelError(
+        text,
+        help="a trace freezes what forward() counts, draws or looks up in Python: compute it "
+        "from the inputs instead",
     )
-    raise ModelError(text, help=remedy)
 
 
-def _small(graph: Graph, batch: Batch) -> Call:
-    """A call with few samples and tokens, where there may be fewer; of tensors that nobody else
-    has.
-    """
-    inputs = [node for node in graph.nodes if node.op == "input"]
-    is_open = all(node.shape[0] is None for node in inputs if node.shape)
-    few = batch.first(FEW) if is_open else batch
-    found, structure = pytree.tree_flatten((few.args, dict(few.kwargs)))
+def _small(graph: Graph, batch: Batch) -> _Call:
+    """Return copies of a batch's arguments, with few samples and tokens where axes are open."""
+    is_open = True
+    for node in graph.nodes:
+        if node.op == "input" and node.shape:
+            is_open &= node.shape[0] is None
+    if is_open:
+        batch = batch.first(COMPARED_SAMPLES)
+    leaves, structure = pytree.tree_flatten((batch.args, dict(batch.kwargs)))
     for length in graph.lengths:
         for index, axis in length.axes:
-            size = min(found[index].shape[axis], max(SHORT, length.least))
-            found[index] = found[index].narrow(axis, 0, size)
-    call: Call = _copied(pytree.tree_unflatten(found, structure))
-    return call
+            tensor = leaves[index]
+            size = min(tensor.shape[axis], max(_COMPARED_LENGTH, length.least))
+            leaves[index] = tensor.narrow(axis, 0, size)
+    return _copied(pytree.tree_unflatten(leaves, structure))
 
 
-def _copied(call: Any) -> Any:
-    return pytree.tree_map(
-        lambda each: each.clone() if isinstance(each, Tensor) else each, call
-    )
+def _copied(call: _Call) -> _Call:
+    copied: _Call = pytree.tree_map_only(Tensor, torch.clone, call)
+    return copied
 
 
-def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
-    """The tensors that it returns, of arguments of its own."""
+def _output(model: nn.Module, call: _Call, seed: int) -> list[Tensor]:
+    """Return copies of the tensors that a model returns for copies of the arguments."""
     seed_everything(seed)
     args, kwargs = _copied(call)
     with _FirstOfEqual():
-        return [
-            each.clone()
-            for each in pytree.tree_leaves(model(*args, **kwargs))
-            if isinstance(each, Tensor)
-        ]
+        output = model(*args, **kwargs)
+    leaves = pytree.tree_leaves(output)
+    return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class _FirstOfEqual(TorchFunctionMode):
-    """Picks the first of equal values in `topk`, as a network does; torch leaves it open."""
+    """Makes `topk` pick the first of equal values, as a network does; torch leaves it open."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        picks = func in (torch.topk, Tensor.topk) and "out" not in (kwargs or {})
-        return (topk if picks else func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in (torch.topk, Tensor.topk) and "out" not in kwargs:
+            return topk(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
-def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Return how far tensors are from others: the largest share of any of them.
+def _distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Return the largest relative difference of any tensor from its counterpart.
 
     Of floating-point values it is the root of the squared error as a share of that of the
-    values, of others the root of the share that differs. An output that is nothing but rounding
-    beside the largest one counts as that large.
+    values, of others the root of the share that differs. An output of nothing but the rounding
+    errors of the largest one counts as that large.
 
     >>> boxes, scores = torch.tensor([300.0, 400.0]), torch.tensor([3.0, 4.0])
-    >>> distance([boxes, scores], [boxes, torch.tensor([3.0, 4.5])])
+    >>> _distance([boxes, scores], [boxes, torch.tensor([3.0, 4.5])])
     0.1
     """
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return math.inf
-    largest = max(
-        (_mean_square(tensor) for tensor in ours if tensor.is_floating_point()), default=0.0
-    )
-    shares: list[float] = [0.0]
+    largest = 0.0
+    for tensor in ours:
+        if tensor.is_floating_point():
+            largest = max(largest, _mean_square(tensor))
+    farthest = 0.0
     for one, other in zip(ours, theirs, strict=True):
-        is_equal = (one == other) | (one.isnan() & other.isnan())
-        if bool(is_equal.all()):
-            continue
-        if one.is_floating_point():
-            error = float(
-                torch.where(is_equal, 0.0, one.double() - other.double()).square().mean()
-            )
-            least = largest * torch.finfo(one.dtype).eps ** 2
-            size = max(_mean_square(one), least)
-        else:
-            error, size = float((~is_equal).double().mean()), 1.0
-        shares.append(math.sqrt(error / size) if size else math.inf)
-    return math.inf if any(map(math.isnan, shares)) else max(shares)
+        share = _relative_difference(one, other, largest)
+        # NaN is farther than any distance
+        if math.isnan(share):
+            return math.inf
+        farthest = max(farthest, share)
+    return farthest
+
+
+def _relative_difference(one: Tensor, other: Tensor, largest: float) -> float:
+    """Return the relative difference of a tensor from its counterpart, of outputs whose largest
+    mean square is `largest`.
+    """
+    is_equal = (one == other) | (one.isnan() & other.isnan())
+    if bool(is_equal.all()):
+        return 0.0
+    if not one.is_floating_point():
+        unequal = (~is_equal).double()
+        return math.sqrt(float(unequal.mean()))
+    difference = one.double() - other.double()
+    difference = torch.where(is_equal, 0.0, difference)
+    error = float(difference.square().mean())
+    rounding = largest * torch.finfo(one.dtype).eps ** 2
+    size = max(_mean_square(one), rounding)
+    return math.sqrt(error / size) if size else math.inf
 
 
 def _mean_square(tensor: Tensor) -> float:
-    """The mean square of the values, in which NaN and infinity have no part; 0 if there are
-    none.
-    """
+    """Return the mean square of the values; NaN and infinity count as zero."""
+    if not tensor.numel():
+        return 0.0
     finite = torch.nan_to_num(tensor.double(), posinf=0.0, neginf=0.0)
-    return float(finite.square().mean()) if tensor.numel() else 0.0
+    return float(finite.square().mean())
 
 
-def _is_near(found: float, output: Sequence[Tensor]) -> bool:
-    """Whether a distance is what another order of additions makes of the number of digits that
-    there are.
-    """
-    digits = [torch.finfo(each.dtype).eps for each in output if each.is_floating_point()]
-    return found <= math.sqrt(max(digits, default=0.0))
+def _is_near(difference: float, output: Sequence[Tensor]) -> bool:
+    """Return whether a difference may come from another order of additions in these dtypes."""
+    eps = 0.0
+    for tensor in output:
+        if tensor.is_floating_point():
+            eps = max(eps, torch.finfo(tensor.dtype).eps)
+    return difference <= math.sqrt(eps)
 
 
-def _say_what_changes(
-    module: nn.Module, graph: Graph, call: Call, state: ModuleState, first: list[Tensor]
+def _report_change(
+    module: nn.Module,
+    graph: Graph,
+    call: _Call,
+    state: ModuleState,
+    *,
+    first: Sequence[Tensor],
 ) -> None:
-    """Tell random numbers, with which a model can be quantized, from what is kept from call to
-    call.
+    """Warn of random numbers, with which a model can be quantized.
+
+    Args:
+        module: the model.
+        graph: its trace.
+        call: the arguments.
+        state: of the module before the first call.
+        first: the output of the first call.
 
     Raises:
-        ModelError: something is kept.
+        ModelError: the outputs differ because the model keeps values from call to call.
     """
-    kept, name = state.changed(), type(module).__name__
+    name = type(module).__name__
+    changed = state.changed()
     state.restore()
-    if _is_near(distance(first, _output(module, call, seed=2)), first):
-        what = f"{shortened(kept)} in forward()" if kept else "something in forward()"
-        text = (
+    restored = _output(module, call, seed=2)
+    if _is_near(_distance(first, restored), first):
+        what = f"{shortened(changed)} in forward()" if changed else "something in forward()"
+        raise ModelError(
             f"{name} gives another output when it is called again on the same batch: it "
-            f"changes {what}"
+            f"changes {what}",
+            help="a traced network keeps nothing from call to call: compute a new value from "
+            "the inputs instead",
         )
-        remedy = (
-            "a traced network keeps nothing from call to call: compute a new value from the "
-            "inputs instead"
-        )
-        raise ModelError(text, help=remedy)
     layer = _first_random(graph, call)
     where = f", first at {layer}" if layer else ", which its trace has frozen"
     logger.warning(
         "%s gives another output in each call on the same batch: it draws random numbers in "
-        "evaluation mode%s; comparisons with the float model hold these, too",
-        *(name, where),
+        "evaluation mode%s; comparisons with the float model include these differences",
+        name,
+        where,
     )
 
 
-def _first_random(graph: Graph, call: Call) -> str:
-    """The first layer that computes something else with other random numbers; "" if there is
-    none.
+def _first_random(graph: Graph, call: _Call) -> str:
+    """Return the first layer whose value depends on random numbers; "" if there is none."""
+    first = _sums(graph, call, seed=0)
+    second = _sums(graph, call, seed=1)
+    for name, total in first.items():
+        if total != second[name] and not math.isnan(total):
+            return name
+    return ""
+
+
+def _sums(graph: Graph, call: _Call, seed: int) -> dict[str, float]:
+    """Return the sum of each layer's values."""
+    sums: dict[str, float] = {}
+
+    def add(name: str, value: Tensor) -> None:
+        sums[name] = float(value.double().sum())
+
+    _watch(graph, call, seed, add)
+    return sums
+
+
+def _first_difference(module: nn.Module, graph: Graph, call: _Call) -> str:
+    """Return the first layer, of those that are called once, whose value differs from that of
+    the module; "" if there is none.
     """
-    sums: list[dict[str, float]] = [{}, {}]
-    for seed, found in enumerate(sums):
-        _watch(graph, call, seed, partial(_add_up, found))
-    return next(
-        (name for name, one in sums[0].items() if one != sums[1][name] and not math.isnan(one)),
-        "",
-    )
+    outputs: dict[str, list[Tensor]] = defaultdict(list)
 
+    def store(path: str, _part: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            outputs[path].append(output.clone())
 
-def _add_up(found: dict[str, float], name: str, value: Tensor) -> None:
-    found[name] = float(value.double().sum())
-
-
-def _first_difference(module: nn.Module, graph: Graph, call: Call) -> str:
-    """The first layer, of those that are called once, where the module makes something else; ""
-    if there is none.
-    """
-    made: dict[str, list[Tensor]] = {}
-
-    def keep(path: str, _part: nn.Module, _args: Any, output: Any) -> None:
-        made.setdefault(path, []).extend([output.clone()] if isinstance(output, Tensor) else [])
-
-    inner = [
-        (path, part)
-        for path, part in module.named_modules()
-        if path and not any(part.children())
-    ]
-    hooks = [part.register_forward_hook(partial(keep, path)) for path, part in inner]
+    hooks = []
+    for path, part in module.named_modules():
+        if path and not any(part.children()):
+            hooks.append(part.register_forward_hook(partial(store, path)))
     try:
         _output(module, call, seed=1)
     finally:
         for hook in hooks:
             hook.remove()
     last = {node.scope: node.name for node in graph.nodes}
-    places = {
-        last[path]: outputs
-        for path, outputs in made.items()
-        if path in last and len(outputs) == 1
-    }
+    expected: dict[str, list[Tensor]] = {}
+    for path, values in outputs.items():
+        if path in last and len(values) == 1:
+            expected[last[path]] = values
     far: list[str] = []
 
     def compare(name: str, value: Tensor) -> None:
-        if name in places and not _is_near(distance(places[name], [value]), [value]):
+        if name in expected and not _is_near(_distance(expected[name], [value]), [value]):
             far.append(name)
 
     _watch(graph, call, 1, compare)
     return far[0] if far else ""
 
 
-def _watch(graph: Graph, call: Call, seed: int, look: Callable[[str, Tensor], None]) -> None:
-    """Run the traced network and show what each layer makes."""
+def _watch(
+    graph: Graph,
+    call: _Call,
+    seed: int,
+    look: Callable[[str, Tensor], None],
+) -> None:
+    """Run the traced network and show the value of each layer."""
     seed_everything(seed)
-    names = [node.name for node in graph.nodes if node.is_float and node.op != "input"]
+    watchers = {}
+    for node in graph.nodes:
+        if node.is_float and node.op != "input":
+            watchers[node.name] = partial(look, node.name)
     args, kwargs = _copied(call)
-    Network(graph).observe(args, kwargs, {name: partial(look, name) for name in names})
+    Network(graph).observe(args, kwargs, watchers)

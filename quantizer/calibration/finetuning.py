@@ -1,13 +1,10 @@
-"""Fast finetuning of a whole solution: both networks side by side, and a last look at what they
-return.
-"""
+"""Fast finetuning of a whole network, which is kept only if the output becomes better."""
 
-import dataclasses
 import logging
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +15,15 @@ from quantizer.algorithms.adjustment import Rounded
 from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.calibration import fingerprint
+from quantizer.calibration.events import Stage
 from quantizer.calibration.fits_model import check_weight
-from quantizer.calibration.job import Job
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import other_run, register, snapshot_of, value_of
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_measure import OutputNoises
 from quantizer.config.dpu_accuracy import finetuning, raised
 from quantizer.config.model import Config
+from quantizer.config.wording import counted
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output, output_parts
@@ -36,75 +35,112 @@ from quantizer.sources.batches import Batch
 
 register(FinetunedLayer)
 FEW_SAMPLES = 32
-"""Below, finetuned weights fit the calibration data more than the model."""
+"""With fewer, finetuned weights fit the calibration data more than the model."""
 
 
-def finetune_weights(job: Job) -> None:
-    """The step of the pipeline that learns how to round the weights, unless the output becomes
-    worse.
+def finetune_weights(
+    request: CalibrationRequest, state: CalibrationState
+) -> tuple[Solution, bool]:
+    """Learn how to round the weights.
+
+    Returns:
+        The solution, and whether it has finetuned weights: if the output would become worse, it
+        has none.
 
     Raises:
         DataError: a layer's outputs are not finite, or the data are not the same when they are
             read again.
     """
-    mode, found, graph = job.fast_finetune or "", job.solution, job.plan.graph
-    data = job.batches.fingerprint or {}
-    if (samples := data.get("samples", 0)) < FEW_SAMPLES:
+    mode = request.fast_finetune or ""
+    solution = state.solution
+    graph = state.plan.graph
+    data = request.batches.fingerprint or {}
+    samples = data.get("samples", 0)
+    if samples < FEW_SAMPLES:
         text = (
-            f"finetuning on {samples} samples: weights fit these and not others; give it at "
-            f"least {FEW_SAMPLES}"
+            f"finetuning on {counted(samples, 'sample')}: the weights may fit only these; use "
+            f"at least {FEW_SAMPLES}"
         )
-        job.events.message(logging.WARNING, text)
-    digest = fingerprint.tensor_digest
-    scales = fingerprint.digest(
-        [[*key, digest(t.scale), digest(t.zero_point)] for key, t in found.tensors.items()]
-    )
-    restored = job.restored("finetune", mode=mode, data=data, scales=scales)
-    layers: Mapping[str, FinetunedLayer] = (
-        value_of(restored, dict[str, FinetunedLayer]) if restored else {}
-    )
-    for name, layer in layers.items():
-        check_weight(graph, name, layer.weight, "the checkpoint of finetuning")
-        tensor = found.tensors.get((name, "weights"))
-        if not (math.isfinite(layer.before) and math.isfinite(layer.after)):
-            raise other_run(f"{name} has errors that are not finite")
-        if (
-            tensor is None
-            or layer.scale.shape != tensor.scale.shape
-            or not bool(((layer.scale > 0) & layer.scale.isfinite()).all())
-        ):
-            raise other_run(f"{name} has other scales")
+        request.events.message(logging.WARNING, text)
+    layers = _restored(request, state, mode=mode, data=data, scales=_scales_digest(solution))
     if layers:
-        job.events.message(logging.INFO, f"finetuning goes on after {len(layers)} layers")
-    begun = dict(layers)
+        text = f"finetuning goes on after {counted(len(layers), 'layer')}"
+        request.events.message(logging.INFO, text)
+    done = dict(layers)
 
     def after_layer(so_far: Mapping[str, FinetunedLayer]) -> None:
         nonlocal layers
         layers = so_far
         stage.advance()
 
-    saved = {"saved_as": "finetune", "snapshot": lambda: snapshot_of(dict(layers))}
-    with job.stage("fast finetune", len(graph.nodes), "layers", **saved) as stage:
+    saved: dict[str, Any] = {
+        "saved_as": "finetune",
+        "snapshot": lambda: snapshot_of(dict(layers)),
+    }
+    with Stage(request.events, "fast finetune", len(graph.nodes), "layers", **saved) as stage:
         # From now on, this run can be resumed in this mode alone
         stage.advance(0, at_boundary=True)
-        read = partial(job.read_again, "fast finetuning", "leave --fast_finetune out")
-        store = ActivationStore(job.memory)
-        made = finetune(
-            graph, found, read, mode, store, seed=job.seed, done=begun, after_layer=after_layer
+        finetuned_solution = finetune(
+            graph,
+            solution,
+            partial(request.read_again, "fast finetuning", "leave --fast_finetune out"),
+            mode,
+            store=ActivationStore(request.memory),
+            seed=request.seed,
+            done=done,
+            after_layer=after_layer,
         )
-    job.events.message(
-        logging.WARNING if made.undone or not made.layers else logging.INFO, made.summary
-    )
-    job.solution, job.is_finetuned = made.solution, bool(made.layers) and not made.undone
+    is_finetuned = bool(finetuned_solution.layers) and not finetuned_solution.undone
+    level = logging.INFO if is_finetuned else logging.WARNING
+    request.events.message(level, finetuned_solution.summary)
+    return finetuned_solution.solution, is_finetuned
+
+
+def _scales_digest(solution: Solution) -> str:
+    """Return a digest of all scales and zero points."""
+    rows = []
+    for key, tensor in solution.tensors.items():
+        scale = fingerprint.tensor_digest(tensor.scale)
+        zero_point = fingerprint.tensor_digest(tensor.zero_point)
+        rows.append([*key, scale, zero_point])
+    return fingerprint.digest(rows)
+
+
+def _restored(
+    request: CalibrationRequest, state: CalibrationState, **key: Any
+) -> Mapping[str, FinetunedLayer]:
+    """Return the layers that a stopped run has finetuned; none if this run does not resume it.
+
+    Raises:
+        ResultError: they do not fit the network.
+    """
+    snapshot = request.stored("finetune", **key)
+    if snapshot is None:
+        return {}
+    layers = value_of(snapshot, dict[str, FinetunedLayer])
+    for name, layer in layers.items():
+        check_weight(state.plan.graph, name, layer.weight, "the checkpoint of finetuning")
+        if not (math.isfinite(layer.before) and math.isfinite(layer.after)):
+            raise other_run(f"{name} has errors that are not finite")
+        tensor = state.solution.tensors.get((name, "weights"))
+        is_positive = (layer.scale > 0) & layer.scale.isfinite()
+        has_same_shape = tensor is not None and layer.scale.shape == tensor.scale.shape
+        if not has_same_shape or not bool(is_positive.all()):
+            raise other_run(f"{name} has other scales")
+    return layers
 
 
 @dataclass(frozen=True)
 class Finetuned:
-    """What finetuning made of a solution, and the noise of the network's output over the
-    calibration data.
+    """The result of finetuning, and the noise of the network's output on the calibration data.
 
-    `plain` counts layers whose quantized weights it does not learn: groups, floating-point
-    formats, more bits.
+    Args:
+        solution: with finetuned weights, or as before if finetuning is undone.
+        layers: the finetuned layers by name.
+        before: the noise with the solution as before.
+        after: the noise with finetuned weights.
+        plain: how many layers have quantized weights that cannot be finetuned: in groups, in
+            floating-point formats, or of more than 8 bits.
     """
 
     solution: Solution
@@ -115,12 +151,12 @@ class Finetuned:
 
     @property
     def undone(self) -> bool:
-        """Whether the output would have become worse, so that `solution` is what it was."""
+        """Return whether the output would have become worse."""
         return not self.after.error <= self.before.error
 
     @property
     def summary(self) -> str:
-        """One line: how much of the layers' errors is left, and what the output gained."""
+        """Return one line on the errors of layers and of the output."""
         if not self.layers:
             return (
                 "there is nothing to finetune: no layer has integer weights of at most 8 "
@@ -131,39 +167,38 @@ class Finetuned:
         )
         if self.undone:
             return f"finetuning undone, as the output became worse: {figures}"
-        changed = [
-            layer.after / layer.before
-            for layer in self.layers.values()
-            if layer.after < layer.before
-        ]
-        left = (
-            f"median output error {statistics.median(changed):.0%} of round-to-nearest; "
-            if changed
-            else ""
-        )
-        rest = (
-            f"{self.plain} with weights in groups or other formats keep round-to-nearest; "
-            if self.plain
-            else ""
-        )
-        return f"{len(changed)} of {len(self.layers)} layers finetuned; {rest}{left}{figures}"
+        shares: list[float] = []
+        for layer in self.layers.values():
+            if layer.after < layer.before:
+                shares.append(layer.after / layer.before)
+        parts = [f"{len(shares)} of {counted(len(self.layers), 'layer')} finetuned"]
+        if self.plain:
+            verb = "keeps" if self.plain == 1 else "keep"
+            parts.append(
+                f"{self.plain} with weights in groups or other formats {verb} round-to-nearest"
+            )
+        if shares:
+            median = statistics.median(shares)
+            parts.append(f"median output error {median:.0%} of round-to-nearest")
+        return "; ".join([*parts, figures])
 
 
 def as_asked(config: Config, level: str | None, mode: str | None) -> tuple[Config, str | None]:
-    """The config and the mode of finetuning of a run with `--dpu_accuracy level` and
+    """Return the config and the mode of finetuning of a run with `--dpu_accuracy level` and
     `--fast_finetune mode`.
 
     Raises:
-        UsageError: the level goes with the DPU alone, or the mode does not go with the config.
+        UsageError: the level is for the DPU alone, or the mode does not go with the config.
     """
-    config, mode = raised(config, level), finetuning(level, mode)
+    config = raised(config, level)
+    mode = finetuning(level, mode)
     _check_mode(mode, config)
     return config, mode
 
 
 def _check_mode(mode: str | None, config: Config) -> None:
     """Refuse adaquant on the DPU, and an algorithm that rounds the same weights."""
-    rounding = [settings.name for settings in config.algorithms if settings.stage == "round"]
+    rounding = [algorithm.name for algorithm in config.algorithms if algorithm.stage == "round"]
     if mode and rounding:
         raise UsageError(
             f"--fast_finetune {mode} and the config's {rounding[0]} both round the weights",
@@ -178,10 +213,10 @@ def _check_mode(mode: str | None, config: Config) -> None:
 
 
 def require_asked(option: str, asked: str | None, done: str | None) -> None:
-    """Refuse results that were not calibrated with the `option` that test mode is given.
+    """Refuse results that were not calibrated with the `option` of test mode.
 
     Raises:
-        ResultError: they were not.
+        ResultError: they were calibrated without it, or with another value.
     """
     if asked and asked != done:
         how = f"with {done}" if done else "without it"
@@ -193,70 +228,78 @@ def require_asked(option: str, asked: str | None, done: str | None) -> None:
 
 def finetune(
     graph: Graph,
-    found: Solution,
+    solution: Solution,
     batches: Callable[[], Iterable[Batch]],
     mode: str,
-    store: ActivationStore | None = None,
     *,
+    store: ActivationStore | None = None,
     seed: int,
     done: Mapping[str, FinetunedLayer],
     after_layer: Callable[[Mapping[str, FinetunedLayer]], None],
 ) -> Finetuned:
-    """Weights, and with "adaquant" their scales, for which the quantized network is nearer to
-    the float one.
+    """Learn weights, and with "adaquant" their scales, that bring the quantized network nearer
+    to the float one.
 
-    `batches` opens a pass over the calibration data, on the graph's device; there are two.
-    `store` keeps the values of both networks. `done` holds what an interrupted run had found.
-    The errors are those of `fast_finetune`.
+    Args:
+        graph: the float network.
+        solution: how it is quantized.
+        batches: opens a pass over the calibration data, on the graph's device; there are two.
+        mode: "adaround" or "adaquant".
+        store: keeps the values of both networks.
+        seed: of the order of samples.
+        done: the layers that a stopped run had finetuned.
+        after_layer: called with the finetuned layers after each layer.
+
+    Raises:
+        DataError: see `fast_finetune`.
     """
-    outputs, store = list[Any](), store or ActivationStore()
-    plain = placed(quantized_network(graph, found), graph.device)
+    store = store or ActivationStore()
+    outputs: list[Any] = []
+    unfinetuned = placed(quantized_network(graph, solution), graph.device)
 
     def with_outputs() -> Iterator[Batch]:
-        """Each batch, after keeping what the network returns for it."""
+        """Yield each batch, after storing the quantized network's output for it."""
         for batch in batches():
             # An output may be a part of an input, which a loader may refill.
             stable = batch.stable()
-            outputs.append(store.keep(float_leaves(plain(*stable.args, **stable.kwargs))))
+            output = unfinetuned(*stable.args, **stable.kwargs)
+            outputs.append(store.keep(float_leaves(output)))
             yield stable
 
     with torch.no_grad():
         reference = SequentialRunner(Network(graph), with_outputs(), store)
-        quantized = SequentialRunner(
-            placed(quantized_network(graph, found), graph.device), batches(), store
-        )
+        network = placed(quantized_network(graph, solution), graph.device)
+        quantized = SequentialRunner(network, batches(), store)
     layers = fast_finetune(
         reference, quantized, mode, seed=seed, done=done, after_layer=after_layer
     )
     targets = list(reference.outputs())
-    named = output_parts(graph)
-    before, after = (
-        _noises(named, targets, outputs),
-        _noises(named, targets, quantized.outputs()),
-    )
-    quantized_weights = {name for name, role in found.tensors if role == "weights"}
-    left = quantized_weights - layers.keys()
-    rest = [
-        node for node in graph.nodes if node.row.is_linear_or_convolution and node.name in left
-    ]
-    made = Finetuned(finetuned(found, layers), layers, before, after, len(rest))
-    return dataclasses.replace(made, solution=found) if made.undone else made
+    parts = output_parts(graph)
+    before = _noises(parts, targets, outputs)
+    after = _noises(parts, targets, quantized.outputs())
+    plain = 0
+    for node in graph.nodes:
+        is_quantized = (node.name, "weights") in solution.tensors
+        if node.row.is_linear_or_convolution and is_quantized and node.name not in layers:
+            plain += 1
+    result = Finetuned(finetuned(solution, layers), layers, before, after, plain)
+    return replace(result, solution=solution) if result.undone else result
 
 
-def finetuned(found: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution:
-    """The solution with the weights and scales of finetuned layers."""
-    rounded = {}
-    for name, row in layers.items():
-        qparams = QParams(row.scale, found.tensors[name, "weights"].zero_point)
-        rounded[name] = Rounded(row.weight, qparams, row.before, row.after)
-    return found.with_rounded(rounded)
+def finetuned(solution: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution:
+    """Return the solution with the weights and scales of finetuned layers."""
+    rounded: dict[str, Rounded] = {}
+    for name, layer in layers.items():
+        qparams = QParams(layer.scale, solution.tensors[name, "weights"].zero_point)
+        rounded[name] = Rounded(layer.weight, qparams, layer.before, layer.after)
+    return solution.with_rounded(rounded)
 
 
 def _noises(
-    named: Sequence[Output], targets: Iterable[Any], outputs: Iterable[Any]
+    parts: Sequence[Output], targets: Iterable[Any], outputs: Iterable[Any]
 ) -> OutputNoises:
-    """Over all floating-point outputs of all batches."""
-    noises = OutputNoises(named)
+    """Return the noise in all floating-point outputs of all batches."""
+    noises = OutputNoises(parts)
     for target, output in zip(targets, outputs, strict=True):
         noises.add(float_leaves(target), float_leaves(output))
     return noises

@@ -1,12 +1,12 @@
-"""What a calibration was made of, so that results are never used with something else. Hashes
-contents, not files.
+"""Digests of what a calibration was made of, so that results are not used with something else.
+
+They are of contents, not of files.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,104 +14,134 @@ from torch import Tensor
 
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.model import Config, QuantizationSpec
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key, Plan
 from quantizer.storage.deferred_tensor import bytes_of
 
 
 def model(graph: Graph) -> dict[str, dict[str, str]]:
-    """What results say of a model: digests of its tensors and of its layers."""
+    """Return the digests of a model's tensors and layers."""
     return {"weights": weights(graph), "layers": layers(graph)}
 
 
 def weights(graph: Graph) -> dict[str, str]:
-    """A digest per parameter, buffer and constant, by path: over dtype, shape and bytes."""
-    return {path: tensor_digest(tensor) for path, tensor in sorted(graph.tensors.items())}
+    """Return a digest of each parameter, buffer and constant, by path."""
+    digests = {}
+    for path, tensor in sorted(graph.tensors.items()):
+        digests[path] = tensor_digest(tensor)
+    return digests
 
 
 def layers(graph: Graph) -> dict[str, str]:
-    """A digest per layer: operator, constants and what it reads; devices are left out, so
-    results move between them.
+    """Return a digest of each layer: its operator, its constants and its inputs.
+
+    Devices are left out, so that results can be used on another one.
     """
-    found = {}
+    digests = {}
     for node in graph.nodes:
-        attrs = {
-            key: value
-            for key, value in node.attrs.items()
-            if not isinstance(value, torch.device)
-        }
-        found[node.name] = digest(
-            [node.op, node.target, repr(node.inputs), repr(attrs), dict(node.params)]
-        )
-    return found
+        attrs = {}
+        for key, value in node.attrs.items():
+            if not isinstance(value, torch.device):
+                attrs[key] = value
+        parts = [
+            node.op,
+            node.target,
+            repr(node.inputs),
+            repr(attrs),
+            dict(node.params),
+        ]
+        digests[node.name] = digest(parts)
+    return digests
+
+
+def _inputs(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "input"]
 
 
 def input_shapes(graph: Graph) -> list[list[int | None] | None]:
-    """The shape of each input, in the order of the call; None for the batch, and for what is no
-    tensor.
+    """Return the shape of each input, in the order of the call.
+
+    The size of the batch is None, and so is the shape of what is no tensor.
     """
-    return [
-        None if node.shape is None else list(node.shape)
-        for node in graph.nodes
-        if node.op == "input"
-    ]
+    shapes: list[list[int | None] | None] = []
+    for node in _inputs(graph):
+        if node.shape is None:
+            shapes.append(None)
+        else:
+            shapes.append(list(node.shape))
+    return shapes
 
 
 def call_paths(graph: Graph) -> list[tuple[list[Any], str | None]]:
-    """Where each input stands in (args, kwargs), and its dtype; None for what is no tensor."""
-    inputs = (node for node in graph.nodes if node.op == "input")
-    dtypes = (
-        None if node.dtype is None else str(node.dtype).removeprefix("torch.")
-        for node in inputs
-    )
-    return [(list(path), dtype) for path, dtype in zip(graph.input_paths, dtypes, strict=True)]
+    """Return the place of each input in (args, kwargs), and its dtype; None for what is no
+    tensor.
+    """
+    paths = []
+    for node, path in zip(_inputs(graph), graph.input_paths, strict=True):
+        dtype = None
+        if node.dtype is not None:
+            dtype = str(node.dtype).removeprefix("torch.")
+        paths.append((list(path), dtype))
+    return paths
 
 
 def config(value: Config) -> str:
-    """A digest of what the config says, defaults written out; comments do not count."""
+    """Return a digest of a config with its defaults written out, without comments."""
     return digest(resolved_document(value))
 
 
 def decisions(plan: Plan) -> str:
-    """A digest of what a plan decided: the settings, and the spec of each tensor. Where it was
-    said does not count, nor what calibration decided of joins.
+    """Return a digest of the settings of a plan, and of the spec of each tensor.
+
+    The places in the config are left out, and so are the decisions of calibration on joins.
     """
-    settings = {key: value for key, value in asdict(plan.settings).items() if key != "places"}
-    return decided(
-        settings,
-        {key: tensor.spec for key, tensor in (*plan.tensors.items(), *plan.left.items())},
-    )
+    settings = asdict(plan.settings)
+    del settings["places"]
+    specs = {}
+    for tensors in (plan.tensors, plan.left):
+        for key, tensor in tensors.items():
+            specs[key] = tensor.spec
+    return decided(settings, specs)
 
 
-def decided(settings: Mapping[str, Any], specs: Mapping[Key, QuantizationSpec]) -> str:
-    """The same of its parts."""
-    return digest(
-        [
-            settings,
-            [[*key, spec.to_json()] for key, spec in sorted(specs.items(), key=itemgetter(0))],
-        ]
-    )
+def decided(
+    settings: Mapping[str, Any],
+    specs: Mapping[Key, QuantizationSpec],
+) -> str:
+    """Return the digest `decisions` of settings and specs."""
+    rows = []
+    for key in sorted(specs):
+        rows.append([*key, specs[key].to_json()])
+    return digest([settings, rows])
 
 
-def first_difference(stored: Mapping[str, str], current: Mapping[str, str]) -> str | None:
-    """The first name, in the current order, whose digest is new or changed; else a stored name
-    that is gone.
+def first_difference(
+    stored: Mapping[str, str],
+    current: Mapping[str, str],
+) -> str | None:
+    """Return the first name, in the current order, whose digest is new or changed.
+
+    If there is none, it is a stored name that is gone.
     """
-    for name, digest in current.items():
-        if stored.get(name) != digest:
+    for name, current_digest in current.items():
+        if stored.get(name) != current_digest:
             return name
-    return next((name for name in stored if name not in current), None)
+    for name in stored:
+        if name not in current:
+            return name
+    return None
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """A digest over dtype, shape and bytes."""
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    digest.update(bytes_of(tensor))
-    return digest.hexdigest()[:16]
+    """Return a digest of dtype, shape and bytes."""
+    header = f"{tensor.dtype} {tuple(tensor.shape)} "
+    sha256 = hashlib.sha256(header.encode())
+    sha256.update(bytes_of(tensor))
+    return sha256.hexdigest()[:16]
 
 
 def digest(value: Any) -> str:
-    """A digest of nested values that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[
-        :16
-    ]
+    """Return a digest of nested values that JSON can hold."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    sha256 = hashlib.sha256(text.encode())
+    return sha256.hexdigest()[:16]

@@ -1,9 +1,11 @@
-"""Stored values against the graph of the model that they are for: what does not fit a layer is
-refused, by its name.
+"""Checks stored values against the graph of the model that they are for. Errors name the layer
+that a value does not fit.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,150 +23,179 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import storage_dtype
 from quantizer.numerics.granularity import scale_shape
+from quantizer.numerics.qparams import QParams
+from quantizer.plan.model import Key
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.files import damaged
 
+_Parameters = Mapping[str, Mapping[str, Tensor]]
 
-def check_absorption(absorption: Mapping[str, Any], original: Graph, path: Path | str) -> None:
-    """Refuse decisions on the absorption of biases that are about layers of another model.
+
+def check_absorption(
+    absorption: Mapping[str, Any],
+    original: Graph,
+    path: Path | str,
+) -> None:
+    """Refuse decisions on the absorption of biases for layers of another model.
 
     Raises:
         ResultError: naming the first.
     """
     for name, row in absorption.get("layers", {}).items():
-        strange = [layer for layer in (name, row["into"]) if layer not in original.by_name]
-        if strange:
-            raise damaged(
-                path, f"header/absorption/layers/{name}", f"there is no layer {strange[0]}"
-            )
+        for layer in (name, row["into"]):
+            if layer not in original.by_name:
+                where = f"header/absorption/layers/{name}"
+                raise damaged(path, where, f"there is no layer {layer}")
 
 
-def check_levels(levels: Mapping[str, Any], passed: Graph, path: Path | str) -> None:
+def check_levels(
+    levels: Mapping[str, Any],
+    passed: Graph,
+    path: Path | str,
+) -> None:
     """Refuse factors for channels that the model does not have.
 
     Raises:
         ResultError: naming the first layer.
     """
     for name, exponents in levels.items():
-        place = f"header/levels/{name}"
+        where = f"header/levels/{name}"
         node = passed.by_name.get(name)
         if node is None or not node.is_multiplying:
-            raise damaged(path, place, "there is no such layer with weights")
+            raise damaged(path, where, "there is no such layer with weights")
         channels, _ = channels_of(node, passed.weight(node))
-        is_list = isinstance(exponents, list) and all(
-            type(exponent) is int for exponent in exponents
-        )
-        if (
-            not is_list
-            or len(exponents) != channels
-            or max(map(abs, exponents)) > LARGEST_EXPONENT
-        ):
-            raise damaged(path, place, f"expected {channels} integers up to {LARGEST_EXPONENT}")
+        if not _are_exponents(exponents, channels):
+            text = f"expected {channels} integers up to {LARGEST_EXPONENT}"
+            raise damaged(path, where, text)
+
+
+def _are_exponents(exponents: Any, channels: int) -> bool:
+    if not isinstance(exponents, list) or len(exponents) != channels:
+        return False
+    for exponent in exponents:
+        if type(exponent) is not int or abs(exponent) > LARGEST_EXPONENT:
+            return False
+    return True
 
 
 def check_insertions(
-    insertions: Sequence[Insertion], original: Graph, path: Path | str
+    insertions: Sequence[Insertion],
+    original: Graph,
+    path: Path | str,
 ) -> None:
     """Refuse layers that cannot be inserted into a graph.
 
     Raises:
         ResultError: naming the first.
     """
-    known = set(original.by_name)
     shapes = {node.name: node.shape or () for node in original.nodes}
     for row in insertions:
-        strange = [name for name in (row.source, *row.readers) if name not in known]
-        if strange or row.name in known or not row.readers:
-            what = strange[0] if strange else row.name
-            raise damaged(
-                path, f"header/insertions/{row.name}", f"{what} does not fit the model"
-            )
-        shape = shapes[row.source]
-        axis = row.attrs.get("axis", -1)
-        if (
-            not fits(axis, int)
-            or not -len(shape) <= axis < len(shape)
-            or tuple(row.weight.shape) != (shape[axis],)
-        ):
-            raise damaged(
-                path,
-                f"header/insertions/{row.name}",
-                "it does not have the channels of what it reads",
-            )
-        if not _is_sound(row.weight):
-            raise damaged(path, f"header/insertions/{row.name}", "its weight is not finite")
-        known.add(row.name)
-        shapes[row.name] = shape
+        fault = _insertion_fault(row, shapes)
+        if fault:
+            raise damaged(path, f"header/insertions/{row.name}", fault)
+        shapes[row.name] = shapes[row.source]
+
+
+def _insertion_fault(
+    row: Insertion, shapes: Mapping[str, tuple[int | None, ...]]
+) -> str | None:
+    """Return why a layer cannot be inserted into a graph whose values have these shapes."""
+    for name in (row.source, *row.readers):
+        if name not in shapes:
+            return f"{name} does not fit the model"
+    if row.name in shapes or not row.readers:
+        return f"{row.name} does not fit the model"
+    shape = shapes[row.source]
+    axis = row.attrs.get("axis", -1)
+    has_axis = fits(axis, int) and -len(shape) <= axis < len(shape)
+    if not has_axis or tuple(row.weight.shape) != (shape[axis],):
+        return "it does not have the channels of what it reads"
+    return None if _is_sound(row.weight) else "its weight is not finite"
 
 
 def check_solution(
-    solution: Solution, entries: Mapping[str, Any], graph: Graph, path: Path
+    solution: Solution,
+    entries: Mapping[str, Any],
+    graph: Graph,
+    path: Path,
 ) -> None:
-    """Refuse values that do not fit the layers that they are for.
+    """Refuse values that do not fit their layers.
 
     Raises:
         ResultError: naming the first tensor, and why.
     """
     modules = {node.name: f"module_{index}" for index, node in enumerate(graph.nodes)}
     for (layer, role), tensor in solution.tensors.items():
-        node, entry = graph.by_name.get(layer), entries[layer][role]
-        why = "there is no such layer" if node is None else _unfit(graph, node, role, tensor)
-        if why is None and entry["module"] != modules[layer]:
-            why = f"the layer is {modules[layer]}, not {entry['module']}"
-        if why is None and entry["inplace"] != writes_inplace(graph, layer, role):
-            why = "inplace is another"
-        if why:
-            raise damaged(path, f"tensors/{layer}/{role}", why)
-    for what, found in (("weights", solution.weights), ("rescaled", solution.rescaled)):
-        for layer, own in found.items():
-            for key, value in own.items():
-                if why := _unlike(graph, layer, key, value):
-                    raise damaged(path, f"header/replaced/{layer}/{what}/{key}", why)
+        entry = entries[layer][role]
+        fault = _tensor_fault(graph, layer, role, tensor)
+        if fault is None and entry["module"] != modules[layer]:
+            fault = f"the layer is {modules[layer]}, not {entry['module']}"
+        if fault is None and entry["inplace"] != writes_inplace(graph, layer, role):
+            fault = "inplace is another"
+        if fault:
+            raise damaged(path, f"tensors/{layer}/{role}", fault)
+    replaced = {"weights": solution.weights, "rescaled": solution.rescaled}
+    for kind, parameters in replaced.items():
+        for layer, key, reason in _parameter_faults(graph, parameters):
+            raise damaged(path, f"header/replaced/{layer}/{kind}/{key}", reason)
     for layer, value in solution.corrections.items():
-        node = graph.by_name.get(layer)
-        fits_layer = node is not None and tuple(value.shape) == _channels(graph, node)
-        if (
-            node is None
-            or not fits_layer
-            or value.dtype != graph.weight(node).dtype
-            or not _is_sound(value)
-        ):
-            raise damaged(
-                path.with_name("bias_corr.safetensors"),
-                layer,
-                "it is no correction of a layer's bias",
-            )
+        if not _is_correction(graph, layer, value):
+            file = path.with_name("bias_corr.safetensors")
+            raise damaged(file, layer, "it is no correction of a layer's bias")
 
 
-def _unfit(graph: Graph, node: Node, role: str, tensor: QuantizedTensor) -> str | None:
-    """Why a tensor is not one of this layer."""
-    spec, scale, zero_point = tensor.spec, tensor.scale, tensor.zero_point
+def _tensor_fault(
+    graph: Graph,
+    layer: str,
+    role: str,
+    tensor: QuantizedTensor,
+) -> str | None:
+    """Return why a tensor cannot be one of this layer."""
+    node = graph.by_name.get(layer)
+    if node is None:
+        return "there is no such layer"
     if is_parameter(role):
         path = node.params.get(parameter_name(role))
         if path is None:
             return "the layer has no such parameter"
-        value = graph.tensors[path]
-        shape = tuple(value.shape)
-        if tensor.codes is not None and (
-            tuple(tensor.codes.shape) != shape or tensor.dtype != value.dtype
-        ):
-            found = f"{tuple(tensor.codes.shape)} of {tensor.dtype}"
-            return f"its codes are {found}, and the parameter is {shape} of {value.dtype}"
-        if tensor.codes is not None and tensor.codes.dtype != storage_dtype(spec):
-            return f"its codes are stored as {tensor.codes.dtype}, not {storage_dtype(spec)}"
+        parameter = graph.tensors[path]
+        fault = _codes_fault(tensor, parameter)
+        if fault:
+            return fault
+        shape = tuple(parameter.shape)
     else:
-        is_own = role == "activation" or node.op == "input"
-        made = node if is_own else graph.by_name.get(node.input_roles().get(role, ""))
-        if made is None:
+        source: Node | None = node
+        if role != "activation" and node.op != "input":
+            source = graph.by_name.get(node.input_roles().get(role, ""))
+        if source is None:
             return "the layer has no such input"
-        shape = tuple(0 if size is None else size for size in made.shape or ())
-    return qparams_fault(spec, shape, scale, zero_point)
+        # Open sizes count as 0
+        shape = tuple(size or 0 for size in source.shape or ())
+    return _qparams_fault(tensor.spec, shape, QParams(tensor.scale, tensor.zero_point))
 
 
-def qparams_fault(
-    spec: QuantizationSpec, shape: tuple[int, ...], scale: Tensor, zero_point: Tensor
+def _codes_fault(tensor: QuantizedTensor, parameter: Tensor) -> str | None:
+    """Return why the codes of a tensor cannot be those of a parameter."""
+    codes = tensor.codes
+    if codes is None:
+        return None
+    if codes.shape != parameter.shape or tensor.dtype != parameter.dtype:
+        return (
+            f"its codes are {tuple(codes.shape)} of {tensor.dtype}, and the parameter is "
+            f"{tuple(parameter.shape)} of {parameter.dtype}"
+        )
+    dtype = storage_dtype(tensor.spec)
+    if codes.dtype != dtype:
+        return f"its codes are stored as {codes.dtype}, not {dtype}"
+    return None
+
+
+def _qparams_fault(
+    spec: QuantizationSpec,
+    shape: tuple[int, ...],
+    qparams: QParams,
 ) -> str | None:
-    """Why these cannot be the scale and the zero point of a tensor of this shape."""
+    """Return why a tensor of this shape cannot have these scales and zero points."""
     if not spec.is_scaled or spec.is_dynamic:
         return None
     axis = spec.ch_axis
@@ -173,119 +204,129 @@ def qparams_fault(
     size = spec.group_size
     if spec.qscheme == "per_channel" and size is not None and shape[0] % size:
         return f"its first axis, {shape[0]} long, is no stack of tensors {size} long"
-    wanted = scale_shape(shape, *spec.cut)
-    if tuple(scale.shape) != wanted:
-        return f"it has {tuple(scale.shape)} scales, not {wanted}"
-    if not bool(torch.isfinite(scale).all()) or not bool((scale > 0).all()):
+    scale = qparams.scale
+    zero_point = qparams.zero_point
+    expected = scale_shape(shape, *spec.cut)
+    if tuple(scale.shape) != expected:
+        return f"it has {tuple(scale.shape)} scales, not {expected}"
+    is_positive = scale.isfinite() & (scale > 0)
+    if not bool(is_positive.all()):
         return "its scale is not finite and positive"
     if zero_point.shape != scale.shape:
-        return f"it has {tuple(zero_point.shape)} zero points, not {wanted}"
-    if spec.dtype == "int" and zero_point.numel():
-        low, high = int(zero_point.min()), int(zero_point.max())
-        if (
-            low < spec.quant_min
-            or high > spec.quant_max
-            or (spec.symmetric and spec.signed and (low or high))
-        ):
-            return (
-                f"its zero point is not between {spec.quant_min} and {spec.quant_max}, or not "
-                "0 where it has to be"
-            )
+        return f"it has {tuple(zero_point.shape)} zero points, not {expected}"
+    if spec.dtype != "int" or not zero_point.numel():
+        return None
+    low = int(zero_point.min())
+    high = int(zero_point.max())
+    is_in_range = spec.quant_min <= low and high <= spec.quant_max
+    must_be_zero = spec.symmetric and spec.signed
+    if not is_in_range or (must_be_zero and (low or high)):
+        return (
+            f"its zero point is not between {spec.quant_min} and {spec.quant_max}, or not 0 "
+            "where it has to be"
+        )
     return None
 
 
-def _channels(graph: Graph, node: Node) -> tuple[int, ...] | None:
-    """The shape of a bias of a layer, a batch norm that could not fold included; None for one
-    that cannot have any.
+def _is_correction(graph: Graph, layer: str, value: Tensor) -> bool:
+    """Return whether a tensor can be added to the bias of a layer."""
+    node = graph.by_name.get(layer)
+    if node is None or tuple(value.shape) != _bias_shape(graph, node):
+        return False
+    return value.dtype == graph.weight(node).dtype and _is_sound(value)
+
+
+def _bias_shape(graph: Graph, node: Node) -> tuple[int, ...] | None:
+    """Return the shape of a layer's bias; None if it cannot have any.
+
+    A batch norm that could not be folded has one.
     """
     if node.is_multiplying:
         return channels_of(node, graph.weight(node))[:1]
-    scales = (
-        node.row.kind == "mac" and node.row.channels is not None and "weight" in node.params
-    )
-    return tuple(graph.weight(node).shape) if scales else None
+    if node.row.kind == "mac" and node.row.channels is not None and "weight" in node.params:
+        return tuple(graph.weight(node).shape)
+    return None
 
 
-def _unlike(graph: Graph, layer: str, key: str, value: Tensor) -> str | None:
-    """Why a tensor cannot stand for a layer's parameter; one that an algorithm gave it is a
-    bias.
+def _parameter_faults(graph: Graph, parameters: _Parameters) -> Iterator[tuple[str, str, str]]:
+    """Yield layer and key of each parameter that does not fit its layer, and why."""
+    for layer, values in parameters.items():
+        for key, value in values.items():
+            fault = _parameter_fault(graph, layer, key, value)
+            if fault:
+                yield layer, key, fault
+
+
+def _parameter_fault(graph: Graph, layer: str, key: str, value: Tensor) -> str | None:
+    """Return why a tensor cannot replace a layer's parameter, or be the bias of a layer without
+    one.
     """
     node = graph.by_name.get(layer)
     if node is None:
         return "there is no such layer"
     path = node.params.get(key)
-    if path is None and key != "bias":
+    if path is not None:
+        like = graph.tensors[path]
+        if like.shape != value.shape:
+            return f"it is {tuple(value.shape)}, and the parameter is {tuple(like.shape)}"
+    elif key == "bias":
+        like = graph.weight(node)
+    else:
         return "the layer has no such parameter"
-    like = graph.tensors[path] if path is not None else graph.weight(node)
-    if path is not None and like.shape != value.shape:
-        return f"it is {tuple(value.shape)}, and the parameter is {tuple(like.shape)}"
     if value.dtype != like.dtype:
         return f"it is of {value.dtype}, and the parameter of {like.dtype}"
     return None if _is_sound(value) else "it is not finite"
 
 
 def check_adjustment(
-    found: Adjustment,
+    adjustment: Adjustment,
     graph: Graph,
-    specs: Mapping[tuple[str, str], QuantizationSpec],
+    specs: Mapping[Key, QuantizationSpec],
     what: str,
 ) -> None:
-    """Refuse what a checkpoint says that algorithms have found, where it does not fit the
-    model.
+    """Refuse what algorithms have found, as a checkpoint has it, if it does not fit the model.
 
     Raises:
         ResultError: naming the layer.
     """
-    check_insertions(found.insertions, graph, what)
-    graph = inserted(graph, found.insertions)
-    named = [
-        (layer, key, value)
-        for layer, own in found.parameters.items()
-        for key, value in own.items()
-    ]
-    for layer, key, value in [
-        *named,
-        *((layer, "weight", row.weight) for layer, row in found.rounded.items()),
-    ]:
-        if why := _unlike(graph, layer, key, value):
-            raise damaged(what, layer, why)
-    if not all(
-        math.isfinite(each)
-        for row in found.rounded.values()
-        for each in (row.before, row.after)
-    ):
-        raise damaged(what, "the errors of layers", "they are not finite")
-    for layer, qparams in [
-        *found.qparams.items(),
-        *((layer, row.qparams) for layer, row in found.rounded.items()),
-    ]:
-        spec, node = specs.get((layer, "weights")), graph.by_name.get(layer)
-        shape = (
-            tuple(graph.weight(node).shape)
-            if node is not None and "weight" in node.params
-            else ()
-        )
-        why = (
-            "its weights are not quantized"
-            if spec is None
-            else qparams_fault(spec, shape, *vars(qparams).values())
-        )
-        if why:
-            raise damaged(what, layer, why)
+    check_insertions(adjustment.insertions, graph, what)
+    graph = inserted(graph, adjustment.insertions)
+    for layer, _, reason in _parameter_faults(graph, adjustment.parameters):
+        raise damaged(what, layer, reason)
+    qparams = list(adjustment.qparams.items())
+    for layer, rounded in adjustment.rounded.items():
+        check_weight(graph, layer, rounded.weight, what)
+        if not math.isfinite(rounded.before) or not math.isfinite(rounded.after):
+            raise damaged(what, "the errors of layers", "they are not finite")
+        qparams.append((layer, rounded.qparams))
+    for layer, values in qparams:
+        spec = specs.get((layer, "weights"))
+        if spec is None:
+            raise damaged(what, layer, "its weights are not quantized")
+        node = graph.by_name.get(layer)
+        shape: tuple[int, ...] = ()
+        if node is not None and "weight" in node.params:
+            shape = tuple(graph.weight(node).shape)
+        fault = _qparams_fault(spec, shape, values)
+        if fault:
+            raise damaged(what, layer, fault)
 
 
 def check_weight(graph: Graph, layer: str, value: Tensor, what: str) -> None:
-    """Refuse what is no weight of a layer.
+    """Refuse what cannot be the weight of a layer.
 
     Raises:
         ResultError: saying why.
     """
-    if why := _unlike(graph, layer, "weight", value):
-        raise damaged(what, layer, why)
+    fault = _parameter_fault(graph, layer, "weight", value)
+    if fault:
+        raise damaged(what, layer, fault)
 
 
 def _is_sound(value: Tensor) -> bool:
-    """Whether a tensor is of numbers, finite; of one that is deferred its dtype has to do."""
-    return value.is_floating_point() and (
-        isinstance(value, DeferredTensor) or bool(torch.isfinite(value).all())
-    )
+    """Return whether a tensor has finite floating-point values; of a deferred one, only the
+    dtype is checked.
+    """
+    if not value.is_floating_point():
+        return False
+    return isinstance(value, DeferredTensor) or bool(torch.isfinite(value).all())

@@ -8,10 +8,9 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from quantizer.algorithms.adjustment import Adjustment
 from quantizer.calibration import scaled_joins
-from quantizer.calibration.job import Job
 from quantizer.calibration.observing import Calibration
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.scaled_joins import Scaling
 from quantizer.config.wording import shortened
 from quantizer.errors import ResultError
@@ -24,103 +23,124 @@ from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan, part_name
 from quantizer.storage.deferred_tensor import loaded
 
 FEW_BITS = 4.0
-"""A part of a join that has fewer than this is told."""
+"""A part of a join with fewer bits is reported."""
 _FAR = {
     "own": "each part keeps its own",
     "scaled": "parts are multiplied with powers of two, which the weights that read them take "
     "back",
 }
+"""What is reported of joins whose ranges are far apart, by the scale that was decided."""
 
 
-def decide_joins(job: Job) -> None:
-    """Decide on all joins of the job's plan, and bring to one range what would lose too much on
+def decide_joins(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Decide on all joins of the plan; bring the parts to one range that would lose too much on
     one scale.
     """
-    waiting = job.plan
-    first = _decisions(job.calibration)
-    scaled = _scale_parts(job, first)
-    decisions = _decisions(job.calibration) if scaled else first
+    open_plan = state.plan
+    first = _decisions(state.calibration)
+    state, scaled = _scale_parts(request, state, first)
+    decisions = _decisions(state.calibration) if scaled else first
     for name in scaled:
         after = decisions.get(name)
         left = () if after is None else after.left
         decisions[name] = replace(first[name], scale="scaled", left=left)
-    job.plan = joins.decided(job.calibration.plan, decisions)
-    job.calibration = replace(job.calibration, plan=job.plan)
-    job.joins = decisions
-    for level, text in remarks(waiting, decisions):
-        job.events.message(level, text)
+    for level, text in remarks(open_plan, decisions):
+        request.events.message(level, text)
+    plan = joins.decided(state.calibration.plan, decisions)
+    calibration = replace(state.calibration, plan=plan)
+    return replace(state, plan=plan, calibration=calibration, joins=decisions)
 
 
 def decided(calibration: Calibration) -> Calibration:
     """Return the calibration with the joins of its plan decided, as far as that changes no
     weights.
     """
-    return replace(calibration, plan=joins.decided(calibration.plan, _decisions(calibration)))
+    decisions = _decisions(calibration)
+    plan = joins.decided(calibration.plan, decisions)
+    return replace(calibration, plan=plan)
 
 
 def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
-    """How each open join is quantized. What was observed of tensors that are not stays, for
-    whoever decides anew.
-    """
+    """Return how each open join is quantized, by name."""
     decisions: dict[str, JoinDecision] = {}
     for join in calibration.plan.joins:
-        lost = joins.lost_bits(join, _widths(join, calibration.observers))
-        decisions[join.name] = joins.decide(join, lost, _gains(join, calibration.plan.graph))
+        widths = _widths(join, calibration.observers)
+        lost_bits = joins.lost_bits(join, widths)
+        gains = _gains(join, calibration.plan.graph)
+        decisions[join.name] = joins.decide(join, lost_bits, gains)
     return decisions
 
 
-def _scale_parts(job: Job, decisions: Mapping[str, JoinDecision]) -> list[str]:
-    """Scale the parts of joins that have lost too much, as far as it can be done; return these
+def _scale_parts(
+    request: CalibrationRequest,
+    state: CalibrationState,
+    decisions: Mapping[str, JoinDecision],
+) -> tuple[CalibrationState, list[str]]:
+    """Scale the parts of joins that lose too much, as far as that is possible.
+
+    Returns:
+        The state, and the names of the joins that are scaled.
+    """
+    far: list[JoinPlan] = []
+    for join in state.plan.joins:
+        lost_db = decisions[join.name].lost_db
+        if lost_db > CLOSE_DB and not join.is_single:
+            far.append(join)
+    rounded = state.adjustment.rounded
+    wanted = scaled_joins.scalings(state.calibration, far, rounded)
+    scalings = _possible(request, state, wanted)
+    if not scalings:
+        return state, []
+    adjustment = scaled_joins.adjustment(state.plan.graph, scalings)
+    target = state.target.adjusted(adjustment)
+    plan = target.plan(request.config)
+    calibration = scaled_joins.taken_over(
+        state.calibration, plan, scalings, adjustment.insertions
+    )
+    state = replace(
+        state,
+        target=target,
+        calibration=calibration,
+        adjustment=state.adjustment.followed_by(adjustment),
+    )
+    scaled = {scaling.join: None for scaling in scalings}
+    return state, list(scaled)
+
+
+def _possible(
+    request: CalibrationRequest,
+    state: CalibrationState,
+    wanted: Sequence[Scaling],
+) -> Sequence[Scaling]:
+    """Return the scalings for which calibration has seen enough: all, or those of some
     joins.
     """
-    far = [
-        join
-        for join in job.plan.joins
-        if decisions[join.name].lost_db > CLOSE_DB and not join.is_single
-    ]
-    rounded = {} if job.adjustment is None else job.adjustment.rounded
-    wanted = scaled_joins.scalings(job.calibration, far, rounded)
-    found = _possible(job, wanted)
-    if not found:
-        return []
-    more = scaled_joins.adjustment(job.plan.graph, found)
-    plan = job.target.plan(job.config, more)
-    job.target.adjust(more)
-    job.calibration = scaled_joins.taken_over(job.calibration, plan, found, more.insertions)
-    job.adjustment = (job.adjustment or Adjustment()).followed_by(more)
-    return list(dict.fromkeys(scaling.join for scaling in found))
-
-
-def _possible(job: Job, wanted: Sequence[Scaling]) -> Sequence[Scaling]:
-    """Those factors for which calibration has seen enough: all of them, or join by join."""
-    if not wanted or _is_seen(job, wanted):
+    if not wanted or _is_seen(request, state, wanted):
         return wanted
-    found: list[Scaling] = []
-    for scalings in _by_join(wanted):
-        if _is_seen(job, [*found, *scalings]):
-            found += scalings
-    return found
-
-
-def _by_join(scalings: Iterable[Scaling]) -> list[list[Scaling]]:
-    """The factors of each join, which are taken up together."""
     by_join: dict[str, list[Scaling]] = {}
-    for scaling in scalings:
+    for scaling in wanted:
         by_join.setdefault(scaling.join, []).append(scaling)
-    return [*by_join.values()]
+    possible: list[Scaling] = []
+    for scalings in by_join.values():
+        if _is_seen(request, state, [*possible, *scalings]):
+            possible += scalings
+    return possible
 
 
-def _is_seen(job: Job, scalings: Sequence[Scaling]) -> bool:
-    """Whether calibration has seen what is quantized after these factors; the job stays as it
-    is.
-    """
-    more = scaled_joins.adjustment(job.plan.graph, scalings)
-    plan = job.target.plan(job.config, more)
-    return scaled_joins.is_seen(job.calibration, plan, scalings, more.insertions)
+def _is_seen(
+    request: CalibrationRequest,
+    state: CalibrationState,
+    scalings: Sequence[Scaling],
+) -> bool:
+    """Return whether calibration has seen all that is quantized after these scalings."""
+    adjustment = scaled_joins.adjustment(state.plan.graph, scalings)
+    target = state.target.adjusted(adjustment)
+    plan = target.plan(request.config)
+    return scaled_joins.is_seen(state.calibration, plan, scalings, adjustment.insertions)
 
 
 def remarks(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Iterator[tuple[int, str]]:
-    """Yield what the user should hear of joins, with levels of `logging`.
+    """Yield what the user should know about joins, with levels of `logging`.
 
     Args:
         plan: with the joins open.
@@ -132,24 +152,22 @@ def remarks(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Iterator[tuple
             if decision.scale == scale and decision.lost_db > CLOSE_DB:
                 names.append(name)
         if names:
-            why = "what is joined has ranges too different for one scale"
-            yield logging.INFO, f"{why}, so {text}: {shortened(names, 3)}"
+            reason = "what is joined has ranges too different for one scale"
+            yield logging.INFO, f"{reason}, so {text}: {shortened(names, 3)}"
     for join in plan.joins:
-        decision = decisions[join.name]
-        if not join.is_single or join.single is None or not decision.lost_bits:
+        lost_bits = decisions[join.name].lost_bits
+        if not join.is_single or join.single is None or not lost_bits:
             continue
-        smallest = max(decision.lost_bits, key=decision.lost_bits.__getitem__)
-        bits = plan.tensors[join.single].spec.bit_width
-        left = bits - decision.lost_bits[smallest]
+        smallest = max(lost_bits, key=lost_bits.__getitem__)
+        bit_width = plan.tensors[join.single].spec.bit_width
+        left = bit_width - lost_bits[smallest]
         if left < FEW_BITS:
-            yield (
-                logging.WARNING,
-                _few_bits(plan, join, smallest, f"{max(0.0, left):.1f} of {bits} bits"),
-            )
+            bits = f"{max(0.0, left):.1f} of {bit_width} bits"
+            yield logging.WARNING, _few_bits(plan, join, smallest, bits)
 
 
 def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
-    """A sentence on a part that one scale leaves few bits to, and what to do about it."""
+    """Return a sentence on a part that one scale leaves few bits to, and the remedy."""
     if plan.settings.target_device == "DPU":
         remedy = (
             "return its parts one by one, or bring them to one range before they are joined"
@@ -163,21 +181,26 @@ def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
 
 
 def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, float]:
-    """How wide the ranges of a join's tensors are, from the lowest code to the highest, of the
-    widest channel.
+    """Return the width of the range of each tensor of a join, in the units of its values.
+
+    The width goes from the lowest code to the highest, of the widest channel.
     """
     widths: dict[Key, float] = {}
-    for key in (join.single or join.inputs[0], *join.sources):
+    whole = join.single or join.inputs[0]
+    for key in (whole, *join.sources):
         observer = observers.get(key)
         if observer is None or observer.spec.dtype != "int":
             continue
-        if bool((observer.low != 0).any() or (observer.high != 0).any()):
-            widths[key] = float(observer.qparams().scale.max()) * 2.0**observer.spec.bit_width
+        is_zero = (observer.low == 0).all() and (observer.high == 0).all()
+        if not is_zero:
+            scale = float(observer.qparams().scale.max())
+            widths[key] = scale * 2.0**observer.spec.bit_width
     return widths
 
 
 def decided_again(
-    stored: Mapping[str, JoinDecision], widths: Mapping[Key, float]
+    stored: Mapping[str, JoinDecision],
+    widths: Mapping[Key, float],
 ) -> dict[str, JoinDecision]:
     """Return how joins are quantized where the ranges have changed and the weights cannot.
 
@@ -188,49 +211,59 @@ def decided_again(
     """
     decisions: dict[str, JoinDecision] = {}
     for name, before in stored.items():
-        after = joins.decide(before.join, joins.lost_bits(before.join, widths), before.gains)
+        join = before.join
+        lost_bits = joins.lost_bits(join, widths)
+        after = joins.decide(join, lost_bits, before.gains)
         is_far = before.lost_db <= CLOSE_DB < after.lost_db
-        if is_far and before.join.scalable and not before.join.is_single:
-            text = (
-                f"{name} joins what has ranges too different for one scale now, and weights "
-                "would have to change"
+        if is_far and join.scalable and not join.is_single:
+            raise ResultError(
+                f"{name} now joins ranges too different for one scale, and its weights would "
+                "have to change",
+                help="calibrate again with the other config",
             )
-            raise ResultError(text, help="calibrate again with the other config")
         decisions[name] = before if before.scale == "scaled" else after
     return decisions
 
 
 def _gains(join: JoinPlan, graph: Graph) -> dict[str, dict[str, float]]:
-    """How much the squared error of each part weighs in each product: as the squared weights
-    that it meets.
+    """Return how much the squared error of each part weighs in each layer that reads it.
 
-    Where there is no such weight, all parts count alike.
+    The gain is the sum of the squared weights that the part is multiplied with. Where there is
+    no such weight, all parts count alike.
     """
-    alike = {part_name(key): 1.0 for key in join.sources}
+    equal = {part_name(key): 1.0 for key in join.sources}
+    layers: Iterable[str] = join.parts
+    if not join.is_of_channels:
+        layers = [layer for layer, _ in join.inputs] or [join.name]
     gains: dict[str, dict[str, float]] = {}
-    reading = [layer for layer, _ in join.inputs] or [join.name]
-    for layer in join.parts if join.is_of_channels else reading:
-        gains[layer] = _weight_gains(join, graph, layer) if layer in join.parts else alike
+    for layer in layers:
+        gains[layer] = equal
+        if layer in join.parts:
+            gains[layer] = _weight_gains(join, graph, layer)
     return gains
 
 
 def _weight_gains(join: JoinPlan, graph: Graph, layer: str) -> dict[str, float]:
-    """The sums of squares of a layer's weights for the input channels of each part."""
-    node, runs = graph.by_name[layer], join.parts[layer]
+    """Return the sum of squares of a layer's weights for the input channels of each part."""
+    node = graph.by_name[layer]
+    runs = join.parts[layer]
     weight = loaded(graph.weight(node)).double()
     if node.row.scales_channels:
         squares = weight.square()
     else:
-        squares = by_channel(node, weight).square().sum((1, 3)).flatten()
+        squares = by_channel(node, weight).square()
+        squares = squares.sum((1, 3)).flatten()
     count = sum(length for _, length in runs)
     if len(squares) != count:
-        # Parts are rows, which all meet the same weights
+        # Parts are rows, which are all multiplied with the same weights
         squares = squares.mean().expand(count)
     gains: dict[str, float] = {}
     first = 0
     for key, length in runs:
         if key is not None:
-            total = float(squares[first : first + length].sum())
-            gains[part_name(key)] = round(gains.get(part_name(key), 0.0) + total, 9)
+            name = part_name(key)
+            total = squares[first : first + length].sum()
+            total += gains.get(name, 0.0)
+            gains[name] = round(float(total), 9)
         first += length
     return gains

@@ -1,11 +1,10 @@
-"""Levels the channels of a value that one scale cannot serve: factors that the next layer's
-weights take back.
+"""Levels the channels of a value that one scale cannot serve.
 
-Where each output of a layer reads one channel alone, as in a depthwise convolution, a channel
-that is a thousandth of the widest has no bits left, and nothing else makes up for it. Such a
-channel is multiplied with a power of two in the layer that makes it, and divided by it in the
-layer that reads it. Powers of two change no float value. Ranges are those of the first
-calibration batches, and the factors are recorded in the results.
+If each output of a layer reads one channel alone, as in a depthwise convolution, a channel
+whose range is a thousandth of the widest has no bits left, and no other channel makes up for
+it. Such a channel is multiplied with a power of two in the layer that computes it, and divided
+by it in the layer that reads it. Powers of two change no float value. The ranges are those of
+the first calibration batches, and the factors are recorded in the results.
 """
 
 from __future__ import annotations
@@ -26,216 +25,285 @@ from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch, naming_batch
 from quantizer.storage.deferred_tensor import beside, loaded
 
-CHECKED_BATCHES = 4
-"""How many of the first calibration batches say how wide channels are."""
+_MAX_BATCHES = 4
+"""How many of the first calibration batches are read for the ranges of channels."""
 LOST_BITS = 4
-"""Channels are levelled where one that matters loses more bits than this on the scale of
-all.
-"""
+"""Channels are levelled if one that matters loses more bits than this on the common scale."""
 HEARD_BITS = 8
-"""A channel whose products are this many bits smaller than the largest is left as it is: nobody
-hears it.
-"""
+"""A channel is left as it is if its products are this many bits smaller than the largest."""
 LARGEST_EXPONENT = 24
-"""Levels of more would not leave float32 exact where outputs are added up."""
+"""Larger factors would make sums in float32 inexact."""
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 """Dtypes in which powers of two change no digit."""
 Exponents = Mapping[str, Sequence[int]]
 """By layer, the power of two that each output channel is multiplied with."""
 
 
-def candidates(plan: Plan) -> list[Pair]:
-    """Return pairs of layers whose channels are read one by one, at scales of their own, from a
-    value with one scale.
+def _candidates(plan: Plan) -> list[Pair]:
+    """Return pairs of layers of which the second reads channels one by one, each at a scale of
+    its own, from a value with one scale.
 
-    There are none if the weights of no first layer are far apart: calibration is not to read
-    data in vain.
+    If no first layer has weights of very different size, there are none, so that no data are
+    read in vain.
     """
     graph = plan.graph
+    # Finding pairs takes longer than this check
     if not any(_reads_one_by_one(graph, node) for node in graph.nodes):
-        return []  # without a look at how channels run through the graph
+        return []
     pairs: list[Pair] = []
+    has_small_rows = False
     for pair in find_pairs(graph):
-        if not _reads_one_by_one(graph, pair.second):
-            continue
-        has_room = (
-            graph.weight(pair.first).dtype in _WIDE and graph.weight(pair.second).dtype in _WIDE
-        )
-        if has_room and _has_one_scale(plan, pair) and _has_scale_by_channel(plan, pair):
+        if _reads_one_by_one(graph, pair.second) and _is_lossless(plan, pair):
             pairs.append(pair)
-    return pairs if any(_is_far_apart(_row_sizes(graph, pair)) for pair in pairs) else []
+            sizes = _row_sizes(graph, pair)
+            is_small = sizes * 2**LOST_BITS < sizes.max()
+            is_small &= sizes > 0
+            has_small_rows |= bool(is_small.any())
+    return pairs if has_small_rows else []
 
 
 def _reads_one_by_one(graph: Graph, node: Node) -> bool:
-    """Whether each output channel of a layer is of one input channel."""
-    return node.is_multiplying and by_channel(node, graph.weight(node)).shape[2] == 1
+    """Return whether each output channel of a layer depends on one input channel."""
+    if not node.is_multiplying:
+        return False
+    weight = by_channel(node, graph.weight(node))
+    return weight.shape[2] == 1
+
+
+def _is_lossless(plan: Plan, pair: Pair) -> bool:
+    """Return whether levelling a pair of layers loses no bits of weights and helps the value
+    between them.
+    """
+    for node in (pair.first, pair.second):
+        if plan.graph.weight(node).dtype not in _WIDE:
+            return False
+        if not _has_scale_by_channel(plan, node):
+            return False
+    return _has_one_scale(plan, pair)
 
 
 def _has_one_scale(plan: Plan, pair: Pair) -> bool:
-    """Whether the value between two layers is quantized to integers of one scale, which
+    """Return whether the value between two layers is quantized to integers of one scale, which
     calibration finds.
     """
     keys = [(pair.second.name, "input")]
-    keys += [(node.name, "activation") for node in (*pair.between, pair.first)]
-    tensors = [plan.tensors[key] for key in keys if key in plan.tensors]
-    if not tensors:
-        return False
-    is_free = all(tensor.is_calibrated or tensor.spec.is_dynamic for tensor in tensors)
-    return is_free and all(
-        tensor.spec.dtype == "int" and tensor.spec.qscheme == "per_tensor" for tensor in tensors
-    )
-
-
-def _has_scale_by_channel(plan: Plan, pair: Pair) -> bool:
-    """Whether the weights of both layers lose nothing if a channel grows."""
-    for node in (pair.first, pair.second):
-        tensor = plan.tensors.get((node.name, "weights"))
+    for node in (*pair.between, pair.first):
+        keys.append((node.name, "activation"))
+    is_quantized = False
+    for key in keys:
+        tensor = plan.tensors.get(key)
         if tensor is None:
             continue
-        output_axes = {int(node.row.transposed)}
-        _, outputs, inputs, _ = by_channel(node, plan.graph.weight(node)).shape
-        if outputs == inputs == 1:
-            output_axes.add(0)  # that of the groups, of which each has a channel
-        if tensor.spec.qscheme != "per_channel" or tensor.spec.ch_axis not in output_axes:
+        is_quantized = True
+        spec = tensor.spec
+        if not tensor.is_calibrated and not spec.is_dynamic:
             return False
-    return True
+        if spec.dtype != "int" or spec.qscheme != "per_tensor":
+            return False
+    return is_quantized
+
+
+def _has_scale_by_channel(plan: Plan, node: Node) -> bool:
+    """Return whether the weights of a layer lose no bits if a channel grows."""
+    tensor = plan.tensors.get((node.name, "weights"))
+    if tensor is None:
+        return True
+    spec = tensor.spec
+    if spec.qscheme != "per_channel":
+        return False
+    if spec.ch_axis == int(node.row.transposed):
+        return True
+    # If each group has one channel, the axis of groups is one of channels
+    weight = by_channel(node, plan.graph.weight(node))
+    _, outputs, inputs, _ = weight.shape
+    return spec.ch_axis == 0 and outputs == inputs == 1
 
 
 def _row_sizes(graph: Graph, pair: Pair) -> Tensor:
-    """The largest weight of each output channel of the first layer."""
-    weight = loaded(graph.weight(pair.first)).detach()
-    return by_channel(pair.first, weight).float().abs().amax((2, 3)).flatten()
+    """Return the largest weight of each output channel of the first layer."""
+    weight = loaded(graph.weight(pair.first))
+    weight = by_channel(pair.first, weight.detach())
+    sizes = weight.float().abs()
+    return sizes.amax((2, 3)).flatten()
 
 
 def _column_sizes(weight: Tensor, pair: Pair) -> Tensor:
-    """The largest weight of each input channel of the second layer."""
-    return by_channel(pair.second, weight).float().abs().amax((1, 3)).flatten()
-
-
-def _is_far_apart(sizes: Tensor) -> bool:
-    """Whether a size above zero has lost more than `LOST_BITS`."""
-    return bool(((sizes > 0) & (sizes * 2**LOST_BITS < sizes.max())).any())
+    """Return the largest weight of each input channel of the second layer."""
+    weight = by_channel(pair.second, weight)
+    sizes = weight.float().abs()
+    return sizes.amax((1, 3)).flatten()
 
 
 def decide(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
-    """Return the exponents of layers whose channels are levelled.
+    """Return the exponents of layers whose channels are levelled; none without data.
 
     Args:
         plan: of the network, whose graph has the weights.
-        batches: calibration data on the graph's device. The first `CHECKED_BATCHES` are read if
-            any pair of layers is a candidate, else none.
+        batches: calibration data on the graph's device. They are read only if the weights
+            suggest that channels may be levelled.
 
     Raises:
         DataError: the network cannot run a batch.
     """
-    pairs = candidates(plan)
+    pairs = _candidates(plan)
     if not pairs:
         return {}
-    ranges = _channel_ranges(plan.graph, pairs, batches)
+    graph = plan.graph
+    ranges = _channel_ranges(graph, pairs, batches)
     if not ranges:
-        return {}  # observing says that there are no data
-    weights = {
-        pair.second.name: loaded(plan.graph.weight(pair.second)).detach() for pair in pairs
-    }
+        return {}
+    weights: dict[str, Tensor] = {}
+    for pair in pairs:
+        weight = loaded(graph.weight(pair.second))
+        weights[pair.second.name] = weight.detach()
     exponents: dict[str, list[int]] = {}
-    # Factors of a later pair change what the channels of an earlier one are worth
+    # Factors of a later pair change how much the channels of an earlier one matter
     for pair in reversed(pairs):
-        columns = _column_sizes(weights[pair.second.name], pair)
-        count, _ = channels_of(pair.first, plan.graph.weight(pair.first))
-        levels = _exponents(ranges[pair.second.name], columns, pair, count)
+        first = pair.first
+        second = pair.second.name
+        columns = _column_sizes(weights[second], pair)
+        count, _ = channels_of(first, graph.weight(first))
+        levels = _exponents(
+            ranges[second],
+            columns,
+            pair,
+            count,
+        )
         if not any(levels):
             continue
-        exponents[pair.first.name] = levels
-        if pair.first.name in weights:
-            rows = torch.exp2(torch.tensor(levels, dtype=torch.float32))
-            weights[pair.first.name] = rescaled(
-                pair.first, weights[pair.first.name], outputs=rows
-            )
+        exponents[first.name] = levels
+        if first.name in weights:
+            weight = weights[first.name]
+            factors = _factors(levels)
+            weights[first.name] = rescaled(first, weight, outputs=factors)
     return exponents
 
 
 def _channel_ranges(
-    graph: Graph, pairs: Iterable[Pair], batches: Iterable[Batch]
+    graph: Graph,
+    pairs: Iterable[Pair],
+    batches: Iterable[Batch],
 ) -> dict[str, Tensor]:
-    """The largest magnitude of each input channel of second layers, on the CPU."""
+    """Return the largest magnitude of each input channel of second layers, on the CPU."""
     ranges: dict[str, Tensor] = {}
 
     def watcher(second: Node) -> Callable[[Tensor], None]:
-        axes_behind = second.row.spatial or 0
+        """Return a function that updates the ranges of a second layer's input."""
+        spatial = second.row.spatial or 0
 
-        def look(value: Tensor) -> None:
-            axis = value.dim() - 1 - axes_behind
-            others = [other for other in range(value.dim()) if other != axis]
-            sizes = value.float().abs().amax(others).cpu()
-            ranges[second.name] = torch.maximum(ranges.get(second.name, sizes), sizes)
+        def update(value: Tensor) -> None:
+            axes = list(range(value.dim()))
+            del axes[value.dim() - 1 - spatial]
+            sizes = value.float().abs()
+            sizes = sizes.amax(axes).cpu()
+            before = ranges.get(second.name, sizes)
+            ranges[second.name] = torch.maximum(before, sizes)
 
-        return look
+        return update
 
-    watchers = {pair.second.operands["input"]: watcher(pair.second) for pair in pairs}
+    watchers: dict[str, Callable[[Tensor], None]] = {}
+    for pair in pairs:
+        source = pair.second.operands["input"]
+        watchers[source] = watcher(pair.second)
     network = Network(graph)
-    for number, batch in enumerate(islice(batches, CHECKED_BATCHES)):
+    first_batches = islice(batches, _MAX_BATCHES)
+    for number, batch in enumerate(first_batches):
         with naming_batch(number), torch.no_grad():
             network.observe(batch.args, batch.kwargs, watchers)
     return ranges
 
 
-def _exponents(ranges: Tensor, columns: Tensor, pair: Pair, count: int) -> list[int]:
-    """The exponent of each of the first layer's `count` output channels, of which the second
-    may read some; zeros if no channel that matters has lost too much.
+def _exponents(
+    ranges: Tensor,
+    columns: Tensor,
+    pair: Pair,
+    count: int,
+) -> list[int]:
+    """Return the exponent of each output channel of the first layer.
+
+    Args:
+        ranges: of the second layer's input channels.
+        columns: the largest weight of each of these channels.
+        pair: the layers.
+        count: the output channels of the first layer, of which the second may read only some.
+
+    Returns:
+        [count] exponents. All are zero if no channel that matters has lost too many bits.
     """
     columns = columns.to(ranges.device)
     origins = torch.tensor(pair.channels)
-    sizes = torch.zeros(count).scatter_reduce(0, origins, ranges, "amax")
-    products = torch.zeros(count).scatter_reduce(0, origins, ranges * columns, "amax")
-    if not bool(products.isfinite().all()) or float(products.max()) == 0:
+    zeros = torch.zeros(count)
+    sizes = zeros.scatter_reduce(0, origins, ranges, "amax")
+    products = zeros.scatter_reduce(0, origins, ranges * columns, "amax")
+    largest = products.max()
+    is_finite = bool(products.isfinite().all())
+    if not is_finite or float(largest) == 0:
         return [0] * count
     widest = sizes.max()
     is_lost = sizes * 2**LOST_BITS < widest
-    matters = products * 2**LOST_BITS >= products.max()
+    matters = products * 2**LOST_BITS >= largest
     if not bool((is_lost & matters).any()):
         return [0] * count
-    is_heard = products * 2**HEARD_BITS >= products.max()
-    exponents = torch.where(is_heard, torch.log2(widest / sizes).round(), 0.0).clamp_max(
-        LARGEST_EXPONENT
-    )
+    is_heard = products * 2**HEARD_BITS >= largest
+    exponents = torch.log2(widest / sizes)
+    exponents = exponents.round()
+    exponents = torch.where(is_heard, exponents, 0.0)
+    exponents = exponents.clamp_max(LARGEST_EXPONENT)
     return [int(exponent) for exponent in exponents.tolist()]
+
+
+def _factors(exponents: Sequence[int]) -> Tensor:
+    """Return powers of two in float32."""
+    levels = torch.tensor(exponents, dtype=torch.float32)
+    return torch.exp2(levels)
 
 
 def adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
     """Return the weights and biases of all layers that the factors change."""
     changes = Adjustment()
     for pair in find_pairs(graph):
-        if pair.first.name not in exponents:
+        first = pair.first
+        second = pair.second
+        if first.name not in exponents:
             continue
-        level = torch.tensor(exponents[pair.first.name], dtype=torch.float32)
-        factors = torch.exp2(level).to(graph.device)
-        first = _parameter(graph, changes, pair.first, "weight")
-        scaled_first = rescaled(pair.first, loaded(first), outputs=factors)
-        changes = changes.with_parameters(pair.first.name, weight=beside(first, scaled_first))
-        if "bias" in pair.first.params:
-            bias = loaded(_parameter(graph, changes, pair.first, "bias"))
-            changes = changes.with_parameters(
-                pair.first.name, bias=(bias * factors).to(bias.dtype)
-            )
-        second = _parameter(graph, changes, pair.second, "weight")
-        scaled_second = rescaled(
-            pair.second, loaded(second), inputs=1 / factors[list(pair.channels)]
-        )
-        changes = changes.with_parameters(
-            pair.second.name, weight=beside(second, scaled_second)
-        )
+        factors = _factors(exponents[first.name])
+        factors = factors.to(graph.device)
+        weight = _parameter(graph, changes, first, "weight")
+        scaled = rescaled(first, loaded(weight), outputs=factors)
+        scaled = beside(weight, scaled)
+        changes = changes.with_parameters(first.name, weight=scaled)
+        if "bias" in first.params:
+            bias = _parameter(graph, changes, first, "bias")
+            bias = loaded(bias)
+            bias = (bias * factors).to(bias.dtype)
+            changes = changes.with_parameters(first.name, bias=bias)
+        weight = _parameter(graph, changes, second, "weight")
+        inverse = 1 / factors[list(pair.channels)]
+        scaled = rescaled(second, loaded(weight), inputs=inverse)
+        scaled = beside(weight, scaled)
+        changes = changes.with_parameters(second.name, weight=scaled)
     return changes
 
 
-def _parameter(graph: Graph, changes: Adjustment, node: Node, key: str) -> Tensor:
-    """A layer's parameter with the changes so far."""
-    changed = changes.parameters.get(node.name, {}).get(key)
-    return graph.tensors[node.params[key]].detach() if changed is None else changed
+def _parameter(
+    graph: Graph,
+    changes: Adjustment,
+    node: Node,
+    key: str,
+) -> Tensor:
+    """Return a layer's parameter with the changes so far."""
+    changed = changes.parameters.get(node.name, {})
+    if key in changed:
+        return changed[key]
+    path = node.params[key]
+    return graph.tensors[path].detach()
 
 
 def sentence(exponents: Exponents) -> str:
-    """Return what the user should hear of levelled channels."""
-    largest = max(max(map(abs, row)) for row in exponents.values())
+    """Return a sentence on the channels that are levelled."""
+    largest = 0
+    for levels in exponents.values():
+        largest = max(largest, *map(abs, levels))
     return (
         f"the channels of {shortened(list(exponents), 3)} have ranges too different for one "
         f"scale: they are multiplied with powers of two, up to 2^{largest}, which the weights "

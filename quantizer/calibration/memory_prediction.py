@@ -1,7 +1,8 @@
-"""How much memory a calibration or a test will take at its worst moment, on top of what is
-resident; and whether there is as much. It counts what is large: weights, activations, Gram
-matrices.
+"""Predicts the peak memory of a calibration or a test, on top of what is resident, and checks
+that the machine has it. It counts what is large: weights, activations, Gram matrices.
 """
+
+from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -23,244 +24,297 @@ from quantizer.storage.deferred_tensor import DeferredTensor
 logger = logging.getLogger(__name__)
 
 COPIES = 4
-"""A weight has so many copies in its own dtype while it is rounded, compared or decoded."""
+"""Copies of a weight in its own dtype while it is rounded, compared or decoded."""
 SEARCHED = 8
-"""In float32, while scales of it are searched for, with what each leaves of it."""
+"""Copies in float32 while the scales of a weight are searched."""
 IN_COLUMNS = 14
-"""In float32, while it is rounded column by column: float, rounded, transposed and ordered,
-with errors, the scale and the zero point of each value, and a second solution; of all layers
-with one input together, which are solved as one.
+"""Copies in float32 while a weight is rounded column by column: float, rounded, transposed and
+ordered, with errors, the scale and the zero point of each value, and a second solution. All
+layers with one input are solved together.
 """
 HOLES = 1.65
-"""The heap of the C library, with the holes that values of different sizes leave in it within a
-pass, is so many times as large as what is alive, but where large blocks are mapped. Measured on
-images: 1.5 to 2.5.
+"""The ratio of resident to used memory for blocks that are not mapped, due to fragmentation of
+the heap within a pass. Measured on images: 1.5 to 2.5.
 """
 MAPPED = 32 << 20
-"""Blocks from here on, as logits are, glibc always maps."""
+"""Bytes from which glibc maps every block."""
 PLANE = 2
-"""Axes of the kernel of a convolution of images."""
+"""The spatial axes of a convolution of images."""
 SURE = 1.2
-"""A run is refused only where a prediction that is too high by as much would not fit either."""
+"""A run is refused only if it needs this many times the memory of the machine."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What activations depend on: how many `batches` there are, of what `size`, and their
-    budget of memory.
+    """What the memory of activations depends on.
+
+    Args:
+        size: samples per batch.
+        batches: how many batches there are.
+        budget: bytes of activations that may stay in memory; None for half of what is free.
     """
 
     size: int
     batches: int = 1
     budget: int | None = None
 
+    def stored_bytes(self, batch_bytes: int) -> int:
+        """Return the bytes in memory of values of all batches, within the budget."""
+        budget = half_of_what_is_free() if self.budget is None else self.budget
+        return min(budget, self.batches * batch_bytes)
+
 
 def calibration_bytes(
-    plan: Plan, config: Config, data: Data, *, finetuned: bool = False
+    plan: Plan,
+    config: Config,
+    data: Data,
+    *,
+    finetuned: bool = False,
 ) -> int:
-    """What calibration adds to a process that has the model, its graph and its plan: its
-    hungriest step, and what the steps before it leave.
+    """Return what calibration adds to a process that has the model, its graph and its plan.
+
+    That is what its largest step needs, and what stays of the steps before.
     """
-    graph, algorithms, rounded = plan.graph, config.algorithms, _rounded(plan)
-    steps = [_weights_bytes(graph, rounded)]
-    if plan.needs_data or finetuned or any(each.needs_data for each in algorithms):
-        steps.append(_reordered_bytes(graph) + _pass_bytes(graph, data))
-    steps += [
-        _algorithm_bytes(graph, rounded, each, data)
-        for each in algorithms
-        if each.kind.matrices
-    ]
+    graph = plan.graph
+    algorithms = config.algorithms
+    layers = _quantized_layers(plan.tensors)
+    peak = _weights_bytes(graph, layers)
+    if plan.needs_data or finetuned or any(settings.needs_data for settings in algorithms):
+        peak = max(peak, _reordered_bytes(graph) + _pass_bytes(graph, data.size))
+    for settings in algorithms:
+        if settings.kind.matrices:
+            peak = max(peak, _algorithm_bytes(graph, layers, settings, data))
     if finetuned or plan.corrected:
-        steps.append(_layer_by_layer_bytes(graph, data, both=finetuned))
-    left = 0
+        peak = max(peak, _layer_by_layer_bytes(graph, data, both=finetuned))
+    if graph.is_deferred:
+        return peak
     # Codes of one byte, and another float weight for each algorithm that changes it
-    if not graph.is_deferred:
-        left = _values(graph, rounded) * (1 + 4 * (len(algorithms) + finetuned))
-    return left + max(steps)
+    copies = len(algorithms) + finetuned
+    return peak + _parameter_count(graph, layers) * (1 + 4 * copies)
 
 
-def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: int) -> int:
-    """What test mode adds to a process that has the model and its graph: two networks in
-    step.
+def comparison_bytes(
+    graph: Graph,
+    specs: Mapping[Key, QuantizationSpec],
+    size: int,
+) -> int:
+    """Return what test mode adds to a process that has the model and its graph.
+
+    It runs two networks in step, on batches of `size` samples.
     """
-    rounded = {name for name, role in specs if is_parameter(role)}
-    alive, most = alive_bytes(graph, size), 0
-    for node in (each for each in graph.nodes if each.op != "input"):
+    layers = _quantized_layers(specs)
+    alive = alive_bytes(graph, size)
+    peak = _weights_bytes(graph, layers)
+    for node in graph.nodes:
+        if node.op == "input":
+            continue
         during, after = alive[node.name]
-        step = after + during + working_bytes(graph, node, size) + _read_bytes(graph, node)
         value = value_bytes(graph, node.name, size)
-        subtracted = 2 * after + 3 * value  # quantized, and subtracted from the float one
-        most = max(most, _in_heap(graph, step, value, 2), _in_heap(graph, subtracted, value, 5))
-    # Codes, and what they stand for
-    left = 0 if graph.is_deferred else 5 * _values(graph, rounded)
-    return left + max(_weights_bytes(graph, rounded), most)
+        working = working_bytes(graph, node, size) + _read_bytes(graph, node)
+        running = _resident(graph, after + during + working, value, copies=2)
+        # The quantized value, and its difference from the float one
+        comparing = _resident(graph, 2 * after + 3 * value, value, copies=5)
+        peak = max(peak, running, comparing)
+    if graph.is_deferred:
+        return peak
+    # Codes, and the values that they stand for
+    return peak + 5 * _parameter_count(graph, layers)
 
 
 class Base(NamedTuple):
-    """What a process has `resident`, and the most that it ever had; None where the system does
-    not say.
+    """The memory of a process in bytes: `resident` now, and the `peak` so far. None if the
+    system does not report it.
     """
 
     resident: int | None
     peak: int | None
 
     @staticmethod
-    def now() -> "Base":
-        """Those of this process."""
-        give_back()  # what is freed already
+    def now() -> Base:
+        """Return those of this process, without memory that is freed already."""
+        give_back()
         return Base(process_memory.resident(), process_memory.peak())
 
 
 def peak_with(more: int, base: Base | None = None) -> int | None:
-    """The peak of this process, or of the one that had `base`, if it takes so much on top of
-    what is resident now; None where that is not known.
+    """Return the peak of a process that takes so many bytes on top of what is resident.
+
+    Args:
+        more: the bytes.
+        base: the process; None for this one.
+
+    Returns:
+        The peak; None if it is not known.
     """
-    now, before = base or Base.now()
-    return None if now is None or before is None else max(before, now + more)
+    resident, peak = base or Base.now()
+    if resident is None or peak is None:
+        return None
+    return max(peak, resident + more)
 
 
 def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
-    """Warn if there is not that much left; swap may help, and other processes may end.
+    """Check that the machine has so many more bytes of memory, and warn if they are not free.
+
+    Swap may help, and other processes may end.
 
     Raises:
-        OutOfMemoryError: the machine, or the control group of this process, does not have it at
-            all.
+        OutOfMemoryError: the machine, or the control group of this process, does not have them
+            at all.
     """
-    peak, free, total = peak_with(more), process_memory.available(), process_memory.total()
+    peak = peak_with(more)
+    free = process_memory.available()
+    total = process_memory.total()
     if peak is None or free is None or total is None or more <= free:
         return
-    help_ = "; or ".join(remedies)
+    remedy = "; or ".join(remedies)
+    in_words = process_memory.in_words
     if peak > SURE * total:
         text = (
-            f"{mode} would take about {process_memory.in_words(peak)} of memory, and there are "
-            f"{process_memory.in_words(total)}"
+            f"{mode} would need about {in_words(peak)} of memory, and the machine has "
+            f"{in_words(total)}"
         )
-        raise OutOfMemoryError(text, help=help_)
+        raise OutOfMemoryError(text, help=remedy)
     text = (
-        f"{mode} takes about {process_memory.in_words(more)} more memory, and "
-        f"{process_memory.in_words(free)} are free: {help_}"
+        f"{mode} needs about {in_words(more)} more memory, and {in_words(free)} are free: "
+        f"{remedy}"
     )
     logger.warning("%s", text)
 
 
 def remedies(graph: Graph) -> list[str]:
-    """What takes less memory."""
-    from_folder = (
-        []
-        if graph.is_deferred
-        else ["give a Hugging Face folder, whose weights stay in their files"]
-    )
-    return ["use a smaller --batch_size", *from_folder]
+    """Return what takes less memory."""
+    texts = ["use a smaller --batch_size"]
+    if not graph.is_deferred:
+        texts.append("give a Hugging Face folder, whose weights stay in their files")
+    return texts
 
 
-def _rounded(plan: Plan) -> set[str]:
-    """The layers with quantized parameters."""
-    return {name for name, role in plan.tensors if is_parameter(role)}
+def _quantized_layers(keys: Collection[Key]) -> set[str]:
+    """Return the layers with quantized parameters."""
+    return {name for name, role in keys if is_parameter(role)}
 
 
-def _values(graph: Graph, layers: Collection[str]) -> int:
-    """How many numbers the parameters of these layers hold."""
-    paths = {path for name in layers for path in graph.by_name[name].params.values()}
+def _parameter_paths(graph: Graph, layers: Collection[str]) -> set[str]:
+    """Return the paths of the parameters of these layers."""
+    paths: set[str] = set()
+    for name in layers:
+        paths.update(graph.by_name[name].params.values())
+    return paths
+
+
+def _parameter_count(graph: Graph, layers: Collection[str]) -> int:
+    """Return how many values the parameters of these layers have."""
+    paths = _parameter_paths(graph, layers)
     return sum(graph.tensors[path].numel() for path in paths)
 
 
-def _weights_bytes(graph: Graph, rounded: Collection[str]) -> int:
-    """Of the largest weight while it is rounded, and of the largest that is only read from its
+def _weights_bytes(graph: Graph, layers: Collection[str]) -> int:
+    """Return the bytes for the largest weight that is rounded, or that is only read from its
     file.
     """
-    paths = [path for name in rounded for path in graph.by_name[name].params.values()]
-    found = COPIES * max((graph.tensors[path].nbytes for path in paths), default=0)
-    return max(
-        [
-            found,
-            *(
-                each.nbytes
-                for each in graph.tensors.values()
-                if isinstance(each, DeferredTensor)
-            ),
-        ]
-    )
+    peak = 0
+    for path in _parameter_paths(graph, layers):
+        peak = max(peak, COPIES * graph.tensors[path].nbytes)
+    for tensor in graph.tensors.values():
+        if isinstance(tensor, DeferredTensor):
+            peak = max(peak, tensor.nbytes)
+    return peak
 
 
 def _reordered_bytes(graph: Graph) -> int:
-    """Of the weights that `weights_last` copies."""
-    layers = [
-        node for node in graph.nodes if node.row.spatial == PLANE and not node.row.transposed
-    ]
-    weights = [
-        graph.weight(node)
-        for node in layers
-        if "weight" in node.params and not graph.is_deferred
-    ]
-    return sum(each.nbytes for each in weights if each.shape[2:].numel() > 1)
+    """Return the bytes of the weights that `weights_last` copies."""
+    if graph.is_deferred:
+        return 0
+    total = 0
+    for node in graph.nodes:
+        is_convolution = node.row.spatial == PLANE and not node.row.transposed
+        if is_convolution and "weight" in node.params:
+            weight = graph.weight(node)
+            if weight.shape[2:].numel() > 1:
+                total += weight.nbytes
+    return total
 
 
-def _pass_bytes(graph: Graph, data: Data, upto: int | None = None) -> int:
-    """Of one pass, before the node of index `upto` if not to its end."""
-    alive, most = alive_bytes(graph, data.size), 0
-    for node in graph.nodes[:upto]:
-        beside = working_bytes(graph, node, data.size) + _read_bytes(graph, node)
-        value = value_bytes(graph, node.name, data.size)
-        most = max(most, _in_heap(graph, alive[node.name][0] + beside, value))
-    return most
+def _pass_bytes(graph: Graph, size: int, stop: int | None = None) -> int:
+    """Return the bytes for one batch of `size` samples, up to the node of index `stop`."""
+    alive = alive_bytes(graph, size)
+    peak = 0
+    for node in graph.nodes[:stop]:
+        during, _ = alive[node.name]
+        working = working_bytes(graph, node, size) + _read_bytes(graph, node)
+        value = value_bytes(graph, node.name, size)
+        peak = max(peak, _resident(graph, during + working, value))
+    return peak
 
 
 def _algorithm_bytes(
-    graph: Graph, rounded: Collection[str], algorithm: Algorithm, data: Data
+    graph: Graph,
+    layers: Collection[str],
+    settings: Algorithm,
+    data: Data,
 ) -> int:
-    """Of one that sums up Gram matrices: what it keeps of all batches, and the matrices and
-    weights of a group.
+    """Return the bytes for an algorithm with Gram matrices: the values of all batches that it
+    stores, and the matrices and weights of a group of layers with one input.
     """
     groups: dict[str, list[Node]] = {}
-    for node in (graph.by_name[name] for name in rounded):
+    for name in layers:
+        node = graph.by_name[name]
         if node.is_multiplying and _depth(graph, node) <= DEEPEST:
-            groups.setdefault(next(node.refs()), []).append(node)
-    solving, kept, alive = 0, 0, alive_bytes(graph, data.size)
+            source = next(node.refs())
+            groups.setdefault(source, []).append(node)
+    alive = alive_bytes(graph, data.size)
+    solving = 0
+    stored = 0
+    last = 0
     for source, nodes in groups.items():
-        sizes = [graph.weight(node).numel() for node in nodes]
-        matrix = max(_groups(node) * _depth(graph, node) ** 2 for node in nodes)
-        kind, searched = algorithm.kind, SEARCHED * max(sizes)
-        # First the matrix is factored, then weights are rounded with what is left of it
-        if algorithm.stage == "round":
-            factored = kind.matrices * matrix + COPIES * sum(sizes)
-            searched = max(factored, (1 + kind.networks) * matrix + IN_COLUMNS * sum(sizes))
-        else:
-            searched += kind.matrices * matrix
-        solving = max(solving, 4 * searched)
-        kept = max(kept, alive[source][1])
-    last = max(
-        (graph.index[node.name] for nodes in groups.values() for node in nodes), default=0
-    )
-    return _within(data, algorithm.kind.networks * kept) + max(
-        solving, _pass_bytes(graph, data, last)
-    )
+        solving = max(solving, 4 * _solving_values(graph, nodes, settings))
+        _, after = alive[source]
+        stored = max(stored, after)
+        for node in nodes:
+            last = max(last, graph.index[node.name])
+    stored = data.stored_bytes(settings.kind.networks * stored)
+    return stored + max(solving, _pass_bytes(graph, data.size, last))
+
+
+def _solving_values(graph: Graph, nodes: Sequence[Node], settings: Algorithm) -> int:
+    """Return how many float32 values an algorithm needs for the weights of one group."""
+    kind = settings.kind
+    sizes = [graph.weight(node).numel() for node in nodes]
+    matrix = max(_groups(node) * _depth(graph, node) ** 2 for node in nodes)
+    matrices = kind.matrices * matrix
+    if settings.stage != "round":
+        return SEARCHED * max(sizes) + matrices
+    # First the matrix is factored, then weights are rounded with what is left of it
+    factoring = matrices + COPIES * sum(sizes)
+    rounding = (1 + kind.networks) * matrix + IN_COLUMNS * sum(sizes)
+    return max(factoring, rounding)
 
 
 def _layer_by_layer_bytes(graph: Graph, data: Data, *, both: bool) -> int:
-    """Of a network that computes a node for all batches before the next one, or of both
-    networks so.
+    """Return the bytes for a network, or `both` networks, that computes each node for all
+    batches before the next one.
     """
-    alive, most, before = alive_bytes(graph, data.size), 0, 0
+    alive = alive_bytes(graph, data.size)
+    stored = 0
+    before = 0
+    working = 0
     for node in graph.nodes:
         during, after = alive[node.name]
-        most, before = max(most, during + (before if both else 0)), after
-    return _within(data, most) + max(
-        (working_bytes(graph, node, data.size) for node in graph.nodes), default=0
-    )
-
-
-def _within(data: Data, kept: int) -> int:
-    """What is in memory of values of all batches, up to their budget."""
-    budget = half_of_what_is_free() if data.budget is None else data.budget
-    return min(budget, data.batches * kept)
+        if both:
+            during += before
+        stored = max(stored, during)
+        before = after
+        working = max(working, working_bytes(graph, node, data.size))
+    return data.stored_bytes(stored) + working
 
 
 def _depth(graph: Graph, node: Node) -> int:
-    """Inputs of an output channel of a layer."""
+    """Return the inputs of each output channel of a layer."""
     weight = graph.weight(node)
-    return weight.numel() // (
-        weight.shape[1] * _groups(node) if node.row.transposed else weight.shape[0]
-    )
+    channels = weight.shape[0]
+    if node.row.transposed:
+        channels = weight.shape[1] * _groups(node)
+    return weight.numel() // channels
 
 
 def _groups(node: Node) -> int:
@@ -268,14 +322,26 @@ def _groups(node: Node) -> int:
 
 
 def _read_bytes(graph: Graph, node: Node) -> int:
-    """Of the parameters that are read from files for this node."""
-    tensors = (graph.tensors[path] for path in node.params.values())
-    return sum(each.nbytes for each in tensors if isinstance(each, DeferredTensor))
+    """Return the bytes of the parameters that are read from files for this node."""
+    total = 0
+    for path in node.params.values():
+        tensor = graph.tensors[path]
+        if isinstance(tensor, DeferredTensor):
+            total += tensor.nbytes
+    return total
 
 
-def _in_heap(graph: Graph, alive: int, value: int, copies: int = 1) -> int:
-    """What is resident for so many bytes alive, among them copies of a value of so many
-    bytes.
-    """
-    mapped = alive if graph.is_deferred else copies * value if value >= MAPPED else 0
-    return mapped + int(HOLES * (alive - mapped))
+def _resident(
+    graph: Graph,
+    used: int,
+    value: int,
+    *,
+    copies: int = 1,
+) -> int:
+    """Return how many bytes are resident for `used` bytes, among them `copies` of a value."""
+    mapped = 0
+    if graph.is_deferred:
+        mapped = used
+    elif value >= MAPPED:
+        mapped = copies * value
+    return mapped + int(HOLES * (used - mapped))

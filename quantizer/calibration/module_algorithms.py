@@ -1,12 +1,12 @@
-"""The config's algorithms on a module tree: they run on a trace of it, and what they find is
-written back by path.
+"""Runs the config's algorithms on a trace of a module tree, and writes their results back into
+the modules.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment, Rounded, adjusted
 from quantizer.config.model import Algorithm, QuantizationSpec
 from quantizer.errors import ModelError
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import is_called, key_in_module, parameters_of
 from quantizer.graph.passes import load_pass
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
-from quantizer.graph.structure import Structure
+from quantizer.graph.structure import InputGroup, Structure
 from quantizer.graph.trace import trace
 from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
 from quantizer.nn.network import build_layer
@@ -29,14 +29,20 @@ from quantizer.sources.hugging_face import without_cache
 
 logger = logging.getLogger(__name__)
 
-PASSES = ("remove_dropout", "linear_from_matmul", "linear_of_experts")
-"""Those that leave each parameter in its module."""
+_PASSES = ("remove_dropout", "linear_from_matmul", "linear_of_experts")
+"""The passes that leave each parameter in its module."""
+_USE_SHELL = "use the command line, which quantizes the trace"
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a parameter lives: a module's path, its attribute, whether a graph has it
-    transposed, and of how many experts, one below the other.
+    """The place of a parameter in the model.
+
+    Args:
+        path: of its module.
+        attribute: of the parameter in the module.
+        is_transposed: whether the graph has it transposed.
+        experts: of how many experts it is, which the graph has below each other; 0 for others.
     """
 
     path: str
@@ -45,15 +51,20 @@ class Home:
     experts: int = 0
 
     def stored(self, value: Tensor) -> Tensor:
-        """A value as the module has it."""
-        value = value.reshape(self.experts, -1, value.shape[1]) if self.experts else value
+        """Return a value of the graph's parameter in the module's layout."""
+        if self.experts:
+            value = value.reshape(self.experts, -1, value.shape[1])
         return value.mT if self.is_transposed else value
 
 
 @dataclass(frozen=True)
 class TracedModules:
-    """A model, its trace, and the plan's layer for each node of the trace that multiplies by
-    its weight.
+    """A model and its trace.
+
+    Args:
+        model: a module tree.
+        graph: its trace.
+        plan: for the layers of the module tree.
     """
 
     model: nn.Module
@@ -62,9 +73,15 @@ class TracedModules:
 
     @classmethod
     def of(
-        cls, model: nn.Module, plan: Plan, first: Batch, why: str, help_: str
+        cls,
+        model: nn.Module,
+        plan: Plan,
+        first: Batch,
+        *,
+        reason: str,
+        remedy: str,
     ) -> TracedModules:
-        """Trace a model; `why` and `help_` are said where that fails.
+        """Trace a model on the first batch, for a `reason` that the error names.
 
         Raises:
             ModelError: it cannot be traced.
@@ -73,211 +90,231 @@ class TracedModules:
             with without_cache(model):
                 graph = trace(model, first.args, first.kwargs)
         except ModelError as error:
-            raise ModelError(f"{why}: {error.message}", help=error.help or help_) from error
-        for name in PASSES:
+            text = f"{reason}: {error.message}"
+            raise ModelError(text, help=error.help or remedy) from error
+        for name in _PASSES:
             graph = load_pass(name)(graph)
         return cls(model, graph, plan)
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
-        """By path."""
+        """Return all modules by path."""
         return dict(self.model.named_modules())
 
     @cached_property
-    def homes(self) -> dict[tuple[str, str], Home]:
-        """Of each parameter of the graph, by node and key; a tied one lives in the module that
-        reads it.
+    def homes(self) -> dict[Key, Home]:
+        """Return the place of each parameter of the graph, by node and key.
+
+        The place of a tied parameter is in the module that reads it.
         """
-        known = dict(self.model.named_parameters(remove_duplicate=False))
-        found = {}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        homes: dict[Key, Home] = {}
         for node in self.graph.nodes:
+            experts = node.attrs["groups"] if node.row.experts else 0
             for key, name in node.params.items():
                 path, *changes = name.split("@")
-                if path in known:
-                    own = (
-                        self.modules[node.scope]._parameters.items()
-                        if node.scope in self.modules
-                        else ()
-                    )
-                    attribute = next(
-                        (attribute for attribute, value in own if value is known[path]), None
-                    )
-                    home = (
-                        (node.scope, attribute)
-                        if attribute
-                        else (path.rpartition(".")[0], path.rpartition(".")[2])
-                    )
-                    experts = node.attrs["groups"] if node.row.experts else 0
-                    found[node.name, key] = Home(*home, TRANSPOSED[1:] in changes, experts)
-        return found
+                if path not in parameters:
+                    continue
+                module, _, attribute = path.rpartition(".")
+                local = self._attribute(node, parameters[path])
+                if local:
+                    module = node.scope
+                    attribute = local
+                homes[node.name, key] = Home(
+                    module,
+                    attribute,
+                    is_transposed=TRANSPOSED[1:] in changes,
+                    experts=experts,
+                )
+        return homes
+
+    def _attribute(self, node: Node, parameter: nn.Parameter) -> str | None:
+        """Return the name of a parameter in the module of a node; None if it has another."""
+        module = self.modules.get(node.scope)
+        if module is not None:
+            for attribute, value in module._parameters.items():
+                if value is parameter:
+                    return attribute
+        return None
 
     @cached_property
     def shared(self) -> set[str]:
-        """Nodes with a parameter that another node takes from the same place: a module that is
-        called twice.
+        """Return the nodes with a parameter that another node reads, too: those of modules that
+        are called twice.
         """
         uses = Counter(self.homes.values())
-        return {name for (name, _), home in self.homes.items() if uses[home] > 1}
+        names: set[str] = set()
+        for (name, _), home in self.homes.items():
+            if uses[home] > 1:
+                names.add(name)
+        return names
 
     def module_of(self, name: str) -> nn.Module | None:
-        """The module whose weight a layer multiplies, if it is that module's forward that
-        does.
+        """Return the module whose forward multiplies the weight of a layer; None if another
+        module reads the weight.
         """
         home = self.homes.get((name, "weight"))
-        module = self.modules.get(home.path) if home else None
-        if (
-            home is None
-            or module is None
-            or parameters_of(module).get("weight") != home.attribute
-        ):
+        if home is None or home.path != self.graph.by_name[name].scope:
             return None
-        return (
-            module
-            if is_called(module) and home.path == self.graph.by_name[name].scope
-            else None
-        )
+        module = self.modules.get(home.path)
+        if module is None or not is_called(module):
+            return None
+        if parameters_of(module).get("weight") != home.attribute:
+            return None
+        return module
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """The plan's layer for each node of the trace that multiplies by its weight."""
-        layers = [node for node in self.plan.graph.nodes if node.params]
-        owned = {node.name: parameters_of(self.modules[node.scope]) for node in layers}
-        owners = {
-            (n.scope, owned[n.name].get(key_in_module(n, "weight"))): n.name for n in layers
-        }
-        found = {}
+        """Return the plan's layer for each node of the trace that multiplies by its weight."""
+        layers: dict[tuple[str, str | None], str] = {}
+        for node in self.plan.graph.nodes:
+            if node.params:
+                attributes = parameters_of(self.modules[node.scope])
+                key = key_in_module(node, "weight")
+                attribute = attributes.get(key)
+                layers[node.scope, attribute] = node.name
+        names: dict[str, str] = {}
         for node in self.graph.nodes:
             home = self.homes.get((node.name, "weight"))
-            if (
-                node.row.weight
-                and node.op != "parameter"
-                and home
-                and (home.path, home.attribute) in owners
-            ):
-                found[node.name] = owners[home.path, home.attribute]
-        return found
+            if home is None or not node.row.weight or node.op == "parameter":
+                continue
+            layer = layers.get((home.path, home.attribute))
+            if layer is not None:
+                names[node.name] = layer
+        return names
 
     @property
     def specs(self) -> dict[Key, QuantizationSpec]:
-        """Of the plan, by nodes of the trace."""
-        layers = self.names.items()
-        return {
-            (node, role): t.spec
-            for node, name in layers
-            for role, t in self.plan.of_layer(name).items()
-        }
+        """Return the specs of the plan, by nodes of the trace."""
+        specs: dict[Key, QuantizationSpec] = {}
+        for node, layer in self.names.items():
+            for role, tensor in self.plan.of_layer(layer).items():
+                specs[node, role] = tensor.spec
+        return specs
 
     def fitting(self, algorithm: Algorithm, structure: Structure) -> Structure:
-        """The structure without what cannot be done to modules."""
-        groups, again = [], set[Home]()
+        """Return the part of a structure that an algorithm can change in the modules."""
+        groups: list[InputGroup] = []
+        repeated: set[str] = set()
         for group in structure.groups:
-            if self.shared.intersection(group.layers):
-                again |= {
-                    self.homes[name, "weight"] for name in group.layers if name in self.shared
-                }
+            shared = self.shared.intersection(group.layers)
+            if shared:
+                for name in shared:
+                    repeated.add(self.homes[name, "weight"].path)
                 continue
             fold = group.fold
             if fold is not None and self.shared & {fold.node, *fold.extra}:
-                group = replace(group, fold=None, why_not=f"{fold.node} runs more than once")
-            takes_insertions = all(self.module_of(name) is not None for name in group.layers)
+                reason = f"{fold.node} runs more than once"
+                group = replace(group, fold=None, why_not=reason)
+            modules = [self.module_of(name) for name in group.layers]
+            takes_insertions = None not in modules
             if algorithm.stage == "round" or group.fold is not None or takes_insertions:
                 groups.append(group)
-            elif all(self.graph.by_name[name].row.experts for name in group.layers):
-                # Its weights can be rounded all the same
+            elif self._are_experts(group.layers):
+                # Its weights can be rounded, but nothing can be inserted before it
                 groups.append(replace(group, is_fixed=True))
-        for home in sorted(again, key=lambda home: home.path):
+        for path in sorted(repeated):
             logger.warning(
-                "%s runs more than once, so %s leaves it as it is", home.path, algorithm.name
+                "%s runs more than once, so %s leaves it as it is", path, algorithm.name
             )
         return replace(structure, groups=tuple(groups))
 
-    def write(self, found: Adjustment) -> dict[str, Rounded]:
-        """Write what algorithms found into the model; returns rounded weights by layer of the
-        plan.
+    def _are_experts(self, names: Iterable[str]) -> bool:
+        """Return whether all these nodes multiply by the weights of experts."""
+        nodes = [self.graph.by_name[name] for name in names]
+        return all(node.row.experts for node in nodes)
 
-        Weights that were rounded stand in the model as they were before that.
+    def write(self, adjustment: Adjustment) -> dict[str, Rounded]:
+        """Write what algorithms found into the model, except for rounded weights.
+
+        Returns:
+            The rounded weights by layer of the plan.
 
         Raises:
             ModelError: an algorithm changes what has no place in a module.
         """
-        self._insert(found)
-        self._write_parameters(found)
-        written = {}
-        for name, layer in found.rounded.items():
-            weight = self.homes[name, "weight"].stored(layer.weight).contiguous()
-            written[self.names[name]] = replace(layer, weight=weight)
-        return written
+        self._insert(adjustment)
+        self._write_parameters(adjustment)
+        rounded: dict[str, Rounded] = {}
+        for name, layer in adjustment.rounded.items():
+            weight = self.homes[name, "weight"].stored(layer.weight)
+            rounded[self.names[name]] = replace(layer, weight=weight.contiguous())
+        return rounded
 
-    def _insert(self, found: Adjustment) -> None:
-        graph = adjusted(self.graph, found)
-        for row in found.insertions:
+    def _insert(self, adjustment: Adjustment) -> None:
+        graph = adjusted(self.graph, adjustment)
+        for row in adjustment.insertions:
             for reader in row.readers:
                 module = self.module_of(reader)
                 if module is None:
                     raise ModelError(
                         f"{reader} is no layer of its own in the model, so nothing can be put "
                         "before it",
-                        help="leave it out of the algorithm, or use the command line, which "
-                        "quantizes the trace",
+                        help=f"leave it out of the algorithm, or {_USE_SHELL}",
                     )
                 layer = build_layer(graph, graph.by_name[row.name])
-                layer.weight = nn.Parameter(row.weight.detach().clone(), requires_grad=False)
-                insert_before(module, self.homes[reader, "weight"].path, layer)
+                weight = row.weight.detach().clone()
+                layer.weight = nn.Parameter(weight, requires_grad=False)
+                path = self.homes[reader, "weight"].path
+                insert_before(module, path, layer)
 
-    def _write_parameters(self, found: Adjustment) -> None:
-        """In float; one that is tied leaves the tie, unless all that hold it change alike."""
-        values: dict[Home, list[Tensor]] = defaultdict(list)
-        for name, own in found.parameters.items():
+    def _write_parameters(self, adjustment: Adjustment) -> None:
+        """Write float parameters; a tied one gets a copy in its place."""
+        values: dict[Home, Tensor] = {}
+        for name, parameters in adjustment.parameters.items():
             module = self.module_of(name)
-            for key, tensor in own.items():
+            for key, tensor in parameters.items():
                 home = self.homes.get((name, key))
-                if home is not None and not (name in self.shared and values[home]):
-                    values[home].append(tensor)
-                elif (
-                    home is None and key == "bias" and module is not None and lacks_bias(module)
-                ):
+                can_add = key == "bias" and module is not None and lacks_bias(module)
+                if home is not None and not (name in self.shared and home in values):
+                    values.setdefault(home, tensor)
+                elif home is None and can_add and module is not None:
                     add_bias(module, tensor)
                 else:
                     raise ModelError(
                         f"{name} has no {key} of its own in the model, and an algorithm would "
                         "change it",
-                        help="leave the layer out of the algorithm, or use the command line, "
-                        "which quantizes the trace",
+                        help=f"leave the layer out of the algorithm, or {_USE_SHELL}",
                     )
-        for home, (tensor, *_) in values.items():
+        for home, tensor in values.items():
             if _set(self.model, home, home.stored(tensor)):
                 logger.warning(
-                    "%s.%s is not tied any more: an algorithm changed it",
+                    "%s.%s is no longer tied: an algorithm changed it",
                     home.path,
                     home.attribute,
                 )
 
 
 def write_rounded(
-    model: nn.Module, graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]
+    model: nn.Module,
+    graph: Graph,
+    weights: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Put weights, by layer and key, into the layers of a module graph."""
-    for name, own in weights.items():
+    """Write weights, by layer and key, into the layers of a module graph."""
+    for name, parameters in weights.items():
         node = graph.by_name[name]
         attributes = parameters_of(model.get_submodule(node.scope))
-        for key, weight in own.items():
-            _set(model, Home(node.scope, attributes[key_in_module(node, key)]), weight)
+        for key, weight in parameters.items():
+            attribute = attributes[key_in_module(node, key)]
+            _set(model, Home(node.scope, attribute), weight)
 
 
 def _set(model: nn.Module, home: Home, value: Tensor) -> bool:
-    """Change a parameter, in its own memory no more; whether it was tied, and is a parameter of
-    its own now.
+    """Replace a parameter in one place.
+
+    Returns:
+        Whether it was tied, so that the place has a parameter of its own now.
     """
     module = model.get_submodule(home.path)
     parameter = module.get_parameter(home.attribute)
-    holders = sum(
-        value is parameter for child in model.modules() for value in child._parameters.values()
-    )
+    holders = 0
+    for child in model.modules():
+        for other in child._parameters.values():
+            holders += other is parameter
     value = value.to(parameter.device, parameter.dtype).contiguous().clone()
     if holders == 1:
         parameter.data = value
-    else:
-        setattr(
-            module, home.attribute, nn.Parameter(value, requires_grad=parameter.requires_grad)
-        )
-    return holders > 1
+        return False
+    untied = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    setattr(module, home.attribute, untied)
+    return True

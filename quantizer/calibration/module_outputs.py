@@ -1,7 +1,7 @@
-"""Where outputs of modules are quantized: where a traced network does it, after the ReLU that
-follows a layer.
+"""Decides where the outputs of modules are quantized: where a traced network quantizes them,
+after the ReLU that follows a layer.
 
-Looks at a trace and changes nothing.
+Reads a trace and changes nothing.
 """
 
 from quantizer.calibration.module_algorithms import TracedModules
@@ -22,67 +22,71 @@ def kept_float(traced: TracedModules, settings: Settings) -> dict[str, str]:
     """Return the plan's layers whose outputs stay float in a traced network, in each call, and
     why.
     """
-    where = layout(run_passes(traced.graph, settings))
+    graph = run_passes(traced.graph, settings)
+    groups = layout(graph)
     reasons: dict[str, str] = {}
     quantized: set[str] = set()
     for node, name in traced.names.items():
         if (name, "activation") not in traced.plan.tensors:
             continue
-        if node in where.floats and node not in where.groups:
-            reasons[name] = where.floats[node]
+        if node in groups.floats and node not in groups.groups:
+            reasons[name] = groups.floats[node]
         else:
             quantized.add(name)
-    return {name: why for name, why in reasons.items() if name not in quantized}
+    for name in quantized:
+        reasons.pop(name, None)
+    return reasons
 
 
 def rectified(traced: TracedModules, settings: Settings) -> frozenset[str]:
-    """The plan's layers whose outputs are quantized after a ReLU.
+    """Return the plan's layers whose outputs are quantized after a ReLU.
 
-    max(x, 0) may be taken twice, so these modules take it themselves, and the model's own
-    changes nothing any more.
+    These modules compute max(x, 0) themselves. The ReLU of the model then changes nothing.
 
     Raises:
-        UsageError: between a layer and where its output is quantized stands what its module
-            cannot do.
+        UsageError: an operator between a layer and the place where its output is quantized is
+            one that its module cannot compute.
     """
     graph = run_passes(traced.graph, settings)
-    where = layout(graph)
-    groups = {member: group for group in where.groups.values() for member in group.members}
-    found: dict[str, set[bool]] = {}
+    members: dict[str, tuple[str, ...]] = {}
+    for group in layout(graph).groups.values():
+        for member in group.members:
+            members[member] = group.members
+    follows: dict[str, bool] = {}
     for node, name in traced.names.items():
         tensor = traced.plan.tensors.get((name, "activation"))
         if tensor is None or node not in graph.by_name:
             continue
+        place = tensor.origins["dtype"]
+        is_uniform = tensor.spec.qscheme == "per_tensor"
         between = _folded(traced.graph, graph, node)
-        if node in groups:
-            members = groups[node].members
-            between += members[members.index(node) + 1 :]
-        place, is_uniform = tensor.origins["dtype"], tensor.spec.qscheme == "per_tensor"
-        rows = {each: traced.graph.by_name[each].row for each in between}
-        for each, row in rows.items():
+        if node in members:
+            index = members[node].index(node)
+            between += members[node][index + 1 :]
+        is_rectified = False
+        for other in between:
+            row = traced.graph.by_name[other].row
+            is_rectified |= row.rectifies
             if not row.rectifies and not (row.kind == "passthrough" and is_uniform):
                 text = (
-                    f"{place}: the output of {name} is quantized after {each}, which its "
-                    "module does not do"
+                    f"{place}: the output of {name} is quantized after {other}, which its "
+                    "module does not compute"
                 )
-                raise _refused(text, _FOLD if each in graph.absorbed else "")
-        found.setdefault(name, set()).add(any(row.rectifies for row in rows.values()))
-        if len(found[name]) > 1:
-            raise _refused(
-                f"{place}: {name} runs more than once, and a ReLU does not always follow"
-            )
-    return frozenset(name for name, follows in found.items() if True in follows)
+                fold = _FOLD if other in graph.absorbed else ""
+                raise UsageError(text, help=fold + _TRACE)
+        if follows.setdefault(name, is_rectified) != is_rectified:
+            text = f"{place}: {name} runs more than once, and a ReLU does not always follow"
+            raise UsageError(text, help=_TRACE)
+    return frozenset(name for name, is_rectified in follows.items() if is_rectified)
 
 
 def _folded(traced: Graph, graph: Graph, node: str) -> list[str]:
-    """The norms after a node that are folded into it."""
-    taken = [
-        traced.by_name[name]
-        for name, taker in graph.absorbed.items()
-        if taker == node and name in traced.by_name
-    ]
-    return [norm.name for norm in taken if norm.row.kind != "structural"]
-
-
-def _refused(message: str, help_: str = "") -> UsageError:
-    return UsageError(message, help=help_ + _TRACE)
+    """Return the norms after a node that are folded into it."""
+    names: list[str] = []
+    for name, target in graph.absorbed.items():
+        norm = traced.by_name.get(name)
+        if target != node or norm is None:
+            continue
+        if norm.row.kind != "structural":
+            names.append(name)
+    return names

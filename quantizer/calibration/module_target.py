@@ -1,11 +1,14 @@
-"""The modules of a model where they stand, as the target of a calibration. What only a trace
-can do is refused.
+"""The modules of a model in place, as the target of a calibration.
+
+What needs a trace of the network is refused.
 """
 
+from __future__ import annotations
+
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -19,8 +22,9 @@ from quantizer.calibration.target import AlgorithmScope, Target
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.model import Config
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.config.wording import shortened
+from quantizer.config.wording import counted, shortened
 from quantizer.errors import UsageError
+from quantizer.graph.ir import Graph
 from quantizer.graph.modules import key_in_module, left_out, module_graph, parameters_of
 from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable, rectify_output
 from quantizer.plan.model import Plan
@@ -32,184 +36,233 @@ from quantizer.sources.weights import check_finite
 
 NEEDS_TRACE = {
     "include_cle": "equalizes neighbouring layers",
-    "include_bias_corr": "corrects biases layer by layer, on the inputs that quantized layers "
-    "before "
-    "it "
-    "make",
+    "include_bias_corr": "compares the outputs of quantized layers with those of float layers",
     "convert_relu6_to_relu": "replaces operators",
     "convert_silu_to_hswish": "replaces operators",
 }
-"""Settings that no single module can follow, and what each does."""
+"""Settings that need more than single modules, and what each does."""
+_USE_TRACE = "use quantizer.calibrate, which traces the model"
 
 
+@dataclass(frozen=True)
 class ModuleTarget(Target):
-    """A model whose layers become quantized layers of the same classes. Whoever calls undoes a
-    failure.
+    """A model whose layers become quantized layers of the same classes.
 
-    Raises:
-        ModelError: it is no module, compiled, quantized already, or has layers without weights.
+    The target itself is immutable. The model is not: `adjusted` and `finished` change it in
+    place, and the caller undoes that if a later step fails. `tree` records which layers ran.
+
+    Args:
+        model: changed in place.
+        original: the layers of the model.
+        graph: the same layers, with the parameters that algorithms have written.
+        tree: the modules of these layers.
+        traced: a trace of the model, where algorithms need one.
+        rectified: layers whose outputs are quantized after a ReLU.
+        floats: layers whose outputs stay float in a traced network, and why.
+        rounded: the weights that algorithms have rounded, by layer.
     """
 
+    model: nn.Module
+    original: Graph
+    graph: Graph
+    tree: ModuleTree
+    traced: TracedModules | None = None
+    rectified: frozenset[str] = frozenset()
+    floats: Mapping[str, str] = field(default_factory=dict)
+    rounded: Mapping[str, Rounded] = field(default_factory=dict)
     is_traced = False
 
-    def __init__(self, model: nn.Module) -> None:
-        check_float(model)
-        self.model = model
-        self.original = self.graph = module_graph(model)
-        self._tree = ModuleTree(model, self.graph)
-        self._traced: TracedModules | None = None
-        self._rectified: frozenset[str] = frozenset()
-        self._floats: dict[str, str] = {}
-        self._rounded: dict[str, Rounded] = {}
+    @classmethod
+    def of(cls, model: nn.Module) -> ModuleTarget:
+        """Return the target of a model.
 
-    def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
-        """Refuse what only a trace can do."""
-        listed = {
-            kind.switch: name
-            for name, kind in SWITCHES.items()
-            if config.form == "hierarchical"
-        }
-        for name, what in NEEDS_TRACE.items():
-            if getattr(config.settings, name):
-                text = (
-                    f"{what}, which modules in place do not show: it needs a trace of the model"
+        Raises:
+            ModelError: it is no module, compiled, quantized already, or has layers without
+                weights.
+        """
+        check_float(model)
+        graph = module_graph(model)
+        return cls(model, graph, graph, ModuleTree(model, graph))
+
+    def prepared(self, config: Config, refused: Collection[str] = ()) -> ModuleTarget:
+        """Return the target unchanged, if the config asks for nothing that needs a trace.
+
+        Raises:
+            UsageError: it does.
+        """
+        names = {name: name for name in NEEDS_TRACE}
+        if config.form == "hierarchical":
+            names |= {kind.switch: name for name, kind in SWITCHES.items()}
+        for setting, effect in NEEDS_TRACE.items():
+            if getattr(config.settings, setting):
+                name = names[setting]
+                remedy = "set it to false" if name == setting else "remove it"
+                raise UsageError(
+                    f"{name} {effect}, which needs a trace of the model",
+                    help=f"{remedy}, or {_USE_TRACE}",
                 )
-                remedy = "remove it" if name in listed else "set it to false"
-                help_ = f"{remedy}, or use quantizer.calibrate, which traces the model"
-                raise UsageError(f"{listed.get(name, name)} {text}", help=help_)
         for rule in config.rules:
-            between = sorted((rule.roles or frozenset()) & {"input", "activation"})
+            roles = rule.roles or frozenset()
+            between = sorted(roles & {"input", "activation"})
             if between:
                 raise UsageError(
-                    f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}, "
-                    "which are quantized between operators, and modules in place do not show "
-                    "these",
-                    help='list "weights" and "bias" alone, or use quantizer.calibrate, which '
-                    "traces the model",
+                    f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}: "
+                    "the values between operators can only be quantized in a trace of the "
+                    "model",
+                    help=f'list "weights" and "bias" alone, or {_USE_TRACE}',
                 )
+        return self
 
-    def plan(self, config: Config, more: Adjustment | None = None) -> Plan:
-        assert more is None  # modules show no joins, which alone are tried out
-        return self._without_floats(resolve(config, self.graph, self.graph))
+    def plan(self, config: Config) -> Plan:
+        plan = resolve(config, self.graph, self.graph)
+        return self._without_floats(plan)
 
     def _without_floats(self, plan: Plan) -> Plan:
         """Return the plan without the outputs that a trace has shown to stay float."""
         tensors = {}
         for (layer, role), tensor in plan.tensors.items():
-            if role != "activation" or layer not in self._floats:
+            if role != "activation" or layer not in self.floats:
                 tensors[layer, role] = tensor
-        return replace(plan, tensors=tensors, floats={**plan.floats, **self._floats})
+        floats = {**plan.floats, **self.floats}
+        return replace(plan, tensors=tensors, floats=floats)
 
     def check(self, plan: Plan) -> None:
-        """Look whether the layers can be changed in place, before anything is.
+        """Check that the layers can be changed in place, before any is.
 
         Raises:
-            ModelError: one that is to be quantized cannot, or what stays float is not finite.
+            ModelError: a layer of the plan cannot be, or what stays float is not finite.
         """
-        for name, layer in self._tree.layers.items():
-            if roles := plan.of_layer(name):
+        for name, layer in self.tree.layers.items():
+            roles = plan.of_layer(name)
+            if roles:
                 check_quantizable(layer, name, roles)
-        keys = [key for key in plan.tensors if is_parameter(key[1])]
-        paths = (plan.graph.by_name[layer].params[parameter_name(role)] for layer, role in keys)
-        check_finite(self.model, besides={path.removesuffix(".T") for path in paths})
+        paths: set[str] = set()
+        for name, role in plan.tensors:
+            if is_parameter(role):
+                node = plan.graph.by_name[name]
+                path = node.params[parameter_name(role)]
+                paths.add(path.removesuffix(".T"))
+        check_finite(self.model, besides=paths)
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
-        """How many layers each rule found, and what stays float although the config may be read
-        otherwise.
-        """
+        """Yield how many layers each rule selects, and what stays float."""
         for rule in plan.rules:
-            layers = [name for name in rule.layers if plan.graph.by_name[name].params]
-            yield (
-                logging.INFO,
-                f"{rule.label}: {len(layers)} layers, {rule.took_effect} tensors set",
-            )
-        unseen = left_float(left_out(self.model, plan.graph).values())
-        for text in (*ungrouped(plan), *unseen, *_unshown(config, plan)):
+            nodes = [plan.graph.by_name[name] for name in rule.layers]
+            layer_count = sum(bool(node.params) for node in nodes)
+            layers = counted(layer_count, "layer")
+            tensors = counted(rule.took_effect, "tensor")
+            yield logging.INFO, f"{rule.label}: {layers}, {tensors} set"
+        unsupported = left_float(left_out(self.model, plan.graph).values())
+        for text in (*ungrouped(plan), *unsupported, *_not_quantized(config, plan)):
             yield logging.WARNING, text
-        share = self._share_left(plan)
-        yield (logging.WARNING if share > MUCH else logging.INFO), share_left(share)
+        share = self._float_share(plan)
+        level = logging.WARNING if share > MUCH else logging.INFO
+        yield level, share_left(share)
 
-    def _share_left(self, plan: Plan) -> float:
-        """The share of the model's parameters that stay float, those counted in that no layer
-        of the graph has.
-        """
-        sizes = [(id(parameter), parameter.numel()) for parameter in self.model.parameters()]
-        modules, covered = dict(self.model.named_modules()), set[int]()
-        for name, role in filter(lambda key: is_parameter(key[1]), plan.tensors):
-            node = self.graph.by_name[name]
-            key = key_in_module(node, parameter_name(role))
-            covered.add(
-                id(modules[node.scope].get_parameter(parameters_of(modules[node.scope])[key]))
-            )
-        return sum(size for at, size in sizes if at not in covered) / (
-            sum(size for _, size in sizes) or 1
-        )
+    def _float_share(self, plan: Plan) -> float:
+        """Return the share of all parameters of the model that stay float."""
+        modules = dict(self.model.named_modules())
+        quantized: set[int] = set()
+        for name, role in plan.tensors:
+            if is_parameter(role):
+                node = self.graph.by_name[name]
+                module = modules[node.scope]
+                key = key_in_module(node, parameter_name(role))
+                attribute = parameters_of(module)[key]
+                quantized.add(id(module.get_parameter(attribute)))
+        size = 0
+        float_size = 0
+        for parameter in self.model.parameters():
+            size += parameter.numel()
+            if id(parameter) not in quantized:
+                float_size += parameter.numel()
+        return float_size / (size or 1)
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        """A trace of the model, without what cannot be done to its modules."""
-        why = "the config has algorithms, which work on a trace of the model"
-        self._traced = self._trace(plan, first, why, "leave the algorithms out")
-        return AlgorithmScope(self._traced.graph, self._traced.specs, self._traced.fitting)
+        """Return a trace of the model, without what cannot be done to its modules."""
+        traced = self._trace(
+            plan,
+            first,
+            reason="the config has algorithms, which work on a trace of the model",
+            remedy="leave the algorithms out",
+        )
+        return AlgorithmScope(
+            target=replace(self, traced=traced),
+            graph=traced.graph,
+            specs=traced.specs,
+            fitting=traced.fitting,
+        )
 
-    def place_outputs(self, plan: Plan, first: Batch) -> Plan:
-        """Find out after which ReLU each output is quantized; `first` is a batch to trace with.
+    def place_outputs(self, plan: Plan, first: Batch) -> tuple[ModuleTarget, Plan]:
+        """Find out after which ReLU each output is quantized.
+
+        Args:
+            plan: for the layers.
+            first: a batch to trace with.
 
         Returns:
-            The plan without the outputs that a traced network leaves float.
+            The target that quantizes there, and the plan without the outputs that a traced
+            network leaves float.
 
         Raises:
             ModelError: the model cannot be traced.
             UsageError: an output is quantized where its module does not reach.
         """
-        why = (
-            "output_tensors are quantized after the ReLU that follows a layer, which a trace "
-            "of the model shows"
+        traced = self._trace(
+            plan,
+            first,
+            reason="output_tensors are quantized after the ReLU that follows a layer, which "
+            "needs a trace of the model",
+            remedy="leave output_tensors out",
         )
-        traced = self._trace(plan, first, why, "leave output_tensors out")
-        self._floats = kept_float(traced, plan.settings)
-        plan = self._without_floats(plan)
+        floats = kept_float(traced, plan.settings)
+        target = replace(self, floats=floats)
+        plan = target._without_floats(plan)
         traced = replace(traced, plan=plan)
-        self._rectified = rectified(traced, plan.settings)
-        self._tree = ModuleTree(self.model, self.graph, self._rectified)
-        return plan
+        layers = rectified(traced, plan.settings)
+        tree = ModuleTree(self.model, self.graph, layers)
+        return replace(target, rectified=layers, tree=tree), plan
 
-    def _trace(self, plan: Plan, first: Batch, why: str, help_: str) -> TracedModules:
+    def _trace(self, plan: Plan, first: Batch, *, reason: str, remedy: str) -> TracedModules:
         with evaluating(self.model):
-            return TracedModules.of(self.model, plan, first, why, help_)
+            return TracedModules.of(self.model, plan, first, reason=reason, remedy=remedy)
 
-    def adjust(self, found: Adjustment) -> None:
+    def adjusted(self, adjustment: Adjustment) -> ModuleTarget:
         """Write float parameters and inserted layers into the modules."""
-        assert self._traced is not None  # algorithms ran in its scope
-        self._rounded = self._traced.write(found)
-        self.graph = module_graph(self.model)
-        self._tree = ModuleTree(self.model, self.graph, self._rectified)
+        assert self.traced is not None  # algorithms ran in its scope
+        rounded = self.traced.write(adjustment)
+        graph = module_graph(self.model)
+        tree = ModuleTree(self.model, graph, self.rectified)
+        return replace(self, graph=graph, tree=tree, rounded=rounded)
 
     @contextmanager
     def observed(self) -> Iterator[Observable]:
         with evaluating(self.model), left_alone(self.model):
-            yield self._tree
+            yield self.tree
 
     def unreached(self) -> Collection[str]:
-        return self._tree.layers.keys() - self._tree.reached
+        return self.tree.layers.keys() - self.tree.reached
 
-    def solved(self, found: Solution, adjustment: Adjustment) -> Solution:
-        """With rounded weights on their scales; the modules hold all else already."""
-        return found.with_rounded(self._rounded)
+    def solved(self, solution: Solution, adjustment: Adjustment) -> Solution:
+        """Return the solution with rounded weights; the modules hold all other changes."""
+        return solution.with_rounded(self.rounded)
 
     def finished(self, solution: Solution) -> Solution:
-        """Codes are made of the modules' parameters, when they are saved."""
+        """Quantize the modules; saving them makes codes of their parameters."""
         write_rounded(self.model, self.graph, solution.weights)
         attach(self.model, self.graph, solution)
-        for name in self._rectified:
-            rectify_output(self.model.get_submodule(self.graph.by_name[name].scope))
+        for name in self.rectified:
+            path = self.graph.by_name[name].scope
+            rectify_output(self.model.get_submodule(path))
         return solution
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every module gets its own mode back."""
+    """Put the model into evaluation mode for a while; each module gets its mode back."""
     modes = [(module, module.training) for module in model.modules()]
-    with suppress(NotImplementedError):  # an exported program has no modes
+    # An exported program has no modes
+    with suppress(NotImplementedError):
         model.eval()
     try:
         yield
@@ -218,30 +271,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _unshown(config: Config, plan: Plan) -> Iterator[str]:
-    """Inputs and outputs that the config asks for and modules do not show."""
-    wanted = [
-        (role, name)
-        for rule, found in zip(config.rules, plan.rules, strict=True)
-        for role in rule.adds
-        for name in found.layers
-        if (name, role) not in plan.tensors
-    ]
-    unread = [
-        name for role, name in wanted if role == "input" and not plan.graph.by_name[name].inputs
-    ]
-    tuples = [
-        name
-        for role, name in wanted
-        if role == "activation" and plan.graph.by_name[name].dtype is None
-    ]
-    for names, reason in (
-        (
-            unread,
-            "attention and experts read their weights themselves, so their inputs stay float",
+def _not_quantized(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a sentence on the inputs, and one on the outputs, that the config asks for in
+    vain.
+    """
+    inputs: dict[str, None] = {}
+    outputs: dict[str, None] = {}
+    for rule, planned in zip(config.rules, plan.rules, strict=True):
+        for name in planned.layers:
+            node = plan.graph.by_name[name]
+            missing = {role for role in rule.adds if (name, role) not in plan.tensors}
+            if "input" in missing and not node.inputs:
+                inputs[name] = None
+            if "activation" in missing and node.dtype is None:
+                outputs[name] = None
+    reasons = {
+        "attention and experts read their weights themselves, so their inputs stay float": (
+            inputs
         ),
-        (tuples, "what recurrent layers and attention return is not quantized"),
-    ):
-        layers = [name for name in dict.fromkeys(names) if plan.of_layer(name)]
+        "what recurrent layers and attention return is not quantized": outputs,
+    }
+    for reason, names in reasons.items():
+        layers = [name for name in names if plan.of_layer(name)]
         if layers:
             yield f"{reason}: {shortened(layers, 1)}"

@@ -40,19 +40,27 @@ Watch = Callable[[Tensor], None]
 
 
 DISTRIBUTION = QuantizationSpec(symmetric=False, statistic="pooled")
-"""What all values of a tensor are observed with, whatever its own spec."""
+"""The spec of the histogram of all values of a tensor, whatever the tensor's own spec."""
 Observable = Network | ModuleTree
-"""A model that shows the values of its nodes to who watches them."""
+"""A model that shows the values of its nodes to watchers."""
+_RESTART = "run without --resume"
 
 
 @dataclass
 class Calibration:
-    """Observers by (layer, role), mean outputs of the layers to correct, and how many batches
-    they have seen.
+    """The observers of a plan's tensors, and the mean outputs of layers whose biases are
+    corrected.
 
-    Tensors with one source and one spec have one observer in common, such as a value that
-    several layers read. Where it keeps ranges alone, `histograms` has the distribution of the
-    source's values, over all batches.
+    Tensors with the same source and spec share one observer, such as a value that several
+    layers read.
+
+    Args:
+        plan: whose tensors are observed.
+        observers: by (layer, role).
+        histograms: the distribution of a source's values over all batches, if its observers
+            have none.
+        means: by layer.
+        batches: how many batches were observed.
     """
 
     plan: Plan
@@ -62,208 +70,238 @@ class Calibration:
     batches: int = 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All statistics, keys `<layer>|<role>|<name>`; mean outputs have the role "output",
-        histograms "histogram".
+        """Return all statistics, with keys `<layer>|<role>|<name>`.
+
+        The role is "output" for mean outputs and "histogram" for histograms.
         """
-        return {
-            f"{layer}|{role}|{name}": tensor
-            for (layer, role), found in self._parts().items()
-            for name, tensor in found.state_dict().items()
-        }
+        state = {}
+        for (layer, role), part in self._parts().items():
+            for name, tensor in part.state_dict().items():
+                state[f"{layer}|{role}|{name}"] = tensor
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from stored statistics.
+        """Load the statistics that `state_dict` has returned.
 
         Raises:
             ResultError: they are of other tensors.
         """
-        parts: dict[Key, dict[str, Tensor]] = {}
-        for key, tensor in state.items():
-            layer, role, name = key.rsplit("|", 2)
-            parts.setdefault((layer, role), {})[name] = tensor
-        known = self._parts()
-        if set(parts) - set(known):
-            raise ResultError(
-                "the checkpoint is of another model or config", help="run without --resume"
-            )
-        for where, tensors in parts.items():
-            found, shape = known[where], self._shape_of(where)
-            found.load_state_dict(tensors)
-            if isinstance(found, ChannelMean):
-                own = self.plan.graph.by_name[where[0]].shape
-                if own and found.batches and len(tensors["sum"]) != own[found.ch_axis]:
-                    raise ResultError(
-                        f"the checkpoint has other channels of {where[0]}",
-                        help="run without --resume",
-                    )
-            elif shape is not None:
-                found.expect(shape)
+        states: dict[Key, dict[str, Tensor]] = {}
+        for name, tensor in state.items():
+            layer, role, statistic = name.rsplit("|", 2)
+            part_state = states.setdefault((layer, role), {})
+            part_state[statistic] = tensor
+        parts = self._parts()
+        if states.keys() - parts.keys():
+            raise ResultError("the checkpoint is of another model or config", help=_RESTART)
+        for key, tensors in states.items():
+            part = parts[key]
+            part.load_state_dict(tensors)
+            if isinstance(part, ChannelMean):
+                shape = self.plan.graph.by_name[key[0]].shape
+                if shape and part.batches and len(tensors["sum"]) != shape[part.ch_axis]:
+                    text = f"the checkpoint has another number of channels of {key[0]}"
+                    raise ResultError(text, help=_RESTART)
+            else:
+                self._expect_shape(key, part)
+
+    def _expect_shape(self, key: Key, observer: Observer) -> None:
+        """Check the statistics of an activation against the shape of its value in the graph."""
+        tensor = self.plan.tensors.get(key)
+        if tensor is None or not tensor.is_calibrated:
+            return
+        shape = self.plan.graph.by_name[tensor.source].shape
+        if shape is not None:
+            # Open sizes, such as that of the batch, count as 1
+            sizes = [1 if size is None else size for size in shape]
+            observer.expect(tuple(sizes))
 
     def merge(self, other: Calibration) -> None:
-        """Take in what another calibration of this plan has seen after it."""
+        """Merge the statistics of another calibration of this plan, which has observed later
+        batches.
+        """
         for key, observer in self.calibrated.items():
             observer.merge(other.calibrated[key])
         for layer, mean in self.means.items():
-            mean.merge(other.means[layer])
+            other_mean = other.means[layer]
+            mean.merge(other_mean)
         self.batches += other.batches
 
     def fresh(self) -> Calibration:
-        """Another one of activations and means alone, which has seen nothing."""
-        observers = {id(each): Observer(each.spec) for each in self.calibrated.values()}
-        shared = {
-            key: observers[id(each)]
-            for key, each in self.observers.items()
-            if id(each) in observers
-        }
-        histograms = {name: observers[id(each)] for name, each in self.histograms.items()}
-        means = {layer: ChannelMean(mean.ch_axis) for layer, mean in self.means.items()}
-        return Calibration(self.plan, shared, histograms, means)
+        """Return a calibration of activations and means alone that has observed nothing."""
+        new = {id(observer): Observer(observer.spec) for observer in self.calibrated.values()}
+        observers = {}
+        for key, observer in self.observers.items():
+            if id(observer) in new:
+                observers[key] = new[id(observer)]
+        histograms = {}
+        for source, observer in self.histograms.items():
+            histograms[source] = new[id(observer)]
+        means = {}
+        for layer, mean in self.means.items():
+            means[layer] = ChannelMean(mean.ch_axis)
+        return Calibration(self.plan, observers, histograms, means)
+
+    def unseen(self) -> Calibration:
+        """Return the calibration before the first batch: the same with `fresh` observers of
+        activations.
+        """
+        fresh = self.fresh()
+        observers = {**self.observers, **fresh.observers}
+        return replace(fresh, observers=observers)
 
     def forget_after(self, batches: int) -> None:
-        """Drop what was seen of a batch that broke off after the first `batches`."""
-        for key, found in self._parts().items():
-            if not is_parameter(key[1]):
-                found.forget_after(batches)
+        """Drop the statistics of a batch that failed after the first `batches`."""
+        for (_, role), part in self._parts().items():
+            if not is_parameter(role):
+                part.forget_after(batches)
 
     def without(self, layers: Collection[str]) -> Calibration:
-        """Without the calibrated activations of these layers, which stay float."""
-        tensors = self.plan.tensors
-        kept = {
-            key: tensor
-            for key, tensor in tensors.items()
-            if key[0] not in layers or not tensor.is_calibrated
-        }
-        observers = {key: observer for key, observer in self.observers.items() if key in kept}
-        sources = {tensor.place for tensor in kept.values() if tensor.is_calibrated}
-        histograms = {
-            name: observer for name, observer in self.histograms.items() if name in sources
-        }
-        return replace(
-            self,
-            plan=replace(self.plan, tensors=kept),
-            observers=observers,
-            histograms=histograms,
-        )
-
-    def _shape_of(self, key: Key) -> tuple[int, ...] | None:
-        """The shape of the value that is observed, as far as the graph has one; the batch
-        counts as 1.
-        """
-        tensor = self.plan.tensors.get(key)
-        node = (
-            self.plan.graph.by_name[tensor.source]
-            if tensor is not None and tensor.is_calibrated
-            else None
-        )
-        return (
-            None
-            if node is None or node.shape is None
-            else tuple(1 if size is None else size for size in node.shape)
-        )
+        """Return the calibration without the activations of these layers, which stay float."""
+        tensors = {}
+        sources = set()
+        for key, tensor in self.plan.tensors.items():
+            if tensor.is_calibrated and key[0] in layers:
+                continue
+            tensors[key] = tensor
+            if tensor.is_calibrated:
+                sources.add(tensor.place)
+        observers = {}
+        for key, observer in self.observers.items():
+            if key in tensors:
+                observers[key] = observer
+        histograms = {}
+        for source, observer in self.histograms.items():
+            if source in sources:
+                histograms[source] = observer
+        plan = replace(self.plan, tensors=tensors)
+        return replace(self, plan=plan, observers=observers, histograms=histograms)
 
     @property
     def calibrated(self) -> dict[Key, Observer]:
-        """The observers of activations, each once, and their histograms."""
-        found = {
-            id(observer): key
-            for key, observer in reversed(self.observers.items())
-            if not is_parameter(key[1])
-        }
-        return {
-            key: self.observers[key] for key in reversed(found.values())
-        } | self._histograms()
+        """Return the observers of activations, each once, and their histograms."""
+        observers = {}
+        for key, observer in self._unique_observers().items():
+            if not is_parameter(key[1]):
+                observers[key] = observer
+        return {**observers, **self._histograms()}
 
     def _parts(self) -> dict[Key, Observer | ChannelMean]:
-        """What has statistics to keep, each once; groups of weights have so many that they are
-        found anew.
+        """Return what has statistics to store, each once.
+
+        Groups of weights have too many scales to store; they are observed again.
         """
-        owners = {id(observer): key for key, observer in reversed(self.observers.items())}
-        kept = {
-            key: self.observers[key]
-            for key in self.observers
-            if owners[id(self.observers[key])] == key
-        }
-        observers = {
-            key: found for key, found in kept.items() if found.spec.qscheme != "per_group"
-        }
-        means = {(layer, "output"): mean for layer, mean in self.means.items()}
-        return {**observers, **self._histograms(), **means}
+        parts: dict[Key, Observer | ChannelMean] = {}
+        for key, observer in self._unique_observers().items():
+            if observer.spec.qscheme != "per_group":
+                parts[key] = observer
+        parts |= self._histograms()
+        for layer, mean in self.means.items():
+            parts[layer, "output"] = mean
+        return parts
+
+    def _unique_observers(self) -> dict[Key, Observer]:
+        """Return each observer once, by the first key that has it."""
+        keys: dict[int, Key] = {}
+        for key, observer in self.observers.items():
+            keys.setdefault(id(observer), key)
+        return {key: self.observers[key] for key in keys.values()}
 
     def _histograms(self) -> dict[Key, Observer]:
         return {(source, "histogram"): observer for source, observer in self.histograms.items()}
 
 
 def start(plan: Plan) -> Calibration:
-    """Observers for all tensors of the plan whose scale stays; weights and biases are observed
-    here, once.
+    """Return the observers of all tensors of the plan with static scales.
+
+    Those of weights and biases have observed their values.
 
     Raises:
         ModelError: NaN or Inf in a weight or a bias, whatever its format (layer and tensor are
             named).
     """
     _warn_of_saturation(plan)
-    nodes = plan.graph.by_name
-    calibration = Calibration(
-        plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected}
-    )
+    means = {}
+    for name in plan.corrected:
+        ch_axis = channel_axis(plan.graph.by_name[name])
+        means[name] = ChannelMean(ch_axis)
+    calibration = Calibration(plan, means=means)
     shared: dict[tuple[str, QuantizationSpec], Observer] = {}
     for key, tensor in plan.tensors.items():
         if is_parameter(tensor.role):
             parameter = plan.parameter(key).detach()
             with _located(tensor, ModelError):
-                if tensor.spec.is_scaled:
-                    calibration.observers[key] = Observer(tensor.spec)
-                    # Refuses NaN and infinity itself
-                    calibration.observers[key].observe(parameter)
-                    calibration.observers[key].set_aside(partial(beside, parameter))
-                else:
-                    check_finite(parameter)
+                observer = _parameter_observer(parameter, tensor.spec)
+            if observer is not None:
+                calibration.observers[key] = observer
         elif tensor.is_calibrated:
-            calibration.observers[key] = shared.setdefault(
-                (tensor.place, tensor.spec), Observer(tensor.spec)
-            )
-            if not calibration.observers[key].has_histogram:
-                calibration.histograms.setdefault(tensor.place, Observer(DISTRIBUTION))
+            new = Observer(tensor.spec)
+            observer = shared.setdefault((tensor.place, tensor.spec), new)
+            calibration.observers[key] = observer
+            if not observer.has_histogram:
+                histogram = Observer(DISTRIBUTION)
+                calibration.histograms.setdefault(tensor.place, histogram)
     _warn_of_zeros(calibration.observers)
     return calibration
 
 
-def _warn_of_saturation(plan: Plan) -> None:
-    """Of parameters with values that a cast without a scale cuts to the largest of its
-    format.
+def _parameter_observer(parameter: Tensor, spec: QuantizationSpec) -> Observer | None:
+    """Return an observer that has observed a parameter; None if it has no scale.
+
+    Raises:
+        NonFiniteError: NaN or Inf in the parameter.
     """
-    for tensor in plan.tensors.values():
-        if is_parameter(tensor.role) and not tensor.spec.is_scaled:
-            value = plan.parameter((tensor.layer, tensor.role))
-            largest, dtype = format_named(tensor.spec.dtype).largest, tensor.spec.dtype
-            if count := int((value.isfinite() & (value.abs() > largest)).sum()):
-                logger.warning(
-                    f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are "
-                    f"beyond {largest:g}, the largest of {dtype}, and become it; bfloat16 has "
-                    "float32's range"
-                )
+    if not spec.is_scaled:
+        check_finite(parameter)
+        return None
+    observer = Observer(spec)
+    observer.observe(parameter)
+    observer.set_aside(partial(beside, parameter))
+    return observer
+
+
+def _warn_of_saturation(plan: Plan) -> None:
+    """Warn of parameters with values that a format without a scale cannot represent."""
+    for key, tensor in plan.tensors.items():
+        if not is_parameter(tensor.role) or tensor.spec.is_scaled:
+            continue
+        value = plan.parameter(key)
+        dtype = tensor.spec.dtype
+        largest = format_named(dtype).largest
+        is_beyond = value.isfinite() & (value.abs() > largest)
+        count = int(is_beyond.sum())
+        if count:
+            logger.warning(
+                f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are "
+                f"beyond {largest:g}, the largest of {dtype}, and are clipped to it; bfloat16 "
+                "has the range of float32"
+            )
 
 
 def _warn_of_zeros(observers: Mapping[Key, Observer]) -> None:
-    """Of weights, per tensor or per channel, with scales that are for nothing but zeros."""
-    found = []
+    """Warn of weights with scales, per tensor or per channel, of zeros alone."""
+    layers: list[str] = []
     for (layer, role), observer in observers.items():
         if role == "weights" and observer.spec.qscheme in ("per_tensor", "per_channel"):
             zero = (observer.low == 0) & (observer.high == 0)
             if zero.any():
-                found.append(f"{layer} ({int(zero.sum())} of {zero.numel()} scales)")
-    if found:
+                count = int(zero.sum())
+                layers.append(f"{layer} ({count} of {zero.numel()} scales)")
+    if layers:
         logger.warning(
-            "where all weights of a scale are zero it is 1, and they stay zero: %s",
-            shortened(found),
+            "the scale of weights that are all zero is 1, and they stay zero: %s",
+            shortened(layers),
         )
 
 
-def run(calibration: Calibration, network: Observable, batches: Iterable[Batch]) -> None:
+def run(
+    calibration: Calibration,
+    network: Observable,
+    batches: Iterable[Batch],
+) -> None:
     """Observe every batch.
 
-    A plan that needs no data may be given no batches; tensors without a scale to find are
-    looked at all the same.
+    Tensors without a static scale are checked for NaN and Inf.
 
     Raises:
         DataError: no batch though the plan needs data, or NaN or Inf in a tensor (layer and
@@ -278,18 +316,17 @@ def run(calibration: Calibration, network: Observable, batches: Iterable[Batch])
         except BaseException as error:
             calibration.forget_after(calibration.batches)
             if isinstance(error, DataError):
-                raise DataError(
-                    f"batch {calibration.batches}: {error.message}", help=error.help
-                ) from error
+                text = f"batch {calibration.batches}: {error.message}"
+                raise DataError(text, help=error.help) from error
             raise
     require_batches(calibration)
 
 
 def require_batches(calibration: Calibration) -> None:
-    """Refuse a calibration without data where the plan needs some.
+    """Check that at least one batch was observed if the plan needs data.
 
     Raises:
-        DataError: so it is.
+        DataError: there was none.
     """
     if not calibration.batches and calibration.plan.needs_data:
         raise DataError(
@@ -306,69 +343,92 @@ def check_finite(value: Tensor) -> None:
     if not value.is_floating_point() or not value.numel():
         return
     low, high = value.aminmax()
-    if not bool(low.isfinite() & high.isfinite()):
-        raise NonFiniteError(int(value.isnan().sum()), int(value.isinf().sum()), value.numel())
+    is_finite = low.isfinite() & high.isfinite()
+    if not bool(is_finite):
+        nan = int(value.isnan().sum())
+        inf = int(value.isinf().sum())
+        raise NonFiniteError(nan, inf, value.numel())
 
 
 def watchers(calibration: Calibration) -> Watchers:
-    """Who looks at each node's value: every observer once, and where there is none, whether it
-    is finite.
+    """Return a function for each node whose value is observed.
+
+    It shows the value to each observer once, and checks a value without an observer for NaN and
+    Inf.
     """
-    watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {
-        name: {} for name in calibration.means
-    }
+    watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {}
+    for layer in calibration.means:
+        watched[layer] = {}
     histograms = dict(calibration.histograms)
     for key, tensor in calibration.plan.tensors.items():
-        if not is_parameter(tensor.role):
-            observer = calibration.observers.get(key)
-            look = check_finite if observer is None else observer.observe
-            if observer is not None and tensor.place in histograms:
-                look = partial(observer.observe, beside=histograms.pop(tensor.place))
-            if tensor.channels is not None:
-                look = partial(_look_at_channels, look, *tensor.channels)
-            watched.setdefault(tensor.source, {}).setdefault(id(observer), (tensor, look))
-    means = calibration.means
-    return {
-        name: partial(_show, [*looks.values()], means.get(name))
-        for name, looks in watched.items()
-    }
+        if is_parameter(tensor.role):
+            continue
+        observer = calibration.observers.get(key)
+        if observer is None:
+            watch: Watch = check_finite
+        elif tensor.place in histograms:
+            histogram = histograms.pop(tensor.place)
+            watch = partial(observer.observe, beside=histogram)
+        else:
+            watch = observer.observe
+        if tensor.channels is not None:
+            watch = partial(_watch_channels, watch, tensor.channels)
+        watches = watched.setdefault(tensor.source, {})
+        watches.setdefault(id(observer), (tensor, watch))
+    by_name: dict[str, Watch] = {}
+    for name, watches in watched.items():
+        mean = calibration.means.get(name)
+        by_name[name] = partial(_show, list(watches.values()), mean)
+    return by_name
 
 
-def _look_at_channels(look: Watch, axis: int, first: int, length: int, value: Tensor) -> None:
-    look(value.narrow(axis, first, length))
+def _watch_channels(
+    watch: Watch,
+    channels: tuple[int, int, int],
+    value: Tensor,
+) -> None:
+    """Show a watcher the channels (axis, first, length) of a value."""
+    watch(value.narrow(*channels))
 
 
 def _show(
-    looks: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None, value: Tensor
+    watches: list[tuple[TensorPlan, Watch]],
+    mean: ChannelMean | None,
+    value: Tensor,
 ) -> None:
-    for tensor, look in looks:
+    for tensor, watch in watches:
         with _located(tensor, DataError):
-            look(value)
+            watch(value)
     if mean is not None:
         mean.observe(value)
 
 
 @contextmanager
 def _located(tensor: TensorPlan, error: type[QuantizerError]) -> Iterator[None]:
-    """Adds the tensor's layer to what an observer finds wrong."""
+    """Raise `error`, which names the tensor's layer, for the errors of an observer."""
     try:
         yield
-    except ObservationError as found:
-        signs = isinstance(found, NegativeValuesError)
-        remedy = "make it signed, or asymmetric" if signs else "check the data and the weights"
-        where = f"{tensor.role} of {tensor.layer}"
+    except ObservationError as reason:
+        remedy = "check the data and the weights"
+        if isinstance(reason, NegativeValuesError):
+            remedy = "make it signed, or asymmetric"
         raise error(
-            f"{where}: {found}", help=f"{remedy}, or leave this tensor float"
-        ) from found
+            f"{tensor.role} of {tensor.layer}: {reason}",
+            help=f"{remedy}, or leave this tensor float",
+        ) from reason
 
 
 def solution(calibration: Calibration) -> Solution:
-    """Scale and zero point of every planned tensor; 1 and 0 for those that have none."""
+    """Return scale and zero point of every planned tensor; 1 and 0 for those that have none."""
+    plan = calibration.plan
     tensors = {}
-    for key, planned in calibration.plan.tensors.items():
-        observer = calibration.observers.get(key)
+    for key, planned in plan.tensors.items():
         tensor = QuantizedTensor(planned.spec)
-        tensors[key] = tensor if observer is None else tensor.at(observer.qparams())
+        observer = calibration.observers.get(key)
+        if observer is not None:
+            tensor = tensor.at(observer.qparams())
         if is_parameter(key[1]) and planned.spec.qscheme == "per_group":
-            tensors[key] = tensors[key].mapped(partial(beside, calibration.plan.parameter(key)))
+            parameter = plan.parameter(key)
+            tensor = tensor.mapped(partial(beside, parameter))
+        tensors[key] = tensor
     return Solution(tensors)

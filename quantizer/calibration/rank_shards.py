@@ -1,8 +1,8 @@
-"""Calibration by several ranks: each observes its share of the batches, and all keep what one
-process would.
+"""Calibration by several ranks. Each observes its share of the batches; then all have the same
+statistics as one process that has observed all.
 
-Ranges and mean outputs are taken up in the order of the batches, histograms merge exactly, so
-the number of ranks cannot be seen.
+Ranges and mean outputs are merged in the order of the batches, and histograms merge exactly, so
+the number of ranks does not change the results.
 """
 
 import time
@@ -15,57 +15,68 @@ from quantizer.nn.execution import Watchers
 from quantizer.observers import find_ranges
 from quantizer.sources.batches import Batch, naming_batch
 
-APART_S = 15.0
-"""Ranks exchange what they have seen about as often: a stopped run loses what they have not."""
-MOST = 64  # batches of a rank between two exchanges
+_EXCHANGE_S = 15.0
+"""Seconds between exchanges. A stopped run loses what it has observed since the last one."""
+_MAX_EXCHANGE_BATCHES = 64
+"""Most batches of a rank between two exchanges."""
 
 
 def observe(
-    calibration: Calibration, network: Observable, batches: Iterable[Batch], ranks: Ranks
+    calibration: Calibration,
+    network: Observable,
+    batches: Iterable[Batch],
+    ranks: Ranks,
 ) -> None:
-    """Observe every batch, on the rank that it belongs to; afterwards the calibration of each
-    rank has seen all.
+    """Observe each batch on its rank, and merge the statistics of all ranks.
 
     Raises:
         DataError: NaN or Inf in a tensor (layer and batch are named).
         RankError: the ranks do not have the same batches.
     """
-    shard, first, since = _Shard(calibration), calibration.batches, 0
-    apart, began = 1, time.monotonic()  # the first exchange shows how long a batch takes
+    shard = _Shard(calibration)
+    first = calibration.batches
+    began = time.monotonic()
+    batch_s = 0.0
+    # The first exchange shows how long a batch takes
+    batches_per_rank = 1
+    since = 0
     for number, batch in enumerate(batches):
         if ranks.owns(number):
             with naming_batch(first + number):
                 shard.observe(network, batch)
         since += 1
-        if since == apart * ranks.world_size:
+        if since == batches_per_rank * ranks.world_size:
             shard.exchange(ranks, since)
-            if not shard.seconds:
-                shard.seconds = (
-                    max(ranks.gather(time.monotonic() - began, "the time of a batch")) or 1e-3
-                )
-            apart, since = min(MOST, max(1, int(APART_S / shard.seconds))), 0
+            if not batch_s:
+                seconds = ranks.gather(time.monotonic() - began, "the time of a batch")
+                batch_s = max(seconds) or 1e-3
+            batches_per_rank = max(1, int(_EXCHANGE_S / batch_s))
+            batches_per_rank = min(_MAX_EXCHANGE_BATCHES, batches_per_rank)
+            since = 0
     shard.exchange(ranks, since)
 
 
 class _Shard:
-    """What a rank has seen since the last exchange, and the calibration that takes it up."""
+    """What a rank has observed since the last exchange, and the calibration that it is merged
+    into.
+    """
 
     def __init__(self, whole: Calibration) -> None:
-        self.whole, self.seconds = whole, 0.0
+        self._whole = whole
         self._clear()
 
     def observe(self, network: Observable, batch: Batch) -> None:
-        """One batch of this rank's share."""
+        """Observe one batch of this rank's share."""
         network.observe(batch.args, batch.kwargs, self._watchers)
-        find_ranges(self._own.calibrated.values())
-        self._means.append(self._own.means)
-        self._means_of_one_batch()
+        find_ranges(self._part.calibrated.values())
+        self._means.append(self._part.means)
+        self._start_batch()
 
     def exchange(self, ranks: Ranks, batches: int) -> None:
-        """Take up what all ranks have seen of so many batches."""
-        whole = self.whole
+        """Merge what all ranks have observed of so many batches."""
+        whole = self._whole
         place = f"calibration after {whole.batches + batches} batches"
-        shards = ranks.gather((self._own.calibrated, self._means), place)
+        shards = ranks.gather((self._part.calibrated, self._means), place)
         for key, observer in whole.calibrated.items():
             observer.merge(*(observers[key] for observers, _ in shards))
         for means in in_turn(means for _, means in shards):
@@ -75,9 +86,11 @@ class _Shard:
         self._clear()
 
     def _clear(self) -> None:
-        self._own, self._means = self.whole.fresh(), list[dict[str, ChannelMean]]()
-        self._means_of_one_batch()
+        self._part = self._whole.fresh()
+        # Means of each batch are merged one by one, in the order of the batches
+        self._means: list[dict[str, ChannelMean]] = []
+        self._start_batch()
 
-    def _means_of_one_batch(self) -> None:
-        self._own.means = self.whole.fresh().means
-        self._watchers: Watchers = watchers(self._own)
+    def _start_batch(self) -> None:
+        self._part.means = self._whole.fresh().means
+        self._watchers: Watchers = watchers(self._part)

@@ -1,7 +1,6 @@
-"""The step of the pipeline that runs the config's algorithms, one after the other: the only
-loop over them.
+"""The step of the calibration that runs the config's algorithms, one after the other.
 
-Each is a function that its settings name.
+Each algorithm is a function that its settings name.
 """
 
 import importlib
@@ -14,13 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Run, Task, adjusted
 from quantizer.calibration import fingerprint
-from quantizer.calibration.events import Snapshot
+from quantizer.calibration.events import Snapshot, Stage
 from quantizer.calibration.fits_model import check_adjustment
-from quantizer.calibration.job import Job
 from quantizer.calibration.observing import check_finite
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import (
     other_run,
     register,
@@ -33,7 +33,7 @@ from quantizer.calibration.target import AlgorithmScope
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.forms.algorithm_words import written
 from quantizer.config.model import Algorithm
-from quantizer.config.wording import shortened
+from quantizer.config.wording import counted, shortened
 from quantizer.errors import ModelError
 from quantizer.graph.edits import Insertion
 from quantizer.graph.find_structure import find_structure
@@ -44,9 +44,9 @@ from quantizer.numerics.qparams import QParams
 from quantizer.observers import NonFiniteError
 from quantizer.sources.batches import Batch
 
-KEPT = 1e-3
-"""Outputs of an adjusted float network may differ by this share of the largest; more means that
-it is another one.
+_TOLERANCE = 1e-3
+"""Outputs of a rescaled float network may differ by this share of the largest; more draws a
+warning.
 """
 
 
@@ -58,7 +58,7 @@ class Progress:
         index: of the algorithm that runs, or is next.
         done: how many of its groups are in `found`.
         found: by all so far.
-        before: what that algorithm was given when it began.
+        before: what that algorithm started from.
     """
 
     index: int = 0
@@ -67,12 +67,12 @@ class Progress:
     before: Adjustment = field(default_factory=Adjustment)
 
 
-CHECKPOINT = "the checkpoint of algorithms"
+_CHECKPOINT = "the checkpoint of algorithms"
 register(Progress, Adjustment, Insertion, Rounded, QParams, Remark)
 
 
-def run_algorithms(job: Job) -> None:
-    """All algorithms of the config, in order; resumed, from where a stopped run was.
+def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Run all algorithms of the config, in order; a resumed run goes on where it stopped.
 
     Raises:
         ConfigError: an algorithm's entry names what is not in the model.
@@ -80,66 +80,94 @@ def run_algorithms(job: Job) -> None:
         DataError: a value in the network is not finite, or the data are not the same when they
             are read again.
     """
-    algorithms, scope = job.config.algorithms, job.target.scope(job.plan, job.first_batch())
+    algorithms = request.config.algorithms
+    scope = state.target.scope(state.plan, request.first_batch())
     _check_weights(scope.graph)
-    # Before more data are read
-    structures = [find_structure(scope.graph, each.names) for each in algorithms]
-    progress = _restored(job)
-    with telling_damage(CHECKPOINT):
-        for found in (progress.found, progress.before):
-            check_adjustment(found, scope.graph, scope.specs, CHECKPOINT)
-    for algorithm, structure in zip(
-        algorithms[progress.index :], structures[progress.index :], strict=True
-    ):
+    # Wrong names are reported before more data are read
+    structures = [find_structure(scope.graph, algorithm.names) for algorithm in algorithms]
+    progress = _restored(request)
+    with telling_damage(_CHECKPOINT):
+        for stored in (progress.found, progress.before):
+            check_adjustment(stored, scope.graph, scope.specs, _CHECKPOINT)
+    for index in range(progress.index, len(algorithms)):
+        algorithm = algorithms[index]
         before = progress.before
-        progress = _run(job, scope, algorithm, scope.fitting(algorithm, structure), progress)
-        for level, line in _summary_lines(algorithm, before, progress.found):
-            job.events.message(level, line)
-    found = progress.found
-    if found.parameters or found.insertions:
-        job.events.message(*_difference_line(scope.graph, found, job.first_batch()))
-    job.target.adjust(found)
-    job.adjustment = (job.adjustment or Adjustment()).followed_by(found)
+        structure = scope.fitting(algorithm, structures[index])
+        adjustment = _run(request, scope, structure, progress)
+        progress = Progress(index + 1, 0, adjustment, adjustment)
+        for level, line in _summary_lines(algorithm, before, adjustment):
+            request.events.message(level, line)
+    adjustment = progress.found
+    if adjustment.parameters or adjustment.insertions:
+        level, line = _difference_line(scope.graph, adjustment, request.first_batch())
+        request.events.message(level, line)
+    target = scope.target.adjusted(adjustment)
+    return replace(
+        state,
+        target=target,
+        plan=target.plan(request.config),
+        adjustment=state.adjustment.followed_by(adjustment),
+    )
 
 
-def _read_again(job: Job) -> Iterator[Batch]:
-    return job.read_again("the algorithms", "calibrate with batches that stay the same")
+def _read_again(request: CalibrationRequest) -> Iterator[Batch]:
+    return request.read_again("the algorithms", "calibrate with batches that stay the same")
 
 
-def _restored(job: Job) -> Progress:
-    """Where a stopped run was; the data are read once to see that they are the same."""
-    snapshot = job.restored("algorithms")
+def _restored(request: CalibrationRequest) -> Progress:
+    """Return where a stopped run was.
+
+    The data are read once to check that they are the same.
+
+    Raises:
+        ResultError: the checkpoint is damaged, or of another run.
+    """
+    snapshot = request.shared_snapshot("algorithms")
     if snapshot is None:
         return Progress()
-    if (data := snapshot.state.get("data")) is not None:
-        for _ in _read_again(job):
+    data = snapshot.state.get("data")
+    if data is not None:
+        for _ in _read_again(request):
             pass
-        if job.batches.fingerprint != data:
+        if request.batches.fingerprint != data:
             raise other_run("the data differ")
-    start, names = value_of(snapshot, Progress), [each.name for each in job.config.algorithms]
-    if not 0 <= start.index <= len(names) or start.done < 0:
+    progress = value_of(snapshot, Progress)
+    names = [algorithm.name for algorithm in request.config.algorithms]
+    if not 0 <= progress.index <= len(names) or progress.done < 0:
         raise other_run("it is not of these algorithms")
-    name = [*names, "the last one"][start.index]
-    where = f"{start.done} groups of {name}" if start.done else f"{start.index} of {len(names)}"
-    job.events.message(logging.INFO, f"the algorithms go on after {where}")
-    return start
+    place = f"{progress.index} of {len(names)}"
+    if progress.done:
+        name = [*names, "the last one"][progress.index]
+        place = f"{counted(progress.done, 'group')} of {name}"
+    request.events.message(logging.INFO, f"the algorithms go on after {place}")
+    return progress
 
 
 def _run(
-    job: Job, scope: AlgorithmScope, algorithm: Algorithm, structure: Structure, start: Progress
-) -> Progress:
-    """One algorithm, whose groups are the units of its progress; each block of the network ends
-    in a checkpoint.
+    request: CalibrationRequest, scope: AlgorithmScope, structure: Structure, start: Progress
+) -> Adjustment:
+    """Run one algorithm, and return what all algorithms have found so far.
+
+    Progress is counted in groups of layers. The end of each block of the network is a
+    checkpoint.
+
+    Args:
+        request: has the algorithms.
+        scope: what they work on.
+        structure: the part of the network that this algorithm changes.
+        start: says which algorithm runs, and where it starts.
     """
-    progress, groups = start, structure.groups
+    algorithm = request.config.algorithms[start.index]
+    groups = structure.groups
+    progress = start
 
     def snapshot() -> Snapshot:
-        # Of a pass over the data, once one is complete
-        return snapshot_of(progress, job.batches.fingerprint)
+        # The fingerprint is None until a pass over the data is complete
+        return snapshot_of(progress, request.batches.fingerprint)
 
-    def after_group(found: Adjustment, done: int) -> None:
+    def after_group(adjustment: Adjustment, done: int) -> None:
         nonlocal progress
-        progress = replace(start, done=done, found=found)
+        progress = replace(start, done=done, found=adjustment)
         ends_block = not 0 < done < len(groups) or groups[done - 1].block != groups[done].block
         stage.advance(done, at_boundary=ends_block or groups[done].block is None)
 
@@ -148,72 +176,76 @@ def _run(
         "snapshot": snapshot,
         "needs_same_data": True,
     }
-    with job.stage(algorithm.name, len(groups), "groups", done=start.done, **saved) as stage:
-        batches = partial(_read_again, job)
+    with Stage(
+        request.events, algorithm.name, len(groups), "groups", done=start.done, **saved
+    ) as stage:
         task = Task(
             scope.graph,
             scope.specs,
             structure,
-            batches,
-            after_group,
-            start.done,
-            start.before,
-            job.ranks,
-            job.memory,
+            batches=partial(_read_again, request),
+            after_group=after_group,
+            done=start.done,
+            before=start.before,
+            ranks=request.ranks,
+            memory=request.memory,
         )
-        found = _agreed(job, load_run(algorithm.name)(task, algorithm.settings, start.found))
-        progress = Progress(start.index + 1, 0, found, found)
+        run = load_run(algorithm.name)
+        adjustment = _agreed(request, run(task, algorithm.settings, start.found))
+        progress = Progress(start.index + 1, 0, adjustment, adjustment)
         stage.advance(len(groups), at_boundary=True)
-    return progress
+    return adjustment
 
 
-def _agreed(job: Job, found: Adjustment) -> Adjustment:
-    """What rank 0 has found, where machines that compute otherwise have found something
-    else.
+def _agreed(request: CalibrationRequest, adjustment: Adjustment) -> Adjustment:
+    """Return what this rank has found if all ranks have found the same, else what the first
+    has: other machines may compute otherwise.
     """
-    if job.ranks.is_alone:
-        return found
-    job.batches.require_same(job.ranks)
-    snapshot = snapshot_of(found)
-    tensors = {
-        name: fingerprint.tensor_digest(tensor) for name, tensor in snapshot.tensors.items()
-    }
-    digests = job.ranks.gather(
-        fingerprint.digest([tensors, snapshot.state]), "the end of an algorithm"
-    )
+    ranks = request.ranks
+    if ranks.is_alone:
+        return adjustment
+    request.batches.require_same(ranks)
+    snapshot = snapshot_of(adjustment)
+    tensors = {}
+    for name, tensor in snapshot.tensors.items():
+        tensors[name] = fingerprint.tensor_digest(tensor)
+    digest = fingerprint.digest([tensors, snapshot.state])
+    digests = ranks.gather(digest, "the end of an algorithm")
     if len(set(digests)) == 1:
-        return found
-    return value_of(shared(snapshot, job.ranks, "what an algorithm has found"), Adjustment)
+        return adjustment
+    return value_of(shared(snapshot, ranks, "what an algorithm has found"), Adjustment)
 
 
 def load_run(name: str) -> Run:
-    """The function of an algorithm, which its settings name; its module is imported now."""
+    """Return the function of an algorithm, which its settings name."""
     module, _, function = ALGORITHMS[name].run.partition(":")
     run: Run = getattr(importlib.import_module(module), function)
     return run
 
 
-def report(algorithms: Sequence[Algorithm], found: Adjustment) -> dict[str, Any]:
-    """algorithms.json: what ran, and what it did to each layer; errors as shares of the energy
-    of a layer's outputs.
+def report(algorithms: Sequence[Algorithm], adjustment: Adjustment) -> dict[str, Any]:
+    """Return the contents of algorithms.json: what ran, and what it did to each layer.
+
+    Errors are shares of the energy of a layer's outputs.
     """
-    layers = {
-        name: {
+    rounded = {}
+    for name, layer in adjustment.rounded.items():
+        rounded[name] = {
             "error_rtn": layer.before,
             "error": layer.after,
             "is_rtn": not layer.after < layer.before,
         }
-        for name, layer in found.rounded.items()
-    }
+    inserted = []
+    for row in adjustment.insertions:
+        inserted.append({"layer": row.name, "reads": row.source, "readers": list(row.readers)})
+    parameters = adjustment.parameters
+    remarks = adjustment.remarks
     return {
-        "algorithms": [written(each.settings) for each in algorithms],
-        "rounded": layers,
-        "rescaled": {name: sorted(own) for name, own in found.parameters.items()},
-        "inserted": [
-            {"layer": i.name, "reads": i.source, "readers": list(i.readers)}
-            for i in found.insertions
-        ],
-        "remarks": [{"layer": remark.layer, "text": remark.text} for remark in found.remarks],
+        "algorithms": [written(algorithm.settings) for algorithm in algorithms],
+        "rounded": rounded,
+        "rescaled": {name: sorted(values) for name, values in parameters.items()},
+        "inserted": inserted,
+        "remarks": [{"layer": remark.layer, "text": remark.text} for remark in remarks],
     }
 
 
@@ -231,75 +263,67 @@ def _check_weights(graph: Graph) -> None:
 def _summary_lines(
     algorithm: Algorithm, before: Adjustment, after: Adjustment
 ) -> Iterator[tuple[int, str]]:
-    """What an algorithm did, and what it remarked, each text once: lines with their logging
-    levels.
-    """
-    yield (
-        logging.INFO,
-        f"{algorithm.name}: "
-        f"{'; '.join(_done(algorithm, before, after)) or 'nothing to quantize'}",
-    )
+    """Yield what an algorithm did, then each of its remarks once, with levels of `logging`."""
+    parts = [*_effects(algorithm, before, after)]
+    yield logging.INFO, f"{algorithm.name}: {'; '.join(parts) or 'nothing to quantize'}"
     texts: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for remark in after.remarks[len(before.remarks) :]:
         texts[remark.text, remark.is_warning].append(remark.layer)
     for (text, is_warning), layers in texts.items():
-        yield logging.WARNING if is_warning else logging.INFO, f"{shortened(layers, 1)}: {text}"
+        level = logging.WARNING if is_warning else logging.INFO
+        yield level, f"{shortened(layers, 1)}: {text}"
 
 
-def _done(algorithm: Algorithm, before: Adjustment, after: Adjustment) -> Iterator[str]:
-    """What an algorithm did, in parts of a sentence."""
+def _effects(algorithm: Algorithm, before: Adjustment, after: Adjustment) -> Iterator[str]:
+    """Yield what an algorithm did, in parts of a sentence."""
     if algorithm.stage == "rescale":
-        changed = [
-            name
-            for name, own in after.parameters.items()
-            if before.parameters.get(name) is not own
-        ]
+        rescaled = 0
+        for name, values in after.parameters.items():
+            rescaled += before.parameters.get(name) is not values
         inserted = len(after.insertions) - len(before.insertions)
-        yield f"{_layers(len(changed))} rescaled, {_layers(inserted)} inserted"
-    rounded = [
-        layer for name, layer in after.rounded.items() if before.rounded.get(name) is not layer
-    ]
-    if rounded:
-        better = [layer.after / layer.before for layer in rounded if layer.after < layer.before]
-        left = (
-            f"; median output error {statistics.median(better):.0%} of round-to-nearest"
-            if better
-            else ""
-        )
-        plain = len(rounded) - len(better)
-        kept = (
-            f"; {plain} {'keeps' if plain == 1 else 'keep'} round-to-nearest" if plain else ""
-        )
-        yield f"{_layers(len(rounded))} quantized{left}{kept}"
+        yield f"{counted(rescaled, 'layer')} rescaled, {counted(inserted, 'layer')} inserted"
+    count = 0
+    shares: list[float] = []
+    for name, layer in after.rounded.items():
+        if before.rounded.get(name) is layer:
+            continue
+        count += 1
+        if layer.after < layer.before:
+            shares.append(layer.after / layer.before)
+    if not count:
+        return
+    yield f"{counted(count, 'layer')} quantized"
+    if shares:
+        median = statistics.median(shares)
+        yield f"median output error {median:.0%} of round-to-nearest"
+    plain = count - len(shares)
+    if plain:
+        verb = "keeps" if plain == 1 else "keep"
+        yield f"{plain} {verb} round-to-nearest"
 
 
-def _layers(count: int) -> str:
-    return "1 layer" if count == 1 else f"{count} layers"
-
-
-def _difference_line(graph: Graph, found: Adjustment, batch: Batch) -> tuple[int, str]:
-    """How far the outputs of the adjusted float network are from the model's, with a logging
-    level.
+def _difference_line(graph: Graph, adjustment: Adjustment, batch: Batch) -> tuple[int, str]:
+    """Return how far the outputs of the adjusted float network are from the model's, with a
+    level of `logging`.
     """
-    with torch.no_grad():
-        want = Network(graph).start(batch.args, batch.kwargs).advance().float_outputs()
-        have = (
-            Network(adjusted(graph, found))
-            .start(batch.args, batch.kwargs)
-            .advance()
-            .float_outputs()
-        )
-    pairs = [(x, y) for x, y in zip(want, have, strict=True) if x.numel()]
-    shares = [
-        (x - y).abs().max() / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny)
-        for x, y in pairs
-    ]
-    share = max([0.0, *map(float, shares)])
+    wanted = _outputs(graph, batch)
+    outputs = _outputs(adjusted(graph, adjustment), batch)
+    share = 0.0
+    for target, output in zip(wanted, outputs, strict=True):
+        if target.numel():
+            largest = target.abs().max().clamp_min(torch.finfo(target.dtype).tiny)
+            share = max(share, float((target - output).abs().max() / largest))
     text = f"the rescaled float network's outputs differ by {share:.1e} of the largest"
-    if share <= KEPT:
+    if share <= _TOLERANCE:
         return logging.INFO, text
-    why = (
-        "its numbers have too few digits for these factors, so compare test mode's metrics "
-        "with those of float mode"
+    warning = (
+        "its dtype is too coarse for these factors, so compare test mode's metrics with those "
+        "of float mode"
     )
-    return logging.WARNING, f"{text}: {why}"
+    return logging.WARNING, f"{text}: {warning}"
+
+
+@torch.no_grad()
+def _outputs(graph: Graph, batch: Batch) -> Sequence[Tensor]:
+    """Return the floating-point outputs of a float network."""
+    return Network(graph).start(batch.args, batch.kwargs).advance().float_outputs()

@@ -1,15 +1,15 @@
-"""Brings the parts of a join to one range where one scale would lose too much: factors that
-weights take back.
+"""Brings the parts of a join to one range where one scale would lose too many bits.
 
-A layer that multiplies boxes in pixels and scores below 1 gets the scores times 512, and
-weights for them that are 512 times smaller: both then have 8 bits of one scale, and so have
-their weights. Powers of two change no float value.
+Parts are multiplied with powers of two, and the weights that read them are divided by these. If
+a layer reads boxes in pixels and scores below 1, it gets the scores times 512, and weights for
+them that are 512 times smaller: then both have 8 bits on one scale, and so have their weights.
+Powers of two change no float value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,14 +23,18 @@ from quantizer.graph.edits import Insertion, rescaled
 from quantizer.graph.ir import Graph, Node
 from quantizer.observers import Observer
 from quantizer.plan.groups import PART_SCALE
-from quantizer.plan.model import JoinPlan, Key, Plan, TensorPlan
+from quantizer.plan.model import JoinPlan, Key, Plan
 from quantizer.storage.deferred_tensor import beside, loaded
 
 
 @dataclass(frozen=True)
-class Part:
-    """The tensor that a run of channels comes from, the run's length, and what it is multiplied
-    with.
+class ScaledPart:
+    """A run of channels of a join.
+
+    Args:
+        key: the tensor that they come from.
+        channels: how many they are.
+        factor: what they are multiplied with.
     """
 
     key: Key
@@ -46,138 +50,148 @@ class Scaling:
         join: the layer that joins it.
         value: the layer whose value is multiplied: the join, or what follows it.
         readers: the layers that read the product instead.
-        parts: along their input channels.
+        parts: the runs of their input channels, in order.
     """
 
     join: str
     value: str
     readers: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ScaledPart, ...]
 
     @property
     def factors(self) -> Tensor:
-        """The factor of each channel."""
+        """Return the factor of each channel."""
         channels = torch.tensor([part.channels for part in self.parts])
-        return torch.tensor([part.factor for part in self.parts]).repeat_interleave(channels)
+        factors = torch.tensor([part.factor for part in self.parts])
+        return factors.repeat_interleave(channels)
 
 
 def scalings(
-    calibration: Calibration, joins: Iterable[JoinPlan], fixed: Container[str]
+    calibration: Calibration,
+    joins: Iterable[JoinPlan],
+    fixed: Collection[str],
 ) -> list[Scaling]:
-    """Return the factors for joins that have lost too much on one scale.
+    """Return the factors for joins that lose too many bits on one scale.
 
     Args:
-        calibration: which has seen all data.
+        calibration: which has observed all data.
         joins: these joins, of its plan.
-        fixed: layers whose weights must stay as they are.
+        fixed: layers whose weights must not change.
     """
     graph = calibration.plan.graph
-    found: list[Scaling] = []
+    scalings: list[Scaling] = []
     for join in joins:
-        if (
-            join.is_of_channels
-            and not join.inputs
-            and any(layer in fixed for layer in join.scalable)
-        ):
-            continue  # others would read what is not quantized
+        free = [layer for layer in join.scalable if layer not in fixed]
+        has_fixed = len(free) < len(join.scalable)
+        # The fixed layers would read a value that is not quantized
+        if has_fixed and join.is_of_channels and not join.inputs:
+            continue
         by_value: dict[str, list[str]] = {}
-        for layer in join.scalable:
-            if layer not in fixed:
-                by_value.setdefault(graph.by_name[layer].operands["input"], []).append(layer)
+        for layer in free:
+            value = graph.by_name[layer].operands["input"]
+            by_value.setdefault(value, []).append(layer)
         for value, layers in by_value.items():
             parts = _parts(join, layers[0], calibration)
             if parts:
-                found.append(Scaling(join.name, value, tuple(layers), parts))
-    return found
+                scaling = Scaling(join.name, value, tuple(layers), parts)
+                scalings.append(scaling)
+    return scalings
 
 
-def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[Part, ...]:
-    """The factors that give all parts about the range of the widest; none where a part has no
-    observer alike.
+def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[ScaledPart, ...]:
+    """Return the parts of a layer's input, with factors that give all of them about the range
+    of the widest; none if a part was not observed with the spec of the whole.
     """
-    runs = join.parts[layer]
-    sizes: dict[Key, float] = {}
-    whole = calibration.plan.tensors[join.single or join.inputs[0]].spec
-    for key, _ in runs:
-        if (
-            key is None
-            or key not in calibration.observers
-            or calibration.observers[key].spec != whole
-        ):
+    plan = calibration.plan
+    whole = plan.tensors[join.single or join.inputs[0]].spec
+    runs: list[tuple[Key, int, float]] = []
+    for key, channels in join.parts[layer]:
+        observer = None if key is None else calibration.observers.get(key)
+        if key is None or observer is None or observer.spec != whole:
             return ()
-        sizes[key] = _largest(calibration.observers[key])
-    widest = max(sizes.values())
-    dtype = calibration.plan.graph.by_name[layer].dtype or torch.float32
-    # Of exponents whose powers of two have inverses in this format
-    largest = -math.log2(torch.finfo(dtype).tiny)
-    parts: list[Part] = []
-    for key, channels in runs:
-        assert key is not None  # or it had returned
-        exponent = round(math.log2(widest / sizes[key])) if sizes[key] else 0
-        parts.append(Part(key, channels, 2.0 ** min(exponent, largest)))
+        runs.append((key, channels, _largest(observer)))
+    widest = max(size for _, _, size in runs)
+    dtype = plan.graph.by_name[layer].dtype or torch.float32
+    # Powers of two of larger exponents have no inverse in this dtype
+    max_exponent = -math.log2(torch.finfo(dtype).tiny)
+    parts: list[ScaledPart] = []
+    for key, channels, size in runs:
+        exponent = 0
+        if size:
+            exponent = round(math.log2(widest / size))
+        factor = 2.0 ** min(exponent, max_exponent)
+        parts.append(ScaledPart(key, channels, factor))
     return tuple(parts)
 
 
 def _largest(observer: Observer) -> float:
-    """The largest magnitude in a tensor's range; 0 where all values are zero."""
-    if not bool((observer.low != 0).any() or (observer.high != 0).any()):
+    """Return the largest magnitude in a tensor's range; 0 if all values are zero."""
+    if bool((observer.low == 0).all() and (observer.high == 0).all()):
         return 0.0
-    qparams, spec = observer.qparams(), observer.spec
-    ends = [
-        (limit - qparams.zero_point) * qparams.scale
-        for limit in (spec.quant_min, spec.quant_max)
-    ]
-    return max(float(end.abs().max()) for end in ends)
+    qparams = observer.qparams()
+    lowest = (observer.spec.quant_min - qparams.zero_point) * qparams.scale
+    highest = (observer.spec.quant_max - qparams.zero_point) * qparams.scale
+    return max(float(lowest.abs().max()), float(highest.abs().max()))
 
 
-def adjustment(graph: Graph, found: Iterable[Scaling]) -> Adjustment:
-    """Return the layers to insert and the weights that take their factors back."""
-    result = Adjustment()
-    taken = {*graph.by_name}
-    for scaling in found:
+def adjustment(graph: Graph, scalings: Iterable[Scaling]) -> Adjustment:
+    """Return the layers to insert and the weights that are divided by their factors."""
+    changes = Adjustment()
+    names = {*graph.by_name}
+    for scaling in scalings:
         factors = scaling.factors
         for layer in scaling.readers:
             node = graph.by_name[layer]
             weight = graph.weight(node)
-            changed = _taken_back(node, loaded(weight), factors)
-            result = result.with_parameters(layer, weight=beside(weight, changed))
+            divided = _divided(node, loaded(weight), factors)
+            changes = changes.with_parameters(layer, weight=beside(weight, divided))
+        path, _, _ = scaling.value.rpartition("/")
+        name = _free_name(f"{path}/{PART_SCALE}", names)
+        names.add(name)
         is_linear = graph.by_name[scaling.readers[0]].row.spatial == 0
-        name = _free_name(f"{scaling.value.rpartition('/')[0]}/{PART_SCALE}", taken)
-        taken.add(name)
-        axis = {"axis": -1 if is_linear else 1}
-        weight = factors.to(graph.device)
-        row = Insertion(name, PART_SCALE, scaling.value, scaling.readers, weight, axis)
-        result = replace(result, insertions=(*result.insertions, row))
-    return result
+        axis = -1 if is_linear else 1
+        row = Insertion(
+            name,
+            PART_SCALE,
+            scaling.value,
+            scaling.readers,
+            factors.to(graph.device),
+            {"axis": axis},
+        )
+        changes = replace(changes, insertions=(*changes.insertions, row))
+    return changes
 
 
-def _taken_back(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
-    """A layer's weight, divided by the factors of its input channels."""
+def _divided(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
+    """Return a layer's weight, divided by the factors of its input channels."""
     inverse = 1 / factors.to(weight)
-    return (
-        weight * inverse if node.row.scales_channels else rescaled(node, weight, inputs=inverse)
-    )
+    if node.row.scales_channels:
+        return weight * inverse
+    return rescaled(node, weight, inputs=inverse)
 
 
-def _free_name(name: str, taken: Container[str]) -> str:
-    """The name, or with the first number that is free."""
-    number, free = 0, name
-    while free in taken:
+def _free_name(name: str, names: Collection[str]) -> str:
+    """Return the name, or the name with the first free number."""
+    free = name
+    number = 0
+    while free in names:
         number += 1
         free = f"{name}.{number}"
     return free
 
 
 def is_seen(
-    before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]
+    before: Calibration,
+    plan: Plan,
+    scalings: Iterable[Scaling],
+    inserted: Iterable[Insertion],
 ) -> bool:
-    """Return whether a calibration has seen all that a plan for the scaled graph needs, parts
-    as the whole is planned.
+    """Return whether a calibration has observed all that a plan for the scaled graph needs.
 
-    Another entry of the config may be for the scaled value than for its parts, and then they
-    were observed otherwise.
+    An entry of the config may apply to the scaled value and not to its parts. Then they were
+    observed with another spec.
     """
-    parts = {row.name: scaling.parts for row, scaling in zip(inserted, found, strict=True)}
+    parts = _parts_by_insertion(scalings, inserted)
     for key, tensor in plan.tensors.items():
         if not tensor.is_calibrated:
             continue
@@ -189,37 +203,48 @@ def is_seen(
         if not tensor.spec.has_one_scale or tensor.channels is not None:
             return False
         for part in parts[tensor.source]:
+            observer = before.observers[part.key]
             place = before.plan.tensors[part.key].place
-            is_alike = before.observers[part.key].spec == tensor.spec
-            has_histogram = (
-                before.observers[part.key].has_histogram or place in before.histograms
-            )
-            if not is_alike or not has_histogram:
+            has_histogram = observer.has_histogram or place in before.histograms
+            if observer.spec != tensor.spec or not has_histogram:
                 return False
     return True
 
 
+def _parts_by_insertion(
+    scalings: Iterable[Scaling], inserted: Iterable[Insertion]
+) -> dict[str, tuple[ScaledPart, ...]]:
+    """Return the parts of each scaling, by the layer that is inserted for it."""
+    parts = {}
+    for row, scaling in zip(inserted, scalings, strict=True):
+        parts[row.name] = scaling.parts
+    return parts
+
+
 def taken_over(
-    before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]
+    before: Calibration,
+    plan: Plan,
+    scalings: Iterable[Scaling],
+    inserted: Iterable[Insertion],
 ) -> Calibration:
-    """Return a calibration of the plan for the scaled graph that has seen what the one before
-    saw, if `is_seen`.
+    """Return a calibration of the plan for the scaled graph with the statistics of the one
+    before. It must be `is_seen`.
     """
-    parts = {row.name: scaling.parts for row, scaling in zip(inserted, found, strict=True)}
+    parts = _parts_by_insertion(scalings, inserted)
     after = observing.start(plan)
-    observers: dict[Key, Observer] = {
-        key: each for key, each in before.observers.items() if not is_parameter(key[1])
-    }
-    together: dict[str, Observer] = {}
+    observers: dict[Key, Observer] = {}
+    for key, observer in before.observers.items():
+        if not is_parameter(key[1]):
+            observers[key] = observer
+    shared: dict[str, Observer] = {}
     for key, observer in after.observers.items():
-        tensor = plan.tensors[key]
+        source = plan.tensors[key].source
         if is_parameter(key[1]):
             observers[key] = observer
-        elif tensor.source in parts:
-            seen = [(before.observers[part.key], part.factor) for part in parts[tensor.source]]
-            observers[key] = together.setdefault(
-                tensor.source, Observer.of_parts(tensor.spec, seen)
-            )
+        elif source in parts:
+            pairs = [(before.observers[part.key], part.factor) for part in parts[source]]
+            new = Observer.of_parts(observer.spec, pairs)
+            observers[key] = shared.setdefault(source, new)
     histograms = dict(before.histograms)
     for source in after.histograms:
         if source in parts:
@@ -233,10 +258,10 @@ def taken_over(
     )
 
 
-def _histogram(before: Calibration, parts: Iterable[Part]) -> Observer:
-    """The distribution of a scaled join's values."""
-    seen: list[tuple[Observer, float]] = []
+def _histogram(before: Calibration, parts: Iterable[ScaledPart]) -> Observer:
+    """Return the distribution of a scaled join's values."""
+    pairs = []
     for part in parts:
-        tensor: TensorPlan = before.plan.tensors[part.key]
-        seen.append((before.histograms[tensor.place], part.factor))
-    return Observer.of_parts(DISTRIBUTION, seen)
+        place = before.plan.tensors[part.key].place
+        pairs.append((before.histograms[place], part.factor))
+    return Observer.of_parts(DISTRIBUTION, pairs)

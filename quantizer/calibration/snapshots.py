@@ -1,5 +1,5 @@
-"""Snapshots of interrupted stages: made of values, shared by ranks, and checked when they are
-read back.
+"""Snapshots of stopped stages: makes them of values, shares them between ranks, and checks them
+when they are read.
 """
 
 import json
@@ -18,41 +18,51 @@ from quantizer.distributed import Ranks
 from quantizer.errors import ResultError
 from quantizer.storage.files import damaged
 
-AGAIN = "run without --resume"
+_AGAIN = "run without --resume"
 T = TypeVar("T")
 
 
 class CheckpointStore(Protocol):
-    """Where interrupted stages leave their snapshots."""
+    """A place where stopped stages leave their snapshots."""
 
     def restore(self, name: str, key: Mapping[str, Any]) -> Snapshot | None:
-        """Return what a stopped run has left of a stage, if this run is to go on from it."""
+        """Return the snapshot of a stage that a stopped run left, if this run resumes it."""
 
 
 def checked_statistics(tensors: Mapping[str, Tensor], path: Path | str) -> Mapping[str, Tensor]:
-    """Statistics as they were read, if calibration can have written them.
+    """Return statistics as they were read from `path`, if calibration can have written them.
 
     Raises:
         ResultError: naming the tensor.
     """
     for name, tensor in tensors.items():
         if name.count("|") < 2:
-            raise damaged(path, name, "it says of no tensor")
+            raise damaged(path, name, "its name has no layer and role")
         if name.endswith(("|counts", "|count")):
-            if tensor.dtype != torch.int64 or bool((tensor < 0).any()):
-                raise damaged(path, name, "it counts nothing")
+            is_negative = tensor < 0
+            if tensor.dtype != torch.int64 or bool(is_negative.any()):
+                raise damaged(path, name, "it does not hold counts")
         elif bool(tensor.isnan().any()):
             raise damaged(path, name, "it holds NaN")
     return tensors
 
 
 def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
-    """Of nested dicts, tuples and registered dataclasses; `data` is the fingerprint of what it
-    was found on.
+    """Return a snapshot of nested dicts, tuples and registered dataclasses.
+
+    Args:
+        value: the nested value.
+        data: the fingerprint of the data that it was found on.
     """
     leaves, structure = pytree.tree_flatten(value)
-    tensors = {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tensors = {}
+    others: list[Any] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            tensors[str(index)] = leaf
+            others.append(None)
+        else:
+            others.append(leaf)
     state = {
         "structure": pytree.treespec_dumps(structure),
         "values": others,
@@ -63,35 +73,38 @@ def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
 
 
 def shared(snapshot: Snapshot, ranks: Ranks, place: str) -> Snapshot:
-    """Rank 0's on all ranks, tensor by tensor, so that none has more of them in memory than it
-    keeps there.
+    """Return the first rank's snapshot on all ranks.
+
+    Its tensors are sent one by one, so that no rank has copies of all of them in memory.
     """
-    names, state = ranks.broadcast((list(snapshot.tensors), snapshot.state), place)
-    own = snapshot.tensors if ranks.is_first else dict.fromkeys(names, torch.empty(0))
-    return Snapshot(
-        {name: ranks.broadcast(own[name], f"{place}, {name}") for name in names}, state
-    )
+    names = list(snapshot.tensors)
+    names, state = ranks.broadcast((names, snapshot.state), place)
+    tensors = {}
+    for name in names:
+        tensor = snapshot.tensors[name] if ranks.is_first else torch.empty(0)
+        tensors[name] = ranks.broadcast(tensor, f"{place}, {name}")
+    return Snapshot(tensors, state)
 
 
 def value_of(snapshot: Snapshot, kind: type[T]) -> T:
-    """The inverse of `snapshot_of`, for a value that is annotated as a `kind`.
+    """Return the value that `snapshot_of` was called with.
 
     Raises:
-        ResultError: it is of something else.
+        ResultError: the value does not fit the annotation `kind`.
     """
     with telling_damage("the checkpoint"):
-        leaves = [
-            snapshot.tensors.get(str(at), value)
-            for at, value in enumerate(snapshot.state["values"])
-        ]
+        leaves = []
+        for index, other in enumerate(snapshot.state["values"]):
+            leaf = snapshot.tensors.get(str(index), other)
+            leaves.append(leaf)
         structure = snapshot.state["structure"]
         if sorted(snapshot.tensors) != snapshot.state["tensors"]:
             raise ValueError("it lacks tensors, or has others")
-        if strange := sorted(
-            {*filter(None, _types(json.loads(structure)[1]))} - {*_CONTAINERS, *_registered}
-        ):
-            # Torch imports the module that some types name
-            raise ValueError(f"it holds a {strange[0]}")
+        # Checked before torch loads them, which imports the modules that some types name
+        types = set(_types(json.loads(structure)[1]))
+        unknown = sorted(types - {*_CONTAINERS, *_registered})
+        if unknown:
+            raise ValueError(f"it holds a {unknown[0]}")
         value = pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
         if not fits(value, kind, within=True):
             raise ValueError("its values are of other kinds")
@@ -100,7 +113,7 @@ def value_of(snapshot: Snapshot, kind: type[T]) -> T:
 
 @contextmanager
 def telling_damage(what: str) -> Iterator[None]:
-    """What no checkpoint that was written here leads to is an error about the checkpoint."""
+    """Raise `ResultError` for errors that only a damaged checkpoint `what` leads to."""
     try:
         yield
     except (
@@ -113,13 +126,15 @@ def telling_damage(what: str) -> Iterator[None]:
         AssertionError,
     ) as error:
         raise ResultError(
-            f"{what} is damaged: {type(error).__name__}: {error}", help=AGAIN
+            f"{what} is damaged: {type(error).__name__}: {error}", help=_AGAIN
         ) from error
 
 
-def _types(structure: Mapping[str, Any]) -> Iterator[str | None]:
-    """The types in a nested value, as torch names them in JSON; None stands for a leaf."""
-    yield structure["type"]
+def _types(structure: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types in a nested value, as torch names them in JSON."""
+    # A leaf has no type
+    if structure["type"]:
+        yield structure["type"]
     for child in structure["children_spec"]:
         yield from _types(child)
 
@@ -131,12 +146,13 @@ _registered: set[str] = set()
 
 
 def register(*classes: type) -> None:
-    """Dataclasses that snapshots may hold."""
+    """Register dataclasses that snapshots may hold."""
     for cls in classes:
-        torch.export.register_dataclass(cls, serialized_type_name=f"quantizer.{cls.__name__}")
-        _registered.add(f"quantizer.{cls.__name__}")
+        name = f"quantizer.{cls.__name__}"
+        torch.export.register_dataclass(cls, serialized_type_name=name)
+        _registered.add(name)
 
 
 def other_run(why: str) -> ResultError:
-    """The error about a checkpoint that this run cannot go on from."""
-    return ResultError(f"the checkpoint belongs to another run: {why}", help=AGAIN)
+    """Return the error about a checkpoint that this run cannot go on from."""
+    return ResultError(f"the checkpoint belongs to another run: {why}", help=_AGAIN)

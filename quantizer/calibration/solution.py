@@ -1,5 +1,5 @@
-"""What calibration and the corrections after it found: all that turns the float network into
-the quantized one, and the only place that does.
+"""The result of a calibration and of the corrections after it: all that turns the float network
+into the quantized one.
 """
 
 from __future__ import annotations
@@ -24,28 +24,37 @@ from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import JoinDecision, Key
 from quantizer.storage.deferred_tensor import beside, loaded
 
+_Parameters = Mapping[str, Mapping[str, Tensor]]
+"""Parameters by layer and name."""
+
 
 @dataclass(frozen=True)
 class Solution:
     """How each (layer, role) is quantized, and what the corrections changed.
 
-    `weights` replaces parameters of a layer, before quantization (fast finetuning), but those
-    that have codes; `corrections` is added to a layer's bias after quantization, [channels] in
-    the dtype of its weight; `notes` say why a scale is not the observed one. What algorithms
-    did before: `insertions`, layers that the graph of the network has; `rescaled`, parameters
-    of the float network, with them as good as the model; `algorithms` is algorithms.json.
-    `absorption` is what data have decided on the absorption of high biases, as
-    `calibration.absorption` records it. `levels` has the exponents by which data have levelled
-    channels, as `calibration.level_channels` has them. `joins` says by layer how the parts of
-    joins were decided to be quantized.
+    Args:
+        tensors: spec, scale, zero point and codes.
+        weights: parameters of layers that replace the model's before quantization, except those
+            that have codes.
+        corrections: added to a layer's bias after quantization, [channels] in the dtype of its
+            weight.
+        notes: why a scale is not the observed one.
+        insertions: layers that algorithms have inserted into the graph.
+        rescaled: parameters of the float network, with which it computes the same as the model.
+        algorithms: the contents of algorithms.json.
+        absorption: the decision on the absorption of high biases, as `calibration.absorption`
+            records it.
+        levels: the exponents by which channels are levelled, as `calibration.level_channels`
+            records them.
+        joins: how the parts of joins are quantized, by layer.
     """
 
     tensors: Mapping[Key, QuantizedTensor]
-    weights: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    weights: _Parameters = field(default_factory=dict)
     corrections: Mapping[str, Tensor] = field(default_factory=dict)
     notes: Mapping[Key, tuple[str, ...]] = field(default_factory=dict)
     insertions: tuple[Insertion, ...] = ()
-    rescaled: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    rescaled: _Parameters = field(default_factory=dict)
     algorithms: Mapping[str, Any] = field(default_factory=dict)
     absorption: Mapping[str, Any] = field(default_factory=dict)
     levels: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -53,107 +62,152 @@ class Solution:
 
     @property
     def specs(self) -> dict[Key, QuantizationSpec]:
-        """The spec of each tensor."""
+        """Return the spec of each tensor."""
         return {key: tensor.spec for key, tensor in self.tensors.items()}
 
     def in_memory(self) -> Solution:
-        """The same with ordinary tensors in place of deferred ones."""
+        """Return the same solution with deferred tensors loaded."""
+        tensors = {}
+        for key, tensor in self.tensors.items():
+            tensors[key] = tensor.mapped(loaded)
+        insertions = []
+        for row in self.insertions:
+            weight = loaded(row.weight)
+            insertions.append(replace(row, weight=weight))
         return replace(
             self,
-            tensors={key: tensor.mapped(loaded) for key, tensor in self.tensors.items()},
+            tensors=tensors,
             weights=loaded(dict(self.weights)),
             corrections=loaded(dict(self.corrections)),
-            insertions=tuple(
-                replace(row, weight=loaded(row.weight)) for row in self.insertions
-            ),
+            insertions=tuple(insertions),
             rescaled=loaded(dict(self.rescaled)),
         )
 
     def by_rows(self) -> Solution:
-        """Return the same values with scales along the first axis where runs of it share one,
-        which no runtime has.
+        """Return the same values with one scale per row where runs of rows share a scale, which
+        no runtime supports.
         """
-        return replace(
-            self, tensors={key: tensor.by_rows() for key, tensor in self.tensors.items()}
-        )
+        tensors = {}
+        for key, tensor in self.tensors.items():
+            tensors[key] = tensor.by_rows()
+        return replace(self, tensors=tensors)
 
     @property
     def positions(self) -> dict[Key, int]:
-        """The fix positions of symmetric tensors that have one."""
-        known = {
-            key: tensor.position
-            for key, tensor in self.tensors.items()
-            if tensor.spec.symmetric
-        }
-        return {key: at for key, at in known.items() if at is not None}
+        """Return the fix positions of symmetric tensors that have one."""
+        positions = {}
+        for key, tensor in self.tensors.items():
+            position = tensor.position
+            if tensor.spec.symmetric and position is not None:
+                positions[key] = position
+        return positions
 
     def parameters(self) -> dict[str, dict[str, Tensor]]:
-        """The parameters by layer and name that are not the model's: those replaced, and those
-        that have codes.
+        """Return the parameters that are not the model's, by layer and name: those that are
+        replaced, and those that have codes.
         """
-        found = {name: dict(own) for name, own in self.weights.items()}
-        for (name, role), tensor in self.tensors.items():
+        parameters = {}
+        for layer, values in self.weights.items():
+            parameters[layer] = dict(values)
+        for (layer, role), tensor in self.tensors.items():
             if tensor.codes is not None:
-                found.setdefault(name, {})[parameter_name(role)] = tensor.parameter()
-        return found
+                values = parameters.setdefault(layer, {})
+                name = parameter_name(role)
+                values[name] = tensor.parameter()
+        return parameters
 
-    def with_weights(self, layers: Mapping[str, Mapping[str, Tensor]]) -> Solution:
-        """With more parameters replaced."""
-        merged = {name: {**self.weights.get(name, {}), **own} for name, own in layers.items()}
-        return replace(self, weights={**self.weights, **merged})
+    def with_weights(
+        self,
+        layers: _Parameters,
+    ) -> Solution:
+        """Return the solution with more parameters replaced."""
+        weights = dict(self.weights)
+        for layer, values in layers.items():
+            before = weights.get(layer, {})
+            weights[layer] = {**before, **values}
+        return replace(self, weights=weights)
 
-    def with_qparams(self, qparams: Mapping[str, QParams]) -> Solution:
-        """With other scales and zero points of layers' weights."""
-        changed = {
-            (name, "weights"): self.tensors[name, "weights"].at(own)
-            for name, own in qparams.items()
-        }
-        return replace(self, tensors={**self.tensors, **changed})
+    def with_qparams(
+        self,
+        qparams: Mapping[str, QParams],
+    ) -> Solution:
+        """Return the solution with other scales and zero points of layers' weights."""
+        tensors = dict(self.tensors)
+        for layer, values in qparams.items():
+            key = (layer, "weights")
+            tensors[key] = tensors[key].at(values)
+        return replace(self, tensors=tensors)
 
-    def with_rounded(self, layers: Mapping[str, Rounded]) -> Solution:
-        """With weights that are rounded, on their scales."""
-        made = self.with_qparams({name: layer.qparams for name, layer in layers.items()})
-        return made.with_weights(
-            {name: {"weight": layer.weight} for name, layer in layers.items()}
-        )
+    def with_rounded(
+        self,
+        layers: Mapping[str, Rounded],
+    ) -> Solution:
+        """Return the solution with rounded weights, and their scales."""
+        qparams = {}
+        weights = {}
+        for layer, rounded in layers.items():
+            qparams[layer] = rounded.qparams
+            weights[layer] = {"weight": rounded.weight}
+        solution = self.with_qparams(qparams)
+        return solution.with_weights(weights)
 
 
-def quantized_network(graph: Graph, solution: Solution) -> Network:
-    """A network with the quantizers, weights and bias corrections of `solution`.
+def quantized_network(
+    graph: Graph,
+    solution: Solution,
+) -> Network:
+    """Return a network with the quantizers, weights and bias corrections of a solution.
 
-    Parameters that have codes are what these stand for, others are quantized at once.
+    Parameters that have codes are decoded, others are quantized at once.
     """
-    network = Network(with_weights(graph, solution.parameters()))
+    graph_with_weights = with_weights(graph, solution.parameters())
+    network = Network(graph_with_weights)
     for (name, role), tensor in solution.tensors.items():
-        attach(network.layers[name], role, tensor, inplace=writes_inplace(graph, name, role))
+        inplace = writes_inplace(graph, name, role)
+        attach(network.layers[name], role, tensor, inplace=inplace)
     for name, correction in solution.corrections.items():
         network.layers[name].correct_bias(correction)
     return network
 
 
-def encoded(graph: Graph, solution: Solution) -> Solution:
-    """The solution with the codes of all quantized parameters, as far as codes give them back
-    bit for bit.
+def encoded(
+    graph: Graph,
+    solution: Solution,
+) -> Solution:
+    """Return the solution with the codes of all quantized parameters that codes represent bit
+    for bit.
 
-    Those of deferred parameters are out of memory.
+    The codes of deferred parameters are deferred.
     """
     graph = with_weights(graph, solution.weights)
     tensors = dict(solution.tensors)
-    weights = {name: dict(own) for name, own in solution.weights.items()}
+    weights = {}
+    for name, values in solution.weights.items():
+        weights[name] = dict(values)
     for (name, role), tensor in solution.tensors.items():
-        if is_parameter(role) and tensor.codes is None:
-            value = graph.tensors[graph.by_name[name].params[parameter_name(role)]]
-            found = tensor.encoded(TensorQuantizer.of(tensor)(loaded(value)))
-            tensors[name, role] = found.mapped(partial(beside, value))
-            if tensors[name, role].codes is not None:
-                weights.get(name, {}).pop(parameter_name(role), None)
-    return replace(
-        solution, tensors=tensors, weights={name: own for name, own in weights.items() if own}
-    )
+        if not is_parameter(role) or tensor.codes is not None:
+            continue
+        key = parameter_name(role)
+        path = graph.by_name[name].params[key]
+        value = graph.tensors[path]
+        quantizer = TensorQuantizer.of(tensor)
+        quantized = quantizer(loaded(value))
+        tensor = tensor.encoded(quantized)
+        tensor = tensor.mapped(partial(beside, value))
+        tensors[name, role] = tensor
+        if tensor.codes is not None and name in weights:
+            weights[name].pop(key, None)
+    weights = {name: values for name, values in weights.items() if values}
+    return replace(solution, tensors=tensors, weights=weights)
 
 
-def writes_inplace(graph: Graph, name: str, role: str) -> bool:
-    """Whether a quantizer may overwrite what it is given: the output of a layer that computes
+def writes_inplace(
+    graph: Graph,
+    name: str,
+    role: str,
+) -> bool:
+    """Return whether a quantizer may overwrite its input: the output of a layer that computes
     into fresh memory.
     """
-    return role == "activation" and graph.by_name[name].row.fresh
+    node = graph.by_name[name]
+    return role == "activation" and node.row.fresh

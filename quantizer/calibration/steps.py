@@ -1,5 +1,4 @@
-"""Calibration from top to bottom: what makes of a model, a config and data all that test mode
-needs.
+"""The steps of a calibration, from a model, a config and data to all that test mode needs.
 
 The shell, Python and quantization in place run these steps. Writing, testing and exporting come
 after them.
@@ -7,7 +6,7 @@ after them.
 
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,147 +17,153 @@ from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.calibration import absorption, level_channels, observing, rank_shards
-from quantizer.calibration.events import Snapshot
+from quantizer.calibration.events import Snapshot, Stage
 from quantizer.calibration.finetuning import finetune_weights
-from quantizer.calibration.job import Job
 from quantizer.calibration.joins import decide_joins
+from quantizer.calibration.observing import Calibration
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.run_algorithms import report, run_algorithms
 from quantizer.calibration.snapshots import checked_statistics, other_run, telling_damage
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
-from quantizer.distributed import ALONE
+from quantizer.config.wording import counted
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
-from quantizer.plan.model import Key
+from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
 from quantizer.storage.allocator import GROWTH, give_back
+
+_CHECKPOINT = "the checkpoint of calibration"
+
+
+def _always(request: CalibrationRequest, state: CalibrationState) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
 class Step:
-    """Reads what the steps before it have put into the job, and adds its own; `when` says
-    whether it runs.
+    """One step of a calibration.
+
+    Args:
+        run: returns the state with what the step makes.
+        when: returns whether the step runs.
     """
 
-    run: Callable[[Job], None]
-    when: Callable[[Job], bool] = lambda job: True
+    run: Callable[[CalibrationRequest, CalibrationState], CalibrationState]
+    when: Callable[[CalibrationRequest, CalibrationState], bool] = _always
 
 
-def run_passes(job: Job) -> None:
+def run_passes(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Bring the graph into the form that is planned."""
-    job.target.prepare(job.config, absorption.refused(job.absorption or {}))
+    refused = absorption.refused(state.absorption or {})
+    target = state.target.prepared(request.config, refused)
+    return replace(state, target=target)
 
 
-def make_plan(job: Job) -> None:
-    """Decide for every tensor how it is quantized.
+def make_plan(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Decide how each tensor is quantized, and report it.
 
     Raises:
         ConfigError: a selector matches nothing, or values conflict once merged.
     """
-    job.plan = job.target.plan(job.config)
-    findings = (*job.findings, *job.plan.diagnostics)
+    plan = state.target.plan(request.config)
+    findings = (*request.findings, *plan.diagnostics)
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings)
+    events = request.events
     for finding in findings:
-        level = logging.INFO if finding.severity == "note" else logging.WARNING
-        where = f"{finding.place}: " if finding.place else ""
-        job.events.message(
-            level,
-            f"{where}{finding.message}{f' ({finding.help})' if finding.help else ''}",
-            finding,
-        )
-    for level, text in job.target.remarks(job.config, job.plan):
-        job.events.message(level, text)
-    job.confirm(job)
+        is_note = finding.severity == "note"
+        level = logging.INFO if is_note else logging.WARNING
+        text = finding.message
+        if finding.place:
+            text = f"{finding.place}: {text}"
+        if finding.help:
+            text = f"{text} ({finding.help})"
+        events.message(level, text, finding)
+    for level, text in state.target.remarks(request.config, plan):
+        events.message(level, text)
+    state = replace(state, plan=plan)
+    return request.confirm(request, state)
 
 
-def check_absorption(job: Job) -> None:
-    """Decide on the first batches which layers absorb high biases, and plan again if any may
-    not.
+def check_absorption(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Decide on the first batches which layers absorb high biases.
 
-    Of several ranks the first decides. Without data batch norms are believed.
+    If some may not, the passes and the plan are made again. The first rank decides for all.
+    Without data, all layers absorb them.
     """
-    record = absorption.NOTHING
-    if job.ranks.is_first and not job.batches.stands_in:
-        record = absorption.decide(job.target.original, job.config.settings, job.read())
-    job.absorption = job.ranks.broadcast(record, "the check of absorbed biases")
-    refused = absorption.refused(job.absorption)
-    if refused:
-        for sentence in absorption.refusals(job.absorption):
-            job.events.message(logging.INFO, sentence)
-        job.target.prepare(job.config, refused)
-        job.plan = job.target.plan(job.config)
+    config = request.config
+    record: absorption.Record = {}
+    if request.ranks.is_first and not request.batches.stands_in:
+        data = request.read()
+        record = absorption.decide(request.target.original, config.settings, data)
+    record = request.ranks.broadcast(record, "the check of absorbed biases")
+    state = replace(state, absorption=record)
+    refused = absorption.refused(record)
+    if not refused:
+        return state
+    for sentence in absorption.refusals(record):
+        request.events.message(logging.INFO, sentence)
+    target = state.target.prepared(config, refused)
+    return replace(state, target=target, plan=target.plan(config))
 
 
-def level_far_channels(job: Job) -> None:
-    """Level channels that one scale cannot serve, as the first batches show them, and plan
-    again if there are any.
+def level_far_channels(
+    request: CalibrationRequest, state: CalibrationState
+) -> CalibrationState:
+    """Level the channels that one scale cannot serve, as the first batches show them.
 
-    Of several ranks the first decides. The DPU has one scale for all weights of a layer, so
-    nothing is levelled there.
+    If there are any, the plan is made again. The first rank decides for all.
     """
-    if job.levels is None:
-        levels: dict[str, list[int]] = {}
-        if job.ranks.is_first and not job.batches.stands_in:
-            levels = level_channels.decide(job.plan, job.read())
-        job.levels = job.ranks.broadcast(levels, "the ranges of channels")
-    if not job.levels:
-        return
-    job.adjustment = level_channels.adjustment(job.plan.graph, job.levels)
-    job.target.adjust(job.adjustment)
-    job.plan = job.target.plan(job.config)
-    job.events.message(logging.INFO, level_channels.sentence(job.levels))
+    levels = state.levels
+    if levels is None:
+        levels = {}
+        if request.ranks.is_first and not request.batches.stands_in:
+            levels = level_channels.decide(state.plan, request.read())
+        levels = request.ranks.broadcast(levels, "the ranges of channels")
+    state = replace(state, levels=levels)
+    if not levels:
+        return state
+    adjustment = level_channels.adjustment(state.plan.graph, levels)
+    target = state.target.adjusted(adjustment)
+    plan = target.plan(request.config)
+    text = level_channels.sentence(levels)
+    request.events.message(logging.INFO, text)
+    return replace(state, target=target, plan=plan, adjustment=adjustment)
 
 
-def plan_again(job: Job) -> None:
-    """Decide anew on the graph that algorithms have changed; what there is to say was said
-    before.
+def start_observers(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Create the observers, and show those of weights and biases their values."""
+    calibration = observing.start(state.plan)
+    return replace(state, calibration=calibration)
+
+
+def observe(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Run the float model over the data, and show its values to the observers.
+
+    A resumed run goes on after the batches that the stopped run has observed.
     """
-    job.plan = job.target.plan(job.config)
-
-
-def start_observers(job: Job) -> None:
-    """Give every tensor that needs a scale an observer; those of weights and biases see their
-    values now.
-    """
-    job.calibration = observing.start(job.plan)
-
-
-def observe(job: Job) -> None:
-    """Run the float model over the data; resumed, over those that a stopped run has left.
-    Observers see its values.
-    """
-    calibration, batches = job.calibration, job.batches
-    seen: Any = None
-    if restored := job.restored("calibration"):
-        with telling_damage("the checkpoint of calibration"):
-            calibration.load_state_dict(
-                checked_statistics(restored.tensors, "the checkpoint of calibration")
-            )
-            calibration.batches, seen = (
-                operator.index(restored.state["batches"]),
-                restored.state["data"],
-            )
-            if (
-                calibration.batches < 0
-                or restored.tensors.keys() != calibration.state_dict().keys()
-            ):
-                raise ValueError("it lacks tensors, or has others")
+    batches = request.batches
+    calibration = state.calibration.unseen()
+    seen = _resume(request, calibration)
     done = calibration.batches
 
     def snapshot() -> Snapshot:
-        tensors = {name: tensor.clone() for name, tensor in calibration.state_dict().items()}
-        return Snapshot(tensors, {"batches": calibration.batches, "data": seen})
+        """Return the statistics so far, and the fingerprint of the data that they are of."""
+        statistics = calibration.state_dict()
+        tensors = {name: tensor.clone() for name, tensor in statistics.items()}
+        progress = {"batches": calibration.batches, "data": seen}
+        return Snapshot(tensors, progress)
 
     def unseen() -> Iterator[Batch]:
-        """A stopped run's batches are read again, too, and must be the same."""
+        """Yield the batches after those of the stopped run, which must be the same again."""
         nonlocal seen
         count = 0
-        for count, batch in enumerate(job.read(), 1):
+        for count, batch in enumerate(request.read(), 1):
             if count > done:
                 yield batch
-                # Several ranks exchange what they have seen now and then
+                # Ranks exchange their statistics only now and then
                 if calibration.batches == count:
                     seen = batches.seen
                 stage.advance()
@@ -167,149 +172,196 @@ def observe(job: Job) -> None:
         if count < done:
             raise other_run("the data differ")
 
-    saved: dict[str, Any] = {"saved_as": "calibration", "snapshot": snapshot}
-    with (
-        job.stage("calib", batches.total, done=done, **saved) as stage,
-        job.target.observed() as model,
-    ):
-        if job.ranks.is_alone:
+    stage = Stage(
+        request.events,
+        "calib",
+        batches.total,
+        done=done,
+        saved_as="calibration",
+        snapshot=snapshot,
+    )
+    with stage, state.target.observed() as model:
+        if request.ranks.is_alone:
             observing.run(calibration, model, unseen())
         else:
-            rank_shards.observe(calibration, model, unseen(), job.ranks)
+            rank_shards.observe(calibration, model, unseen(), request.ranks)
             observing.require_batches(calibration)
-            batches.require_same(job.ranks)
+            batches.require_same(request.ranks)
         seen = batches.seen
-        if job.fast_finetune:
+        if request.fast_finetune:
             stage.advance(stage.done, at_boundary=True)
-    unreached = job.target.unreached()
-    for layer in dict.fromkeys(
-        tensor.layer for tensor in job.plan.tensors.values() if tensor.is_calibrated
-    ):
-        if layer in unreached:
-            text = (
-                f"{layer} was not reached by the calibration data: its activations stay float"
-            )
-            job.events.message(logging.WARNING, text)
-    job.calibration = calibration.without(unreached)
+    unreached = state.target.unreached()
+    for layer in _uncalibrated(state.plan, unreached):
+        text = f"{layer} was not reached by the calibration data: its activations stay float"
+        request.events.message(logging.WARNING, text)
+    calibration = calibration.without(unreached)
+    return replace(state, calibration=calibration)
 
 
-def take_up(job: Job) -> None:
-    """Merge what calibrations before have seen, instead of reading data."""
-    for part in job.statistics:
-        other = job.calibration.fresh()
-        other.load_state_dict(
-            {
-                name: each
-                for name, each in part.state.items()
-                if _owner(name) in other.calibrated
-            }
-        )
+def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
+    """Load the statistics of a stopped run, if there are any.
+
+    Returns:
+        The fingerprint of the data that the stopped run has observed, or None.
+    """
+    snapshot = request.shared_snapshot("calibration")
+    if snapshot is None:
+        return None
+    with telling_damage(_CHECKPOINT):
+        calibration.load_state_dict(checked_statistics(snapshot.tensors, _CHECKPOINT))
+        calibration.batches = operator.index(snapshot.state["batches"])
+        seen = snapshot.state["data"]
+        names = calibration.state_dict().keys()
+        if calibration.batches < 0 or snapshot.tensors.keys() != names:
+            raise ValueError("it lacks tensors, or has others")
+    return seen
+
+
+def _uncalibrated(plan: Plan, unreached: Collection[str]) -> list[str]:
+    """Return the layers among `unreached` with activations to calibrate."""
+    layers: list[str] = []
+    for tensor in plan.tensors.values():
+        layer = tensor.layer
+        if tensor.is_calibrated and layer in unreached and layer not in layers:
+            layers.append(layer)
+    return layers
+
+
+def load_statistics(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Merge the statistics of earlier calibrations, instead of reading data."""
+    calibration = state.calibration.unseen()
+    for part in request.statistics:
+        other = calibration.fresh()
+        other_state = {}
+        for name, tensor in part.state.items():
+            layer, role, _ = name.rsplit("|", 2)
+            if (layer, role) in other.calibrated:
+                other_state[name] = tensor
+        other.load_state_dict(other_state)
         other.batches = part.batches
-        job.calibration.merge(other)
+        calibration.merge(other)
+    return replace(state, calibration=calibration)
 
 
-def _owner(name: str) -> Key:
-    layer, role, _ = name.rsplit("|", 2)
-    return layer, role
-
-
-def find_scales(job: Job) -> None:
-    """Scales and zero points, of what was observed or what algorithms have found."""
-    if (
-        job.algorithms_need_data
-        and not job.calibration.batches
-        and job.batches.fingerprint is not None
-    ):
-        job.calibration.batches = job.batches.fingerprint["batches"]
-    decide_joins(job)
-    job.solution = replace(
-        observing.solution(job.calibration),
-        joins=job.joins,
-        absorption=job.absorption or absorption.NOTHING,
-        levels=job.levels or {},
+def find_scales(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Find scales and zero points, from what was observed or what algorithms have found."""
+    data = request.batches.fingerprint
+    calibration = state.calibration
+    if request.algorithms_need_data and not calibration.batches and data is not None:
+        calibration = replace(calibration, batches=data["batches"])
+        state = replace(state, calibration=calibration)
+    state = decide_joins(request, state)
+    solution = replace(
+        observing.solution(state.calibration),
+        joins=state.joins,
+        absorption=state.absorption or {},
+        levels=state.levels or {},
     )
-    if job.adjustment:
-        job.solution = job.target.solved(job.solution, job.adjustment)
-    if job.adjustment and job.config.algorithms:
-        algorithms = report(job.config.algorithms, job.adjustment)
-        job.solution = replace(job.solution, algorithms=algorithms)
+    solution = state.target.solved(solution, state.adjustment)
+    if request.config.algorithms:
+        algorithms = report(request.config.algorithms, state.adjustment)
+        solution = replace(solution, algorithms=algorithms)
+    return replace(state, solution=solution)
 
 
-def align_to_dpu(job: Job) -> None:
+def align_to_dpu(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Move power-of-two scales to those that the DPU has shifts for."""
-    job.solution, moves = aligned(job.solution, job.plan.graph, job.plan.settings)
+    plan = state.plan
+    solution, moves = aligned(state.solution, plan.graph, plan.settings)
     for move in moves:
-        job.events.message(logging.INFO, f"note: {move}")
+        request.events.message(logging.INFO, f"note: {move}")
+    return replace(state, solution=solution)
 
 
 def aligned(
-    found: Solution, graph: Graph, settings: Settings
+    solution: Solution, graph: Graph, settings: Settings
 ) -> tuple[Solution, tuple[Move, ...]]:
-    """The solution at aligned positions, with a note at each tensor that was moved, and the
-    moves.
+    """Return the solution at aligned positions, with a note at each tensor that was moved, and
+    the moves.
     """
     positions, moves = align(
         graph,
-        found.positions,
+        solution.positions,
         change_concat_input_fix=settings.change_concat_input_fix,
         change_pool_input_fix=settings.change_pool_input_fix,
     )
-    tensors, notes = dict(found.tensors), dict(found.notes)
+    tensors = dict(solution.tensors)
+    notes = dict(solution.notes)
     for move in moves:
         key = (move.layer, move.role)
-        scale = torch.full_like(found.tensors[key].scale, 2.0 ** -positions[key])
-        tensors[key] = replace(found.tensors[key], scale=scale)
-        notes[key] = (
-            *notes.get(key, ()),
-            f"position {move.before} -> {move.after}: {move.why}",
-        )
-    return replace(found, tensors=tensors, notes=notes), moves
+        tensor = solution.tensors[key]
+        scale = torch.full_like(tensor.scale, 2.0 ** -positions[key])
+        tensors[key] = replace(tensor, scale=scale)
+        note = f"position {move.before} -> {move.after}: {move.why}"
+        notes[key] = (*notes.get(key, ()), note)
+    return replace(solution, tensors=tensors, notes=notes), moves
 
 
-def correct_biases(job: Job) -> None:
-    """Give each quantized layer the mean output back that it has in float.
+def correct_biases(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Correct biases so that each quantized layer has the mean output of the float layer.
 
     Raises:
         DataError: a correction is not finite, or the data are not the same when they are read
             again.
     """
-    data = job.read_again("bias correction", "set include_bias_corr to false")
-    graph, as_codes = job.plan.graph, job.plan.settings.target_device == "DPU"
-    network = placed(quantized_network(graph, job.solution), graph.device)
-    runner = SequentialRunner(network, data, ActivationStore(job.memory), job.ranks)
-    with job.stage("bias correction", len(graph.nodes), "layers") as stage:
-        means, advance = job.calibration.means, stage.advance
-        found = bias_correction.correct_biases(
-            runner, means, as_codes=as_codes, after_layer=advance
+    data = request.read_again("bias correction", "set include_bias_corr to false")
+    graph = state.plan.graph
+    network = quantized_network(graph, state.solution)
+    network = placed(network, graph.device)
+    store = ActivationStore(request.memory)
+    runner = SequentialRunner(network, data, store, request.ranks)
+    count = len(graph.nodes)
+    with Stage(request.events, "bias correction", count, "layers") as stage:
+        corrections = bias_correction.correct_biases(
+            runner,
+            state.calibration.means,
+            as_codes=state.plan.settings.target_device == "DPU",
+            after_layer=stage.advance,
         )
-    sizes = {layer: float(correction.abs().max()) for layer, correction in found.items()}
+    sizes: dict[str, float] = {}
+    for layer, correction in corrections.items():
+        sizes[layer] = float(correction.abs().max())
     largest = max(sizes, key=sizes.__getitem__)
-    text = (
-        f"biases of {len(found)} layers corrected, by at most {sizes[largest]:.3g} in {largest}"
-    )
-    job.events.message(logging.INFO, text)
-    job.solution = replace(job.solution, corrections=found)
+    layers = counted(len(corrections), "layer")
+    text = f"biases of {layers} corrected, by at most {sizes[largest]:.3g} in {largest}"
+    request.events.message(logging.INFO, text)
+    solution = replace(state.solution, corrections=corrections)
+    return replace(state, solution=solution)
 
 
-def finetune(job: Job) -> None:
-    """Fast finetuning, which one rank does on all batches while the others wait for what it
-    finds.
+def finetune(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Learn how to round weights on the first rank, on all batches, while the others wait."""
+    finetuned = (state.solution, state.is_finetuned)
+    if request.ranks.is_first:
+        finetuned = finetune_weights(request, state)
+    solution, is_finetuned = request.ranks.broadcast(finetuned, "fast finetuning")
+    return replace(state, solution=solution, is_finetuned=is_finetuned)
+
+
+def finish(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Make the codes of quantized parameters that are stored, run and exported; or quantize the
+    modules.
     """
-    ranks = job.ranks
-    if ranks.is_first:
-        job.ranks = ALONE
-        finetune_weights(job)
-        job.ranks = ranks
-    job.solution, job.is_finetuned = ranks.broadcast(
-        (job.solution, job.is_finetuned), "fast finetuning"
-    )
+    solution = state.target.finished(state.solution)
+    return replace(state, solution=solution)
 
 
-def finish(job: Job) -> None:
-    """Make codes of the quantized parameters: what is stored, run and exported from now on; or
-    change the modules.
+def _is_for_dpu(request: CalibrationRequest, state: CalibrationState) -> bool:
+    return state.plan.settings.target_device == "DPU"
+
+
+def _can_level(request: CalibrationRequest, state: CalibrationState) -> bool:
+    """Return whether channels can be levelled; the DPU has one scale for all weights of a
+    layer.
     """
-    job.solution = job.target.finished(job.solution)
+    is_for_dpu = _is_for_dpu(request, state)
+    return state.target.is_traced and not is_for_dpu
+
+
+def _observes_data(request: CalibrationRequest, state: CalibrationState) -> bool:
+    if request.statistics:
+        return False
+    return state.plan.needs_data or bool(request.fast_finetune)
 
 
 STEPS: tuple[Step, ...] = (
@@ -317,39 +369,48 @@ STEPS: tuple[Step, ...] = (
     Step(make_plan),
     Step(
         check_absorption,
-        when=lambda job: job.config.settings.include_cle and job.absorption is None,
-    ),
-    Step(
-        level_far_channels,
-        when=lambda job: job.target.is_traced and job.plan.settings.target_device != "DPU",
-    ),
-    Step(run_algorithms, when=lambda job: bool(job.config.algorithms)),
-    Step(plan_again, when=lambda job: bool(job.config.algorithms)),
-    Step(start_observers),
-    Step(take_up, when=lambda job: bool(job.statistics)),
-    Step(
-        observe,
-        when=lambda job: (
-            (job.plan.needs_data or bool(job.fast_finetune)) and not job.statistics
+        when=lambda request, state: (
+            request.config.settings.include_cle and state.absorption is None
         ),
     ),
+    Step(level_far_channels, when=_can_level),
+    Step(
+        run_algorithms,
+        when=lambda request, state: bool(request.config.algorithms),
+    ),
+    Step(start_observers),
+    Step(
+        load_statistics,
+        when=lambda request, state: bool(request.statistics),
+    ),
+    Step(observe, when=_observes_data),
     Step(find_scales),
-    Step(align_to_dpu, when=lambda job: job.plan.settings.target_device == "DPU"),
-    Step(finetune, when=lambda job: bool(job.fast_finetune)),
-    Step(correct_biases, when=lambda job: bool(job.calibration.means)),
+    Step(align_to_dpu, when=_is_for_dpu),
+    Step(
+        finetune,
+        when=lambda request, state: bool(request.fast_finetune),
+    ),
+    Step(
+        correct_biases,
+        when=lambda request, state: bool(state.calibration.means),
+    ),
     Step(finish),
 )
 
 
-def run(job: Job) -> Solution:
-    """Run all steps; what they found on the way stays in the job.
+def run(request: CalibrationRequest) -> CalibrationState:
+    """Run all steps.
+
+    Returns:
+        The state after the last step.
 
     Raises:
-        ConfigError, UsageError, ModelError, DataError, ResultError: as the steps say. What a
-            stopped run needs to go on is saved where the job has checkpoints.
+        ConfigError, UsageError, ModelError, DataError, ResultError: see the steps. If the
+            request has checkpoints, they hold what a stopped run needs to go on.
     """
+    state = request.start
     for step in STEPS:
-        if step.when(job):
-            step.run(job)
+        if step.when(request, state):
+            state = step.run(request, state)
             give_back(GROWTH)
-    return job.solution
+    return state

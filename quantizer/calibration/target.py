@@ -1,6 +1,8 @@
 """What a config is applied to: a traced network, or (in `module_target`) the modules of a model
-where they stand.
+in place.
 """
+
+from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,30 +27,38 @@ from quantizer.sources.batches import Batch
 
 @dataclass(frozen=True)
 class AlgorithmScope:
-    """What algorithms work on: a graph, the specs of its nodes, and which part of a structure
-    can be changed.
+    """What algorithms work on.
+
+    Attributes:
+        target: takes up what the algorithms find.
+        graph: the network.
+        specs: of its tensors.
+        fitting: returns the part of a structure that an algorithm can change.
     """
 
+    target: Target
     graph: Graph
     specs: Mapping[Key, QuantizationSpec]
-    fitting: Callable[[Algorithm, Structure], Structure] = lambda algorithm, structure: (
-        structure
-    )
+    fitting: Callable[[Algorithm, Structure], Structure]
 
 
 class Target(Protocol):
-    """What the steps of the pipeline do to a model, whichever way it is held.
+    """A model as the steps of the calibration see it. Changes return a new target.
 
     Attributes:
-        original: the model as it was given.
-        is_traced: whether the graph shows what layers read of each other.
+        original: the model as the caller passed it.
+        is_traced: whether the graph shows which layers read each other's values.
     """
 
     original: Graph
     is_traced: bool
 
-    def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
-        """Bring the graph into the form that is planned.
+    def prepared(
+        self,
+        config: Config,
+        refused: Collection[str] = (),
+    ) -> Target:
+        """Return the target with its graph in the form that is planned.
 
         Args:
             config: says which passes run.
@@ -58,87 +68,102 @@ class Target(Protocol):
             UsageError: the config asks for what this kind of target cannot do.
         """
 
-    def plan(self, config: Config, more: Adjustment | None = None) -> Plan:
-        """The plan for the graph as it is now, or would be with `more`."""
+    def plan(self, config: Config) -> Plan:
+        """Return the plan for the graph."""
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
-        """What the user should hear of the plan, with levels of `logging`."""
+        """Yield what the user should know about the plan, with levels of `logging`."""
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        """What algorithms work on; `first` is a batch to trace with.
+        """Return what algorithms work on; `first` is a batch to trace with.
 
         Raises:
-            ModelError: it cannot be traced.
+            ModelError: the model cannot be traced.
         """
 
-    def adjust(self, found: Adjustment) -> None:
-        """Take up what algorithms found: the float function stays.
+    def adjusted(self, adjustment: Adjustment) -> Target:
+        """Return the target with an adjustment, which keeps the float function.
 
         Raises:
             ModelError: an algorithm changes what has no place in a module.
         """
 
     def observed(self) -> AbstractContextManager[Observable]:
-        """The float model, whose values can be watched for a while."""
+        """Return the float model, whose values can be observed in the context."""
 
     def unreached(self) -> Collection[str]:
-        """Layers that no batch has come to."""
+        """Return the layers that no batch has reached."""
 
-    def solved(self, found: Solution, adjustment: Adjustment) -> Solution:
-        """The solution with what algorithms found."""
+    def solved(self, solution: Solution, adjustment: Adjustment) -> Solution:
+        """Return the solution with an adjustment of this target."""
 
     def finished(self, solution: Solution) -> Solution:
-        """The solution with codes of the parameters, or applied to the modules, which then hold
-        them.
-        """
+        """Return the solution with codes of the parameters, or apply it to the modules."""
 
 
+@dataclass(frozen=True)
 class TracedTarget(Target):
-    """A graph that `torch.export` made of a model: `original` as traced, `graph` with what was
-    done to it since.
+    """A graph that `torch.export` made of a model.
+
+    Args:
+        original: the graph as traced.
+        changed: the graph with the passes and adjustments so far; None before any.
     """
 
+    original: Graph
+    changed: Graph | None = None
     is_traced = True
 
-    def __init__(self, original: Graph) -> None:
-        self.original = self.graph = original
+    @property
+    def graph(self) -> Graph:
+        """Return the graph as it is now."""
+        return self.original if self.changed is None else self.changed
 
-    def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
-        self.graph = run_passes(self.original, config.settings, refused=refused)
+    def prepared(self, config: Config, refused: Collection[str] = ()) -> TracedTarget:
+        changed = run_passes(self.original, config.settings, refused=refused)
+        return replace(self, changed=changed)
 
-    def plan(self, config: Config, more: Adjustment | None = None) -> Plan:
-        graph = self.graph if more is None else adjusted(self.graph, more)
-        return resolve(config, graph, self.original)
+    def plan(self, config: Config) -> Plan:
+        return resolve(config, self.graph, self.original)
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
-        """What passes did to parameters, and which operators stay float."""
-        return ((logging.INFO, text) for text in remarks(plan))
+        """Yield what passes did to parameters, and which operators stay float."""
+        for text in remarks(plan):
+            yield logging.INFO, text
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
+        specs: dict[Key, QuantizationSpec] = {}
+        for key, tensor in plan.tensors.items():
+            specs[key] = tensor.spec
         return AlgorithmScope(
-            plan.graph, {key: tensor.spec for key, tensor in plan.tensors.items()}
+            target=self,
+            graph=plan.graph,
+            specs=specs,
+            fitting=lambda algorithm, structure: structure,
         )
 
-    def adjust(self, found: Adjustment) -> None:
-        self.graph = adjusted(self.graph, found)
+    def adjusted(self, adjustment: Adjustment) -> TracedTarget:
+        changed = adjusted(self.graph, adjustment)
+        return replace(self, changed=changed)
 
     def observed(self) -> AbstractContextManager[Observable]:
-        return nullcontext(weights_last(Network(self.graph)))
+        network = Network(self.graph)
+        return nullcontext(weights_last(network))
 
     def unreached(self) -> Collection[str]:
-        """A trace holds nothing that does not run."""
+        """Return nothing, as a trace has only layers that run."""
         return ()
 
-    def solved(self, found: Solution, adjustment: Adjustment) -> Solution:
-        """With rounded weights on their scales, and with all that the float network was changed
-        by.
-        """
+    def solved(self, solution: Solution, adjustment: Adjustment) -> Solution:
+        """Return the solution with rounded weights, and all changes of the float network."""
         rescaled = adjustment.parameters
-        made = replace(found, insertions=adjustment.insertions, rescaled=rescaled)
-        return (
-            made.with_qparams(adjustment.qparams)
-            .with_weights(rescaled)
-            .with_rounded(adjustment.rounded)
+        solution = solution.with_qparams(adjustment.qparams)
+        solution = solution.with_weights(rescaled)
+        solution = solution.with_rounded(adjustment.rounded)
+        return replace(
+            solution,
+            insertions=adjustment.insertions,
+            rescaled=rescaled,
         )
 
     def finished(self, solution: Solution) -> Solution:

@@ -11,7 +11,7 @@ import click
 
 from quantizer.calibration import steps
 from quantizer.calibration.events import Stage
-from quantizer.calibration.job import Job
+from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
 from quantizer.cli.follow import followed, progress
@@ -60,17 +60,17 @@ class Subject:
 
     def calibrated(self, config: Config) -> tuple[Calibrated, Plan]:
         """The model calibrated with a config, in memory."""
-        target, follower = TracedTarget(self.original), followed(self.read.sources, quiet=True)
-        job = Job(
-            target,
-            config,
-            self.batches,
-            follower,
+        request = CalibrationRequest(
+            target=TracedTarget(self.original),
+            config=config,
+            batches=self.batches,
+            events=followed(self.read.sources, quiet=True),
             seed=self.options.seed,
             memory=self.options.memory,
         )
-        steps.run(job)
-        return Calibrated(self.original, config.settings, job.solution), job.calibration.plan
+        state = steps.run(request)
+        calibrated = Calibrated(self.original, config.settings, state.solution)
+        return calibrated, state.calibration.plan
 
 
 def measured_tensors(subject: Subject) -> tuple[Ablation, Plan]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantizer.calibration import memory_prediction, steps
 from quantizer.calibration.events import Forked
-from quantizer.calibration.job import Job
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.follow import followed
@@ -20,6 +20,7 @@ from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.export import planned_refusals, refuse
+from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import READ, write_report
@@ -45,42 +46,49 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if ranks.is_first:
             check_owner(folder, original.model, overwrite=options.overwrite)
         checkpoints = Checkpoints(folder, resume=options.resume) if ranks.is_first else None
-        job = Job(
-            TracedTarget(original),
-            read.config,
-            batches,
-            Forked(
+
+        def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+            _confirm(options, request, state.plan, checkpoints)
+            return state
+
+        request = CalibrationRequest(
+            target=TracedTarget(original),
+            config=read.config,
+            batches=batches,
+            events=Forked(
                 *filter(None, (followed(read.sources, quiet=options.quiet), checkpoints)),
                 torchrun.Watched(ranks),
             ),
-            checkpoints,
-            options.seed,
-            finetuned,
-            {
+            checkpoints=checkpoints,
+            seed=options.seed,
+            fast_finetune=finetuned,
+            facts={
                 "seed": options.seed,
                 "batch_size": options.batch_size,
                 "subset_len": options.subset_len,
             },
-            read.diagnostics,
-            lambda job: _confirm(options, job, checkpoints),
-            ranks,
-            options.memory,
-            options.dpu_accuracy,
+            findings=read.diagnostics,
+            confirm=confirm,
+            ranks=ranks,
+            memory=options.memory,
+            dpu_accuracy=options.dpu_accuracy,
         )
         if not ranks.is_alone:
-            model = {"layer": job.made_of["layers"], "weight": job.made_of["weights"]}
-            config = resolved_document(job.config)
+            digests = request.model_digests
+            model = {"layer": digests["layers"], "weight": digests["weights"]}
+            config = resolved_document(request.config)
             require_alike(ranks, {"config": config, **model}, "the model")
         with pointing_into(read.sources):
-            steps.run(job)
+            state = steps.run(request)
         if checkpoints:
+            header = request.header(state)
             write_results(
-                folder, original, job.config, job.calibration, job.solution, job.header
+                folder, original, request.config, state.calibration, state.solution, header
             )
             opened = open_written(folder, READ)
             write_report(opened, commands=remember(opened, "calib", words_of(options)))
             checkpoints.remove()
-    return _outcome(job, folder)
+    return _outcome(request, state, folder)
 
 
 @contextmanager
@@ -95,7 +103,9 @@ def _opened(folder: Path, options: Options, ranks: Ranks) -> Iterator[dict[str, 
         yield {}
 
 
-def _confirm(options: Options, job: Job, checkpoints: Checkpoints | None) -> None:
+def _confirm(
+    options: Options, request: CalibrationRequest, plan: Plan, checkpoints: Checkpoints | None
+) -> None:
     """What is checked and shown once the plan is made.
 
     Raises:
@@ -105,22 +115,20 @@ def _confirm(options: Options, job: Job, checkpoints: Checkpoints | None) -> Non
         ResultError: a checkpoint is of another mode of finetuning.
     """
     if options.inspect:
-        show_layers(options, job.plan.graph, job.plan.tensors, job.plan.floats)
+        show_layers(options, plan.graph, plan.tensors, plan.floats)
     for target in options.for_:
-        refuse(target, planned_refusals(target, job.plan))
-    if job.needs_data and job.batches.stands_in:
+        refuse(target, planned_refusals(target, plan))
+    if request.needs_data(plan) and request.batches.stands_in:
         raise session.missing_data()
-    size, batches = session.batch_size(options, job.batches), job.batches
+    size, batches = session.batch_size(options, request.batches), request.batches
     data = memory_prediction.Data(size, batches.total or 1, options.memory)
     more = memory_prediction.calibration_bytes(
-        job.plan, job.config, data, finetuned=bool(job.fast_finetune)
+        plan, request.config, data, finetuned=bool(request.fast_finetune)
     )
-    memory_prediction.require_room(
-        "calibration", more, memory_prediction.remedies(job.plan.graph)
-    )
+    memory_prediction.require_room("calibration", more, memory_prediction.remedies(plan.graph))
     if options.resume and checkpoints:
-        check_checkpoint(checkpoints, job.fast_finetune)
-        if not job.needs_data:
+        check_checkpoint(checkpoints, request.fast_finetune)
+        if not request.needs_data(plan):
             logger.warning(
                 "--resume has no effect: this config is calibrated without data, so nothing "
                 "can be resumed"
@@ -132,8 +140,8 @@ def _confirm(options: Options, job: Job, checkpoints: Checkpoints | None) -> Non
             )
 
 
-def _outcome(job: Job, folder: Path) -> Outcome:
-    plan, batches = job.plan, job.calibration.batches
+def _outcome(request: CalibrationRequest, state: CalibrationState, folder: Path) -> Outcome:
+    plan, batches = state.plan, state.calibration.batches
     left, _ = left_parameters(plan)
     content = {
         "tensors": len(plan.tensors),
@@ -143,7 +151,7 @@ def _outcome(job: Job, folder: Path) -> Outcome:
     }
     how = (
         f"calibrated on {batches} batch{'' if batches == 1 else 'es'}"
-        if job.needs_data
+        if request.needs_data(plan)
         else "quantized without data"
     )
     said = f"{len(plan.tensors)} tensors {how}; results: {folder}"

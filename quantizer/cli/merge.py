@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from quantizer.calibration import steps
-from quantizer.calibration.job import Job
+from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session
 from quantizer.cli.follow import followed
@@ -73,35 +73,36 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
         original = traced(loaded.module, batch)
         check_model(infos[0], original)
         check_owner(folder, original.model, overwrite=options.overwrite)
-        job = Job(
-            TracedTarget(original),
-            config,
-            Batches(
+        request = CalibrationRequest(
+            target=TracedTarget(original),
+            config=config,
+            batches=Batches(
                 lambda: iter((batch,)),
                 "an example input",
                 fingerprint=merged_data(infos),
                 stamp=_stamp(infos),
             ),
-            followed({}, quiet=options.quiet),
+            events=followed({}, quiet=options.quiet),
             seed=infos[0].header["seed"],
             statistics=tuple(statistics_of(info) for info in infos),
             absorption=first.solution.absorption,
             levels=first.solution.levels,
         )
-        steps.run(job)
+        state = steps.run(request)
+        header = request.header(state)
         write_results(
-            folder, original, config, job.calibration, job.solution, job.header, origins
+            folder, original, config, state.calibration, state.solution, header, origins
         )
         opened = open_written(folder, READ)
         commands = remember(opened, "merge", words_of_merge(options, places))
         write_report(opened, commands=commands)
     said = (
-        f"{len(job.plan.tensors)} tensors calibrated on {job.calibration.batches} batches; "
+        f"{len(state.plan.tensors)} tensors calibrated on {state.calibration.batches} batches; "
         f"results: {folder}"
     )
     found = {
-        "tensors": len(job.plan.tensors),
-        "batches": job.calibration.batches,
+        "tensors": len(state.plan.tensors),
+        "batches": state.calibration.batches,
         "results": str(folder),
     }
     return Outcome({}, found, [said])

@@ -50,6 +50,17 @@ def shortened(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "layer"), counted(2, "layer"), counted(2, "batch", "batches")
+    ('1 layer', '2 layers', '2 batches')
+    """
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {plural or noun + 's'}"
+
+
 def closest(word: str, known: Iterable[str]) -> str | None:
     """The known word nearest to a misspelt one, whatever its case; None if none is near.
 

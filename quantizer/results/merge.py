@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quantizer.calibration import absorption, fingerprint
-from quantizer.calibration.job import Statistics
+from quantizer.calibration.request import StoredStatistics
 from quantizer.config.model import Config
 from quantizer.errors import ResultError
 from quantizer.results.folder import QuantInfo
@@ -15,13 +15,13 @@ from quantizer.results.folder import QuantInfo
 APART = "calibrate once on all data instead: several ranks can share it"
 
 
-def statistics_of(info: QuantInfo) -> Statistics:
+def statistics_of(info: QuantInfo) -> StoredStatistics:
     """What a calibration has seen.
 
     Raises:
         ResultError: the file is damaged.
     """
-    return Statistics(info.statistics(), int(info.header["batches"]))
+    return StoredStatistics(info.statistics(), int(info.header["batches"]))
 
 
 def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:

@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "another activation": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU6(), *head()),
-        r"quantized after .*ReLU6\[1\]/relu6, which its module does not do\n.*use "
+        r"quantized after .*ReLU6\[1\]/relu6, which its module does not compute\n.*use "
         r"quantizer\.calibrate or the shell",
     ),
     "two calls": (

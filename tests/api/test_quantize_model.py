@@ -842,7 +842,7 @@ def test_channels_of_nothing_but_zeros_are_counted_and_stay_zero(
         model, weight=QuantizationSpec(Dtype.int8, qscheme=QSchemeType.per_channel, ch_axis=0)
     )
     assert (
-        "all weights of a scale are zero it is 1, and they stay zero: Sequential::"
+        "the scale of weights that are all zero is 1, and they stay zero: Sequential::"
         in caplog.text
     )
     assert "Linear[2]/linear (3 of 4 scales)" in caplog.text and "Linear[0]" not in caplog.text
@@ -856,7 +856,7 @@ def test_channels_of_nothing_but_zeros_are_counted_and_stay_zero(
         ({"include_bias_corr": True}, "include_bias_corr .* needs a trace"),
         (
             {"quantizable_data_type": ["weights", "activation"]},
-            "has activation, which are quantized between operators",
+            "has activation: the values between operators",
         ),
     ],
 )

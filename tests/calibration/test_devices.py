@@ -24,7 +24,7 @@ from quantizer import ModelQuantizer
 from quantizer.api.config import read_config
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events
-from quantizer.calibration.job import Job
+from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli.main import run_command
 from quantizer.evaluation.scores import Scores, score
@@ -101,15 +101,15 @@ def run(
     module, batches, graph = graph_of(model, dtype, device)
     config = read_config(config).require()
     with recorded() as transfers:
-        job = Job(
-            TracedTarget(graph),
-            config,
-            batches,
-            Events(),
+        request = CalibrationRequest(
+            target=TracedTarget(graph),
+            config=config,
+            batches=batches,
+            events=Events(),
             fast_finetune=finetune,
             memory=memory,
         )
-        solution = steps.run(job)
+        solution = steps.run(request).solution
         scores = score(Calibrated(graph, config.settings, solution), module, batches, Events())
     tensors = {
         (*key, name): value

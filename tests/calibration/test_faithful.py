@@ -261,7 +261,7 @@ def test_few_samples_are_run_and_the_loader_is_not_asked_again(
 
     calibrated(Sized(), Loader())
     compared, passes = list(sizes), len(asked)
-    assert compared == [faithful.FEW, faithful.FEW]
+    assert compared == [faithful.COMPARED_SAMPLES, faithful.COMPARED_SAMPLES]
     asked.clear()
     monkeypatch.setattr("quantizer.results.calibrated.compare_with_model", lambda *_: None)
     calibrated(Sized(), Loader())

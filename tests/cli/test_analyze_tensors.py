@@ -16,7 +16,7 @@ from support.configs import document
 from test_ranks import MODEL
 
 from quantizer.calibration import steps
-from quantizer.calibration.job import Job
+from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.solution import quantized_network
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli.main import run_command
@@ -66,19 +66,19 @@ def test_each_figure_is_that_of_a_network_with_just_that_tensor_or_with_all_othe
     model, data = Branches().eval(), [torch.randn(16, 6) for _ in range(3)]
     config = check_document(Document.of(document(overall=COARSE), "config")).require()
     original, batches = trace(model, (data[0],)), load_batches(data)
-    job = Job(TracedTarget(original), config, batches)
-    steps.run(job)
-    calibrated = Calibrated(original, config.settings, job.solution)
+    request = CalibrationRequest(target=TracedTarget(original), config=config, batches=batches)
+    solution = steps.run(request).solution
+    calibrated = Calibrated(original, config.settings, solution)
     reference = Network(calibrated.float_graph)
 
     def noise(keep: set[Key]) -> float:
-        tensors = {key: tensor for key, tensor in job.solution.tensors.items() if key in keep}
-        network = quantized_network(calibrated.graph, replace(job.solution, tensors=tensors))
+        tensors = {key: tensor for key, tensor in solution.tensors.items() if key in keep}
+        network = quantized_network(calibrated.graph, replace(solution, tensors=tensors))
         return math.fsum(energy(reference(x) - network(x)) for x in data)
 
     found, everything = (
         ablate(reference, calibrated.network(), batches),
-        set(job.solution.tensors),
+        set(solution.tensors),
     )
     assert {effect.key for effect in found.effects} == everything
     assert math.fsum(found.noise) == pytest.approx(noise(everything), rel=1e-6)

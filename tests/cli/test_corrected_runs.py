@@ -218,7 +218,7 @@ def test_data_that_differ_when_read_again_are_refused(
         MODEL,
     )
     assert calibrate(tmp_path / "out", model=model, config=config) == 4
-    assert "gives other batches when it is read again" in capsys.readouterr().err
+    assert "gives different batches when it is read again" in capsys.readouterr().err
     assert not (tmp_path / "out" / "quant_info.json").exists()
 
 

@@ -92,7 +92,7 @@ def test_the_result_is_told(model: str, config: str, tmp_path: Path, capsys: Cap
     assert run_command([*words, "--fast_finetune", "--subset_len", "20"]) == 0
     said = capsys.readouterr().err
     assert "finetuning on 20 samples" in said
-    assert "give it at least 32" in said
+    assert "use at least 32" in said
     assert "of 3 layers finetuned" in said
     assert "output SQNR on the calibration data" in said
     assert run_command([*words, "--fast_finetune", "--overwrite"]) == 0
@@ -188,7 +188,7 @@ def test_data_that_change_between_passes_are_refused(
     model = toy(changing + "return iter([torch.randn(40, 6) + next(c)])", MODEL)
     assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=config) == 4
     assert (
-        "gives other batches when it is read again, and fast finetuning reads it"
+        "gives different batches when it is read again, and fast finetuning reads it"
         in capsys.readouterr().err
     )
 

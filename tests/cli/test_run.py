@@ -373,14 +373,14 @@ def test_a_run_that_does_not_fit_says_so(
     assert calibrate(tmp_path) == 0
     said = capsys.readouterr().err
     assert re.search(
-        r"calibration takes about \d+ MB more memory, and 0 MB are free: use a smaller "
+        r"calibration needs about \d+ MB more memory, and 0 MB are free: use a smaller "
         r"--batch_size",
         said,
     )
     monkeypatch.setattr("quantizer.storage.process_memory.total", lambda: 2000)
     assert calibrate(tmp_path, "--overwrite") == 6
     assert re.search(
-        r"error: calibration would take about .* of memory, and there are 0 MB",
+        r"error: calibration would need about .* of memory, and the machine has 0 MB",
         capsys.readouterr().err,
     )
     assert check(tmp_path) == 6

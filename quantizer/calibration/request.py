@@ -1,0 +1,214 @@
+"""What a calibration is asked to do, and what its steps have made of that so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from quantizer.algorithms.adjustment import Adjustment
+from quantizer.calibration import fingerprint
+from quantizer.calibration.absorption import Record
+from quantizer.calibration.events import Events, Logged, Snapshot
+from quantizer.calibration.level_channels import Exponents
+from quantizer.calibration.observing import Calibration
+from quantizer.calibration.snapshots import CheckpointStore, shared
+from quantizer.calibration.solution import Solution
+from quantizer.calibration.target import Target
+from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.model import Config
+from quantizer.distributed import ALONE, Ranks
+from quantizer.errors import DataError
+from quantizer.plan.model import JoinDecision, Plan
+from quantizer.sources.batches import Batch
+from quantizer.sources.data import Batches
+
+_NOT_YET: Any = None
+"""The value of a field until the step that makes it has run; the order of `STEPS` ensures that
+no step reads it before.
+"""
+
+
+@dataclass(frozen=True)
+class StoredStatistics:
+    """The statistics of an earlier calibration, which has seen so many `batches`."""
+
+    state: Mapping[str, Tensor]
+    batches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationState:
+    """What the steps of a calibration have made so far. Each step returns a new state.
+
+    The fields are immutable, with two exceptions: the target of modules in place
+    (`ModuleTarget`) holds the model that it changes, and `calibration` holds observers, which
+    no step changes after it has returned them.
+
+    Args:
+        target: what is quantized, with the changes so far.
+        plan: how each tensor is quantized.
+        adjustment: what algorithms, levelled channels and scaled joins have changed.
+        calibration: the observers.
+        joins: how the parts of joins are quantized.
+        absorption: which layers absorb high biases, as `calibration.absorption` records it;
+            None until data have decided.
+        levels: by how much channels are levelled, as `calibration.level_channels` records it;
+            None until data have decided.
+        solution: scales, zero points, codes and corrections.
+        is_finetuned: whether fast finetuning has changed the solution.
+    """
+
+    target: Target
+    plan: Plan = _NOT_YET
+    adjustment: Adjustment = field(default_factory=Adjustment)
+    calibration: Calibration = _NOT_YET
+    joins: Mapping[str, JoinDecision] = field(default_factory=dict)
+    absorption: Record | None = None
+    levels: Exponents | None = None
+    solution: Solution = _NOT_YET
+    is_finetuned: bool = False
+
+
+Confirm = Callable[["CalibrationRequest", CalibrationState], CalibrationState]
+"""Called when the plan is made and nothing is changed yet. It returns the state, perhaps with
+another plan, or raises.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationRequest:
+    """What a calibration is asked to do.
+
+    Args:
+        target: what is quantized.
+        config: how.
+        batches: the calibration data, or an example input where no data are needed.
+        events: who follows the run.
+        checkpoints: where interrupted stages leave their snapshots; None to leave nothing.
+        seed: of all randomness.
+        fast_finetune: "adaround", "adaquant" or None.
+        dpu_accuracy: the level that the config and `fast_finetune` were raised to, or None.
+        facts: what else the results depend on, for checkpoints.
+        findings: on the config, from reading it.
+        confirm: see `Confirm`.
+        ranks: the processes that share the work.
+        memory: bytes of the network's values that may stay in memory; None for half of what is
+            free.
+        statistics: what earlier calibrations have seen, in their order, instead of data.
+        absorption: the `absorption` of an earlier calibration; None for data to decide.
+        levels: the `levels` of an earlier calibration; None for data to decide.
+    """
+
+    target: Target
+    config: Config
+    batches: Batches
+    events: Events = field(default_factory=Logged)
+    checkpoints: CheckpointStore | None = None
+    seed: int = 0
+    fast_finetune: str | None = None
+    dpu_accuracy: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    findings: tuple[Diagnostic, ...] = ()
+    confirm: Confirm = lambda request, state: state
+    ranks: Ranks = ALONE
+    memory: int | None = None
+    statistics: tuple[StoredStatistics, ...] = ()
+    absorption: Record | None = None
+    levels: Exponents | None = None
+
+    @property
+    def start(self) -> CalibrationState:
+        """Return the state before the first step."""
+        return CalibrationState(
+            target=self.target, absorption=self.absorption, levels=self.levels
+        )
+
+    @property
+    def algorithms_need_data(self) -> bool:
+        """Return whether an algorithm of the config needs the values of calibration data."""
+        return any(algorithm.needs_data for algorithm in self.config.algorithms)
+
+    def needs_data(self, plan: Plan) -> bool:
+        """Return whether all batches are read, and not only the first one for its shape."""
+        return plan.needs_data or self.fast_finetune is not None or self.algorithms_need_data
+
+    def header(self, state: CalibrationState) -> dict[str, Any]:
+        """Return what results record of the run: model, seed, data, and finetuning."""
+        needs_data = self.needs_data(state.plan)
+        return {
+            **self.model_digests,
+            "seed": self.seed,
+            "data": self.batches.fingerprint if needs_data else None,
+            "stamp": self.batches.stamp if needs_data else None,
+            "fast_finetune": self.fast_finetune if state.is_finetuned else None,
+            "dpu_accuracy": self.dpu_accuracy,
+        }
+
+    @cached_property
+    def model_digests(self) -> dict[str, dict[str, str]]:
+        """Return the digests of the model's layers and weights; takes a second per GB."""
+        return fingerprint.model(self.target.original)
+
+    @cached_property
+    def _key(self) -> Mapping[str, Any]:
+        """Return what every checkpoint of this run belongs to."""
+        key: dict[str, Any] = {}
+        for name, digests in self.model_digests.items():
+            key[name] = fingerprint.digest(digests)
+        key["config"] = fingerprint.config(self.config)
+        return {**key, **self.facts}
+
+    def stored(self, saved_as: str, **key: Any) -> Snapshot | None:
+        """Return the snapshot of a stage that a stopped run left, if this run resumes it.
+
+        Args:
+            saved_as: the name of the checkpoint.
+            key: what else the snapshot depends on.
+
+        Raises:
+            ResultError: it is damaged, or belongs to another run.
+        """
+        if self.checkpoints is None:
+            return None
+        return self.checkpoints.restore(saved_as, {**self._key, **key})
+
+    def shared_snapshot(self, saved_as: str) -> Snapshot | None:
+        """Return what `stored` returns on the first rank, on all ranks."""
+        snapshot = self.stored(saved_as)
+        place = f"the checkpoint of {saved_as}"
+        is_stored = self.ranks.broadcast(snapshot is not None, place)
+        if not is_stored:
+            return None
+        return shared(snapshot or Snapshot({}, {}), self.ranks, place)
+
+    def first_batch(self) -> Batch:
+        """Return the first batch, on the target's device.
+
+        Raises:
+            DataError: there is none.
+        """
+        return self.batches.first().to(self.target.original.device)
+
+    def read(self) -> Iterator[Batch]:
+        """Yield the calibration data, on the target's device."""
+        device = self.target.original.device
+        return (batch.to(device) for batch in self.batches)
+
+    def read_again(self, step: str, remedy: str) -> Iterator[Batch]:
+        """Yield the calibration data another time, for a step that needs the same batches.
+
+        Raises:
+            DataError: the batches are not those that calibration saw.
+        """
+        seen = self.batches.fingerprint
+        yield from self.read()
+        if seen is not None and self.batches.fingerprint != seen:
+            raise DataError(
+                f"{self.batches.label} gives different batches when it is read again, and "
+                f"{step} reads it more than once",
+                help=f"draw random crops and orders from a fixed seed, or {remedy}",
+            )
