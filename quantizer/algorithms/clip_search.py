@@ -97,7 +97,7 @@ class ClipSearch:
             self._full.scale,
             torch.full_like(self._full.scale, torch.inf, dtype=torch.float64),
         )
-        rows = workspace(to_rows(weight, *spec.cut), work_dtype_of(spec, weight.dtype))
+        rows = workspace(to_rows(weight, spec.cut), work_dtype_of(spec, weight.dtype))
         self._units, self._room = (
             rows / self._full.scale.to(rows).reshape(-1, 1),
             torch.empty_like(rows),
@@ -129,7 +129,7 @@ class ClipSearch:
         lost = self._codes(torch.mul(self._units, finer, out=self._room)).addcmul_(
             self._units, finer, value=-1
         )
-        stored = from_rows(lost, tuple(self._weight.shape), *self._spec.cut)
+        stored = from_rows(lost, tuple(self._weight.shape), self._spec.cut)
         return (
             scale_errors(self._layer, self._spec, stored, self._gram)
             .double()
@@ -163,7 +163,7 @@ def scale_errors(
             .permute(0, 3, 1, 2)
         )
         return (runs @ within).mul_(runs).sum(3).transpose(1, 2).reshape(groups * rows, count)
-    shape = scale_shape(tuple(difference.shape), *spec.cut)
+    shape = scale_shape(tuple(difference.shape), spec.cut)
     channels = 1 if getattr(layer, "transposed", False) else 0
     if (
         spec.qscheme == "per_channel"
@@ -175,4 +175,4 @@ def scale_errors(
         errors = (matrix @ gram).mul_(matrix)
         return errors.sum((1, 2)).view(shape) if shape else errors.sum()
     alone = matrix_weight(layer, matrix.square() * gram.diagonal(dim1=1, dim2=2)[:, None])
-    return to_rows(alone, *spec.cut).sum(1).view(shape)
+    return to_rows(alone, spec.cut).sum(1).view(shape)

@@ -173,7 +173,7 @@ def qparams_fault(
     size = spec.group_size
     if spec.qscheme == "per_channel" and size is not None and shape[0] % size:
         return f"its first axis, {shape[0]} long, is no stack of tensors {size} long"
-    wanted = scale_shape(shape, *spec.cut)
+    wanted = scale_shape(shape, spec.cut)
     if tuple(scale.shape) != wanted:
         return f"it has {tuple(scale.shape)} scales, not {wanted}"
     if not bool(torch.isfinite(scale).all()) or not bool((scale > 0).all()):

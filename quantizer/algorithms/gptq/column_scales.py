@@ -90,11 +90,11 @@ def along_columns(
     """
     shape = tuple(layer.get_parameter("weight").shape)
     cut = spec.cut
-    length = to_rows(torch.empty(shape, device="meta"), *cut).shape[1]
+    length = to_rows(torch.empty(shape, device="meta"), cut).shape[1]
 
     def spread(values: Tensor) -> Tensor:
         rows = values.float().reshape(-1, 1).expand(-1, length).contiguous()
-        return weight_matrix(layer, from_rows(rows, shape, *cut))
+        return weight_matrix(layer, from_rows(rows, shape, cut))
 
     return spread(qparams.scale), spread(qparams.zero_point)
 
