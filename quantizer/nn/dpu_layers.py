@@ -38,12 +38,20 @@ class DpuAvgPool2d(Layer):
         self.shift = shift
         self.keepdim = keepdim
 
-    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002
+    ) -> Any:
         sums = self.sums(self.quantize_input(input))
         means = sums * (self.multiplier * 2.0**-self.shift)
-        return self.finish(means if self.keepdim else means.flatten(1))
+        if not self.keepdim:
+            means = means.flatten(1)
+        return self.finish(means)
 
-    def sums(self, x: Tensor) -> Tensor:
+    def sums(
+        self,
+        x: Tensor,
+    ) -> Tensor:
         """Return the sum of each window, padding counted as zeros."""
         # ONNX has no average pooling with a divisor of one's own
         if torch.compiler.is_exporting():
@@ -61,7 +69,10 @@ class DpuAvgPool2d(Layer):
 class DpuHardsigmoid(Layer):
     """A hardsigmoid that computes relu6(x + 3) * 2731 / 2^14."""
 
-    def forward(self, input: Tensor) -> Any:  # noqa: A002
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002
+    ) -> Any:
         return self.finish(_hardsigmoid(self.quantize_input(input)))
 
 
@@ -70,7 +81,10 @@ class DpuHardswish(Layer):
     half_up.
     """
 
-    def forward(self, input: Tensor) -> Any:  # noqa: A002
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002
+    ) -> Any:
         x = self.quantize_input(input)
         steps = 2.0**HARDSWISH_POSITION
         codes = round_half_up(_hardsigmoid(x).mul_(steps)).clamp_(max=steps - 1)

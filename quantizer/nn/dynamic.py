@@ -15,7 +15,7 @@ from quantizer.observers import NegativeValuesError, ObservationError, code_rang
 from quantizer.observers.observed_batch import as_rows, extremes
 
 # The ranges of so many values are computed before they are quantized: blocks share that work
-_VALUES_AT_ONCE = 4 * BLOCK_SIZE
+VALUES_AT_ONCE = 4 * BLOCK_SIZE
 
 
 def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
@@ -40,7 +40,12 @@ def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
     return QParams(qparams.scale.view(shape), qparams.zero_point.view(shape))
 
 
-def quantize_each_row(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Tensor:
+def quantize_each_row(
+    rows: Tensor,
+    spec: QuantizationSpec,
+    *,
+    inplace: bool,
+) -> Tensor:
     """Return each of `rows` quantized with the scale of its own range. A block is quantized
     while it is in the cache.
 
@@ -53,7 +58,7 @@ def quantize_each_row(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) ->
     kernel = kernel_of(spec)
     out = rows if inplace else torch.empty_like(rows)
     work = work_dtype_of(spec, rows.dtype)
-    height = max(1, _VALUES_AT_ONCE // max(1, rows.shape[1]))
+    height = max(1, VALUES_AT_ONCE // max(1, rows.shape[1]))
     broken = 0
     least = 0.0
     parts = zip(torch.split(rows, height), torch.split(out, height), strict=True)
@@ -80,7 +85,11 @@ def quantize_each_row(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) ->
     return out
 
 
-def quantize_once(x: Tensor, spec: QuantizationSpec, quantize: Callable[[], Tensor]) -> Tensor:
+def quantize_once(
+    x: Tensor,
+    spec: QuantizationSpec,
+    quantize: Callable[[], Tensor],
+) -> Tensor:
     """Return the result of `quantize` for `x`, which modules that read one value with one spec
     share, as query, key and value do.
 
@@ -103,7 +112,12 @@ def _not_finite(low: Tensor, high: Tensor) -> int:
     return int((~(low.isfinite() & high.isfinite())).sum())
 
 
-def _check(broken: int, rows: int, least: float, code_range: CodeRange) -> None:
+def _check(
+    broken: int,
+    rows: int,
+    least: float,
+    code_range: CodeRange,
+) -> None:
     """Raise `ObservationError` if no scale exists for `broken` of the rows, or for `least`, the
     least of all values.
     """

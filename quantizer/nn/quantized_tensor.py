@@ -30,16 +30,32 @@ class QuantizedTensor:
     codes: Tensor | None = None
     dtype: torch.dtype = torch.float32
 
-    def at(self, qparams: QParams) -> QuantizedTensor:
+    def at(
+        self,
+        qparams: QParams,
+    ) -> QuantizedTensor:
         """Return the same spec with another scale and zero point, on the CPU, without codes."""
         scale = qparams.scale.cpu()
-        return replace(self, scale=scale, zero_point=qparams.zero_point.cpu(), codes=None)
+        return replace(
+            self,
+            scale=scale,
+            zero_point=qparams.zero_point.cpu(),
+            codes=None,
+        )
 
-    def encoded(self, value: Tensor) -> QuantizedTensor:
+    def encoded(
+        self,
+        value: Tensor,
+    ) -> QuantizedTensor:
         """Return it with the codes of a parameter that was quantized with this scale and zero
         point, if there are any.
         """
-        codes = encode(value.detach().cpu(), self.spec, self.scale.cpu(), self.zero_point.cpu())
+        codes = encode(
+            value.detach().cpu(),
+            self.spec,
+            self.scale.cpu(),
+            self.zero_point.cpu(),
+        )
         return replace(self, codes=codes, dtype=value.dtype)
 
     def decoded(self) -> Tensor:
@@ -50,7 +66,13 @@ class QuantizedTensor:
         """
         if self.codes is None:
             raise ValueError("Only a parameter that was encoded has codes.")
-        return decode(self.codes, self.spec, self.scale, self.zero_point, dtype=self.dtype)
+        return decode(
+            self.codes,
+            self.spec,
+            self.scale,
+            self.zero_point,
+            dtype=self.dtype,
+        )
 
     def parameter(self) -> Tensor:
         """Return the values of the codes, deferred if the codes are.
@@ -62,14 +84,22 @@ class QuantizedTensor:
             return self.decoded()
         return DeferredTensor(self.codes.shape, self.dtype, self.decoded)
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+    def mapped(
+        self,
+        change: Callable[[Tensor], Tensor],
+    ) -> QuantizedTensor:
         """Return it with the tensors that `change` returns for its own, for instance on
         disk.
         """
         scale = change(self.scale)
         zero_point = change(self.zero_point)
         codes = None if self.codes is None else change(self.codes)
-        return replace(self, scale=scale, zero_point=zero_point, codes=codes)
+        return replace(
+            self,
+            scale=scale,
+            zero_point=zero_point,
+            codes=codes,
+        )
 
     def by_rows(self) -> QuantizedTensor:
         """Return the same values with a scale for each index of the first axis, if runs of
@@ -81,10 +111,20 @@ class QuantizedTensor:
         spec = self.spec
         if spec.group_size is None or not self._is_stack_of_tensors():
             return self
-        by_rows = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)
+        by_rows = replace(
+            spec,
+            qscheme="per_channel",
+            ch_axis=0,
+            group_size=None,
+        )
         scale = self.scale.repeat_interleave(spec.group_size)
         zero_point = self.zero_point.repeat_interleave(spec.group_size)
-        return replace(self, spec=by_rows, scale=scale, zero_point=zero_point)
+        return replace(
+            self,
+            spec=by_rows,
+            scale=scale,
+            zero_point=zero_point,
+        )
 
     def _is_stack_of_tensors(self) -> bool:
         """Return whether the tensor is a stack along the first axis with one scale for each of

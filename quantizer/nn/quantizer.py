@@ -53,7 +53,12 @@ class TensorQuantizer(nn.Module):
         self.register_buffer("zero_point", zero_point)
 
     @classmethod
-    def of(cls, tensor: QuantizedTensor, *, inplace: bool = False) -> TensorQuantizer:
+    def of(
+        cls,
+        tensor: QuantizedTensor,
+        *,
+        inplace: bool = False,
+    ) -> TensorQuantizer:
         """Return the quantizer of a tensor."""
         if not tensor.spec.is_scaled or tensor.spec.is_dynamic:
             return cls(tensor.spec, inplace=inplace)
@@ -98,7 +103,11 @@ class TensorQuantizer(nn.Module):
         out = quantize_each_row(rows, spec, inplace=self.inplace or is_copy)
         return from_rows(out, tuple(x.shape), spec.cut)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(
+        self,
+        fn: Any,
+        recurse: bool = True,
+    ) -> Any:
         """Move with the model. If the model is cast (`half()`), the scale stays float32."""
         scale = self.scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

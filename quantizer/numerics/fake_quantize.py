@@ -68,7 +68,12 @@ def fake_quantize(
 
 
 def fake_cast(
-    x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None, *, inplace: bool = False
+    x: Tensor,
+    scale: Tensor,
+    name: str,
+    ch_axis: int | None = None,
+    *,
+    inplace: bool = False,
 ) -> Tensor:
     """Return scale times the nearest value of the format `name` to x / scale. Everything else
     is as in `fake_quantize`.
@@ -87,12 +92,22 @@ def fake_cast(
     return _returned(out, x, inplace=inplace)
 
 
-def _output_for(work: Tensor, x: Tensor, *, inplace: bool) -> Tensor:
+def _output_for(
+    work: Tensor,
+    x: Tensor,
+    *,
+    inplace: bool,
+) -> Tensor:
     """Return the memory for the result: `work`, unless that is an `x` to be kept."""
     return torch.empty_like(work) if work is x and not inplace else work
 
 
-def _returned(out: Tensor, x: Tensor, *, inplace: bool) -> Tensor:
+def _returned(
+    out: Tensor,
+    x: Tensor,
+    *,
+    inplace: bool,
+) -> Tensor:
     """Return the result in the dtype of `x`, and in its memory if `inplace`."""
     if inplace and out is not x:
         return x.copy_(out)
@@ -125,14 +140,23 @@ def fake_quantize_plain(
     return (codes * step).to(x.dtype)
 
 
-def fake_cast_plain(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None) -> Tensor:
+def fake_cast_plain(
+    x: Tensor,
+    scale: Tensor,
+    name: str,
+    ch_axis: int | None = None,
+) -> Tensor:
     """Return the same values as `fake_cast`, as `fake_quantize_plain` does."""
     work = torch.promote_types(x.dtype, torch.float32)
     step = along_axis(scale.to(work), x, ch_axis)
     return (cast_round_trip_(x.to(work) / step, name) * step).to(x.dtype)
 
 
-def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
+def integer_kernel(
+    quant_min: int,
+    quant_max: int,
+    round_mode: str,
+) -> Kernel:
     """Return the kernel that makes integer codes of x / scale.
 
     It clips before it rounds: between integers the result is the same, and every mode stays in

@@ -9,7 +9,10 @@ Cut = tuple[str, int | None, int | None, int]
 """qscheme, ch_axis, group_size and scales per group: `QuantizationSpec.cut`."""
 
 
-def scale_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
+def scale_shape(
+    shape: tuple[int, ...],
+    cut: Cut,
+) -> tuple[int, ...]:
     """Return the shape of the scale of a tensor of `shape`.
 
     () per tensor and (C,) per channel. With a group size these two cut a stack of T tensors,
@@ -32,22 +35,26 @@ def scale_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
     (12,)
     """
     qscheme, ch_axis, group_size, scales_per_group = cut
-    if qscheme == "per_tensor" and group_size is not None:
-        return (shape[0] // group_size,)
-    if qscheme == "per_tensor" or ch_axis is None:
+    if qscheme == "per_tensor":
+        return () if group_size is None else (shape[0] // group_size,)
+    if ch_axis is None:
         return ()
     axis = ch_axis % len(shape)
+    length = shape[axis]
     if qscheme == "per_channel":
         tensors = 1 if group_size is None else shape[0] // group_size
-        return (tensors * shape[axis],)
+        return (tensors * length,)
     others = shape[:axis] + shape[axis + 1 :]
     if qscheme == "per_token":
         return others
-    groups = -(-shape[axis] // _group_length(shape[axis], group_size))
+    groups = -(-length // _group_length(length, group_size))
     return (*others, groups * scales_per_group)
 
 
-def to_rows(x: Tensor, cut: Cut) -> Tensor:
+def to_rows(
+    x: Tensor,
+    cut: Cut,
+) -> Tensor:
     """Return `x` as a matrix with one row per scale, in the order of `scale_shape`. It is a
     view if memory allows it.
 
@@ -57,16 +64,22 @@ def to_rows(x: Tensor, cut: Cut) -> Tensor:
     [[0.0, 1.0], [2.0, 0.0], [3.0, 4.0], [5.0, 0.0]]
     """
     qscheme, ch_axis, group_size, scales_per_group = cut
-    if qscheme == "per_tensor" and group_size is not None:
-        return x.reshape(len(x) // group_size, -1)
-    if qscheme == "per_tensor" or ch_axis is None:
+    if qscheme == "per_tensor":
+        tensors = 1 if group_size is None else len(x) // group_size
+        return x.reshape(tensors, -1)
+    if ch_axis is None:
         return x.reshape(1, -1)
-    if qscheme == "per_channel" and group_size is not None:
-        stack = x.reshape(-1, group_size, *x.shape[1:])
-        channels_second = stack.movedim(ch_axis % x.dim() + 1, 1)
-        return channels_second.reshape(len(stack) * x.shape[ch_axis], -1)
     if qscheme == "per_channel":
-        return x.movedim(ch_axis, 0).reshape(x.shape[ch_axis], -1)
+        rows = x.shape[ch_axis]
+        if group_size is None:
+            return x.movedim(ch_axis, 0).reshape(rows, -1)
+        stack = x.reshape(
+            -1,
+            group_size,
+            *x.shape[1:],
+        )
+        channels_second = stack.movedim(ch_axis % x.dim() + 1, 1)
+        return channels_second.reshape(len(stack) * rows, -1)
     last = x.movedim(ch_axis, -1)
     length = last.shape[-1]
     if qscheme == "per_group":
@@ -77,7 +90,11 @@ def to_rows(x: Tensor, cut: Cut) -> Tensor:
     return last.reshape(-1, length // scales_per_group)
 
 
-def from_rows(rows: Tensor, shape: tuple[int, ...], cut: Cut) -> Tensor:
+def from_rows(
+    rows: Tensor,
+    shape: tuple[int, ...],
+    cut: Cut,
+) -> Tensor:
     """Return the tensor of `shape` that `to_rows` cut into `rows`.
 
     >>> x = torch.arange(12.0).view(2, 3, 2)
@@ -89,18 +106,26 @@ def from_rows(rows: Tensor, shape: tuple[int, ...], cut: Cut) -> Tensor:
     if qscheme == "per_tensor" or ch_axis is None:
         return rows.view(shape)
     axis = ch_axis % len(shape)
+    length = shape[axis]
     others = (*shape[:axis], *shape[axis + 1 :])
-    if qscheme == "per_channel" and group_size is not None:
+    if qscheme == "per_channel":
+        if group_size is None:
+            return rows.view(length, *others).movedim(0, axis)
         # Of one channel of one tensor of the stack
         channel_shape = (group_size, *others[1:])
-        stack = rows.view(-1, shape[axis], *channel_shape)
+        stack = rows.view(
+            -1,
+            length,
+            *channel_shape,
+        )
         return stack.movedim(1, axis + 1).reshape(shape)
-    if qscheme == "per_channel":
-        return rows.view(shape[axis], *others).movedim(0, axis)
     padded = rows.view(*others, -1) if others or rows.numel() else rows.view(-1)
-    return padded[..., : shape[axis]].movedim(-1, axis)
+    return padded[..., :length].movedim(-1, axis)
 
 
-def _group_length(axis_length: int, group_size: int | None) -> int:
+def _group_length(
+    axis_length: int,
+    group_size: int | None,
+) -> int:
     """Return the length of a group. A size of -1 or None means the whole axis."""
     return axis_length if group_size in (None, -1) else int(group_size)

@@ -10,7 +10,12 @@ from torch import Tensor
 _LARGEST_ORDER = 512
 
 
-def rotated(values: Tensor, signs: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def rotated(
+    values: Tensor,
+    signs: Tensor,
+    left: Tensor,
+    right: Tensor,
+) -> Tensor:
     """Return each row along the last axis times a fixed orthogonal matrix: signs, then the two
     factors.
 
@@ -25,7 +30,11 @@ def rotated(values: Tensor, signs: Tensor, left: Tensor, right: Tensor) -> Tenso
     >>> bool(torch.allclose(matrix @ matrix.T, identity))
     True
     """
-    table = (values * signs).reshape(*values.shape[:-1], len(left), len(right))
+    table = (values * signs).reshape(
+        *values.shape[:-1],
+        len(left),
+        len(right),
+    )
     # The result is left transposed: its order is as good as any.
     transposed = (table @ right).transpose(-1, -2)
     return torch.matmul(transposed, left.T).flatten(-2)
@@ -49,7 +58,10 @@ def factors(channels: int) -> tuple[Tensor, Tensor]:
     return torch.kron(_sylvester(left), kernel), _sylvester(powers // left)
 
 
-def odd_factor(odd: int, powers: int) -> Tensor:
+def odd_factor(
+    odd: int,
+    powers: int,
+) -> Tensor:
     """Return an orthogonal float64 matrix [odd * 2^j, odd * 2^j], 2^j a divisor of `powers`.
 
     If odd * 2^j - 1 is a prime that is 3 modulo 4, it is Paley's Hadamard matrix (Paley 1933),
@@ -83,7 +95,11 @@ def _paley(order: int) -> Tensor:
     character[0] = 0
     numbers = torch.arange(prime)
     residues = character[(numbers[:, None] - numbers) % prime]
-    matrix = torch.ones(order, order, dtype=torch.float64)
+    matrix = torch.ones(
+        order,
+        order,
+        dtype=torch.float64,
+    )
     matrix[1:, 0] = -1
     matrix[1:, 1:] = residues + torch.eye(prime, dtype=torch.float64)
     return matrix / math.sqrt(order)
@@ -91,7 +107,11 @@ def _paley(order: int) -> Tensor:
 
 def _sylvester(order: int) -> Tensor:
     """Return the Hadamard matrix of a power of two, scaled to be orthogonal."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    matrix = torch.ones(
+        1,
+        1,
+        dtype=torch.float64,
+    )
     doubling = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     while len(matrix) < order:
         matrix = torch.kron(doubling, matrix)

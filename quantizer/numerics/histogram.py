@@ -76,7 +76,10 @@ class Histogram:
         """Return the width of a bin, (R,) float64."""
         return torch.ldexp(torch.ones(len(self.exponent), dtype=torch.float64), self.exponent)
 
-    def merge(self, other: Histogram) -> Histogram:
+    def merge(
+        self,
+        other: Histogram,
+    ) -> Histogram:
         """Return the histogram of the values of both.
 
         Raises:
@@ -93,12 +96,18 @@ class Histogram:
         high = torch.maximum(self.high, other.high)
         return Histogram(counts, exponent, low, high)
 
-    def scaled(self, factor: float) -> Histogram:
+    def scaled(
+        self,
+        factor: float,
+    ) -> Histogram:
         """Return the histogram of the values times a power of two."""
         exponent = self.exponent + int(math.log2(factor))
         return Histogram(self.counts, exponent, self.low * factor, self.high * factor)
 
-    def _counts_at(self, exponent: Tensor) -> Tensor:
+    def _counts_at(
+        self,
+        exponent: Tensor,
+    ) -> Tensor:
         """Return the counts in bins of 2^exponent (R,), which are no narrower."""
         halvings = (exponent - self.exponent).clamp(max=_LOG2_BINS)
         counts = self.counts
@@ -115,7 +124,10 @@ class Histogram:
         return dict(vars(self))
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Histogram:
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, Tensor],
+    ) -> Histogram:
         """Return the histogram that `to_tensors` stored.
 
         Raises:
@@ -136,17 +148,24 @@ class Histogram:
         return cls(**tensors)
 
 
-def _counts(values: Tensor, scale: Tensor) -> Tensor:
+def _counts(
+    values: Tensor,
+    scale: Tensor,
+) -> Tensor:
     """Return how many of each row of values (R, N), times its scale (R,), fall into each bin,
     (R, 2 * BINS) int64.
     """
     rows = len(values)
     integers, sign_shift = _SIGN_BITS[values.dtype]
     index = values.mul(scale.to(values)[:, None]).to(torch.int32)
-    # The sign bit adds -1. It is read before the product, which may be -0.0 for a negative value
+    # The sign bit adds -1. It is that of the value, as the product may be as small as -0.0
     index += (values.view(integers) >> sign_shift).to(torch.int32)
     first_bins = torch.arange(
-        0, rows * 2 * BINS, 2 * BINS, dtype=torch.int32, device=index.device
+        0,
+        rows * 2 * BINS,
+        2 * BINS,
+        dtype=torch.int32,
+        device=index.device,
     )
     index += BINS + first_bins[:, None]
     return torch.bincount(index.view(-1), minlength=rows * 2 * BINS).view(rows, 2 * BINS)

@@ -32,7 +32,12 @@ _POOLING = {
 
 
 def requantize(
-    codes: Tensor, shift: int, quant_min: int, quant_max: int, *, round_mode: str
+    codes: Tensor,
+    shift: int,
+    quant_min: int,
+    quant_max: int,
+    *,
+    round_mode: str,
 ) -> Tensor:
     """Return `codes` / 2^shift, rounded and clipped to codes, as float64. A negative shift goes
     to the left.
@@ -45,7 +50,11 @@ def requantize(
     >>> requantize(codes, 2, -128, 127, round_mode="half_up").tolist()
     [-1.0, -1.0, 2.0, 127.0]
     """
-    mode = lookup(ROUND_MODES, round_mode, "rounding mode")
+    mode = lookup(
+        ROUND_MODES,
+        round_mode,
+        "rounding mode",
+    )
     return mode(codes.double() * 2.0**-shift).clamp_(quant_min, quant_max)
 
 
@@ -59,7 +68,10 @@ def wrap_int32(accumulator: Tensor) -> Tensor:
     return (accumulator + INT32).remainder_(2 * INT32).sub_(INT32)
 
 
-def pooling_factor(height: int, width: int) -> tuple[int, int]:
+def pooling_factor(
+    height: int,
+    width: int,
+) -> tuple[int, int]:
     """Return (m, s) so that an average over a window is its sum times m / 2^s, as the DPU
     computes it.
 

@@ -1,4 +1,4 @@
-"""Measures of how close two tensors are: SQNR, cosine, top-1 agreement, with sums in float64."""
+"""Measures of how close two tensors are: SQNR, cosine, top-1 agreement. Sums are float64."""
 
 import math
 
@@ -25,7 +25,10 @@ def energy(x: Tensor) -> float:
     return math.fsum(sums)
 
 
-def decibel(signal: float, noise: float) -> float:
+def decibel(
+    signal: float,
+    noise: float,
+) -> float:
     """Return 10 log10(signal / noise) of two energies.
 
     It is inf without noise, and -inf without signal or if the noise is infinite or NaN.
@@ -40,7 +43,10 @@ def decibel(signal: float, noise: float) -> float:
     return -math.inf
 
 
-def sqnr_db(reference: Tensor, other: Tensor) -> float:
+def sqnr_db(
+    reference: Tensor,
+    other: Tensor,
+) -> float:
     """Return the signal-to-quantization-noise ratio 10 log10(sum r^2 / sum (r - o)^2) in dB.
 
     Both tensors are floating point. Over batches, add up the energies and use `decibel`.
@@ -55,7 +61,10 @@ def sqnr_db(reference: Tensor, other: Tensor) -> float:
     return decibel(energy(reference), energy(reference - other))
 
 
-def cosine(reference: Tensor, other: Tensor) -> float:
+def cosine(
+    reference: Tensor,
+    other: Tensor,
+) -> float:
     """Return sum(r o) / sqrt(sum r^2 sum o^2) over all elements.
 
     It is 1 for two zero tensors and 0 if only one is zero.
@@ -73,7 +82,10 @@ def cosine(reference: Tensor, other: Tensor) -> float:
     return _dot(reference, other) / product
 
 
-def top1_agreement(reference: Tensor, other: Tensor) -> float:
+def top1_agreement(
+    reference: Tensor,
+    other: Tensor,
+) -> float:
     """Return the share of positions where both have their largest value at the same class.
     Classes are dimension 1.
 
@@ -93,7 +105,10 @@ def top1_agreement(reference: Tensor, other: Tensor) -> float:
     return float((reference.argmax(1) == other.argmax(1)).double().mean())
 
 
-def _dot(a: Tensor, b: Tensor) -> float:
+def _dot(
+    a: Tensor,
+    b: Tensor,
+) -> float:
     order = memory_order(a)
     a_parts = torch.split(a.permute(order).reshape(-1), VALUES_PER_SUM)
     b_parts = torch.split(b.permute(order).reshape(-1), VALUES_PER_SUM)
@@ -103,7 +118,10 @@ def _dot(a: Tensor, b: Tensor) -> float:
     return math.fsum(sums)
 
 
-def _check(reference: Tensor, other: Tensor) -> None:
+def _check(
+    reference: Tensor,
+    other: Tensor,
+) -> None:
     if reference.shape != other.shape:
         raise ValueError(
             f"The tensors differ in shape: {tuple(reference.shape)} and {tuple(other.shape)}."

@@ -170,7 +170,11 @@ def power_of_two(step: Tensor) -> Tensor:
     return _truncate_(step.clone(), _FLOAT64_MANTISSA)
 
 
-def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
+def step_from_range(
+    low: Tensor,
+    high: Tensor,
+    code_range: CodeRange,
+) -> Tensor:
     """Return the distance of two codes, float64, that makes [low, high] fit the codes. It is 0
     for an empty range.
 
@@ -233,7 +237,11 @@ def uncut(code_range: CodeRange) -> float:
     return 1.0
 
 
-def qparams_from_step(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
+def qparams_from_step(
+    step: Tensor,
+    low: Tensor,
+    code_range: CodeRange,
+) -> QParams:
     """Return the scale next to `step` that float32 and the codes allow, and the zero point for
     `low` to be quant_min.
 
@@ -249,7 +257,11 @@ def qparams_from_step(step: Tensor, low: Tensor, code_range: CodeRange) -> QPara
     return _qparams(step, low, code_range)
 
 
-def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
+def _qparams(
+    step: Tensor,
+    low: Tensor,
+    code_range: CodeRange,
+) -> QParams:
     """Return the qparams for a step that the scale type allows."""
     least, largest = _scale_bounds(code_range)
     if code_range.scale_type == "e4m3":
@@ -303,7 +315,11 @@ def _scale_bounds(code_range: CodeRange) -> tuple[float, float]:
     return code_range.finest, 2.0 ** (exponent - 1 - (mantissa == 0.5))
 
 
-def qparams_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> QParams:
+def qparams_from_range(
+    low: Tensor,
+    high: Tensor,
+    code_range: CodeRange,
+) -> QParams:
     """Return scale and zero point for values in [low, high]: tensors of one shape, finite.
 
     >>> asymmetric = IntegerRange(0, 255, symmetric=False)
@@ -313,9 +329,12 @@ def qparams_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> QPar
     """
     # A trace must not depend on how many scales there are
     is_traced = torch.compiler.is_compiling()
-    if isinstance(code_range, FloatRange) and not is_traced:
-        if _fits_float32(low.dtype, code_range):
-            return _shared_scale(low, high, code_range)
+    if (
+        isinstance(code_range, FloatRange)
+        and not is_traced
+        and _fits_float32(low.dtype, code_range)
+    ):
+        return _shared_scale(low, high, code_range)
     if is_traced or low.numel() <= SCALES_AT_ONCE or code_range.scale_type == "e4m3":
         return _qparams(step_from_range(low, high, code_range), low, code_range)
     scale = torch.empty_like(low, dtype=torch.float32)
@@ -340,7 +359,11 @@ def _fits_float32(dtype: torch.dtype, code_range: FloatRange) -> bool:
     return dtype == torch.float32 and code_range.scale_type == "e8m0" and not carries
 
 
-def _shared_scale(low: Tensor, high: Tensor, code_range: FloatRange) -> QParams:
+def _shared_scale(
+    low: Tensor,
+    high: Tensor,
+    code_range: FloatRange,
+) -> QParams:
     """Return the qparams of `_qparams`, computed in the memory of the scale, in a fifth of the
     time.
     """

@@ -30,14 +30,20 @@ _ONE_THREAD = 1 << 11
 _WORTH_THREADS = 1 << 15
 
 
-def _by_one_thread(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _by_one_thread(
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+) -> Tensor:
     """Apply a function that changes `x` in place. One thread alone does few values.
 
     Where other processes run, waiting for a second thread takes a thousand times as long as
-    rounding a column. An exported program has one operator for any number of values.
+    rounding a column.
     """
+    # A trace must not depend on the number of values
+    if torch.compiler.is_compiling():
+        return function(x)
     is_small = _ONE_THREAD < x.numel() < _WORTH_THREADS
-    if torch.compiler.is_compiling() or not is_small or not x.is_contiguous():
+    if not is_small or not x.is_contiguous():
         return function(x)
     for part in torch.split(x.view(-1), _ONE_THREAD):
         function(part)
@@ -59,8 +65,10 @@ def round_half_up(x: Tensor) -> Tensor:
     Doubling is exact below half of the dtype's largest value, so ceil(floor(2x) / 2) sees ties
     as they are, where floor(x + 0.5) rounds the sum first and takes 0.49999997 for a tie.
     """
-    halves = _by_one_thread(Tensor.floor_, x.mul_(2))
-    return _by_one_thread(Tensor.ceil_, halves.mul_(0.5))
+    x.mul_(2)
+    _by_one_thread(Tensor.floor_, x)
+    x.mul_(0.5)
+    return _by_one_thread(Tensor.ceil_, x)
 
 
 @register_in(ROUND_MODES, "half_down")
@@ -69,8 +77,10 @@ def round_half_down(x: Tensor) -> Tensor:
     one temporary.
     """
     sign = x.sign()
-    halves = _by_one_thread(Tensor.ceil_, x.abs_().mul_(2))
-    return _by_one_thread(Tensor.floor_, halves.mul_(0.5)).mul_(sign)
+    x.abs_().mul_(2)
+    _by_one_thread(Tensor.ceil_, x)
+    x.mul_(0.5)
+    return _by_one_thread(Tensor.floor_, x).mul_(sign)
 
 
 @register_in(ROUND_MODES, "std_round")

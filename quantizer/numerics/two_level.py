@@ -22,7 +22,10 @@ _E8M0_BIAS = 127
 _TOP_CODES = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)
 
 
-def with_global_scale(scale: Tensor, global_scale: Tensor) -> Tensor:
+def with_global_scale(
+    scale: Tensor,
+    global_scale: Tensor,
+) -> Tensor:
     """Return the scales nearest to `scale`, float32, that are an fp8_e4m3 number above zero
     divided by `global_scale`.
 
@@ -44,7 +47,11 @@ def global_scale_of(steps: Tensor) -> Tensor:
     """
     largest = steps.double().max()
     factor = (_LARGEST_E4M3 / largest).clamp(_LEAST_GLOBAL, _LARGEST_GLOBAL)
-    return torch.where(largest > 0, factor, 1.0).float()
+    return torch.where(
+        largest > 0,
+        factor,
+        1.0,
+    ).float()
 
 
 def split_global(scale: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -70,7 +77,11 @@ def split_global(scale: Tensor) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def beside(scale: Tensor, known: Tensor, scale_type: str) -> Tensor:
+def beside(
+    scale: Tensor,
+    known: Tensor,
+    scale_type: str,
+) -> Tensor:
     """Return the scales nearest to `scale` that groups of a tensor may have if other groups
     have those in `known`.
 
@@ -98,7 +109,10 @@ def with_microexponents(steps: Tensor) -> Tensor:
     return torch.maximum(blocks, blocks.amax(-1, keepdim=True) / 2).flatten(-2)
 
 
-def scale_bytes(scale_type: str, scales: int) -> int:
+def scale_bytes(
+    scale_type: str,
+    scales: int,
+) -> int:
     """Return the bytes of the scales of one tensor.
 
     >>> scale_bytes("e4m3", 16), scale_bytes("microexponent", 16), scale_bytes("float", 16)
@@ -113,7 +127,10 @@ def scale_bytes(scale_type: str, scales: int) -> int:
     return 4 * scales
 
 
-def pack_scales(scale: Tensor, scale_type: str) -> dict[str, Tensor]:
+def pack_scales(
+    scale: Tensor,
+    scale_type: str,
+) -> dict[str, Tensor]:
     """Return the tensors that files store for scales, by name: as many bytes as `scale_bytes`
     says, or float32 if the scales do not fit.
 
@@ -134,7 +151,9 @@ def pack_scales(scale: Tensor, scale_type: str) -> dict[str, Tensor]:
 
 
 def unpack_scales(
-    stored: Tensor, scale_type: str, global_scale: Tensor | None = None
+    stored: Tensor,
+    scale_type: str,
+    global_scale: Tensor | None = None,
 ) -> Tensor:
     """Return the scales, float32, that `pack_scales` stored.
 
@@ -150,12 +169,20 @@ def unpack_scales(
         return stored
     if scale_type == "e8m0":
         return _powers(stored)
-    is_halved = unpack_bits(stored[..., 1:], 1, PAIRS)
+    is_halved = unpack_bits(
+        stored[..., 1:],
+        1,
+        PAIRS,
+    )
     return _powers((stored[..., :1] - is_halved).flatten(-2))
 
 
 def _blocks_of_pairs(scale: Tensor) -> Tensor:
-    return scale.reshape(*scale.shape[:-1], -1, PAIRS)
+    return scale.reshape(
+        *scale.shape[:-1],
+        -1,
+        PAIRS,
+    )
 
 
 def _exponents(scale: Tensor) -> Tensor:

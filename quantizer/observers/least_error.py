@@ -35,7 +35,10 @@ _OUTERMOST = 3
 
 
 @register_in(METHODS, "mse")
-def mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+def mse(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
     """Return the range that gives the least squared error with the spec's codes, of those that
     lead to different scales.
 
@@ -63,7 +66,10 @@ def mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
 
 
 @register_in(METHODS, AUTO)
-def auto(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+def auto(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
     """Return the range of the least error, of all ranges that the other methods could give. An
     error counts by its power 2.2.
 
@@ -103,13 +109,26 @@ def auto(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
         excess = torch.zeros(2, dtype=torch.float64)
         if has_new_values:
             excess = _excess(centres, counts, symmetric=spec.symmetric)
-        ranges.append(_best_ends(row_extremes[:, None], excess, centres, counts, spec=spec))
+        ranges.append(
+            _best_ends(
+                row_extremes[:, None],
+                excess,
+                centres,
+                counts,
+                spec=spec,
+            )
+        )
     low, high = torch.stack(ranges).T
     return low, high
 
 
 def _best_ends(
-    extremes: Tensor, excess: Tensor, centres: Tensor, counts: Tensor, *, spec: QuantizationSpec
+    extremes: Tensor,
+    excess: Tensor,
+    centres: Tensor,
+    counts: Tensor,
+    *,
+    spec: QuantizationSpec,
 ) -> Tensor:
     """Return low and high (2,) with the least error of a row of `counts` values at `centres`,
     whose `extremes` are (2, 1).
@@ -126,7 +145,13 @@ def _best_ends(
     return (extremes * 0.5**octaves)[:, 0]
 
 
-def _pairs(octaves: Tensor, steps: Tensor, extremes: Tensor, *, alike: bool) -> Tensor:
+def _pairs(
+    octaves: Tensor,
+    steps: Tensor,
+    extremes: Tensor,
+    *,
+    alike: bool,
+) -> Tensor:
     """Return the octaves to cut off from low and high, (2, N): all pairs of `steps` around
     `octaves`.
     """
@@ -142,7 +167,12 @@ def _pairs(octaves: Tensor, steps: Tensor, extremes: Tensor, *, alike: bool) -> 
     return torch.cartesian_prod(low, high).T
 
 
-def _excess(centres: Tensor, counts: Tensor, *, symmetric: bool) -> Tensor:
+def _excess(
+    centres: Tensor,
+    counts: Tensor,
+    *,
+    symmetric: bool,
+) -> Tensor:
     """Return how far a new value beyond either extreme lies from it on average, (2,). A
     symmetric range has one extreme.
     """
@@ -152,7 +182,10 @@ def _excess(centres: Tensor, counts: Tensor, *, symmetric: bool) -> Tensor:
     return torch.stack([_mean_excess(-centres, counts), _mean_excess(centres, counts)])
 
 
-def _mean_excess(values: Tensor, counts: Tensor) -> Tensor:
+def _mean_excess(
+    values: Tensor,
+    counts: Tensor,
+) -> Tensor:
     """Return how far the greatest values lie above the last of them on average. Values below 0
     count as 0.
 
@@ -166,7 +199,11 @@ def _mean_excess(values: Tensor, counts: Tensor) -> Tensor:
     return (outermost[:-1] - outermost[-1]).mean()
 
 
-def _error_beyond(ends: Tensor, extremes: Tensor, excess: Tensor) -> Tensor:
+def _error_beyond(
+    ends: Tensor,
+    extremes: Tensor,
+    excess: Tensor,
+) -> Tensor:
     """Return the error (N,) of new values beyond ranges `ends` (2, N), one at either end among
     as many values as were seen.
 
@@ -179,7 +216,12 @@ def _error_beyond(ends: Tensor, extremes: Tensor, excess: Tensor) -> Tensor:
     return math.gamma(_AUTO_POWER + 1) * (excess**_AUTO_POWER) @ share_beyond
 
 
-def _error_of(ends: Tensor, centres: Tensor, counts: Tensor, spec: QuantizationSpec) -> Tensor:
+def _error_of(
+    ends: Tensor,
+    centres: Tensor,
+    counts: Tensor,
+    spec: QuantizationSpec,
+) -> Tensor:
     """Return the error (N,) of `counts` values at `centres` with ranges `ends` (2, N)."""
     qparams = qparams_from_range(ends[0], ends[1], code_range_of(spec))
     rounded = centres.repeat(ends.shape[1], 1)
@@ -209,7 +251,10 @@ def _clips(spec: QuantizationSpec) -> Tensor:
     return torch.cat([lower, upper, BINS * torch.tensor(widest, dtype=torch.float64)])
 
 
-def _least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+def _least_power(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
     """Return the range times the power of two with the least squared error. Of equal ones it is
     the widest.
 
@@ -226,13 +271,23 @@ def _least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     errors = []
     for scale, zero_point in zip(qparams.scale, qparams.zero_point, strict=True):
         rounded = torch.empty_like(centres)
-        fill(rounded, centres, kernel, scale=scale, zero_point=zero_point, ch_axis=0)
+        fill(
+            rounded,
+            centres,
+            kernel,
+            scale=scale,
+            zero_point=zero_point,
+            ch_axis=0,
+        )
         errors.append(rounded.sub_(centres).square_().mul_(values.histogram).sum(1))
     best = factors[torch.stack(errors).argmin(0)]
     return values.low * best, values.high * best
 
 
-def _errors(values: ObservedValues, codes: QuantizationSpec) -> Tensor:
+def _errors(
+    values: ObservedValues,
+    codes: QuantizationSpec,
+) -> Tensor:
     """Return the squared error of each row with every clip, up to a factor of the row, (R,
     clips).
     """
@@ -258,10 +313,20 @@ def _squared_errors(spec: QuantizationSpec) -> Tensor:
     return _errors_at(CENTRES, spec)
 
 
-def _errors_at(centres: Tensor, spec: QuantizationSpec) -> Tensor:
+def _errors_at(
+    centres: Tensor,
+    spec: QuantizationSpec,
+) -> Tensor:
     """Return the squared errors of some centres (N,), in bins, with every clip, (clips, N)."""
     scale = symmetric_step(_clips(spec), code_range_of(spec)).float()
     zero_point = torch.zeros_like(scale)
     values = centres.repeat(len(scale), 1)
-    fill(values, values, kernel_of(spec), scale=scale, zero_point=zero_point, ch_axis=0)
+    fill(
+        values,
+        values,
+        kernel_of(spec),
+        scale=scale,
+        zero_point=zero_point,
+        ch_axis=0,
+    )
     return (values - centres).square_()

@@ -54,7 +54,11 @@ class Memory(ABC):
         """Return whether no batch was added."""
 
     @abstractmethod
-    def add(self, x: Tensor, batch: ObservedBatch) -> None:
+    def add(
+        self,
+        x: Tensor,
+        batch: ObservedBatch,
+    ) -> None:
         """Add a batch, whose values are `x`."""
 
     @abstractmethod
@@ -86,7 +90,11 @@ class Memory(ABC):
         """
 
     @abstractmethod
-    def restate(self, other: Memory, beside: Memory | None) -> None:
+    def restate(
+        self,
+        other: Memory,
+        beside: Memory | None,
+    ) -> None:
         """Fill an empty memory as if it had seen the batches of `other`, which may be of any
         kind.
 
@@ -133,7 +141,11 @@ class RangeMemory(Memory):
     def is_empty(self) -> bool:
         return not self._count
 
-    def add(self, x: Tensor, batch: ObservedBatch) -> None:
+    def add(
+        self,
+        x: Tensor,
+        batch: ObservedBatch,
+    ) -> None:
         compute_pending_ranges([self])
         rows = len(batch.low)
         if self._count == len(self._buffer):
@@ -174,7 +186,11 @@ class RangeMemory(Memory):
         self._pending_counts.copy_(counted.counts)
         self._pending = replace(counted, counts=self._pending_counts)
 
-    def _set_last_range(self, low: Tensor, high: Tensor) -> None:
+    def _set_last_range(
+        self,
+        low: Tensor,
+        high: Tensor,
+    ) -> None:
         self._pending = None
         self._buffer[self._count - 1, 0] = low
         self._buffer[self._count - 1, 1] = high
@@ -201,9 +217,15 @@ class RangeMemory(Memory):
         if not batches:
             return
         merged = torch.stack(batches)
-        self._replace(torch.cat([self._batches(), merged]) if self._count else merged)
+        if self._count:
+            merged = torch.cat([self._batches(), merged])
+        self._replace(merged)
 
-    def restate(self, other: Memory, beside: Memory | None) -> None:
+    def restate(
+        self,
+        other: Memory,
+        beside: Memory | None,
+    ) -> None:
         """Fill the memory from one of any kind. The extremes of each batch are always kept. Of
         a histogram only the extremes of all batches are known.
         """
@@ -302,7 +324,11 @@ class PooledMemory(Memory):
     def is_empty(self) -> bool:
         return self._pool is None and self._last is None
 
-    def add(self, x: Tensor, batch: ObservedBatch) -> None:
+    def add(
+        self,
+        x: Tensor,
+        batch: ObservedBatch,
+    ) -> None:
         rows, weight = batch.rows, 1
         if self.spec.has_one_scale:
             rows, weight = slices(x)
@@ -315,7 +341,11 @@ class PooledMemory(Memory):
         )
         self._append(last, 1)
 
-    def _append(self, histogram: Histogram, batches: int) -> None:
+    def _append(
+        self,
+        histogram: Histogram,
+        batches: int,
+    ) -> None:
         """Merge the last histogram into the pool, and make `histogram` the last."""
         self._pool = self._merged()
         self._last = histogram
@@ -340,7 +370,11 @@ class PooledMemory(Memory):
             if not other.is_empty:
                 self._append(other._histogram(), other._batch_count)
 
-    def restate(self, other: Memory, beside: Memory | None) -> None:
+    def restate(
+        self,
+        other: Memory,
+        beside: Memory | None,
+    ) -> None:
         source = other if isinstance(other, PooledMemory) else beside
         are_per_tensor = other.spec.qscheme == self.spec.qscheme == "per_tensor"
         if not isinstance(source, PooledMemory) or not are_per_tensor:

@@ -32,7 +32,14 @@ WITHOUT_HISTOGRAM = frozenset({"maxmin", "diffs"})
 """Methods that read no histogram. All others read nothing else of a batch, so they can process
 many batches at once.
 """
-CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
+CENTRES = (
+    torch.arange(
+        -BINS,
+        BINS,
+        dtype=torch.float64,
+    )
+    + 0.5
+)
 # Every value is quantized five times, and the candidates lie far apart
 _DIFFS_SAMPLE_SIZE = 1 << 15
 # The scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
@@ -63,7 +70,12 @@ def code_range_of(spec: QuantizationSpec) -> CodeRange:
             finest_position=spec.finest_position,
             symmetric_scale=spec.symmetric_scale,
         )
-    return FloatRange(spec.dtype, spec.scale_type, spec.scale_mode, spec.symmetric)
+    return FloatRange(
+        spec.dtype,
+        spec.scale_type,
+        spec.scale_mode,
+        spec.symmetric,
+    )
 
 
 def kernel_of(spec: QuantizationSpec) -> Kernel:
@@ -73,7 +85,11 @@ def kernel_of(spec: QuantizationSpec) -> Kernel:
     [-8.0, 1.0]
     """
     if spec.dtype == "int":
-        return integer_kernel(spec.quant_min, spec.quant_max, spec.round_mode)
+        return integer_kernel(
+            spec.quant_min,
+            spec.quant_max,
+            spec.round_mode,
+        )
     return float_kernel(spec.dtype)
 
 
@@ -97,13 +113,19 @@ def axis_of(spec: QuantizationSpec) -> int | None:
 
 
 @register_in(METHODS, "maxmin")
-def maxmin(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+def maxmin(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
     """Return the exact extremes of every row."""
     return values.low, values.high
 
 
 @register_in(METHODS, "percentile")
-def percentile(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+def percentile(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
     """Return the range cut at the magnitude below which `spec.percentage` percent of the values
     lie.
 
@@ -116,13 +138,20 @@ def percentile(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     if spec.percentage >= 100:
         return values.low, values.high
     share = values.magnitudes.cumsum(1) / values.magnitudes.sum(1, keepdim=True)
-    wanted = torch.full((len(share), 1), spec.percentage / 100, dtype=torch.float64)
+    wanted = torch.full(
+        (len(share), 1),
+        spec.percentage / 100,
+        dtype=torch.float64,
+    )
     bins = torch.searchsorted(share, wanted).squeeze(1).clamp(1, BINS)
     return values.clipped(values.width * bins)
 
 
 @register_in(METHODS, "diffs")
-def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+def diffs(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
     """Return the range halved as often (0 to 4 times) as the squared error falls. Of equal
     errors it takes the widest range.
     """
@@ -132,7 +161,11 @@ def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     factors = 0.5 ** torch.arange(_DIFFS_CANDIDATES, dtype=torch.float64)
     low = (values.low * factors[:, None]).view(-1)
     high = (values.high * factors[:, None]).view(-1)
-    qparams = qparams_from_range(low, high, code_range_of(spec)).to(sample.device)
+    qparams = qparams_from_range(
+        low,
+        high,
+        code_range_of(spec),
+    ).to(sample.device)
     quantized = sample.new_empty(_DIFFS_CANDIDATES, *sample.shape).copy_(sample)
     rows = quantized.view(-1, sample.shape[1])
     fill(
@@ -149,7 +182,10 @@ def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
 
 
 @register_in(METHODS, "entropy")
-def entropy(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+def entropy(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
     """Return the range cut at the clip of the least Kullback-Leibler divergence. Of equal clips
     it takes the largest.
 
@@ -163,15 +199,41 @@ def entropy(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     levels = min(spec.quant_max + 1, BINS)
     counts = values.magnitudes.clone()
     counts[:, 0] = counts[:, 1]
-    clips = torch.cat([torch.arange(128, 1536, 32), torch.arange(1536, BINS + 1, 16)])
+    clips = torch.cat(
+        [
+            torch.arange(
+                128,
+                1536,
+                32,
+            ),
+            torch.arange(
+                1536,
+                BINS + 1,
+                16,
+            ),
+        ]
+    )
     at_once = max(1, _ENTROPY_AT_ONCE // (len(clips) * levels))
     parts = torch.split(counts, at_once)
-    divergence = torch.cat([_divergence(part, clips, levels) for part in parts])
+    divergence = torch.cat(
+        [
+            _divergence(
+                part,
+                clips,
+                levels,
+            )
+            for part in parts
+        ]
+    )
     last_minimum = len(clips) - 1 - divergence.flip(1).argmin(1)
     return values.clipped(values.width * clips[last_minimum])
 
 
-def _divergence(counts: Tensor, clips: Tensor, levels: int) -> Tensor:
+def _divergence(
+    counts: Tensor,
+    clips: Tensor,
+    levels: int,
+) -> Tensor:
     """Return KL(P || Q) per row of `counts` (R, BINS) and clip, (R, clips). It is infinite if Q
     lacks a bin of P.
 
@@ -194,7 +256,11 @@ def _divergence(counts: Tensor, clips: Tensor, levels: int) -> Tensor:
     inside_entropy = _running(torch.xlogy(counts, counts))[:, clips]
     entropies = inside_entropy - torch.xlogy(last, last) + torch.xlogy(last + tail, last + tail)
     # sum P' log m: the tail falls into the last group
-    tail_mean = torch.where(last > 0, last_mean, 0.0)
+    tail_mean = torch.where(
+        last > 0,
+        last_mean,
+        0.0,
+    )
     cross_entropies = torch.xlogy(groups, means).sum(2) + torch.xlogy(tail, tail_mean)
     divergence = (entropies - cross_entropies) / total - total.log() + inside.log()
     return divergence.nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -224,7 +290,10 @@ STATISTICS: dict[str, Callable[[list[float]], float]] = {
 }
 
 
-def reduce_batches(values: Tensor, name: str) -> Tensor:
+def reduce_batches(
+    values: Tensor,
+    name: str,
+) -> Tensor:
     """Return the statistic `name` of each column of `values` (batches, R) as (R,) float64.
 
     Raises:
@@ -233,7 +302,11 @@ def reduce_batches(values: Tensor, name: str) -> Tensor:
     >>> reduce_batches(torch.tensor([[1.0], [2.0], [6.0]]), "mean").tolist()
     [3.0]
     """
-    statistic = lookup(STATISTICS, name, "statistic over batches")
+    statistic = lookup(
+        STATISTICS,
+        name,
+        "statistic over batches",
+    )
     if len(values) == 1:
         return values[0].double()
     columns = values.T.tolist()

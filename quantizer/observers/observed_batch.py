@@ -36,7 +36,10 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 LowHigh = tuple[Tensor, Tensor]
 
 
-def as_rows(x: Tensor, cut: Cut = ("per_tensor", None, None, 1)) -> Tensor:
+def as_rows(
+    x: Tensor,
+    cut: Cut = ("per_tensor", None, None, 1),
+) -> Tensor:
     """Return `x` as a matrix of one row per scale, a view if memory allows. A single row is in
     memory order.
 
@@ -79,7 +82,10 @@ def extremes(rows: Tensor) -> LowHigh:
     return torch.cat(low_parts).to(rows.dtype), high.to(rows.dtype)
 
 
-def _folded(rows: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _folded(
+    rows: Tensor,
+    pick: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
     """Fold rows that are too narrow for torch's fast reduction with its fast elementwise
     operators.
     """
@@ -89,7 +95,10 @@ def _folded(rows: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return rows
 
 
-def stride_for(length: int, limit: int) -> int:
+def stride_for(
+    length: int,
+    limit: int,
+) -> int:
     """Return the smallest step that leaves at most `limit` of `length` values and shares no
     divisor with `length`.
 
@@ -160,7 +169,10 @@ class ObservedValues(ABC):
         """Return counts of magnitudes in BINS bins from 0, (R, BINS) float64 on the CPU."""
         return self.histogram[:, BINS:] + self.histogram[:, :BINS].flip(1)
 
-    def clipped(self, clip: Tensor) -> LowHigh:
+    def clipped(
+        self,
+        clip: Tensor,
+    ) -> LowHigh:
         """Return the range cut to magnitudes of at most `clip` (R,)."""
         return torch.maximum(self.low, -clip), torch.minimum(self.high, clip)
 
@@ -168,7 +180,10 @@ class ObservedValues(ABC):
 class PooledBatches(ObservedValues):
     """The values of all batches, in one histogram."""
 
-    def __init__(self, pool: Histogram) -> None:
+    def __init__(
+        self,
+        pool: Histogram,
+    ) -> None:
         self.low = pool.low
         self.high = pool.high
         self._pool = pool
@@ -195,7 +210,10 @@ class CountedBatches(ObservedValues):
     counts: Tensor
 
     @classmethod
-    def stacked(cls, batches: Sequence[CountedBatches]) -> CountedBatches:
+    def stacked(
+        cls,
+        batches: Sequence[CountedBatches],
+    ) -> CountedBatches:
         """Return all their rows, one below the other."""
         return cls(
             torch.cat([batch.low for batch in batches]),
@@ -223,7 +241,11 @@ class ObservedBatch(ObservedValues):
     outermost: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, cut: Cut = ("per_tensor", None, None, 1)) -> ObservedBatch:
+    def of(
+        cls,
+        x: Tensor,
+        cut: Cut = ("per_tensor", None, None, 1),
+    ) -> ObservedBatch:
         """Read a tensor once. NaN and infinity show in the extremes."""
         rows = as_rows(x, cut)
         if len(rows) > 1 or not is_sampled(x):
@@ -238,7 +260,10 @@ class ObservedBatch(ObservedValues):
         """Return the counts of the sample."""
         return self.counted().histogram
 
-    def split(self, rows: int) -> list[ObservedBatch]:
+    def split(
+        self,
+        rows: int,
+    ) -> list[ObservedBatch]:
         """Return the batch in parts of about equal height, each of at most `rows` rows."""
         count = -(-len(self.rows) // rows)
         if count == 1:
@@ -251,7 +276,10 @@ class ObservedBatch(ObservedValues):
         )
         return [ObservedBatch(*part) for part in parts]
 
-    def sample(self, limit: int = SAMPLE_SIZE) -> Tensor:
+    def sample(
+        self,
+        limit: int = SAMPLE_SIZE,
+    ) -> Tensor:
         """Return at most `limit` values, or SAMPLE_PER_ROW of each row, (R, n), as float32 or
         float64.
         """
@@ -272,7 +300,11 @@ class ObservedBatch(ObservedValues):
         index = position.clamp_(0, bins - 1).to(torch.int32)
         if rows > 1:
             first_bins = torch.arange(
-                0, rows * bins, bins, dtype=torch.int32, device=index.device
+                0,
+                rows * bins,
+                bins,
+                dtype=torch.int32,
+                device=index.device,
             )
             index += first_bins[:, None]
         counts = torch.bincount(index.view(-1), minlength=rows * bins).view(rows, bins)

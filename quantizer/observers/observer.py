@@ -48,7 +48,12 @@ class NonFiniteError(ObservationError):
         nans, infinities, total: how many NaN and infinite values there were, of how many.
     """
 
-    def __init__(self, nans: int, infinities: int, total: int) -> None:
+    def __init__(
+        self,
+        nans: int,
+        infinities: int,
+        total: int,
+    ) -> None:
         super().__init__(
             f"{nans} NaN and {infinities} infinite among {total} values; a range needs finite "
             "ones."
@@ -124,7 +129,11 @@ class Observer:
         return self.spec.statistic == POOLED and self.spec.has_one_scale
 
     @torch.no_grad()
-    def observe(self, x: Tensor, beside: Observer | None = None) -> None:
+    def observe(
+        self,
+        x: Tensor,
+        beside: Observer | None = None,
+    ) -> None:
         """Add one batch, a floating-point tensor of any layout, on any device.
 
         Another observer `beside` adds it too, and shares what can be shared.
@@ -206,7 +215,11 @@ class Observer:
         self._memory.merge(*(other._memory for other in others))
         self._qparams = None
 
-    def restated(self, spec: QuantizationSpec, beside: Observer | None = None) -> Observer:
+    def restated(
+        self,
+        spec: QuantizationSpec,
+        beside: Observer | None = None,
+    ) -> Observer:
         """Return the observer that would have seen the same batches for another spec of the
         same granularity.
 
@@ -230,7 +243,9 @@ class Observer:
 
     @classmethod
     def of_parts(
-        cls, spec: QuantizationSpec, parts: Sequence[tuple[Observer, float]]
+        cls,
+        spec: QuantizationSpec,
+        parts: Sequence[tuple[Observer, float]],
     ) -> Observer:
         """Return the observer that would have seen several tensors in one, with one scale.
 
@@ -321,7 +336,9 @@ def find_ranges(observers: Iterable[Observer]) -> None:
 
 
 def _restored(
-    spec: QuantizationSpec, shape: tuple[int, ...] | None, state: Mapping[str, Tensor]
+    spec: QuantizationSpec,
+    shape: tuple[int, ...] | None,
+    state: Mapping[str, Tensor],
 ) -> Observer:
     observer = Observer(spec)
     observer._shape = shape
