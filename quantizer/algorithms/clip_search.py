@@ -125,7 +125,7 @@ class ClipSearch:
             torch.inf,
             dtype=torch.float64,
         )
-        rows = workspace(to_rows(weight, *spec.cut), work_dtype_of(spec, weight.dtype))
+        rows = workspace(to_rows(weight, spec.cut), work_dtype_of(spec, weight.dtype))
         # In units of the full scales, so that the weight is divided once
         self._units = rows / self._scale.to(rows).reshape(-1, 1)
         self._buffer = torch.empty_like(rows)
@@ -158,7 +158,7 @@ class ClipSearch:
         ratio = (self._full.scale / scale).to(self._units).reshape(-1, 1)
         codes = self._codes(torch.mul(self._units, ratio, out=self._buffer))
         change = codes.addcmul_(self._units, ratio, value=-1)
-        stored = from_rows(change, self._shape, *self._spec.cut)
+        stored = from_rows(change, self._shape, self._spec.cut)
         errors = scale_errors(
             self._layer,
             self._spec,
@@ -188,7 +188,7 @@ def scale_errors(
             gram,
             group_size(spec, matrix.shape[2]),
         )
-    shape = scale_shape(tuple(difference.shape), *spec.cut)
+    shape = scale_shape(tuple(difference.shape), spec.cut)
     outputs_axis = 1 if getattr(layer, "transposed", False) else 0
     has_channels = spec.qscheme == "per_channel" and spec.ch_axis == outputs_axis
     if has_channels and len(matrix) * matrix.shape[1] == shape[0]:
@@ -198,7 +198,7 @@ def scale_errors(
         return errors.sum((1, 2)).view(shape) if shape else errors.sum()
     energies = gram.diagonal(dim1=1, dim2=2)[:, None]
     by_value = matrix_weight(layer, matrix.square() * energies)
-    return to_rows(by_value, *spec.cut).sum(1).view(shape)
+    return to_rows(by_value, spec.cut).sum(1).view(shape)
 
 
 def _group_errors(

@@ -336,7 +336,7 @@ def _scale_shape(
         return () if spec.qscheme == "per_tensor" else None
     parameter = module.get_parameter(parameters_of(module)[parameter_name(role)])
     shape = as_planned(module, parameter_name(role), parameter).shape
-    return scale_shape(tuple(shape), *spec.cut)
+    return scale_shape(tuple(shape), spec.cut)
 
 
 def _check_scale(

@@ -206,7 +206,7 @@ def _qparams_fault(
         return f"its first axis, {shape[0]} long, is no stack of tensors {size} long"
     scale = qparams.scale
     zero_point = qparams.zero_point
-    expected = scale_shape(shape, *spec.cut)
+    expected = scale_shape(shape, spec.cut)
     if tuple(scale.shape) != expected:
         return f"it has {tuple(scale.shape)} scales, not {expected}"
     is_positive = scale.isfinite() & (scale > 0)

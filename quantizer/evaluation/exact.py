@@ -221,7 +221,9 @@ class _IntegerNetwork:
         spec, position = self.solution.tensors[key].spec, self.positions[key]
         shift = wide.position - position
         return Fixed(
-            requantize(wide.codes, shift, spec.quant_min, spec.quant_max, spec.round_mode),
+            requantize(
+                wide.codes, shift, spec.quant_min, spec.quant_max, round_mode=spec.round_mode
+            ),
             position,
         )
 

@@ -210,7 +210,9 @@ def _hardsigmoid(step: IntegerCall, x: Fixed) -> Fixed:
 @_reads("input")
 def _hardswish(step: IntegerCall, x: Fixed) -> Fixed:
     wide = _sixths(x)
-    gate = requantize(wide.codes, wide.position - HARDSWISH_POSITION, -128, 127, "half_up")
+    gate = requantize(
+        wide.codes, wide.position - HARDSWISH_POSITION, -128, 127, round_mode="half_up"
+    )
     return Fixed(x.codes * gate, x.position + HARDSWISH_POSITION)
 
 

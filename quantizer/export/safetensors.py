@@ -98,7 +98,7 @@ def _decoded(path: Path) -> dict[str, DeferredTensor]:
         zero_point = loaded(
             tensors.get(f"{name}.zero_point", torch.zeros_like(scale, dtype=torch.int32))
         )
-        return decode(tensors[name].load(), specs[name], scale, zero_point, dtype)
+        return decode(tensors[name].load(), specs[name], scale, zero_point, dtype=dtype)
 
     for name, stored in described["dtypes"].items():
         dtype = getattr(torch, stored)

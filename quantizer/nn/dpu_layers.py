@@ -1,5 +1,5 @@
-"""The layers that the DPU approximates, in float: exact with power-of-two scales. Knows no
-codes and no overflow.
+"""The layers that the DPU approximates, in float: exact with power-of-two scales, without
+overflow.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,13 @@ from torch.nn import functional as F
 
 from quantizer.nn.layer import Layer
 from quantizer.numerics.integer import HARDSWISH_POSITION, SIXTH
-from quantizer.numerics.rounding import half_up
+from quantizer.numerics.rounding import round_half_up
 
 
 class DpuAvgPool2d(Layer):
-    """Sums of windows times `multiplier` / 2^`shift`, as [b, channels] without `keepdim`, for a
-    window that is all.
+    """An average pooling that multiplies sums of windows with `multiplier` / 2^`shift`.
+
+    Without `keepdim` the window is the whole image, and the result is [b, channels].
     """
 
     def __init__(
@@ -25,24 +26,33 @@ class DpuAvgPool2d(Layer):
         stride: Sequence[int],
         padding: Sequence[int],
         multiplier: int,
-        shift: int,
         *,
+        shift: int,
         keepdim: bool = True,
     ) -> None:
         super().__init__()
-        self.kernel_size, self.stride, self.padding = (
-            list(kernel_size),
-            list(stride),
-            list(padding),
-        )
-        self.multiplier, self.shift, self.keepdim = multiplier, shift, keepdim
+        self.kernel_size = list(kernel_size)
+        self.stride = list(stride)
+        self.padding = list(padding)
+        self.multiplier = multiplier
+        self.shift = shift
+        self.keepdim = keepdim
 
-    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
-        scaled = self.sums(self.quantize_input(input)) * (self.multiplier * 2.0**-self.shift)
-        return self.finish(scaled if self.keepdim else scaled.flatten(1))
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002
+    ) -> Any:
+        sums = self.sums(self.quantize_input(input))
+        means = sums * (self.multiplier * 2.0**-self.shift)
+        if not self.keepdim:
+            means = means.flatten(1)
+        return self.finish(means)
 
-    def sums(self, x: Tensor) -> Tensor:
-        """The sum of each window, padding counted as zeros."""
+    def sums(
+        self,
+        x: Tensor,
+    ) -> Tensor:
+        """Return the sum of each window, padding counted as zeros."""
         # ONNX has no average pooling with a divisor of one's own
         if torch.compiler.is_exporting():
             ones = torch.ones(x.shape[1], 1, *self.kernel_size, dtype=x.dtype, device=x.device)
@@ -57,21 +67,31 @@ class DpuAvgPool2d(Layer):
 
 
 class DpuHardsigmoid(Layer):
-    """relu6(x + 3) * 2731 / 2^14."""
+    """A hardsigmoid that computes relu6(x + 3) * 2731 / 2^14."""
 
-    def forward(self, input: Tensor) -> Any:  # noqa: A002
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002
+    ) -> Any:
         return self.finish(_hardsigmoid(self.quantize_input(input)))
 
 
 class DpuHardswish(Layer):
-    """x times its hardsigmoid in 8 bits at position 7, rounded half_up."""
+    """A hardswish that multiplies x with its hardsigmoid in 8 bits at position 7, rounded
+    half_up.
+    """
 
-    def forward(self, input: Tensor) -> Any:  # noqa: A002
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002
+    ) -> Any:
         x = self.quantize_input(input)
         steps = 2.0**HARDSWISH_POSITION
-        gate = half_up(_hardsigmoid(x).mul_(steps)).clamp_(max=steps - 1).mul_(1 / steps)
+        codes = round_half_up(_hardsigmoid(x).mul_(steps)).clamp_(max=steps - 1)
+        gate = codes.mul_(1 / steps)
         return self.finish(gate.mul_(x))
 
 
 def _hardsigmoid(x: Tensor) -> Tensor:
-    return (x + 3).clamp_(0, 6).mul_(SIXTH[0] * 2.0 ** -SIXTH[1])
+    multiplier, shift = SIXTH
+    return (x + 3).clamp_(0, 6).mul_(multiplier * 2.0**-shift)

@@ -1,6 +1,4 @@
-"""Quantization with a range found each time: of the tensor at hand, or of each of its rows.
-Knows no modules.
-"""
+"""Dynamic quantization: the range is that of the tensor itself, or of each of its rows."""
 
 import math
 from collections.abc import Callable
@@ -9,96 +7,124 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.blocks import BLOCK, fill
+from quantizer.numerics.blocks import BLOCK_SIZE, fill
 from quantizer.numerics.codes import work_dtype_of
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import CodeRange, IntegerRange, QParams, qparams_from_range
 from quantizer.observers import NegativeValuesError, ObservationError, code_range_of, kernel_of
-from quantizer.observers.observed_batch import Range, as_rows, extremes
+from quantizer.observers.observed_batch import as_rows, extremes
 
-# Values whose ranges are found before they are quantized: the blocks share the work on scales
-ROUND = 4 * BLOCK
+# The ranges of so many values are computed before they are quantized: blocks share that work
+VALUES_AT_ONCE = 4 * BLOCK_SIZE
 
 
 def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
     """Return scale and zero point for the least and greatest values of `x`, of `scale_shape`.
 
     Raises:
-        ObservationError: there is NaN, infinity or a negative value without a code; not in a
-            program that torch traces, which has no errors of its own.
+        ObservationError: there is NaN, infinity or a negative value without a code. A program
+            that torch traces has no errors of its own.
     """
-    rows = as_rows(x, *spec.cut)
-    traced = torch.compiler.is_compiling()  # true of exports as well
-    found = (rows.amin(1), rows.amax(1)) if traced else extremes(rows)
+    rows = as_rows(x, spec.cut)
     code_range = code_range_of(spec)
-    if not traced:
-        _check(_broken(found), len(rows), float(found[0].min()), code_range)
-    qparams = qparams_from_range(*found, code_range)
-    shape = scale_shape(tuple(x.shape), *spec.cut)
+    # True of exports as well
+    if torch.compiler.is_compiling():
+        low = rows.amin(1)
+        high = rows.amax(1)
+    else:
+        low, high = extremes(rows)
+        least = float(low.min())
+        _check(_not_finite(low, high), len(rows), least, code_range)
+    qparams = qparams_from_range(low, high, code_range)
+    shape = scale_shape(tuple(x.shape), spec.cut)
     return QParams(qparams.scale.view(shape), qparams.zero_point.view(shape))
 
 
-def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Tensor:
-    """Return each of `rows` quantized with the scale of its own range; a block is quantized
+def quantize_each_row(
+    rows: Tensor,
+    spec: QuantizationSpec,
+    *,
+    inplace: bool,
+) -> Tensor:
+    """Return each of `rows` quantized with the scale of its own range. A block is quantized
     while it is in the cache.
 
-    The values are those that `dynamic_qparams` gives, where scales do not depend on each other.
+    The values are those that `dynamic_qparams` gives, if scales do not depend on each other.
 
     Raises:
-        ObservationError: as there, maybe after writing.
+        ObservationError: as in `dynamic_qparams`, possibly after writing.
     """
-    code_range, kernel = code_range_of(spec), kernel_of(spec)
+    code_range = code_range_of(spec)
+    kernel = kernel_of(spec)
     out = rows if inplace else torch.empty_like(rows)
     work = work_dtype_of(spec, rows.dtype)
-    height = max(1, ROUND // max(1, rows.shape[1]))
-    broken, least = 0, 0.0
-    for start in range(0, len(rows), height):
-        here = slice(start, start + height)
-        wide = rows[here].to(work)
-        found = extremes(wide)
-        low, high = float(found[0].min()), float(found[1].max())
-        broken += 0 if math.isfinite(low) and math.isfinite(high) else _broken(found)
-        least = min(least, low)
-        qparams = qparams_from_range(*found, code_range)
-        target = wide if inplace or out.dtype != work else out[here]
-        fill(target, wide, qparams.scale, qparams.zero_point, kernel, 0)
+    height = max(1, VALUES_AT_ONCE // max(1, rows.shape[1]))
+    broken = 0
+    least = 0.0
+    parts = zip(torch.split(rows, height), torch.split(out, height), strict=True)
+    for part, out_part in parts:
+        wide = part.to(work)
+        low, high = extremes(wide)
+        part_least = float(low.min())
+        if not (math.isfinite(part_least) and math.isfinite(high.max())):
+            broken += _not_finite(low, high)
+        least = min(least, part_least)
+        qparams = qparams_from_range(low, high, code_range)
+        target = wide if inplace or out.dtype != work else out_part
+        fill(
+            target,
+            wide,
+            kernel,
+            scale=qparams.scale,
+            zero_point=qparams.zero_point,
+            ch_axis=0,
+        )
         if out.dtype != work:
-            out[here] = wide
+            out_part.copy_(wide)
     _check(broken, len(rows), least, code_range)
     return out
 
 
-def once(x: Tensor, spec: QuantizationSpec, quantize: Callable[[], Tensor]) -> Tensor:
-    """Return what `quantize` makes of `x`; modules that read one value with one spec, as query,
-    key and value do, share it. It is kept with the value, for as long as that lives, and made
-    anew where either was written to.
+def quantize_once(
+    x: Tensor,
+    spec: QuantizationSpec,
+    quantize: Callable[[], Tensor],
+) -> Tensor:
+    """Return the result of `quantize` for `x`, which modules that read one value with one spec
+    share, as query, key and value do.
+
+    It is stored with the value for as long as that lives, and computed again if either was
+    written to.
     """
     if type(x) is not Tensor or torch.compiler.is_compiling() or x.is_inference():
         return quantize()
-    kept: dict[QuantizationSpec, tuple[int, Tensor, int]] = x.__dict__.setdefault(
-        "_quantized", {}
-    )
-    version, out, out_version = kept.get(spec, (-1, x, -1))
+    cache: dict[QuantizationSpec, tuple[int, Tensor, int]]
+    cache = x.__dict__.setdefault("_quantized", {})
+    version, out, out_version = cache.get(spec, (-1, x, -1))
     if version != x._version or out_version != out._version:
         out = quantize()
-        kept[spec] = x._version, out, out._version
+        cache[spec] = x._version, out, out._version
     return out
 
 
-def _broken(found: Range) -> int:
-    """How many of the ranges have an end that is not finite."""
-    low, high = found
+def _not_finite(low: Tensor, high: Tensor) -> int:
+    """Return how many of the ranges have an end that is not finite."""
     return int((~(low.isfinite() & high.isfinite())).sum())
 
 
-def _check(broken: int, rows: int, least: float, code_range: CodeRange) -> None:
-    """Raise ObservationError if no scale exists for `broken` of the rows, or for `least`, the
+def _check(
+    broken: int,
+    rows: int,
+    least: float,
+    code_range: CodeRange,
+) -> None:
+    """Raise `ObservationError` if no scale exists for `broken` of the rows, or for `least`, the
     least of all values.
     """
     if broken:
-        where = (
-            "this tensor holds" if rows == 1 else f"{broken} of {rows} rows of this tensor hold"
-        )
+        where = "this tensor holds"
+        if rows > 1:
+            where = f"{broken} of {rows} rows of this tensor hold"
         raise ObservationError(
             f"{where} NaN or infinity, and a range found at run time needs finite values."
         )

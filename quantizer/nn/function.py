@@ -1,4 +1,4 @@
-"""A layer that is one torch function, with its constants fixed and, for normalizations, its own
+"""A layer that is one torch function, with its constants and, for normalizations, its
 parameters.
 """
 
@@ -15,8 +15,8 @@ from quantizer.nn.layer import Layer
 
 
 def _view(input: Tensor, size: Sequence[int]) -> Tensor:  # noqa: A002 - as torch's schemas name it, but for "self"
-    """A view refuses orders of memory that it was not traced with, and where it does not it is
-    this.
+    """Return a view if possible, otherwise a copy: a view refuses orders of memory other than
+    the traced one.
     """
     return input.reshape(size)
 
@@ -26,10 +26,12 @@ def topk(
     k: int,
     dim: int = -1,
     largest: bool = True,
+    *,
     sorted: bool = True,  # noqa: A002
 ) -> tuple[Tensor, Tensor]:
-    """Of equal values the first come first, as ONNX defines TopK; torch leaves it open, and
-    codes are often equal.
+    """Return the `k` largest values, of equal ones the first, as ONNX defines TopK.
+
+    Torch leaves the order of equal values open, and codes are often equal.
     """
     values, indices = input.sort(dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
@@ -37,13 +39,16 @@ def topk(
 
 _TOPK = "aten.topk.default"
 _CALLS: dict[str, Callable[..., Any]] = {"aten.view.default": _view, _TOPK: topk}
-"""What runs instead of torch's operator, with the same arguments."""
+"""The functions that run instead of torch's operators, with the same arguments."""
 
 
 class Function(Layer):
-    """`Function("aten.mean.default")`, or a subclass that fixes the target: `Mean(dim=[2, 3])`.
+    """A layer that calls one torch function.
 
-    `params` gives the shapes of parameters the function reads (a normalization's weight);
+    It is `Function("aten.mean.default")`, or a subclass that fixes the target:
+    `Mean(dim=[2, 3])`.
+
+    `params` gives the shapes of parameters that the function reads (a normalization's weight).
     `inplace` lets it overwrite its input.
     """
 
@@ -60,14 +65,18 @@ class Function(Layer):
         super().__init__()
         self._target = target or self.target
         self._constants = constants
-        twin = "_.".join(self._target.rsplit(".", 1))  # aten.relu_.default
-        self._bind(_CALLS.get(self._target) or resolve(twin if inplace else self._target))
+        if self._target in _CALLS:
+            self._bind(_CALLS[self._target])
+        elif inplace:
+            # aten.relu_.default for aten.relu.default
+            self._bind(resolve("_.".join(self._target.rsplit(".", 1))))
+        else:
+            self._bind(resolve(self._target))
         self._any_layout = find_op(packet(self._target)).any_layout
         self._params = tuple(params or ())
         for name, shape in (params or {}).items():
-            self.register_parameter(
-                name, nn.Parameter(torch.empty(tuple(shape)), requires_grad=False)
-            )
+            value = nn.Parameter(torch.empty(tuple(shape)), requires_grad=False)
+            self.register_parameter(name, value)
 
     def _bind(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -75,22 +84,31 @@ class Function(Layer):
         self._positional = self._target not in _CALLS and not hasattr(call, "_schema")
 
     def leave_ties_open(self) -> None:
-        """Run torch's `topk`, if that is the function: for a translation to what picks the
-        first of equal values.
+        """Run torch's `topk`, if that is the function. ONNX, to which it is translated, picks
+        the first of equal values anyway.
         """
         if self._target == _TOPK:
             self._bind(resolve(_TOPK))
 
-    def forward(self, *args: Any, **inputs: Any) -> Any:
+    def forward(
+        self,
+        *args: Any,
+        **inputs: Any,
+    ) -> Any:
         if not self._any_layout:
-            args, inputs = channels_first(args), channels_first(inputs)
+            args = channels_first(args)
+            inputs = channels_first(inputs)
         if self.quantizers:
             args, inputs = self.quantize_inputs(args, inputs)
         if self._positional:
-            named = sorted({**self._constants, **inputs}.items())
-            return self.finish(self._call(*args, *(value for _, value in named)))
-        values = {**self._constants, **inputs, **dict(zip(("input",), args, strict=False))}
-        values |= {name: getattr(self, name) for name in self._params}
+            named = {**self._constants, **inputs}
+            sorted_values = [named[name] for name in sorted(named)]
+            return self.finish(self._call(*args, *sorted_values))
+        values = {**self._constants, **inputs}
+        if args:
+            values["input"] = args[0]
+        for name in self._params:
+            values[name] = getattr(self, name)
         if self._renames_self:
             values["self"] = values.pop("input")
         return self.finish(self._call(**values))
@@ -107,28 +125,31 @@ class Input(Layer):
 
 
 class QuantStub(Input):
-    """Where the quantized part of a model that marks it begins."""
+    """A marker of the place where the quantized part of a model begins."""
 
 
 class DeQuantStub(Layer):
-    """Where the quantized part ends."""
+    """A marker of the place where the quantized part of a model ends."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch.ao.quantization names it
         return input
 
 
 class Constant(Layer):
-    """A tensor that an expression reads and that nobody trained: a mask, an index, a buffer;
-    never quantized.
+    """A tensor that an expression reads and that was not trained, as a mask, an index or a
+    buffer. It is never quantized.
     """
 
     weight: Tensor
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
-        self.register_parameter(
-            "weight", nn.Parameter(torch.empty(tuple(shape), dtype=dtype), requires_grad=False)
-        )
+        value = torch.empty(tuple(shape), dtype=dtype)
+        self.register_parameter("weight", nn.Parameter(value, requires_grad=False))
 
     def forward(self) -> Tensor:
         return self.weight

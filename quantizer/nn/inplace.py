@@ -1,12 +1,11 @@
-"""Quantizers for modules where they stand: the object stays, its class becomes a subclass of
-its own class.
+"""Quantize modules in place: the object stays, and its class becomes a subclass of its class.
 
-Finds no scales and decides nothing. The quantized layers of traced graphs are in `weighted`.
+The quantized layers of traced graphs are in `weighted`.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -24,36 +23,43 @@ Watcher = Callable[[Tensor], None]
 
 
 class InPlace(Layer):
-    """What a quantized module is besides what it was: its first argument and its output pass
-    quantizers.
+    """A base class of quantized modules, which quantizes the first argument and the output.
 
-    Its parameters are quantized already. A tuple (of a recurrent layer) passes unchanged.
-    Before the first argument is quantized, it passes `input_layers`, where algorithms put some.
-    Where a ReLU follows, the output is what that makes of it, `rectifies_output`: it is
-    quantized afterwards, and the ReLU leaves it as it is.
+    The parameters are quantized already. A tuple (of a recurrent layer) passes unchanged.
+    Before the first argument is quantized, it passes the `input_layers` that algorithms
+    inserted. If a ReLU follows, `rectifies_output` makes the module apply it before its output
+    is quantized. The ReLU itself then changes nothing.
     """
 
     float_class: ClassVar[type[nn.Module]]
     quantized_path = ""
     rectifies_output = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, between its quantizers.
+    def forward(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the module's forward between its quantizers.
 
         Raises:
-            DataError: a dynamic tensor with NaN or infinity has no range; the layer is named.
+            DataError: a dynamic tensor with NaN or infinity has no range. The message names the
+                layer.
         """
         role = "input"
         try:
-            if (before := self._modules.get("input_layers")) is not None:
-                args, kwargs = on_first(before, args, kwargs)
-            if role in self.quantizers:
-                args, kwargs = on_first(self.quantizers[role], args, kwargs)
+            input_layers = self._modules.get("input_layers")
+            if input_layers is not None:
+                args, kwargs = on_first(input_layers, args, kwargs)
+            if "input" in self.quantizers:
+                args, kwargs = on_first(self.quantizers["input"], args, kwargs)
             output = super().forward(*args, **kwargs)
             role = "output"
             if not isinstance(output, Tensor):
                 return output
-            return self.finish(torch.relu(output) if self.rectifies_output else output)
+            if self.rectifies_output:
+                output = torch.relu(output)
+            return self.finish(output)
         except ObservationError as error:
             raise DataError(
                 f"{role} of {self.quantized_path}: {error}",
@@ -61,8 +67,8 @@ class InPlace(Layer):
             ) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For copy and pickle, which cannot import a class that is made while a program
-        runs.
+        """Return how copy and pickle rebuild it: they cannot import a class that is created
+        while a program runs.
         """
         reduced: Any = super().__reduce_ex__(2)
         return (_blank, (self.float_class,), *reduced[2:])
@@ -70,32 +76,32 @@ class InPlace(Layer):
 
 @cache
 def quantized_class(cls: Any) -> type[InPlace]:
-    """The class that modules of class `cls` get. It has the same name."""
-    make: Any = type(cls)
+    """Return the class that modules of class `cls` get. It has the same name."""
+    metaclass: Any = type(cls)
     members = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
+        "float_class": cls,
     }
-    made: type[InPlace] = make(cls.__name__, (InPlace, cls), {**members, "float_class": cls})
-    return made
+    subclass: type[InPlace] = metaclass(cls.__name__, (InPlace, cls), members)
+    return subclass
 
 
 _OUR_NAMES = {*dir(InPlace), "float_class", "quantizers", "input_layers"} - {*dir(nn.Module)}
-"""What quantized layers have and others have not."""
+"""The attributes that only quantized layers have."""
 
 
 def _blank(cls: Any) -> InPlace:
-    made = quantized_class(cls)
-    return made.__new__(made)
+    subclass = quantized_class(cls)
+    return subclass.__new__(subclass)
 
 
 def check_float(model: Any, *, traced: bool = False) -> None:
-    """Look whether `model` is one whose layers can be changed in place, with none that is
-    quantized.
+    """Check that the layers of `model` can be changed in place and that none is quantized.
 
     Args:
-        traced: whether it is only traced, for which compiled parts do no harm.
+        traced: whether the model is only traced, which compiled parts allow.
 
     Raises:
         ModelError: it is no module, compiled by torch.jit, or quantized already.
@@ -118,19 +124,22 @@ def check_float(model: Any, *, traced: bool = False) -> None:
             raise ModelError(f"{where} is quantized already", help="start from the float model")
 
 
-def check_quantizable(module: nn.Module, where: str, roles: Collection[str]) -> None:
-    """Look for what would keep quantizers in these roles from working; `where` names the module
-    in errors.
+def check_quantizable(
+    module: nn.Module,
+    where: str,
+    roles: Collection[str],
+) -> None:
+    """Check that quantizers in these roles can work. `where` names the module in errors.
 
     Raises:
-        ModelError: it has attributes with our names, rewrites its weight, or is called another
-            way than by its class's forward, where quantizers stand.
+        ModelError: it has attributes with our names, rewrites its weight, or has a forward of
+            its own instead of its class's, which calls the quantizers.
     """
-    taken = next((name for name in sorted(_OUR_NAMES) if hasattr(module, name)), None)
-    if taken is not None:
+    taken = [name for name in sorted(_OUR_NAMES) if hasattr(module, name)]
+    if taken:
         raise ModelError(
-            f"{where} is {a_kind(module)} with an attribute {taken!r} of its own, a name that "
-            "quantized layers need",
+            f"{where} is {a_kind(module)} with an attribute {taken[0]!r} of its own, a name "
+            "that quantized layers need",
             help="rename it in the class, or exclude the layer",
         )
     if "weights" in roles and isinstance(module, nn.Embedding) and module.max_norm is not None:
@@ -151,8 +160,8 @@ def check_quantizable(module: nn.Module, where: str, roles: Collection[str]) -> 
 
 
 def make_quantizable(module: nn.Module, path: str) -> InPlace:
-    """Give the module at `path`, in place, room for quantizers; what it computes does not
-    change.
+    """Make the module at `path` an `InPlace`, which computes the same until it gets
+    quantizers.
     """
     if not isinstance(module, InPlace):
         cls: Any = type(module)
@@ -164,94 +173,116 @@ def make_quantizable(module: nn.Module, path: str) -> InPlace:
 
 
 def rectify_output(module: nn.Module) -> None:
-    """Have a quantized module quantize its output after a ReLU."""
+    """Make a quantized module apply a ReLU before it quantizes its output."""
     object.__setattr__(module, "rectifies_output", True)
 
 
-def insert_before(module: nn.Module, path: str, layer: nn.Module) -> None:
-    """Have the module at `path` pass its first argument through one more layer, after those
-    that are there already.
+def insert_before(
+    module: nn.Module,
+    path: str,
+    layer: nn.Module,
+) -> None:
+    """Make the module at `path` pass its first argument through one more layer, after those
+    that were inserted before.
     """
-    made = make_quantizable(module, path)
-    if "input_layers" not in made._modules:
-        made.add_module("input_layers", nn.Sequential())
-    made.get_submodule("input_layers").append(layer)  # type: ignore[operator]  # a Sequential, as made above
+    module = make_quantizable(module, path)
+    if "input_layers" not in module._modules:
+        module.add_module("input_layers", nn.Sequential())
+    input_layers = module.get_submodule("input_layers")
+    assert isinstance(input_layers, nn.Sequential)
+    input_layers.append(layer)
 
 
 def lacks_bias(module: nn.Module) -> bool:
-    """Whether it is a layer that could have a bias and has none."""
+    """Return whether it is a layer that could have a bias and has none."""
     return "bias" in module._parameters and module._parameters["bias"] is None
 
 
 def add_bias(module: nn.Module, value: Tensor) -> None:
-    """Give a layer that lacks a bias this one; `has_added_bias` tells that it did not have it
-    from the start.
-    """
+    """Give a layer that lacks a bias this one, and mark it with `has_added_bias`."""
     weight = next(module.parameters())
     device = "cpu" if weight.is_meta else weight.device
-    module.bias = nn.Parameter(
-        value.detach().to(device, weight.dtype).clone(), requires_grad=False
-    )
+    bias = value.detach().to(device, weight.dtype).clone()
+    module.bias = nn.Parameter(bias, requires_grad=False)
     object.__setattr__(module, "has_added_bias", True)
 
 
 def on_first(
-    function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    function: Callable[[Tensor], Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with the first one changed, if it is a tensor of floating point
-    or a packed sequence.
+    """Apply `function` to the first argument of a call if that is a floating-point tensor or a
+    packed sequence, and return all arguments.
     """
+    new_kwargs = dict(kwargs)
     if args:
-        return (_changed(function, args[0]), *args[1:]), dict(kwargs)
-    first = next(iter(kwargs), None)
-    return args, {
-        key: _changed(function, value) if key == first else value
-        for key, value in kwargs.items()
-    }
+        return (_applied(function, args[0]), *args[1:]), new_kwargs
+    for name in list(new_kwargs)[:1]:
+        new_kwargs[name] = _applied(function, new_kwargs[name])
+    return args, new_kwargs
 
 
-def _changed(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _applied(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, PackedSequence):
         return PackedSequence(function(value.data), *value[1:])
-    return function(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return function(value)
+    return value
 
 
 class ModuleTree:
-    """The layers of a module graph by name, which can be watched while the model runs;
-    `reached` are those that ran.
+    """The layers of a module graph by name, which can be watched while the model runs.
 
-    Outputs of the layers in `rectified` are shown as a ReLU makes them.
+    `reached` has the layers that ran. Watchers see the outputs of layers in `rectified` after a
+    ReLU.
     """
 
-    def __init__(self, model: nn.Module, graph: Graph, rectified: Collection[str] = ()) -> None:
-        self.model, self._rectified = model, rectified
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: Graph,
+        rectified: Collection[str] = (),
+    ) -> None:
+        self.model = model
+        self._rectified = rectified
         modules = dict(model.named_modules())
-        self.layers = {node.name: modules[node.scope] for node in graph.nodes if node.params}
-        self.readers = {source: node.name for node in graph.nodes for source in node.refs()}
+        self.layers: dict[str, nn.Module] = {}
+        self.readers: dict[str, str] = {}
+        for node in graph.nodes:
+            if node.params:
+                self.layers[node.name] = modules[node.scope]
+            for source in node.refs():
+                self.readers[source] = node.name
         self.reached: set[str] = set()
 
     def observe(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Mapping[str, Watcher]
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        watch: Mapping[str, Watcher],
     ) -> Any:
-        """Run the model and show each watched node's value to its watcher; returns the output.
+        """Run the model, show each watched node's value to its watcher, and return the output.
 
         Raises:
             DataError: the model cannot run on these arguments.
             ModelError: it would end the process.
         """
         with ExitStack() as hooks, torch.no_grad():
+            # torch's fused attention bypasses the layers
             fused = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)  # it would pass the layers by
+            torch.backends.mha.set_fastpath_enabled(False)
             hooks.callback(torch.backends.mha.set_fastpath_enabled, fused)
             for name, watcher in watch.items():
-                if reader := self.readers.get(name):
-                    show = partial(self._show_input, reader, watcher)
-                    hook = self.layers[reader].register_forward_pre_hook(show, with_kwargs=True)
+                reader = self.readers.get(name)
+                if reader:
+                    show_input = self._input_hook(reader, watcher)
+                    layer = self.layers[reader]
+                    handle = layer.register_forward_pre_hook(show_input, with_kwargs=True)
                 else:
-                    hook = self.layers[name].register_forward_hook(
-                        partial(self._show_output, name, watcher)
-                    )
-                hooks.callback(hook.remove)
+                    show_output = self._output_hook(name, watcher)
+                    handle = self.layers[name].register_forward_hook(show_output)
+                hooks.callback(handle.remove)
             try:
                 return self.model(*args, **kwargs)
             except (QuantizerError, ObservationError, MemoryError, KeyboardInterrupt):
@@ -267,34 +298,54 @@ class ModuleTree:
                 text = f"forward() of {type(self.model).__name__} raised {type(error).__name__}"
                 raise ModelError(text, help="return from forward() instead") from error
 
-    def _show_input(
+    def _input_hook(
         self,
         layer: str,
         watcher: Watcher,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.reached.add(layer)
-        inserted = module._modules.get("input_layers")
+    ) -> Callable[..., None]:
+        """Return a hook that shows the input of a layer, without quantizing it."""
 
-        def look(value: Tensor) -> Tensor:
-            watcher(value if inserted is None else inserted(value))
-            return value
+        def hook(
+            module: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> None:
+            self.reached.add(layer)
+            input_layers = module._modules.get("input_layers")
 
-        on_first(look, args, kwargs)
+            def show(value: Tensor) -> Tensor:
+                shown = value if input_layers is None else input_layers(value)
+                watcher(shown)
+                return value
 
-    def _show_output(
-        self, layer: str, watcher: Watcher, _: nn.Module, __: Any, output: Any
-    ) -> None:
-        self.reached.add(layer)
-        if isinstance(output, Tensor) and output.is_floating_point():
-            watcher(torch.relu(output) if layer in self._rectified else output)
+            on_first(show, args, kwargs)
+
+        return hook
+
+    def _output_hook(
+        self,
+        layer: str,
+        watcher: Watcher,
+    ) -> Callable[..., None]:
+        """Return a hook that shows the output of a layer."""
+
+        def hook(
+            module: nn.Module,
+            args: tuple[Any, ...],
+            output: Any,
+        ) -> None:
+            self.reached.add(layer)
+            if isinstance(output, Tensor) and output.is_floating_point():
+                if layer in self._rectified:
+                    output = torch.relu(output)
+                watcher(output)
+
+        return hook
 
 
 def keep_layers_called(model: nn.Module) -> None:
-    """Switch torch's fused encoder layers off, which read weights directly and would pass input
-    quantizers by.
+    """Disable torch's fused encoder layers, which read weights directly and would bypass input
+    quantizers.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

@@ -1,5 +1,5 @@
-"""Fills a generated network from weights.safetensors and quant_info.json beside it. Reads data,
-never code.
+"""Fill a generated network from weights.safetensors and quant_info.json in its folder. Only
+data is read, never code.
 """
 
 import json
@@ -31,17 +31,16 @@ from quantizer.storage.opened_files import (
 from quantizer.storage.safetensors_file import deferred_file
 from quantizer.storage.tensor_shards import shards_of
 
-WEIGHTS, CORRECTIONS = "weights.safetensors", "bias_corr.safetensors"
+WEIGHTS = "weights.safetensors"
+CORRECTIONS = "bias_corr.safetensors"
 GROUP_SCALES = "qparams.safetensors"
 """The file with scales and zero points of groups, by `<module>.<role>.scale` and `.zero_point`.
 
-Scales are float32, or of fewer bits as `numerics.two_level` packs them, and then may have a
+Scales are float32, or packed to fewer bits by `numerics.two_level`, and then may have a
 `.global_scale`.
 """
-
 INFO = "quant_info.json"
-FILES_OF_TENSORS = (WEIGHTS, CORRECTIONS, GROUP_SCALES)
-"""The files that a generated network is filled from."""
+_FILES_OF_TENSORS = (WEIGHTS, CORRECTIONS, GROUP_SCALES)
 _KIND = SetKind(
     INFO,
     changed="was changed after calibration",
@@ -58,46 +57,45 @@ def load(network: nn.Module, file: str) -> None:
     """
     opened = open_files(Path(file).parent, _KIND, _digests)
     info = _info(opened[INFO])
-    files = {name: _loaded(opened, name) for name in FILES_OF_TENSORS}
-    weights, entries = (
-        files[WEIGHTS],
-        [row for own in info["tensors"].values() for row in own.items()],
-    )
-    stored = weights | files[GROUP_SCALES]
-    found = [(entry, role, quantized_tensor(entry, role, stored)) for role, entry in entries]
-    for entry, role, tensor in found:
-        if tensor.codes is not None:
-            weights[f"{entry['module']}.{parameter_name(role)}"] = tensor.decoded()
-    modules = {
-        name: layer for name, layer in network.named_children() if isinstance(layer, Layer)
-    }
+    weights = _load_tensors(opened, WEIGHTS)
+    stored = weights | _load_tensors(opened, GROUP_SCALES)
+    corrections = _load_tensors(opened, CORRECTIONS)
+    modules: dict[str, Layer] = {}
+    for name, module in network.named_children():
+        if isinstance(module, Layer):
+            modules[name] = module
+    quantized = []
+    for roles in info["tensors"].values():
+        for role, entry in roles.items():
+            tensor = quantized_tensor(entry, role, stored)
+            quantized.append((entry, role, tensor))
+            if tensor.codes is not None:
+                weights[f"{entry['module']}.{parameter_name(role)}"] = tensor.decoded()
     for key, value in weights.items():
         name, _, attribute = key.partition(".")
-        is_buffer = attribute in modules[name]._buffers
-        setattr(
-            modules[name],
-            attribute,
-            value if is_buffer else nn.Parameter(value, requires_grad=False),
-        )
-    for entry, role, tensor in found:
+        layer = modules[name]
+        is_buffer = attribute in layer._buffers
+        new_value = value if is_buffer else nn.Parameter(value, requires_grad=False)
+        setattr(layer, attribute, new_value)
+    for entry, role, tensor in quantized:
         attach(modules[entry["module"]], role, tensor, inplace=entry["inplace"])
-    for name, correction in files[CORRECTIONS].items():
-        modules[next(iter(info["tensors"][name].values()))["module"]].correct_bias(correction)
-    network.register_forward_hook(_hand_out)
+    for name, correction in corrections.items():
+        first_entry = next(iter(info["tensors"][name].values()))
+        modules[first_entry["module"]].correct_bias(correction)
+    network.register_forward_hook(_channels_first)
     network.eval()
 
 
 def _info(file: OpenFile) -> dict[str, Any]:
-    """The content of quant_info.json.
+    """Return the content of quant_info.json.
 
     Raises:
         ResultError: it was changed after calibration.
     """
     try:
         info: dict[str, Any] = json.loads(file.content())
-        is_whole = info["checksum"] == json_digest(
-            {"header": info["header"], "tensors": info["tensors"]}
-        )
+        content = {"header": info["header"], "tensors": info["tensors"]}
+        is_whole = info["checksum"] == json_digest(content)
     except (ValueError, LookupError, TypeError):
         is_whole = False
     if not is_whole:
@@ -106,85 +104,100 @@ def _info(file: OpenFile) -> dict[str, Any]:
 
 
 def _digests(index: OpenFile) -> dict[str, str]:
-    """The sha256 of each file of tensors that a network is filled from."""
+    """Return the sha256 of each file of tensors from which a network is filled."""
     files = _info(index)["header"]["files"]
-    return {
-        shard: files[shard] for name in FILES_OF_TENSORS for shard in shards_of(name, files)
-    }
+    digests: dict[str, str] = {}
+    for name in _FILES_OF_TENSORS:
+        for shard in shards_of(name, files):
+            digests[shard] = files[shard]
+    return digests
 
 
-def _loaded(opened: OpenedFiles, name: str) -> dict[str, Tensor]:
-    """The tensors of `name`, which may lie in several files."""
+def _load_tensors(opened: OpenedFiles, name: str) -> dict[str, Tensor]:
+    """Return the tensors of `name`, which may be split into several files."""
     tensors: dict[str, Tensor] = {}
     for shard in shards_of(name, opened.names):
-        deferred = deferred_file(opened[shard])
-        tensors |= {key: tensor.load() for key, tensor in deferred.items()}
+        for key, tensor in deferred_file(opened[shard]).items():
+            tensors[key] = tensor.load()
     return tensors
 
 
-def _hand_out(network: nn.Module, args: Any, output: Any) -> Any:
-    """What a network returns, in the order of memory of the model; a function, as networks are
-    pickled.
+def _channels_first(
+    network: nn.Module,
+    args: Any,
+    output: Any,
+) -> Any:
+    """Return a network's output in the model's order of memory. It is a module-level function,
+    as networks are pickled.
     """
     return channels_first(output)
 
 
 def quantized_tensor(
-    entry: Mapping[str, Any], role: str, stored: Mapping[str, Tensor]
+    entry: Mapping[str, Any],
+    role: str,
+    stored: Mapping[str, Tensor],
 ) -> QuantizedTensor:
-    """A tensor of quant_info.json; `stored` has parameters and their codes, and what is in
-    GROUP_SCALES.
+    """Return a tensor of quant_info.json. `stored` has the content of WEIGHTS and GROUP_SCALES:
+    parameters or their codes, and scales of groups.
     """
-    spec, module, scale, zero_point = (
-        QuantizationSpec(**entry["spec"]),
-        entry["module"],
-        torch.ones(()),
-        None,
-    )
+    spec = QuantizationSpec(**entry["spec"])
+    name = f"{entry['module']}.{role}"
+    scale = torch.ones(())
+    zero_point = None
     if "scales_in" in entry:
-        name = f"{module}.{role}"
-        scale = unpack_scales(
-            stored[f"{name}.scale"], spec.scale_type, stored.get(f"{name}.global_scale")
-        )
+        global_scale = stored.get(f"{name}.global_scale")
+        scale = unpack_scales(stored[f"{name}.scale"], spec.scale_type, global_scale)
         zero_point = stored.get(f"{name}.zero_point")
     elif "scale" in entry:
         scale = torch.tensor(entry["scale"], dtype=torch.float32)
-        zero_point = (
-            torch.tensor(entry["zero_point"], dtype=torch.int32)
-            if "zero_point" in entry
-            else None
-        )
+        if "zero_point" in entry:
+            zero_point = torch.tensor(entry["zero_point"], dtype=torch.int32)
     if zero_point is None:
         zero_point = torch.zeros_like(scale, dtype=torch.int32)
-    found = QuantizedTensor(spec, scale, zero_point)
+    tensor = QuantizedTensor(spec, scale, zero_point)
     if "codes" not in entry:
-        return found
-    codes = _unpacked(stored[f"{module}.{parameter_name(role)}"], spec, entry["codes"]["shape"])
-    return replace(found, codes=codes, dtype=getattr(torch, entry["codes"]["dtype"]))
+        return tensor
+    parameter = stored[f"{entry['module']}.{parameter_name(role)}"]
+    codes = _unpacked(parameter, spec, entry["codes"]["shape"])
+    return replace(tensor, codes=codes, dtype=getattr(torch, entry["codes"]["dtype"]))
 
 
-def _unpacked(stored: Tensor, spec: QuantizationSpec, shape: Sequence[int]) -> Tensor:
-    """Codes as a file holds them, unpacked when they are needed if they are not in memory.
+def _unpacked(
+    stored: Tensor,
+    spec: QuantizationSpec,
+    shape: Sequence[int],
+) -> Tensor:
+    """Return the codes that a file stores. Deferred ones are unpacked when they are needed.
 
     Raises:
-        ValueError: the file does not hold as many.
+        ValueError: the file has another number of them.
     """
-    packed = packed_shape(torch.Size(shape), spec)
+    size = torch.Size(shape)
+    packed = packed_shape(size, spec)
     if stored.shape != packed:
         raise ValueError(
             f"the codes of a tensor of {tuple(shape)} are stored as {tuple(packed)}, not "
             f"{stored.shape}"
         )
     if not isinstance(stored, DeferredTensor):
-        return unpack(stored, spec, torch.Size(shape))
+        return unpack(stored, spec, size)
     return DeferredTensor(
-        shape, storage_dtype(spec), lambda: unpack(stored.load(), spec, torch.Size(shape))
+        shape,
+        storage_dtype(spec),
+        lambda: unpack(stored.load(), spec, size),
     )
 
 
-def attach(layer: Layer, role: str, tensor: QuantizedTensor, *, inplace: bool) -> None:
-    """Give a layer the quantizer of a tensor; a parameter is rounded at once, unless it is what
-    its codes stand for.
+def attach(
+    layer: Layer,
+    role: str,
+    tensor: QuantizedTensor,
+    *,
+    inplace: bool,
+) -> None:
+    """Give a layer the quantizer of a tensor. A parameter is quantized at once, unless its
+    value already is that of its codes.
     """
     quantizer = TensorQuantizer.of(tensor, inplace=inplace)
     if tensor.codes is None:

@@ -1,6 +1,4 @@
-"""A graph as a module that runs it node by node. It executes and lets others look; it decides
-nothing.
-"""
+"""A module that runs a graph node by node."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -20,56 +18,77 @@ from quantizer.storage.deferred_tensor import CPU, DeferredTensor
 
 
 class Network(nn.Module):
-    """Runs a graph with one layer per node; called as the model it was traced from.
+    """A module with one layer per node of a graph, called as the model that was traced.
 
-    `layers` holds them by name; `module_names` says what each is called in the generated code
-    and in `state_dict`; `last_uses` names for each node the values that nothing reads after it,
-    `overwritten` the nodes whose values are.
+    `layers` has them by name, and `module_names` their names in the generated code and in
+    `state_dict`. `last_uses` names for each node the values that no later node reads,
+    `overwritten` the nodes whose values their reader overwrites.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+    ) -> None:
         super().__init__()
         self.graph = graph
         self.layers: dict[str, Layer] = {}
-        self.module_names = {
-            node.name: f"module_{index}" for index, node in enumerate(graph.nodes)
-        }
-        for node in graph.nodes:
+        self.module_names: dict[str, str] = {}
+        self.last_uses: Mapping[str, Sequence[str]] = _last_uses(graph)
+        sources = [overwritten(graph, node) for node in graph.nodes]
+        self.overwritten: Collection[str] = frozenset(filter(None, sources))
+        for index, node in enumerate(graph.nodes):
             layer = build_layer(graph, node)
             self.layers[node.name] = layer
-            self.add_module(self.module_names[node.name], layer)
-        self.last_uses: Mapping[str, Sequence[str]] = _last_uses(graph)
-        self.overwritten: Collection[str] = frozenset(
-            filter(None, (overwritten(graph, node) for node in graph.nodes))
-        )
-        weighted = [node.name for node in graph.nodes if node.params]
-        self._followers = dict(pairwise(weighted)) if graph.is_deferred else {}
+            self.module_names[node.name] = f"module_{index}"
+            self.add_module(f"module_{index}", layer)
+        # The next layer with weights, which are read from disk meanwhile
+        self._next_weighted: dict[str, str] = {}
+        if graph.is_deferred:
+            weighted = [node.name for node in graph.nodes if node.params]
+            self._next_weighted = dict(pairwise(weighted))
         self.eval()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the traced model returns, in its own output type."""
+    def forward(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the output of the traced model, in the type of its outputs."""
         return self.observe(args, kwargs, {})
 
-    def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Watchers) -> Any:
-        """Run and show each watched node's value to its watcher; returns the output."""
+    def observe(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        watch: Watchers,
+    ) -> Any:
+        """Run, show each watched node's value to its watcher, and return the output."""
         return self.start(args, kwargs).advance(watch=watch).output()
 
-    def start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Execution:
-        """An execution of this call, before its first node.
+    def start(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Execution:
+        """Return an execution of this call, before its first node.
 
         Raises:
             DataError: the call is not shaped like the example the model was traced with.
         """
         return Execution(self, self.inputs(args, kwargs))
 
-    def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
-        """The node's layer on the values that it reads.
+    def run_node(
+        self,
+        node: Node,
+        values: Mapping[str, Any],
+    ) -> Any:
+        """Run the node's layer on the values that it reads.
 
         Raises:
-            DataError: torch refuses them; tracing accepted the first batch, so it is this one.
+            DataError: torch refuses them. Tracing accepted the first batch, so it is this one.
         """
-        if node.name in self._followers:
-            _prefetch(self.layers[self._followers[node.name]])
+        if node.name in self._next_weighted:
+            _prefetch(self.layers[self._next_weighted[node.name]])
         try:
             return self.layers[node.name](**arguments(node, values))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -79,73 +98,91 @@ class Network(nn.Module):
                 help="check shapes, dtypes and values of the data",
             ) from error
 
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The network's inputs picked out of a call.
+    def inputs(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> list[Any]:
+        """Return the network's inputs in a call.
 
         Raises:
             DataError: the call is not shaped like the example the model was traced with.
         """
-        inputs, found = [node for node in self.graph.nodes if node.op == "input"], []
-        names = _names_of_lengths(self.graph)
-        for index, (node, path) in enumerate(zip(inputs, self.graph.input_paths, strict=True)):
-            value: Any = (args, kwargs)
-            try:
-                for key in path:
-                    value = value[key]
-            except (KeyError, IndexError, TypeError):
-                where = "".join(f"[{key!r}]" for key in path[1:])
-                raise DataError(
-                    f"{node.name} is missing: no {'kwargs' if path[0] else 'args'}{where} in "
-                    "this call"
-                ) from None
-            _check_input(node, value, names.get(index, {}))
-            found.append(value)
+        nodes = [node for node in self.graph.nodes if node.op == "input"]
+        lengths = _names_of_lengths(self.graph)
+        values: list[Any] = []
+        batches: dict[str, int] = {}
+        for index, (node, path) in enumerate(zip(nodes, self.graph.input_paths, strict=True)):
+            value = _argument(node, path, args, kwargs)
+            _check_input(node, value, lengths.get(index, {}))
+            values.append(value)
+            if node.shape and node.shape[0] is None:
+                batches[node.name] = value.shape[0]
         count = len(pytree.tree_leaves((args, dict(kwargs))))
-        if count != len(found):
+        if count != len(values):
             raise DataError(
-                f"{self.graph.model} was traced with {len(found)} inputs, but this call has "
+                f"{self.graph.model} was traced with {len(values)} inputs, but this call has "
                 f"{count}"
             )
-        pairs = zip(inputs, found, strict=True)
-        sizes = {
-            node.name: value.shape[0]
-            for node, value in pairs
-            if node.shape and node.shape[0] is None
-        }
-        if _differ(sizes):
-            raise DataError(f"the inputs have batches of different sizes: {sizes}")
+        if _differ(batches):
+            raise DataError(f"the inputs have batches of different sizes: {batches}")
         for length in self.graph.lengths:
-            _check_length(
-                length, {inputs[at].name: found[at].shape[axis] for at, axis in length.axes}
-            )
-        return found
+            sizes = {
+                nodes[index].name: values[index].shape[axis] for index, axis in length.axes
+            }
+            _check_length(length, sizes)
+        return values
 
     def quantizers(self) -> Iterator[tuple[str, str, nn.Module]]:
-        """(layer name, role, quantizer) for all that are attached."""
+        """Yield layer name, role and quantizer for all that are attached."""
         for name, layer in self.layers.items():
             for role, quantizer in layer.quantizers.items():
                 yield name, role, quantizer
 
 
-def build_layer(graph: Graph, node: Node) -> Layer:
-    """The node's layer with its parameters filled from the graph; it shares their memory until
+def build_layer(
+    graph: Graph,
+    node: Node,
+) -> Layer:
+    """Return the node's layer with its parameters from the graph. It shares their memory until
     they are quantized.
     """
     call = describe(graph, node)
     layer: Layer = getattr(layers, call.cls)(*call.args, **call.kwargs)
     for key, path in node.params.items():
-        tensor = graph.tensors[path]
-        setattr(
-            layer,
-            key,
-            tensor if key in layer._buffers else nn.Parameter(tensor, requires_grad=False),
-        )
+        value = graph.tensors[path]
+        if key not in layer._buffers:
+            value = nn.Parameter(value, requires_grad=False)
+        setattr(layer, key, value)
     return layer.eval()
 
 
+def _argument(
+    node: Node,
+    path: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Return the argument of a call for an input node.
+
+    Raises:
+        DataError: the call has no such argument.
+    """
+    value: Any = (args, kwargs)
+    try:
+        for key in path:
+            value = value[key]
+    except (KeyError, IndexError, TypeError):
+        where = "kwargs" if path[0] else "args"
+        for key in path[1:]:
+            where += f"[{key!r}]"
+        raise DataError(f"{node.name} is missing: no {where} in this call") from None
+    return value
+
+
 def _prefetch(layer: Layer) -> None:
-    """Have a layer's weights read while a device computes what comes before; the CPU has no
-    time to spare.
+    """Read a layer's weights while a device computes the layers before. The CPU has no time to
+    spare.
     """
     for tensor in (*layer.parameters(), *layer.buffers()):
         if isinstance(tensor, DeferredTensor) and tensor.device != CPU:
@@ -153,7 +190,7 @@ def _prefetch(layer: Layer) -> None:
 
 
 def _names_of_lengths(graph: Graph) -> dict[int, dict[int, str]]:
-    """By input and axis the name of the size that a call chooses there."""
+    """Return the names of the lengths that a call chooses, by input and axis."""
     names: dict[int, dict[int, str]] = {}
     for length in graph.lengths:
         for index, axis in length.axes:
@@ -161,42 +198,55 @@ def _names_of_lengths(graph: Graph) -> dict[int, dict[int, str]]:
     return names
 
 
-def _check_input(node: Node, value: Any, lengths: Mapping[int, str]) -> None:
-    """Shape and dtype as traced, but for the batch and `lengths` (names by axis); numbers as
-    traced, they are baked in.
+def _check_input(
+    node: Node,
+    value: Any,
+    lengths: Mapping[int, str],
+) -> None:
+    """Raise `DataError` if shape and dtype are not as traced, except for the batch and
+    `lengths` (names by axis). A number is part of the program, so it must be the traced one.
 
-    A size that is open is not compared: while torch exports, that would fix it.
+    A dynamic size is not compared: in an export, a comparison would fix it.
     """
     if node.shape is None:
-        if type(value) is not type(node.attrs["value"]) or value != node.attrs["value"]:
+        traced = node.attrs["value"]
+        if type(value) is not type(traced) or value != traced:
             raise DataError(
-                f"{node.name}: the model was traced with {node.attrs['value']!r} here, got "
-                f"{value!r}"
+                f"{node.name}: the model was traced with {traced!r} here, got {value!r}"
             )
         return
     if not isinstance(value, Tensor):
         raise DataError(f"{node.name}: expected a tensor, got {type(value).__name__}")
-    wanted = [
-        "b" if size is None else lengths.get(axis, size) for axis, size in enumerate(node.shape)
-    ]
-    fits = len(value.shape) == len(wanted) and all(
-        isinstance(want, str) or want == got
-        for want, got in zip(wanted, value.shape, strict=True)
-    )
-    if not fits or value.dtype != node.dtype:
-        want = f"[{', '.join(map(str, wanted))}] {node.dtype}"
-        raise DataError(f"{node.name}: expected {want}, got {list(value.shape)} {value.dtype}")
+    fits = value.dtype == node.dtype and value.dim() == len(node.shape)
+    expected = []
+    for axis, size in enumerate(node.shape):
+        if size is None:
+            expected.append("b")
+        elif axis in lengths:
+            expected.append(lengths[axis])
+        else:
+            expected.append(str(size))
+            fits = fits and value.shape[axis] == size
+    if not fits:
+        raise DataError(
+            f"{node.name}: expected [{', '.join(expected)}] {node.dtype}, got "
+            f"{list(value.shape)} {value.dtype}"
+        )
 
 
 def _differ(sizes: Mapping[str, int]) -> bool:
-    """Whether one is another than the first; where torch exports they are symbols, and the
-    answer makes them one.
+    """Return whether any size differs from the first. In an export the sizes are symbols, and
+    the comparison makes them equal.
     """
-    return any(size != first for first in list(sizes.values())[:1] for size in sizes.values())
+    first = next(iter(sizes.values()), None)
+    return any(size != first for size in sizes.values())
 
 
-def _check_length(length: Length, sizes: Mapping[str, int]) -> None:
-    """One size in all inputs, which the model takes."""
+def _check_length(
+    length: Length,
+    sizes: Mapping[str, int],
+) -> None:
+    """Raise `DataError` if the inputs differ in a size, or the model does not accept it."""
     if _differ(sizes):
         raise DataError(f"the inputs have sequences of different lengths: {dict(sizes)}")
     for name, size in sizes.items():
@@ -205,14 +255,16 @@ def _check_length(length: Length, sizes: Mapping[str, int]) -> None:
 
 
 def _last_uses(graph: Graph) -> dict[str, list[str]]:
-    """For each node the values that nothing reads after it."""
-    kept = set(references(graph.output))
-    last: dict[str, str] = {node.name: node.name for node in graph.nodes}
+    """Return for each node the values that no later node reads."""
+    outputs = set(references(graph.output))
+    last_readers: dict[str, str] = {}
+    last_uses: dict[str, list[str]] = {}
     for node in graph.nodes:
+        last_uses[node.name] = []
+        last_readers[node.name] = node.name
         for name in node.refs():
-            last[name] = node.name
-    frees: dict[str, list[str]] = {node.name: [] for node in graph.nodes}
-    for name, reader in last.items():
-        if name not in kept:
-            frees[reader].append(name)
-    return frees
+            last_readers[name] = node.name
+    for name, reader in last_readers.items():
+        if name not in outputs:
+            last_uses[reader].append(name)
+    return last_uses

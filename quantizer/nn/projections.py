@@ -1,5 +1,5 @@
-"""Keeps one warning of torch from users: that an LSTM with projections runs without oneDNN,
-which changes no result.
+"""Suppress a warning of torch: that an LSTM with projections runs without oneDNN, which changes
+no result.
 """
 
 import warnings
@@ -12,18 +12,34 @@ _MESSAGE = "LSTM with projections is not supported with oneDNN"
 
 
 def keep_quiet_about(module: nn.Module) -> None:
-    """See to it that torch says nothing where a module has LSTMs with projections."""
-    if any(isinstance(part, nn.LSTM) and part.proj_size for part in module.modules()):
-        spend_warning()
+    """Suppress the warning if a module has LSTMs with projections."""
+    for part in module.modules():
+        if isinstance(part, nn.LSTM) and part.proj_size:
+            spend_warning()
 
 
 @cache
 def spend_warning() -> None:
-    """Have torch give the warning where nobody sees it: it gives it once in a process, by
-    operators of C++ past the filters of Python.
+    """Trigger the warning where it is ignored.
+
+    Operators in C++ emit it past Python's filters, but only once in a process.
     """
-    # The weights are drawn, and the user's generator stays as it is.
+    # The weights are random, and the user's generator must not change
     with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         warnings.filterwarnings("ignore", message=_MESSAGE)
-        layer = nn.LSTM(1, 2, proj_size=1, device="cpu", dtype=torch.float32)
-        layer(torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32))
+        layer = nn.LSTM(
+            1,
+            2,
+            proj_size=1,
+            device="cpu",
+            dtype=torch.float32,
+        )
+        layer(
+            torch.zeros(
+                1,
+                1,
+                1,
+                device="cpu",
+                dtype=torch.float32,
+            )
+        )

@@ -1,4 +1,4 @@
-"""TensorQuantizer: the only module that quantizes a tensor."""
+"""`TensorQuantizer`, the only module that quantizes a tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.nn.dynamic import dynamic_qparams, once, quantize_rows
+from quantizer.nn.dynamic import dynamic_qparams, quantize_each_row, quantize_once
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.fake_quantize import fake_cast, fake_quantize
 from quantizer.numerics.formats import cast_round_trip_
@@ -22,17 +22,17 @@ class TensorQuantizer(nn.Module):
 
     Args:
         spec: number format, granularity and rounding.
-        scale: float32, of `granularity.scale_shape`; not read for dynamic tensors and formats
-            without a scale.
+        scale: float32, of `granularity.scale_shape`. Dynamic tensors and formats without a
+            scale do not read it.
         zero_point: int32, same shape.
-        inplace: overwrite the input, allowed when its producer made fresh memory that nobody
-            else reads unquantized.
+        inplace: overwrite the input. This is allowed if nothing else reads it unquantized.
 
     Raises:
         ValueError: a scale is needed and missing, or the axis that it goes with is.
     """
 
-    scale: Tensor  # None where it is not read, as the next
+    # Both are None if they are not read
+    scale: Tensor
     zero_point: Tensor
 
     def __init__(
@@ -47,65 +47,68 @@ class TensorQuantizer(nn.Module):
         if spec.is_scaled and not spec.is_dynamic and (scale is None or zero_point is None):
             raise ValueError(f"A static tensor in {spec.dtype} needs a scale and a zero point.")
         axis_of(spec)
-        self.spec, self.inplace = spec, inplace
+        self.spec = spec
+        self.inplace = inplace
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
 
     @classmethod
-    def of(cls, tensor: QuantizedTensor, *, inplace: bool = False) -> TensorQuantizer:
-        """The quantizer of a tensor; a dynamic one finds its scale itself, and a cast has
-        none.
-        """
-        known = (
-            (tensor.scale, tensor.zero_point)
-            if tensor.spec.is_scaled and not tensor.spec.is_dynamic
-            else ()
-        )
-        return cls(tensor.spec, *known, inplace=inplace)
+    def of(
+        cls,
+        tensor: QuantizedTensor,
+        *,
+        inplace: bool = False,
+    ) -> TensorQuantizer:
+        """Return the quantizer of a tensor."""
+        if not tensor.spec.is_scaled or tensor.spec.is_dynamic:
+            return cls(tensor.spec, inplace=inplace)
+        return cls(tensor.spec, tensor.scale, tensor.zero_point, inplace=inplace)
 
     @property
     def tensor(self) -> QuantizedTensor:
-        """What it does to a tensor, as a value."""
-        known = () if self.scale is None else (self.scale, self.zero_point)
-        return QuantizedTensor(self.spec, *known)
+        """Return its spec, scale and zero point as a value."""
+        if self.scale is None:
+            return QuantizedTensor(self.spec)
+        return QuantizedTensor(self.spec, self.scale, self.zero_point)
 
     def forward(self, x: Any) -> Any:
-        """The tensor quantized; anything that is not a floating-point tensor, or holds no
-        values, passes unchanged.
+        """Return the tensor quantized. Anything that is not a floating-point tensor, or holds
+        no values, passes unchanged.
 
         Raises:
-            ObservationError: what is to be quantized has no dynamic range; it is a ValueError.
+            ObservationError: a dynamic tensor has no range; it is a ValueError.
         """
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         if not self.spec.is_scaled:
-            return cast_round_trip_(x if self.inplace else x.clone(), self.spec.dtype)
+            target = x if self.inplace else x.clone()
+            return cast_round_trip_(target, self.spec.dtype)
         with torch.no_grad():
             if not self.spec.is_dynamic:
                 return place(x, self.spec, self.scale, self.zero_point, inplace=self.inplace)
             if x.numel() == 0:
                 return x
-            return (
-                self._dynamic(x)
-                if self.inplace
-                else once(x, self.spec, lambda: self._dynamic(x))
-            )
+            if self.inplace:
+                return self._dynamic(x)
+            return quantize_once(x, self.spec, lambda: self._dynamic(x))
 
     def _dynamic(self, x: Tensor) -> Tensor:
         spec = self.spec
-        if (
-            spec.qscheme == "per_tensor"
-            or spec.scale_type == "e4m3"
-            or torch.compiler.is_compiling()
-        ):
-            found = dynamic_qparams(x, spec)
-            return place(x, spec, found.scale, found.zero_point, inplace=self.inplace)
-        rows = to_rows(x, *spec.cut)
-        out = quantize_rows(rows, spec, inplace=self.inplace or rows.data_ptr() != x.data_ptr())
-        return from_rows(out, tuple(x.shape), *spec.cut)
+        has_one_range = spec.qscheme == "per_tensor" or spec.scale_type == "e4m3"
+        if has_one_range or torch.compiler.is_compiling():
+            qparams = dynamic_qparams(x, spec)
+            return place(x, spec, qparams.scale, qparams.zero_point, inplace=self.inplace)
+        rows = to_rows(x, spec.cut)
+        is_copy = rows.data_ptr() != x.data_ptr()
+        out = quantize_each_row(rows, spec, inplace=self.inplace or is_copy)
+        return from_rows(out, tuple(x.shape), spec.cut)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move with the model; but where that is cast (`half()`), the scale stays float32."""
+    def _apply(
+        self,
+        fn: Any,
+        recurse: bool = True,
+    ) -> Any:
+        """Move with the model. If the model is cast (`half()`), the scale stays float32."""
         scale = self.scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if scale is not None and self.scale is not None and self.scale.dtype != scale.dtype:
@@ -113,12 +116,11 @@ class TensorQuantizer(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """The spec in words."""
+        """Return the spec in words."""
         spec = self.spec
         kind = f"{spec.bit_width} bit" if spec.dtype == "int" else spec.dtype
-        return f"{kind}, {spec.round_mode}, {spec.qscheme}" + (
-            ", dynamic" if spec.is_dynamic else ""
-        )
+        dynamic = ", dynamic" if spec.is_dynamic else ""
+        return f"{kind}, {spec.round_mode}, {spec.qscheme}{dynamic}"
 
 
 def place(
@@ -131,26 +133,30 @@ def place(
 ) -> Tensor:
     """Return `x` quantized by `spec` with these scales, of `granularity.scale_shape`.
 
-    >>> place(
-    ...     torch.tensor([[0.6, 7.0]]), QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)
-    ... ).tolist()
+    >>> x = torch.tensor([[0.6, 7.0]])
+    >>> place(x, QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)).tolist()
     [[0.5, 7.0]]
     """
-    axis, shape = axis_of(spec), tuple(x.shape)
+    shape = tuple(x.shape)
+    ch_axis = axis_of(spec)
     is_along_axis = spec.qscheme == "per_channel" and spec.group_size is None
-    cut = None if spec.has_one_scale or is_along_axis else spec.cut
-    if cut:
-        x, scale, zero_point, axis = (
-            to_rows(x, *cut),
-            scale.reshape(-1),
-            zero_point.reshape(-1),
-            0,
-        )
+    needs_rows = not spec.has_one_scale and not is_along_axis
+    if needs_rows:
+        x = to_rows(x, spec.cut)
+        scale = scale.reshape(-1)
+        zero_point = zero_point.reshape(-1)
+        ch_axis = 0
     if spec.dtype == "int":
-        bounds = spec.quant_min, spec.quant_max
         out = fake_quantize(
-            x, scale, zero_point, *bounds, spec.round_mode, axis, inplace=inplace
+            x,
+            scale,
+            zero_point,
+            quant_min=spec.quant_min,
+            quant_max=spec.quant_max,
+            round_mode=spec.round_mode,
+            ch_axis=ch_axis,
+            inplace=inplace,
         )
     else:
-        out = fake_cast(x, scale, spec.dtype, axis, inplace=inplace)
-    return from_rows(out, shape, *cut) if cut else out
+        out = fake_cast(x, scale, spec.dtype, ch_axis, inplace=inplace)
+    return from_rows(out, shape, spec.cut) if needs_rows else out

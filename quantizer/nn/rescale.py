@@ -1,5 +1,5 @@
-"""Layers that algorithms insert: factors of channels, or a rotation. Exact in float; nothing of
-them is quantized.
+"""Layers that algorithms insert: factors of channels, or a rotation. They are exact in float,
+and not quantized.
 """
 
 from typing import Any
@@ -8,49 +8,63 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.nn.layer import Layer
+from quantizer.numerics.blocks import along_axis
 from quantizer.numerics.hadamard import factors, rotated
 
 
 class InputScale(Layer):
-    """x * weight along `axis`: the channels divided by what the weights that read them were
-    multiplied with.
+    """A layer that computes x * weight along `axis`: it divides the channels by what the
+    weights that read them were multiplied with.
     """
 
-    def __init__(self, channels: int, axis: int = -1) -> None:
+    def __init__(
+        self,
+        channels: int,
+        axis: int = -1,
+    ) -> None:
         super().__init__()
         self.axis = axis
         self.weight = nn.Parameter(torch.empty(channels), requires_grad=False)
 
-    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
-        shape = [1] * input.dim()
-        shape[self.axis] = -1
-        return self.finish(input * self.weight.to(input.dtype).view(shape))
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002
+    ) -> Any:
+        weight = along_axis(self.weight.to(input.dtype), input, self.axis)
+        return self.finish(input * weight)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, axis={self.axis}"
 
 
 class InputRotation(Layer):
-    """The channels of the last axis times an orthogonal matrix, which the weights that read
-    them undo.
+    """A layer that multiplies the channels of the last axis with an orthogonal matrix, which
+    the weights that read them undo.
 
-    `weight` holds the signs [channels]; the matrix follows from their number
+    `weight` holds the signs [channels]. The matrix follows from their number
     (`numerics.hadamard`).
     """
 
     left: Tensor
     right: Tensor
 
-    def __init__(self, channels: int) -> None:
+    def __init__(
+        self,
+        channels: int,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels), requires_grad=False)
-        for name, factor in zip(("left", "right"), factors(channels), strict=True):
-            self.register_buffer(name, factor.float(), persistent=False)
+        left, right = factors(channels)
+        self.register_buffer("left", left.float(), persistent=False)
+        self.register_buffer("right", right.float(), persistent=False)
 
-    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
-        signs, left, right = (
-            tensor.to(input.dtype) for tensor in (self.weight, self.left, self.right)
-        )
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002
+    ) -> Any:
+        signs = self.weight.to(input.dtype)
+        left = self.left.to(input.dtype)
+        right = self.right.to(input.dtype)
         return self.finish(rotated(input, signs, left, right))
 
     def extra_repr(self) -> str:

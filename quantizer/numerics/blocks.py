@@ -1,5 +1,5 @@
-"""Elementwise work in cache-sized blocks along memory, each with the scales it needs. A kernel
-rounds.
+"""Elementwise work on tensors in cache-sized blocks along memory, each with the scales that it
+needs. A kernel does the rounding.
 """
 
 import math
@@ -10,20 +10,21 @@ from itertools import product
 import torch
 from torch import Tensor
 
-# Values per step: 2 MB of float32 stay in the cache for all operations of the step
-BLOCK = 1 << 19
-# There each operation is started by itself, which few values do not pay for
-BLOCK_OF_GPU = 1 << 24
-MANTISSA = 0x7FFFFF  # of the bits of float32
-# Scales per step: float64 of more is memory that the system may hand out anew for every
-# operation
-FEW = 1 << 15
-_kept = threading.local()  # the memory that `scratch` keeps for a thread
+# 2 MB of float32 stay in the cache for all operations of a block
+BLOCK_SIZE = 1 << 19
+# A GPU launches every operation of a block by itself, which small blocks do not pay for
+GPU_BLOCK_SIZE = 1 << 24
+# The system may hand out memory for more scales than these in float64 anew for every operation
+SCALES_AT_ONCE = 1 << 15
+_FLOAT32_MANTISSA = 0x7FFFFF
+_thread = threading.local()
 
 Kernel = Callable[["int | Tensor"], Callable[[Tensor], Tensor]]
-"""Takes the zero point; returns what puts code - zero_point, as floating point, in the place of
-x / scale.
+"""Takes the zero point. Returns a function that replaces x / scale by code - zero_point, as
+floating point.
 """
+Block = tuple[Tensor, Tensor, Tensor, "int | Tensor"]
+"""Views of a tensor and of another one of its layout, with the scale and the zero point."""
 
 
 def memory_order(x: Tensor) -> list[int]:
@@ -49,18 +50,37 @@ def flat_view(x: Tensor) -> Tensor | None:
 
 
 def flattened(x: Tensor) -> Tensor:
-    """Return the elements of `x` as one vector, in memory order; a copy only where there are
-    gaps in it.
+    """Return the elements of `x` as one vector, in memory order. It is a copy only if the
+    memory has gaps.
     """
     flat = flat_view(x)
     return x.reshape(-1) if flat is None else flat
 
 
-def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
-    """Return `x`, or a copy where it is narrower than `least` or its memory has gaps.
+def along_axis(
+    values: Tensor,
+    x: Tensor,
+    ch_axis: int | None,
+) -> Tensor:
+    """Return `values`, one for each index of `ch_axis`, in a shape that broadcasts against `x`.
+
+    With `ch_axis` None there is one value for all of `x`.
+    """
+    if ch_axis is None:
+        return values
+    shape = [1] * x.ndim
+    shape[ch_axis] = -1
+    return values.view(shape)
+
+
+def workspace(
+    x: Tensor,
+    least: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return `x`, or a copy if its dtype is narrower than `least` or its memory has gaps.
 
     Raises:
-        TypeError: it holds integers.
+        TypeError: `x` holds integers.
     """
     if not x.is_floating_point():
         raise TypeError(f"Only floating-point tensors can be quantized, not {x.dtype}.")
@@ -71,15 +91,16 @@ def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
 def fill(
     out: Tensor,
     x: Tensor,
+    kernel: Kernel,
+    *,
     scale: Tensor,
     zero_point: Tensor,
-    kernel: Kernel,
     ch_axis: int | None,
 ) -> Tensor:
-    """Write codes, less the zero point, times scale to `out`, of the layout of `x`, which may
-    be `x`; return `out`.
+    """Write (code - zero_point) * scale for each value of `x` to `out`, and return `out`.
 
-    Powers of two are divided by with a product, which is as exact and costs half.
+    `out` has the layout of `x`, or is `x`. Powers of two are divided by with a product, which
+    is as exact and costs half.
 
     Raises:
         ValueError: scale and zero point have another shape than (), or (C,) with C the size of
@@ -92,105 +113,136 @@ def fill(
             f"zero_point must have shape {shape}, not {tuple(scale.shape)} and "
             f"{tuple(zero_point.shape)}."
         )
-    exact = _is_read(x) and _has_exact_inverse(scale)
-    for source, to, s, z in blocks(x, out, scale, zero_point, ch_axis):
-        divided = (
-            torch.mul(source, s.reciprocal(), out=to) if exact else torch.div(source, s, out=to)
-        )
-        kernel(z)(divided).mul_(s)
+    exact = x.is_cpu and _has_exact_inverse(scale)
+    for source, target, step, zero in blocks(
+        x,
+        out,
+        scale,
+        zero_point,
+        ch_axis=ch_axis,
+    ):
+        if exact:
+            torch.mul(source, step.reciprocal(), out=target)
+        else:
+            torch.div(source, step, out=target)
+        kernel(zero)(target).mul_(step)
     return out
 
 
-def _is_read(x: Tensor) -> bool:
-    """Whether looking at values costs nothing: a GPU would be waited for, and what is saved
-    there is less than that.
+def _is_zero(zero_point: Tensor) -> bool:
+    """Return whether no zero point has to be added. On a GPU the answer is no: waiting for the
+    values costs more than adding them.
     """
-    return x.device.type == "cpu"
-
-
-def _is_zero(zero_point: Tensor, x: Tensor) -> bool:
-    """Whether there is none that has to be added; the two ends are found many times as fast as
-    `any`.
-    """
-    return zero_point.numel() == 0 or (
-        _is_read(x) and all(int(end) == 0 for end in zero_point.aminmax())
-    )
+    if zero_point.numel() == 0:
+        return True
+    if not zero_point.is_cpu:
+        return False
+    # Many times as fast as `any`
+    least, greatest = zero_point.aminmax()
+    return int(least) == 0 and int(greatest) == 0
 
 
 def _has_exact_inverse(scale: Tensor) -> bool:
-    """Whether 1 / scale loses no bit: of float32 powers of two, the numbers without a
-    mantissa.
+    """Return whether 1 / scale loses no bit. That holds for float32 powers of two, the numbers
+    without a mantissa.
     """
-    if scale.dtype != torch.float32:
+    if scale.dtype != torch.float32 or scale.numel() == 0:
         return False
     bits = scale.view(torch.int32).reshape(-1)
-    if len(bits) and int(bits[0]) & MANTISSA:  # as nearly all others have
+    # In most tensors the first scale tells
+    if int(bits[0]) & _FLOAT32_MANTISSA:
         return False
-    return not any(
-        part.bitwise_and(MANTISSA).max() for part in torch.split(bits, FEW) if len(part)
-    )
+    parts = torch.split(bits, SCALES_AT_ONCE)
+    return not any(part.bitwise_and(_FLOAT32_MANTISSA).max() for part in parts)
 
 
 def scratch(x: Tensor) -> Tensor | None:
-    """Return memory of the shape and dtype of `x`, a block, to work in; None for what only
+    """Return memory of the shape and dtype of the block `x` to work in, or None if `x` only
     stands for a tensor.
 
-    Each thread keeps it, as memory that the system hands out anew for every block costs more
-    than the work in it.
+    Each thread keeps its memory: what the system hands out anew for every block costs more than
+    the work in it.
     """
-    if type(x) is not Tensor or x.numel() > 2 * BLOCK:
+    if type(x) is not Tensor or x.numel() > 2 * BLOCK_SIZE:
         return None
-    rooms: dict[tuple[torch.dtype, torch.device], Tensor] = vars(_kept).setdefault("rooms", {})
+    buffers: dict[tuple[torch.dtype, torch.device], Tensor]
+    buffers = vars(_thread).setdefault("buffers", {})
     key = x.dtype, x.device
-    if key not in rooms or rooms[key].numel() < x.numel():
-        # Memory made in that mode could not be written to outside
+    if key not in buffers or buffers[key].numel() < x.numel():
+        # Memory made in inference mode could not be written to outside of it
         with torch.inference_mode(False):
-            rooms[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
-    return rooms[key][: x.numel()].view(x.shape)
+            buffers[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    return buffers[key][: x.numel()].view(x.shape)
 
 
 def blocks(
-    x: Tensor, twin: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor, int | Tensor]]:
-    """Yield views of about BLOCK values (BLOCK_OF_GPU) that cover `x`, each with that of
-    `twin`, a tensor of its shape and layout, and with the scale and zero point for it.
+    x: Tensor,
+    twin: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    *,
+    ch_axis: int | None,
+) -> Iterator[Block]:
+    """Yield views of about BLOCK_SIZE values (GPU_BLOCK_SIZE on a GPU) that cover `x`, each
+    with the same view of `twin`, its scale and its zero point.
 
-    The last in memory comes first: who found the scales has read `x` from its beginning, so its
-    end is in the cache.
+    `twin` has the shape and the layout of `x`. The last block in memory comes first: whoever
+    computed the scales has read `x` from its beginning, so that its end is in the cache.
     """
-    scale, size = scale.to(x), BLOCK if _is_read(x) else BLOCK_OF_GPU
+    size = BLOCK_SIZE if x.is_cpu else GPU_BLOCK_SIZE
+    scale = scale.to(x)
+    zero: int | Tensor
     if ch_axis is None:
-        z = int(zero_point) if _is_read(x) else zero_point.to(x)
-        if x.numel() <= size:
-            yield x, twin, scale, z
-            return
+        zero = int(zero_point) if x.is_cpu else zero_point.to(x)
+    else:
+        zero = 0 if x.is_cpu and _is_zero(zero_point) else zero_point.to(x)
+    if x.numel() <= size:
+        # The order of so few values does not matter
+        if isinstance(zero, Tensor):
+            zero = along_axis(zero, x, ch_axis)
+        yield x, twin, along_axis(scale, x, ch_axis), zero
+    elif ch_axis is None:
         order = memory_order(x)
-        flat, other = (each.permute(order).view(-1) for each in (x, twin))
-        for start in reversed(range(0, len(flat), size)):
-            yield flat[start : start + size], other[start : start + size], scale, z
-        return
-    if x.numel() <= size:  # the order of so few values does not matter
-        sizes = (-1, *(1,) * (x.ndim - 1 - ch_axis % x.ndim))
-        yield (
+        parts = torch.split(x.permute(order).view(-1), size)
+        twin_parts = torch.split(twin.permute(order).view(-1), size)
+        for part, twin_part in zip(reversed(parts), reversed(twin_parts), strict=True):
+            yield part, twin_part, scale, zero
+    else:
+        yield from _channel_blocks(
             x,
             twin,
-            scale.view(sizes),
-            0 if _is_zero(zero_point, x) else zero_point.to(x).view(sizes),
+            scale,
+            zero,
+            ch_axis=ch_axis,
+            size=size,
         )
-        return
+
+
+def _channel_blocks(
+    x: Tensor,
+    twin: Tensor,
+    scale: Tensor,
+    zero: int | Tensor,
+    *,
+    ch_axis: int,
+    size: int,
+) -> Iterator[Block]:
+    """Yield blocks of about `size` values with a scale for each index of `ch_axis`."""
     order = memory_order(x)
     axis = order.index(ch_axis % x.ndim)
     ordered = x.permute(order)
-    channels, inner = ordered.shape[axis], math.prod(ordered.shape[axis + 1 :])
-    shape = math.prod(ordered.shape[:axis]), channels, inner
-    rows, others = ordered.view(shape), twin.permute(order).view(shape)
-    zero_points = None if _is_zero(zero_point, x) else zero_point.to(x).view(1, -1, 1)
-    scales = scale.view(1, -1, 1)
-    wide = max(1, min(channels, size // max(1, inner)))
-    tall = max(1, size // max(1, wide * inner))
-    for start, c in product(
-        reversed(range(0, len(rows), tall)), reversed(range(0, channels, wide))
-    ):
-        here, those = slice(c, c + wide), slice(start, start + tall)
-        z = 0 if zero_points is None else zero_points[:, here]
-        yield rows[those, here], others[those, here], scales[:, here], z
+    outer = math.prod(ordered.shape[:axis])
+    channels = ordered.shape[axis]
+    inner = math.prod(ordered.shape[axis + 1 :])
+    values = ordered.view(outer, channels, inner)
+    twin_values = twin.permute(order).view(outer, channels, inner)
+    scale = scale.view(1, -1, 1)
+    wide = max(1, min(channels, size // inner))
+    tall = max(1, size // (wide * inner))
+    row_starts = reversed(range(0, outer, tall))
+    channel_starts = reversed(range(0, channels, wide))
+    for row, channel in product(row_starts, channel_starts):
+        rows = slice(row, row + tall)
+        part = slice(channel, channel + wide)
+        block_zero = zero if isinstance(zero, int) else zero.view(1, -1, 1)[:, part]
+        yield values[rows, part], twin_values[rows, part], scale[:, part], block_zero

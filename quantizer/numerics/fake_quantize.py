@@ -1,5 +1,5 @@
-"""Onto codes and back in one step: integers and scaled floating-point formats. Finds no scales,
-gives no gradients.
+"""Quantize to codes and back in one step: integers and scaled floating-point formats. No
+gradients.
 
 q = clip(round(x / scale) + zero_point, quant_min, quant_max) and x' = (q - zero_point) * scale,
 as QuantizeLinear and DequantizeLinear of ONNX define them: a division, because x * (1 / scale)
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import Kernel, fill, scratch, workspace
+from quantizer.numerics.blocks import Kernel, along_axis, fill, scratch, workspace
 from quantizer.numerics.formats import cast_round_trip_, format_named
 from quantizer.numerics.registry import lookup
 from quantizer.numerics.rounding import ROUND_MODES
@@ -21,15 +21,14 @@ def fake_quantize(
     x: Tensor,
     scale: Tensor,
     zero_point: Tensor,
+    *,
     quant_min: int,
     quant_max: int,
     round_mode: str,
     ch_axis: int | None = None,
-    *,
     inplace: bool = False,
 ) -> Tensor:
-    """Return the quantized and dequantized values of `x`: in its own memory and as `x` if
-    `inplace`, else beside it.
+    """Return the quantized and dequantized values of `x`.
 
     Args:
         x: floating point, of any shape and layout; NaN stays NaN. float16 and bfloat16 are
@@ -39,99 +38,126 @@ def fake_quantize(
         quant_min, quant_max: the least and the greatest code.
         round_mode: a key of `ROUND_MODES`.
         ch_axis: the dimension of `x` that scales go with.
-        inplace: overwrite `x`.
+        inplace: overwrite `x` and return it.
 
     Raises:
         TypeError: `x` is not floating point.
         ValueError: there is no such mode, or a shape does not fit.
 
     >>> x = torch.tensor([-9.0, -0.25, 0.25, 0.74, 9.0])
-    >>> fake_quantize(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_up").tolist()
+    >>> int4 = {"quant_min": -8, "quant_max": 7, "round_mode": "half_up"}
+    >>> fake_quantize(x, torch.tensor(0.5), torch.tensor(0), **int4).tolist()
     [-4.0, -0.0, 0.5, 0.5, 3.5]
     """
-    # A trace would write out the loop over blocks, for one size
+    # A trace would unroll the loop over blocks for one size
     if torch.compiler.is_compiling():
         return fake_quantize_plain(
-            x, scale, zero_point, quant_min, quant_max, round_mode, ch_axis
+            x,
+            scale,
+            zero_point,
+            quant_min=quant_min,
+            quant_max=quant_max,
+            round_mode=round_mode,
+            ch_axis=ch_axis,
         )
-    kernel, least = (
-        integer_kernel(quant_min, quant_max, round_mode),
-        work_dtype(quant_min, quant_max),
-    )
-    return _in_blocks(x, scale, zero_point, kernel, ch_axis, least, inplace)
+    kernel = integer_kernel(quant_min, quant_max, round_mode)
+    work = workspace(x, work_dtype(quant_min, quant_max))
+    out = _output_for(work, x, inplace=inplace)
+    fill(out, work, kernel, scale=scale, zero_point=zero_point, ch_axis=ch_axis)
+    return _returned(out, x, inplace=inplace)
 
 
 def fake_cast(
-    x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None, *, inplace: bool = False
+    x: Tensor,
+    scale: Tensor,
+    name: str,
+    ch_axis: int | None = None,
+    *,
+    inplace: bool = False,
 ) -> Tensor:
-    """Return scale times the nearest value of the format `name` to x / scale; the rest is as in
-    `fake_quantize`.
+    """Return scale times the nearest value of the format `name` to x / scale. Everything else
+    is as in `fake_quantize`.
 
     >>> fake_cast(torch.tensor([-9.0, 0.3, 0.5]), torch.tensor(0.5), "fp4").tolist()
     [-3.0, 0.25, 0.5]
     """
     if torch.compiler.is_compiling():
         return fake_cast_plain(x, scale, name, ch_axis)
-    # Takes no memory
-    none = torch.zeros((), dtype=torch.int32, device=scale.device).expand(scale.shape)
-    return _in_blocks(x, scale, none, float_kernel(name), ch_axis, torch.float32, inplace)
+    kernel = float_kernel(name)
+    work = workspace(x)
+    out = _output_for(work, x, inplace=inplace)
+    # An expanded zero takes no memory
+    zero = torch.zeros((), dtype=torch.int32, device=scale.device).expand(scale.shape)
+    fill(out, work, kernel, scale=scale, zero_point=zero, ch_axis=ch_axis)
+    return _returned(out, x, inplace=inplace)
 
 
-def _in_blocks(
+def _output_for(
+    work: Tensor,
     x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    kernel: Kernel,
-    ch_axis: int | None,
-    least: torch.dtype,
+    *,
     inplace: bool,
 ) -> Tensor:
-    work = workspace(x, least)
-    out = torch.empty_like(work) if work is x and not inplace else work
-    fill(out, work, scale, zero_point, kernel, ch_axis)
-    return out.to(x.dtype) if not inplace or out is x else x.copy_(out)
+    """Return the memory for the result: `work`, unless that is an `x` to be kept."""
+    return torch.empty_like(work) if work is x and not inplace else work
+
+
+def _returned(
+    out: Tensor,
+    x: Tensor,
+    *,
+    inplace: bool,
+) -> Tensor:
+    """Return the result in the dtype of `x`, and in its memory if `inplace`."""
+    if inplace and out is not x:
+        return x.copy_(out)
+    return out.to(x.dtype)
 
 
 def fake_quantize_plain(
     x: Tensor,
     scale: Tensor,
     zero_point: Tensor,
+    *,
     quant_min: int,
     quant_max: int,
     round_mode: str,
     ch_axis: int | None = None,
 ) -> Tensor:
-    """Return the same values as `fake_quantize`, bit for bit, by a few operators on the whole
+    """Return the same values as `fake_quantize`, bit for bit, with a few operators on the whole
     tensor.
 
-    It needs about three times the memory.
+    This needs about three times the memory.
 
     Raises:
         ValueError: there is no such mode.
     """
     mode = lookup(ROUND_MODES, round_mode, "rounding mode")
     work = torch.promote_types(x.dtype, work_dtype(quant_min, quant_max))
-    s, z = (_along(x, values.to(work), ch_axis) for values in (scale, zero_point))
-    return (mode((x.to(work) / s).clamp(quant_min - z, quant_max - z)) * s).to(x.dtype)
+    step = along_axis(scale.to(work), x, ch_axis)
+    zero = along_axis(zero_point.to(work), x, ch_axis)
+    codes = mode((x.to(work) / step).clamp(quant_min - zero, quant_max - zero))
+    return (codes * step).to(x.dtype)
 
 
-def fake_cast_plain(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None) -> Tensor:
+def fake_cast_plain(
+    x: Tensor,
+    scale: Tensor,
+    name: str,
+    ch_axis: int | None = None,
+) -> Tensor:
     """Return the same values as `fake_cast`, as `fake_quantize_plain` does."""
-    s = _along(x, scale.to(torch.promote_types(x.dtype, torch.float32)), ch_axis)
-    return (cast_round_trip_(x.to(s.dtype) / s, name) * s).to(x.dtype)
+    work = torch.promote_types(x.dtype, torch.float32)
+    step = along_axis(scale.to(work), x, ch_axis)
+    return (cast_round_trip_(x.to(work) / step, name) * step).to(x.dtype)
 
 
-def _along(x: Tensor, values: Tensor, ch_axis: int | None) -> Tensor:
-    """Values of an axis of `x`, or one for all of it, in a shape that goes with it."""
-    return (
-        values
-        if ch_axis is None
-        else values.view([-1 if axis == ch_axis % x.ndim else 1 for axis in range(x.ndim)])
-    )
-
-
-def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
-    """Return what makes codes of x / scale.
+def integer_kernel(
+    quant_min: int,
+    quant_max: int,
+    round_mode: str,
+) -> Kernel:
+    """Return the kernel that makes integer codes of x / scale.
 
     It clips before it rounds: between integers the result is the same, and every mode stays in
     its exact range.
@@ -146,17 +172,25 @@ def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
 
     def kernel(zero_point: int | Tensor) -> Callable[[Tensor], Tensor]:
         if isinstance(zero_point, int):
-            least, most = quant_min - zero_point, quant_max - zero_point
-            return lambda x: mode(x.clamp_(least, most))
-        low, high = quant_min - zero_point, quant_max - zero_point
-        # Nine times as fast as clamp_
-        return lambda x: mode(torch.minimum(torch.maximum(x, low, out=x), high, out=x))
+            least = quant_min - zero_point
+            greatest = quant_max - zero_point
+            return lambda x: mode(x.clamp_(least, greatest))
+        low = quant_min - zero_point
+        high = quant_max - zero_point
+
+        def clip_and_round(x: Tensor) -> Tensor:
+            # Nine times as fast as clamp_
+            torch.maximum(x, low, out=x)
+            torch.minimum(x, high, out=x)
+            return mode(x)
+
+        return clip_and_round
 
     return kernel
 
 
 def float_kernel(name: str) -> Kernel:
-    """Return what puts x / scale on the values of a format without zero points.
+    """Return the kernel that rounds x / scale to the values of a format without zero points.
 
     Raises:
         ValueError: there is no such format.

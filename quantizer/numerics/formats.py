@@ -1,4 +1,4 @@
-"""The number formats beside plain integers, one row each with all that is particular to it."""
+"""The number formats other than plain integers, one row each."""
 
 import math
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class FloatFormat:
 
     `storage` is the smallest torch dtype that holds its codes, which are its values times
     `factor`. `mantissa` is the number of bits after the binary point and `least` the exponent
-    of the smallest normal value, below which values are 2^(least - mantissa) apart; `mantissa`
-    is None where a cast to `storage` is all there is to rounding.
+    of the smallest normal value, below which values are 2^(least - mantissa) apart. `mantissa`
+    is None for formats to which a cast to `storage` rounds.
     """
 
     bits: int
@@ -33,7 +33,7 @@ class FloatFormat:
 
     @property
     def emax(self) -> int:
-        """The exponent of the largest value, which shared exponents are counted from (OCP MX
+        """Return the exponent of the largest value, from which shared exponents count (OCP MX
         v1.0, table 1).
         """
         return math.frexp(self.largest)[1] - 1
@@ -56,22 +56,22 @@ FLOAT_FORMATS: dict[str, FloatFormat] = {
 
 
 def format_named(name: str) -> FloatFormat:
-    """Return a format's row.
+    """Return the row of a format.
 
     Raises:
-        ValueError: there is none of this name; the known ones are listed.
+        ValueError: there is no format of this name. The message lists the known ones.
     """
     return lookup(FLOAT_FORMATS, name, "floating-point format")
 
 
-def cast_round_trip_(x: Tensor, name: str, room: Tensor | None = None) -> Tensor:
+def cast_round_trip_(x: Tensor, name: str, memory: Tensor | None = None) -> Tensor:
     """Replace each value of `x` by the nearest one of the format `name`, ties to even, in
     place, and return `x`.
 
     Values beyond the largest finite one become it, infinities too (a plain cast gives infinity
     in some formats and on some devices); NaN stays NaN. fp4 is E2M1; mx_int8, bfp16 and mx9 are
     codes k / 64 with |k| <= 127, and mx6 k / 8 with |k| <= 15, to be scaled by a power of two.
-    `room` may be memory of the shape and dtype of `x` to work in.
+    `memory` may be a tensor of the shape and dtype of `x` to work in.
 
     Raises:
         ValueError: there is no such format.
@@ -92,10 +92,10 @@ def cast_round_trip_(x: Tensor, name: str, room: Tensor | None = None) -> Tensor
         return x.copy_(x.to(row.storage))
     if x.dtype not in _EXPONENT_BITS:
         return x.copy_(_round_(x.float(), row, None))
-    return _round_(x, row, room)
+    return _round_(x, row, memory)
 
 
-def _round_(x: Tensor, row: FloatFormat, room: Tensor | None) -> Tensor:
+def _round_(x: Tensor, row: FloatFormat, memory: Tensor | None) -> Tensor:
     """Round float32 or float64 in the format's range to `mantissa` bits after the binary point
     of each value.
 
@@ -104,14 +104,14 @@ def _round_(x: Tensor, row: FloatFormat, room: Tensor | None) -> Tensor:
     wanted; subtracting it is exact.
     """
     assert row.mantissa is not None
-    integers, mask, bits = _EXPONENT_BITS[x.dtype]
+    integers, exponent_mask, bits = _EXPONENT_BITS[x.dtype]
     shift = 1.5 * 2.0 ** (bits - row.mantissa)
-    if row.emax == row.least:  # values are evenly spaced
-        return x.add_(shift * 2.0**row.least).sub_(shift * 2.0**row.least)
-    room = None if room is None else room.view(integers)
-    power = (
-        torch.bitwise_and(x.view(integers), mask, out=room)
-        .view(x.dtype)
-        .clamp_(min=2.0**row.least)
-    )
+    if row.emax == row.least:
+        # The values of the format are evenly spaced
+        shift *= 2.0**row.least
+        return x.add_(shift).sub_(shift)
+    if memory is not None:
+        memory = memory.view(integers)
+    exponents = torch.bitwise_and(x.view(integers), exponent_mask, out=memory)
+    power = exponents.view(x.dtype).clamp_(min=2.0**row.least)
     return x.add_(power, alpha=shift).sub_(power, alpha=shift)

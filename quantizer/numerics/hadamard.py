@@ -1,5 +1,5 @@
-"""Orthogonal matrices with entries of nearly equal size, as products of two small factors; no
-tables of matrices.
+"""Orthogonal matrices with entries of nearly equal size, as products of two small factors. No
+matrix is stored.
 """
 
 import math
@@ -7,11 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-_LARGEST = 512  # orders of Hadamard matrices that Paley's construction is tried for
+_LARGEST_ORDER = 512
 
 
-def rotated(values: Tensor, signs: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Each row along the last axis times a fixed orthogonal matrix: signs, then the two
+def rotated(
+    values: Tensor,
+    signs: Tensor,
+    left: Tensor,
+    right: Tensor,
+) -> Tensor:
+    """Return each row along the last axis times a fixed orthogonal matrix: signs, then the two
     factors.
 
     `signs` has +1 or -1 for each of the n = a * b channels, `left` [a, a] and `right` [b, b]
@@ -20,77 +25,94 @@ def rotated(values: Tensor, signs: Tensor, left: Tensor, right: Tensor) -> Tenso
 
     >>> n = 12
     >>> left, right = factors(n)
-    >>> turned = rotated(
-    ...     torch.eye(n, dtype=torch.float64), torch.ones(n, dtype=torch.float64), left, right
-    ... )
-    >>> bool(torch.allclose(turned @ turned.T, torch.eye(n, dtype=torch.float64)))
+    >>> identity = torch.eye(n, dtype=torch.float64)
+    >>> matrix = rotated(identity, torch.ones(n, dtype=torch.float64), left, right)
+    >>> bool(torch.allclose(matrix @ matrix.T, identity))
     True
     """
-    table = (values * signs).reshape(*values.shape[:-1], len(left), len(right))
+    table = (values * signs).reshape(
+        *values.shape[:-1],
+        len(left),
+        len(right),
+    )
     # The result is left transposed: its order is as good as any.
-    return torch.matmul((table @ right).transpose(-1, -2), left.T).flatten(-2)
+    transposed = (table @ right).transpose(-1, -2)
+    return torch.matmul(transposed, left.T).flatten(-2)
 
 
 def factors(channels: int) -> tuple[Tensor, Tensor]:
-    """Orthogonal float64 matrices [a, a] and [b, b] with a * b = `channels`, close in size, for
-    `rotated`.
+    """Return orthogonal float64 matrices [a, a] and [b, b] with a * b = `channels`, close in
+    size, for `rotated`.
 
-    The second is Sylvester's Hadamard matrix, the first another times `core` for what is not a
-    power of two.
+    The second is Sylvester's Hadamard matrix. The first is one times `odd_factor`, for channels
+    that are no power of two.
     """
     odd = channels
     while odd % 2 == 0:
         odd //= 2
-    kernel = core(odd, channels // odd)
-    twos = channels // len(kernel)
+    kernel = odd_factor(odd, channels // odd)
+    powers = channels // len(kernel)
     left = 1
-    while left < twos and len(kernel) * left * left < twos:
+    while left < powers and len(kernel) * left * left < powers:
         left *= 2
-    return torch.kron(_sylvester(left), kernel), _sylvester(twos // left)
+    return torch.kron(_sylvester(left), kernel), _sylvester(powers // left)
 
 
-def core(odd: int, twos: int) -> Tensor:
-    """An orthogonal float64 matrix [odd * 2^j, odd * 2^j], 2^j a divisor of `twos`.
+def odd_factor(
+    odd: int,
+    powers: int,
+) -> Tensor:
+    """Return an orthogonal float64 matrix [odd * 2^j, odd * 2^j], 2^j a divisor of `powers`.
 
-    It is Paley's Hadamard matrix (Paley 1933) where odd * 2^j - 1 is a prime that is 3 modulo
-    4, all entries of one size; else the discrete Hartley transform of order `odd`, whose
-    entries are at most sqrt(2 / odd).
+    If odd * 2^j - 1 is a prime that is 3 modulo 4, it is Paley's Hadamard matrix (Paley 1933),
+    whose entries are all of one size. Otherwise it is the discrete Hartley transform of order
+    `odd`, whose entries are at most sqrt(2 / odd).
 
-    >>> len(core(3, 512)), len(core(5, 4)), len(core(43, 256)), len(core(1, 64))
-    (12, 20, 43, 1)
+    >>> [len(odd_factor(*sizes)) for sizes in ((3, 512), (5, 4), (43, 256), (1, 64))]
+    [12, 20, 43, 1]
     """
     order = 4 * odd
-    while odd > 1 and order <= min(odd * twos, _LARGEST):
-        # A prime
-        if all((order - 1) % divisor for divisor in range(2, math.isqrt(order - 1) + 1)):
+    while odd > 1 and order <= min(odd * powers, _LARGEST_ORDER):
+        if _is_prime(order - 1):
             return _paley(order)
         order *= 2
-    angles = (torch.outer(torch.arange(odd), torch.arange(odd)) % odd).double() * (
-        2 * math.pi / odd
-    )
+    indices = torch.arange(odd)
+    angles = (torch.outer(indices, indices) % odd).double() * (2 * math.pi / odd)
     return (angles.cos() + angles.sin()) / math.sqrt(odd)
 
 
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+
+
 def _paley(order: int) -> Tensor:
-    """I + S, where the skew S has the quadratic residues modulo the prime order - 1; scaled to
-    be orthogonal.
+    """Return I + S, where the skew S has the quadratic residues modulo the prime order - 1,
+    scaled to be orthogonal.
     """
     prime = order - 1
     character = -torch.ones(prime, dtype=torch.float64)
     character[torch.arange(1, prime) ** 2 % prime] = 1
     character[0] = 0
     numbers = torch.arange(prime)
-    matrix = torch.ones(order, order, dtype=torch.float64)
-    matrix[1:, 0] = -1
-    matrix[1:, 1:] = character[(numbers[:, None] - numbers) % prime] + torch.eye(
-        prime, dtype=torch.float64
+    residues = character[(numbers[:, None] - numbers) % prime]
+    matrix = torch.ones(
+        order,
+        order,
+        dtype=torch.float64,
     )
+    matrix[1:, 0] = -1
+    matrix[1:, 1:] = residues + torch.eye(prime, dtype=torch.float64)
     return matrix / math.sqrt(order)
 
 
 def _sylvester(order: int) -> Tensor:
-    """The Hadamard matrix of a power of two, scaled to be orthogonal."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    """Return the Hadamard matrix of a power of two, scaled to be orthogonal."""
+    matrix = torch.ones(
+        1,
+        1,
+        dtype=torch.float64,
+    )
+    doubling = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     while len(matrix) < order:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        matrix = torch.kron(doubling, matrix)
     return matrix / math.sqrt(order)

@@ -1,11 +1,11 @@
-"""A histogram that does not show how its values came: bins a power of two wide, merged exactly.
-Knows no range method.
+"""A histogram that depends on the values alone: bins a power of two wide, merged exactly. It
+knows no range method.
 
 A value x falls into bin trunc(|x| / 2^e) of its sign, where 2^e is the least width for which
 BINS bins hold the largest magnitude seen. Bins twice as wide are pairs of bins, to the last
-value, so a histogram is a function of the values alone: in any order, in any parts, merged in
-any way. It keeps 2 * BINS counts of 8 bytes for each row, 32 kB, and its width is 1/2048 to
-1/1024 of the largest magnitude, which is how far an edge read from it may be off.
+value. So any order of the values, any cut into batches and any merging give the same histogram.
+It keeps 2 * BINS counts of 8 bytes for each row, 32 kB. Its width is 1/2048 to 1/1024 of the
+largest magnitude, which is how far an edge read from it may be off.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BINS = 2048  # per sign; the resolution of TensorRT's and pytorch_nndct's calibrators
-LEAST_EXPONENT = -126  # 2^126 times any value that needs so fine a bin is finite in float32
-_BITS = {torch.float32: (torch.int32, 31), torch.float64: (torch.int64, 63)}
+# Per sign; the resolution of TensorRT's and pytorch_nndct's calibrators
+BINS = 2048
+# 2^126 times any value that needs so fine a bin is finite in float32
+LEAST_EXPONENT = -126
+_LOG2_BINS = BINS.bit_length() - 1
+_SIGN_BITS = {torch.float32: (torch.int32, 31), torch.float64: (torch.int64, 63)}
 
 
 @dataclass(frozen=True)
@@ -44,40 +47,43 @@ class Histogram:
         high: Tensor,
         *,
         weight: int = 1,
-        beside: Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> Histogram:
         """Count each of `values` (R, N), float32 or float64 and finite, `weight` times, and
-        each of those `beside` (R, M) once; `low` and `high` (R,) enclose them.
+        each of `extra` (R, M) once. `low` and `high` (R,) enclose them.
 
-        >>> histogram = Histogram.of(
-        ...     torch.tensor([[-1.0, 0.5, 3.0]]), torch.tensor([-1.0]), torch.tensor([3.0])
-        ... )
+        >>> values = torch.tensor([[-1.0, 0.5, 3.0]])
+        >>> histogram = Histogram.of(values, torch.tensor([-1.0]), torch.tensor([3.0]))
         >>> histogram.width.item(), histogram.counts.nonzero()[:, 1].tolist()
         (0.001953125, [1535, 2304, 3584])
         """
-        low, high = low.double(), high.double()
+        low = low.double()
+        high = high.double()
         amax = torch.maximum(-low, high)
-        exponent = (torch.frexp(amax).exponent - (BINS.bit_length() - 1)).clamp_(
-            min=LEAST_EXPONENT
-        )
+        exponent = (torch.frexp(amax).exponent - _LOG2_BINS).clamp_(min=LEAST_EXPONENT)
         exponent = torch.where(amax == 0, LEAST_EXPONENT, exponent).to(torch.int32)
         # A power of two: the product is exact
         scale = torch.ldexp(torch.ones_like(amax), -exponent)
         counts = _counts(values, scale)
-        counts = counts if weight == 1 else counts.mul_(weight)
-        counts = counts if beside is None else counts.add_(_counts(beside, scale))
+        if weight != 1:
+            counts.mul_(weight)
+        if extra is not None:
+            counts.add_(_counts(extra, scale))
         return cls(counts.cpu(), exponent, low, high)
 
     @property
     def width(self) -> Tensor:
-        """The width of a bin, (R,) float64."""
+        """Return the width of a bin, (R,) float64."""
         return torch.ldexp(torch.ones(len(self.exponent), dtype=torch.float64), self.exponent)
 
-    def merge(self, other: Histogram) -> Histogram:
+    def merge(
+        self,
+        other: Histogram,
+    ) -> Histogram:
         """Return the histogram of the values of both.
 
         Raises:
-            ValueError: they have another number of rows.
+            ValueError: they have different numbers of rows.
         """
         if self.counts.shape != other.counts.shape:
             raise ValueError(
@@ -86,80 +92,80 @@ class Histogram:
             )
         exponent = torch.maximum(self.exponent, other.exponent)
         counts = self._counts_at(exponent) + other._counts_at(exponent)
-        return Histogram(
-            counts,
-            exponent,
-            torch.minimum(self.low, other.low),
-            torch.maximum(self.high, other.high),
-        )
+        low = torch.minimum(self.low, other.low)
+        high = torch.maximum(self.high, other.high)
+        return Histogram(counts, exponent, low, high)
 
-    def scaled(self, factor: float) -> Histogram:
-        """Return the histogram of the values times a power of two.
-
-        >>> histogram = Histogram.of(
-        ...     torch.tensor([[-1.0, 3.0]]), torch.tensor([-1.0]), torch.tensor([3.0])
-        ... )
-        >>> (
-        ...     histogram.scaled(0.5).low.item(),
-        ...     histogram.scaled(0.5).width.item() / histogram.width.item(),
-        ... )
-        (-0.5, 0.5)
-        """
+    def scaled(
+        self,
+        factor: float,
+    ) -> Histogram:
+        """Return the histogram of the values times a power of two."""
         exponent = self.exponent + int(math.log2(factor))
         return Histogram(self.counts, exponent, self.low * factor, self.high * factor)
 
-    def _counts_at(self, exponent: Tensor) -> Tensor:
-        """The counts in bins of 2^exponent (R,), which are no narrower."""
-        steps = (exponent - self.exponent).clamp(max=BINS.bit_length() - 1)
+    def _counts_at(
+        self,
+        exponent: Tensor,
+    ) -> Tensor:
+        """Return the counts in bins of 2^exponent (R,), which are no narrower."""
+        halvings = (exponent - self.exponent).clamp(max=_LOG2_BINS)
         counts = self.counts
-        for step in sorted(set(steps.tolist())):
-            if step:
-                rows = steps == step
-                wide = counts[rows].view(-1, (2 * BINS) >> step, 1 << step).sum(2)
-                counts = counts.index_put(
-                    (rows,), torch.nn.functional.pad(wide, (BINS - (BINS >> step),) * 2)
-                )
+        for halving in sorted(set(halvings.tolist()) - {0}):
+            rows = halvings == halving
+            merged = counts[rows].view(-1, (2 * BINS) >> halving, 1 << halving).sum(2)
+            outside = BINS - (BINS >> halving)
+            padded = torch.nn.functional.pad(merged, (outside, outside))
+            counts = counts.index_put((rows,), padded)
         return counts
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return all there is to keep."""
+        """Return the tensors that `from_tensors` takes, by name."""
         return dict(vars(self))
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Histogram:
-        """Return the histogram that `to_tensors` gave these of.
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, Tensor],
+    ) -> Histogram:
+        """Return the histogram that `to_tensors` stored.
 
         Raises:
-            ValueError: they are something else.
+            ValueError: the tensors are something else.
         """
-        names = ("counts", "exponent", "low", "high")
-        rows = len(tensors["counts"]) if "counts" in tensors and tensors["counts"].ndim else 0
-        wanted = {name: ((rows, 2 * BINS) if name == "counts" else (rows,)) for name in names}
-        if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != wanted:
-            shapes = ", ".join(
-                f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()
-            )
+        counts = tensors.get("counts", torch.empty(0))
+        row = (counts.shape[0] if counts.ndim else 0,)
+        expected = {"counts": (*row, 2 * BINS), "exponent": row, "low": row, "high": row}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != expected:
+            listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise ValueError(
                 f"A histogram's tensors are counts (R, {2 * BINS}), exponent, low, high (R,), "
-                f"not {shapes}."
+                f"not {listed}."
             )
-        if bool((tensors["counts"].sum(1) <= 0).any()):
+        if bool((counts.sum(1) <= 0).any()):
             raise ValueError("A histogram has a row without values.")
         return cls(**tensors)
 
 
-def _counts(values: Tensor, scale: Tensor) -> Tensor:
-    """How many of each row of values (R, N), times its scale (R,), fall into each bin, (R, 2 *
-    BINS) int64.
+def _counts(
+    values: Tensor,
+    scale: Tensor,
+) -> Tensor:
+    """Return how many of each row of values (R, N), times its scale (R,), fall into each bin,
+    (R, 2 * BINS) int64.
     """
-    rows, (integers, shift) = len(values), _BITS[values.dtype]
+    rows = len(values)
+    integers, sign_shift = _SIGN_BITS[values.dtype]
     index = values.mul(scale.to(values)[:, None]).to(torch.int32)
-    # The sign alone: a product may be as small as -0.0
-    index += (values.view(integers) >> shift).to(torch.int32)
-    index += (
-        BINS
-        + torch.arange(0, rows * 2 * BINS, 2 * BINS, dtype=torch.int32, device=index.device)[
-            :, None
-        ]
+    # The sign bit adds -1. It is that of the value, as the product may be as small as -0.0
+    index += (values.view(integers) >> sign_shift).to(torch.int32)
+    first_bins = torch.arange(
+        0,
+        rows * 2 * BINS,
+        2 * BINS,
+        dtype=torch.int32,
+        device=index.device,
     )
+    index += BINS + first_bins[:, None]
     return torch.bincount(index.view(-1), minlength=rows * 2 * BINS).view(rows, 2 * BINS)

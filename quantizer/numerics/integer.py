@@ -1,8 +1,7 @@
 """The integer arithmetic of the DPU: shifts with rounding, int32 accumulators, division by
 multiplication and shift.
 
-Codes are integers held in float64, which is exact below 2^53 and has fast convolutions. Knows
-no layers.
+Codes are integers held in float64, which is exact below 2^53 and has fast convolutions.
 """
 
 import math
@@ -33,25 +32,34 @@ _POOLING = {
 
 
 def requantize(
-    codes: Tensor, shift: int, quant_min: int, quant_max: int, round_mode: str
+    codes: Tensor,
+    shift: int,
+    quant_min: int,
+    quant_max: int,
+    *,
+    round_mode: str,
 ) -> Tensor:
-    """Return `codes` / 2^shift, rounded and clipped to codes, as float64; a negative shift goes
+    """Return `codes` / 2^shift, rounded and clipped to codes, as float64. A negative shift goes
     to the left.
 
     Raises:
         ValueError: there is no such rounding mode.
 
     >>> import torch
-    >>> requantize(torch.tensor([-6.0, -5.0, 6.0, 9000.0]), 2, -128, 127, "half_up").tolist()
+    >>> codes = torch.tensor([-6.0, -5.0, 6.0, 9000.0])
+    >>> requantize(codes, 2, -128, 127, round_mode="half_up").tolist()
     [-1.0, -1.0, 2.0, 127.0]
     """
-    mode = lookup(ROUND_MODES, round_mode, "rounding mode")
+    mode = lookup(
+        ROUND_MODES,
+        round_mode,
+        "rounding mode",
+    )
     return mode(codes.double() * 2.0**-shift).clamp_(quant_min, quant_max)
 
 
 def wrap_int32(accumulator: Tensor) -> Tensor:
-    """Return what an int32 register holds of each integer: it is the same as long as nothing
-    overflows.
+    """Return what an int32 register holds of each integer. Only an overflow changes it.
 
     >>> import torch
     >>> wrap_int32(torch.tensor([5.0, 2.0**31], dtype=torch.float64)).tolist()
@@ -60,12 +68,16 @@ def wrap_int32(accumulator: Tensor) -> Tensor:
     return (accumulator + INT32).remainder_(2 * INT32).sub_(INT32)
 
 
-def pooling_factor(height: int, width: int) -> tuple[int, int]:
+def pooling_factor(
+    height: int,
+    width: int,
+) -> tuple[int, int]:
     """Return (m, s) so that an average over a window is its sum times m / 2^s, as the DPU
     computes it.
 
-    A few windows have a factor of their own, the others the first best m = round(2^s / area)
-    for s below log2(128 area). The relative error is at most 2.4 %, at 5x5.
+    A few windows have a factor of their own. The others take the best m = round(2^s / area) for
+    s below log2(128 area), the first of equal ones. The relative error is at most 2.4 %, at
+    5x5.
 
     Source: pytorch_nndct 3.5, the average pooling of Vitis AI.
 
@@ -76,7 +88,5 @@ def pooling_factor(height: int, width: int) -> tuple[int, int]:
         return _POOLING[height, width]
     area = height * width
     shifts = range(math.ceil(math.log2(128 * area)))
-    return min(
-        ((round(2**s / area), s) for s in shifts),
-        key=lambda factor: abs(factor[0] / 2 ** factor[1] - 1 / area),
-    )
+    factors = [(round(2**shift / area), shift) for shift in shifts]
+    return min(factors, key=lambda factor: abs(factor[0] / 2 ** factor[1] - 1 / area))

@@ -1,6 +1,4 @@
-"""How close two tensors are: SQNR, cosine, top-1 agreement, with sums in float64. Knows nothing
-of quantization.
-"""
+"""Measures of how close two tensors are: SQNR, cosine, top-1 agreement. Sums are float64."""
 
 import math
 
@@ -9,7 +7,8 @@ from torch import Tensor
 
 from quantizer.numerics.blocks import flattened, memory_order
 
-BLOCK = 1 << 18  # values converted to float64 at a time: they stay in the cache
+# Values converted to float64 at a time: they stay in the cache
+VALUES_PER_SUM = 1 << 18
 
 
 def energy(x: Tensor) -> float:
@@ -18,24 +17,36 @@ def energy(x: Tensor) -> float:
     >>> energy(torch.tensor([3.0, 4.0]))
     25.0
     """
-    # In another order than that of memory reading takes many times as long
-    parts = torch.split(flattened(x), BLOCK)
-    return math.fsum(float(torch.dot(part, part)) for part in (each.double() for each in parts))
+    sums = []
+    # Reading in another order than that of memory takes many times as long
+    for part in torch.split(flattened(x), VALUES_PER_SUM):
+        wide = part.double()
+        sums.append(float(torch.dot(wide, wide)))
+    return math.fsum(sums)
 
 
-def decibel(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise) of two energies: inf without noise, -inf for noise
-    without signal or without end, or that is no number.
+def decibel(
+    signal: float,
+    noise: float,
+) -> float:
+    """Return 10 log10(signal / noise) of two energies.
+
+    It is inf without noise, and -inf without signal or if the noise is infinite or NaN.
 
     >>> decibel(100.0, 1.0)
     20.0
     """
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
+    if signal > 0 and math.isfinite(noise):
+        return 10 * math.log10(signal / noise)
+    return -math.inf
 
 
-def sqnr_db(reference: Tensor, other: Tensor) -> float:
+def sqnr_db(
+    reference: Tensor,
+    other: Tensor,
+) -> float:
     """Return the signal-to-quantization-noise ratio 10 log10(sum r^2 / sum (r - o)^2) in dB.
 
     Both tensors are floating point. Over batches, add up the energies and use `decibel`.
@@ -50,9 +61,13 @@ def sqnr_db(reference: Tensor, other: Tensor) -> float:
     return decibel(energy(reference), energy(reference - other))
 
 
-def cosine(reference: Tensor, other: Tensor) -> float:
-    """Return sum(r o) / sqrt(sum r^2 sum o^2) over all elements; 1 for two zero tensors, 0 if
-    only one is zero.
+def cosine(
+    reference: Tensor,
+    other: Tensor,
+) -> float:
+    """Return sum(r o) / sqrt(sum r^2 sum o^2) over all elements.
+
+    It is 1 for two zero tensors and 0 if only one is zero.
 
     Raises:
         ValueError: the shapes differ.
@@ -67,9 +82,12 @@ def cosine(reference: Tensor, other: Tensor) -> float:
     return _dot(reference, other) / product
 
 
-def top1_agreement(reference: Tensor, other: Tensor) -> float:
-    """Return the share of positions where both have their largest value at the same class;
-    classes are dimension 1.
+def top1_agreement(
+    reference: Tensor,
+    other: Tensor,
+) -> float:
+    """Return the share of positions where both have their largest value at the same class.
+    Classes are dimension 1.
 
     Raises:
         ValueError: the shapes differ or there is no dimension 1.
@@ -87,15 +105,23 @@ def top1_agreement(reference: Tensor, other: Tensor) -> float:
     return float((reference.argmax(1) == other.argmax(1)).double().mean())
 
 
-def _dot(a: Tensor, b: Tensor) -> float:
-    pairs = (torch.split(each.permute(memory_order(a)).reshape(-1), BLOCK) for each in (a, b))
-    return math.fsum(
-        float(torch.dot(one.double(), other.double()))
-        for one, other in zip(*pairs, strict=True)
-    )
+def _dot(
+    a: Tensor,
+    b: Tensor,
+) -> float:
+    order = memory_order(a)
+    a_parts = torch.split(a.permute(order).reshape(-1), VALUES_PER_SUM)
+    b_parts = torch.split(b.permute(order).reshape(-1), VALUES_PER_SUM)
+    sums = []
+    for a_part, b_part in zip(a_parts, b_parts, strict=True):
+        sums.append(float(torch.dot(a_part.double(), b_part.double())))
+    return math.fsum(sums)
 
 
-def _check(reference: Tensor, other: Tensor) -> None:
+def _check(
+    reference: Tensor,
+    other: Tensor,
+) -> None:
     if reference.shape != other.shape:
         raise ValueError(
             f"The tensors differ in shape: {tuple(reference.shape)} and {tuple(other.shape)}."

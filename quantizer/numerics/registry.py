@@ -1,29 +1,29 @@
-"""Plain dicts as registries: a decorator that refuses a name twice, and a look-up that helps
-after a miss.
+"""Plain dicts as registries: a decorator that refuses a duplicate name, and a look-up that
+suggests the closest name.
 """
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
-T = TypeVar("T")
+_Entry = TypeVar("_Entry")
 
 
-def register(registry: dict[str, T], name: str) -> Callable[[T], T]:
-    """Return a decorator that enters what it decorates into `registry` under `name`.
+def register_in(registry: dict[str, _Entry], name: str) -> Callable[[_Entry], _Entry]:
+    """Return a decorator that enters a function or class into `registry` under `name`.
 
     Raises:
         ValueError: the name is taken.
 
     >>> shapes = {}
-    >>> @register(shapes, "square")
+    >>> @register_in(shapes, "square")
     ... def square(side):
     ...     return side * side
     >>> sorted(shapes)
     ['square']
     """
 
-    def enter(entry: T) -> T:
+    def enter(entry: _Entry) -> _Entry:
         if name in registry:
             raise ValueError(
                 f'"{name}" is registered already, by {registry[name]!r}; choose another name.'
@@ -34,11 +34,16 @@ def register(registry: dict[str, T], name: str) -> Callable[[T], T]:
     return enter
 
 
-def lookup(registry: Mapping[str, T], name: str, kind: str) -> T:
-    """Return the entry called `name`; `kind` is what an entry is, for the error.
+def lookup(
+    registry: Mapping[str, _Entry],
+    name: str,
+    kind: str,
+) -> _Entry:
+    """Return the entry called `name`. `kind` says in the error what an entry is.
 
     Raises:
-        ValueError: there is none; the known names and the closest one are listed.
+        ValueError: there is no such entry. The message lists the known names and the closest
+            one.
 
     >>> lookup({"half_even": 1, "half_up": 2}, "halfup", "mode")
     Traceback (most recent call last):

@@ -1,5 +1,4 @@
-"""Rounding to integers, one function per mode, in place and without error for any half-way
-case. Knows no scales.
+"""Rounding to integers, one function per mode, in place and exact at every half-way point.
 
 All modes but floor differ at the half-way points alone (0.49999997 is no half-way point):
 
@@ -19,80 +18,85 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantizer.numerics.registry import register
+from quantizer.numerics.registry import register_in
 
-RoundMode = Callable[[Tensor], Tensor]
-ROUND_MODES: dict[str, RoundMode] = {}
+ROUND_MODES: dict[str, Callable[[Tensor], Tensor]] = {}
 NEAREST = frozenset({"half_even", "half_up", "half_down", "std_round"})
-"""Modes that round to the nearest integer: one's error is the other's."""
+"""The modes that round to the nearest integer. They have the same error."""
+
+# Torch divides more values than this among threads, in these functions
+_ONE_THREAD = 1 << 11
+# Waiting for other threads pays from this many values on
+_WORTH_THREADS = 1 << 15
 
 
-SHARED, WORTH_IT = 1 << 11, 1 << 15
-"""Torch shares out more values than the first among threads, in these functions; as many as the
-second are worth it.
-"""
+def _by_one_thread(
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+) -> Tensor:
+    """Apply a function that changes `x` in place. One thread alone does few values.
 
-
-def _unshared(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a function that changes `x` in place; a few values by this thread alone.
-
-    To wait for another thread takes a thousand times as long as to round a column, where other
-    processes run. What is exported has one operator for any number of values.
+    Where other processes run, waiting for a second thread takes a thousand times as long as
+    rounding a column.
     """
-    if (
-        not torch.compiler.is_compiling()
-        and SHARED < x.numel() < WORTH_IT
-        and x.is_contiguous()
-    ):
-        for part in torch.split(x.view(-1), SHARED):
-            function(part)
-        return x
-    return function(x)
+    # A trace must not depend on the number of values
+    if torch.compiler.is_compiling():
+        return function(x)
+    is_small = _ONE_THREAD < x.numel() < _WORTH_THREADS
+    if not is_small or not x.is_contiguous():
+        return function(x)
+    for part in torch.split(x.view(-1), _ONE_THREAD):
+        function(part)
+    return x
 
 
-@register(ROUND_MODES, "half_even")
-def half_even(x: Tensor) -> Tensor:
+@register_in(ROUND_MODES, "half_even")
+def round_half_even(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, ties to even (IEEE 754, ONNX
     QuantizeLinear), and return it.
     """
-    return _unshared(Tensor.round_, x)
+    return _by_one_thread(Tensor.round_, x)
 
 
-@register(ROUND_MODES, "half_up")
-def half_up(x: Tensor) -> Tensor:
+@register_in(ROUND_MODES, "half_up")
+def round_half_up(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, ties toward plus infinity, and return it.
 
     Doubling is exact below half of the dtype's largest value, so ceil(floor(2x) / 2) sees ties
     as they are, where floor(x + 0.5) rounds the sum first and takes 0.49999997 for a tie.
     """
-    return _unshared(Tensor.ceil_, _unshared(Tensor.floor_, x.mul_(2)).mul_(0.5))
+    x.mul_(2)
+    _by_one_thread(Tensor.floor_, x)
+    x.mul_(0.5)
+    return _by_one_thread(Tensor.ceil_, x)
 
 
-@register(ROUND_MODES, "half_down")
-def half_down(x: Tensor) -> Tensor:
-    """Round the floating-point tensor `x` in place, ties toward zero, and return it; needs one
+@register_in(ROUND_MODES, "half_down")
+def round_half_down(x: Tensor) -> Tensor:
+    """Round the floating-point tensor `x` in place, ties toward zero, and return it. This needs
+    one temporary.
+    """
+    sign = x.sign()
+    x.abs_().mul_(2)
+    _by_one_thread(Tensor.ceil_, x)
+    x.mul_(0.5)
+    return _by_one_thread(Tensor.floor_, x).mul_(sign)
+
+
+@register_in(ROUND_MODES, "std_round")
+def round_half_away(x: Tensor) -> Tensor:
+    """Round `x` in place, ties away from zero (round() of C), and return it. This needs one
     temporary.
     """
     sign = x.sign()
-    return _unshared(Tensor.floor_, _unshared(Tensor.ceil_, x.abs_().mul_(2)).mul_(0.5)).mul_(
-        sign
-    )
+    return round_half_up(x.abs_()).mul_(sign)
 
 
-@register(ROUND_MODES, "std_round")
-def std_round(x: Tensor) -> Tensor:
-    """Round `x` in place, ties away from zero (round() of C), and return it; needs one
-    temporary.
-    """
-    sign = x.sign()
-    return half_up(x.abs_()).mul_(sign)
-
-
-@register(ROUND_MODES, "floor")
-def floor(x: Tensor) -> Tensor:
+@register_in(ROUND_MODES, "floor")
+def round_down(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, toward minus infinity, off by up to a whole
     step, and return it.
 
     A code times its scale may become the code below: (3 * s) / s is 2.9999998 for some s.
     """
-    return _unshared(Tensor.floor_, x)
+    return _by_one_thread(Tensor.floor_, x)

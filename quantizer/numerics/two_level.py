@@ -1,7 +1,7 @@
-"""Scales that are stored in few bits: those of a tensor have a common factor, those of a block
-a common exponent.
+"""Scales that are stored in few bits: scales of a tensor with a common factor, scales of a
+block with a common exponent.
 
-Finds no ranges. The words are those of `QuantizationSpec.scale_type`.
+The words are those of `QuantizationSpec.scale_type`.
 """
 
 import torch
@@ -10,77 +10,89 @@ from torch import Tensor
 from quantizer.numerics.codes import pack_bits, unpack_bits
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 
-E4M3_LARGEST, E4M3_LEAST = FLOAT_FORMATS["fp8_e4m3"].largest, 2.0**-9
-"""The ends of the scales before they are divided by the tensor's own; zero is none."""
-GLOBAL_BOUNDS = 2.0**-117, 2.0**117
-"""Of a tensor's scale, for the scales of its groups to be normal float32."""
 PAIRS = 8
 """Pairs of values in a block of 16 that share an exponent."""
+_LARGEST_E4M3 = FLOAT_FORMATS["fp8_e4m3"].largest
+_LEAST_E4M3 = 2.0**-9
+# Between these the scales of all groups are normal float32
+_LEAST_GLOBAL = 2.0**-117
+_LARGEST_GLOBAL = 2.0**117
 _E8M0_BIAS = 127
+# The largest fp8_e4m3 number with each mantissa
 _TOP_CODES = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)
-"""One code with each mantissa, the largest there is."""
 
 
-def on_global_grid(scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return the scales next to `scale`, float32, that are an fp8_e4m3 number above zero,
+def with_global_scale(
+    scale: Tensor,
+    global_scale: Tensor,
+) -> Tensor:
+    """Return the scales nearest to `scale`, float32, that are an fp8_e4m3 number above zero
     divided by `global_scale`.
 
     Source: NVIDIA's NVFP4, as compressed-tensors computes it.
 
-    >>> on_global_grid(torch.tensor([0.26, 0.0]), torch.tensor(4.0)).tolist()
+    >>> with_global_scale(torch.tensor([0.26, 0.0]), torch.tensor(4.0)).tolist()
     [0.25, 0.00048828125]
     """
-    codes = cast_round_trip_(scale.double() * global_scale.double(), "fp8_e4m3").clamp_(
-        min=E4M3_LEAST
-    )
-    return codes.float() / global_scale
+    codes = cast_round_trip_(scale.double() * global_scale.double(), "fp8_e4m3")
+    return codes.clamp_(min=_LEAST_E4M3).float() / global_scale
 
 
 def global_scale_of(steps: Tensor) -> Tensor:
-    """Return 448 / (the largest of `steps`), float32: what makes the largest scale of a tensor
-    the largest code.
-
-    It is 1 for a tensor of zeros.
+    """Return 448 / (the largest of `steps`), float32, which makes the largest scale of a tensor
+    the largest code. It is 1 for a tensor of zeros.
 
     >>> global_scale_of(torch.tensor([1.0, 7.0])).item()
     64.0
     """
     largest = steps.double().max()
-    found = (E4M3_LARGEST / largest).clamp(*GLOBAL_BOUNDS)
-    return torch.where(largest > 0, found, 1.0).float()
+    factor = (_LARGEST_E4M3 / largest).clamp(_LEAST_GLOBAL, _LARGEST_GLOBAL)
+    return torch.where(
+        largest > 0,
+        factor,
+        1.0,
+    ).float()
 
 
 def split_global(scale: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return fp8_e4m3 codes and the float32 `global_scale` () that they were divided by, for
-    scales `on_global_grid`.
+    """Return fp8_e4m3 codes and the float32 `global_scale` () that gave the scales of
+    `with_global_scale`.
 
-    None if there are none that give `scale` back, bit for bit. The factor is not unique; it is
+    Return None if no such codes give `scale` back, bit for bit. The factor is not unique; it is
     the largest that does.
 
     >>> codes, factor = split_global(torch.tensor([0.25, 1.75]))
     >>> codes.float().tolist(), factor.item()
     ([64.0, 448.0], 256.0)
     """
-    largest = scale.max()
+    largest = scale.max().double()
     for code in _TOP_CODES:
-        near = (code / largest.double()).float()
-        below, above = near.new_tensor(0.0), near.new_tensor(torch.inf)
-        for factor in (near, torch.nextafter(near, below), torch.nextafter(near, above)):
+        near = (code / largest).float()
+        below = torch.nextafter(near, near.new_tensor(0.0))
+        above = torch.nextafter(near, near.new_tensor(torch.inf))
+        for factor in (near, below, above):
             codes = cast_round_trip_(scale.double() * factor.double(), "fp8_e4m3").float()
             if bool((codes > 0).all()) and torch.equal(codes / factor, scale):
                 return codes.to(torch.float8_e4m3fn), factor
     return None
 
 
-def beside(scale: Tensor, known: Tensor, scale_type: str) -> Tensor:
-    """Return the scales next to `scale` that groups of a tensor may have where others have
-    those in `known`.
+def beside(
+    scale: Tensor,
+    known: Tensor,
+    scale_type: str,
+) -> Tensor:
+    """Return the scales nearest to `scale` that groups of a tensor may have if other groups
+    have those in `known`.
 
     >>> beside(torch.tensor([0.7]), torch.tensor([1.0, 1.75]), "e4m3").tolist()
     [0.6875]
     """
-    found = split_global(known) if scale_type == "e4m3" else None
-    return on_global_grid(scale, found[1]) if found else scale
+    if scale_type == "e4m3":
+        codes_and_global = split_global(known)
+        if codes_and_global is not None:
+            return with_global_scale(scale, codes_and_global[1])
+    return scale
 
 
 def with_microexponents(steps: Tensor) -> Tensor:
@@ -93,55 +105,63 @@ def with_microexponents(steps: Tensor) -> Tensor:
     >>> with_microexponents(torch.tensor([4.0, 2.0, 1.0, 0.5, 0.0, 4.0, 1.0, 1.0])).tolist()
     [4.0, 2.0, 2.0, 2.0, 2.0, 4.0, 2.0, 2.0]
     """
-    blocks = steps.reshape(*steps.shape[:-1], -1, PAIRS)
+    blocks = _blocks_of_pairs(steps)
     return torch.maximum(blocks, blocks.amax(-1, keepdim=True) / 2).flatten(-2)
 
 
-def scale_bytes(scale_type: str, scales: int) -> int:
+def scale_bytes(
+    scale_type: str,
+    scales: int,
+) -> int:
     """Return the bytes of the scales of one tensor.
 
     >>> scale_bytes("e4m3", 16), scale_bytes("microexponent", 16), scale_bytes("float", 16)
     (20, 4, 64)
     """
-    whole = {"e8m0": scales, "e4m3": scales + 4, "microexponent": 2 * scales // PAIRS}
-    return whole.get(scale_type, 4 * scales)
+    if scale_type == "e8m0":
+        return scales
+    if scale_type == "e4m3":
+        return scales + 4
+    if scale_type == "microexponent":
+        return 2 * scales // PAIRS
+    return 4 * scales
 
 
-def pack_scales(scale: Tensor, scale_type: str) -> dict[str, Tensor]:
-    """Return what files hold of scales, by name: as many bytes as `scale_bytes` says, or
-    float32 where they do not fit.
+def pack_scales(
+    scale: Tensor,
+    scale_type: str,
+) -> dict[str, Tensor]:
+    """Return the tensors that files store for scales, by name: as many bytes as `scale_bytes`
+    says, or float32 if the scales do not fit.
 
-    Exponents have 127 added; after that of a block comes a byte with a bit for each of its
-    pairs, the first in the lowest one, that is set where its exponent is one less.
+    Exponents have 127 added. After that of a block comes a byte with a bit for each of its
+    pairs, the first in the lowest one, which is set if the pair's exponent is one less.
     """
-    if scale_type == "e4m3" and (found := split_global(scale)) is not None:
-        return {"scale": found[0], "global_scale": found[1]}
     if scale_type == "e8m0":
         return {"scale": _exponents(scale)}
     if scale_type == "microexponent":
-        blocks = _exponents(scale).reshape(*scale.shape[:-1], -1, PAIRS)
+        blocks = _blocks_of_pairs(_exponents(scale))
         largest = blocks.amax(-1, keepdim=True)
         return {"scale": torch.cat([largest, pack_bits(largest - blocks, 1)], -1)}
-    return {"scale": scale}
+    codes_and_global = split_global(scale) if scale_type == "e4m3" else None
+    if codes_and_global is None:
+        return {"scale": scale}
+    codes, global_scale = codes_and_global
+    return {"scale": codes, "global_scale": global_scale}
 
 
 def unpack_scales(
-    stored: Tensor, scale_type: str, global_scale: Tensor | None = None
+    stored: Tensor,
+    scale_type: str,
+    global_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the scales, float32, that `pack_scales` was given.
+    """Return the scales, float32, that `pack_scales` stored.
 
-    >>> kinds = {
-    ...     "e8m0": [0.5, 2.0],
-    ...     "e4m3": [0.5, 2.0],
-    ...     "microexponent": [2.0] * 7 + [1.0],
-    ...     "float": [0.3],
-    ... }
-    >>> for kind, scales in kinds.items():
-    ...     packed = pack_scales(torch.tensor(scales), kind)
-    ...     assert torch.equal(
-    ...         unpack_scales(packed["scale"], kind, packed.get("global_scale")),
-    ...         torch.tensor(scales),
-    ...     )
+    >>> scale = torch.tensor([2.0] * 7 + [1.0])
+    >>> for scale_type in ("e8m0", "e4m3", "microexponent", "float"):
+    ...     packed = pack_scales(scale, scale_type)
+    ...     restored = unpack_scales(packed["scale"], scale_type, packed.get("global_scale"))
+    ...     assert torch.equal(restored, scale)
     """
     if global_scale is not None:
         return stored.float() / global_scale
@@ -149,7 +169,20 @@ def unpack_scales(
         return stored
     if scale_type == "e8m0":
         return _powers(stored)
-    return _powers((stored[..., :1] - unpack_bits(stored[..., 1:], 1, PAIRS)).flatten(-2))
+    is_halved = unpack_bits(
+        stored[..., 1:],
+        1,
+        PAIRS,
+    )
+    return _powers((stored[..., :1] - is_halved).flatten(-2))
+
+
+def _blocks_of_pairs(scale: Tensor) -> Tensor:
+    return scale.reshape(
+        *scale.shape[:-1],
+        -1,
+        PAIRS,
+    )
 
 
 def _exponents(scale: Tensor) -> Tensor:
@@ -157,6 +190,5 @@ def _exponents(scale: Tensor) -> Tensor:
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    return torch.ldexp(
-        torch.ones(exponents.shape, dtype=torch.float64), exponents.int() - _E8M0_BIAS
-    ).float()
+    ones = torch.ones(exponents.shape, dtype=torch.float64)
+    return torch.ldexp(ones, exponents.int() - _E8M0_BIAS).float()

@@ -1,6 +1,6 @@
 """Range methods, statistics over batches, and the observer that applies them to one tensor."""
 
-from quantizer.observers import least_error  # noqa: F401 - its methods register themselves
+from quantizer.observers import least_error  # noqa: F401 - registers its methods
 from quantizer.observers.methods import METHODS, STATISTICS, axis_of, code_range_of, kernel_of
 from quantizer.observers.observer import (
     NegativeValuesError,

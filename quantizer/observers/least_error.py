@@ -1,4 +1,4 @@
-"""Range methods that try ranges and take the one with the least squared error."""
+"""Range methods that try ranges and take the one with the least error."""
 
 import math
 from functools import lru_cache
@@ -11,233 +11,300 @@ from quantizer.numerics.blocks import fill
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import (
     POWERS_OF_TWO,
-    SHARED,
+    SHARED_EXPONENTS,
     qparams_from_range,
     symmetric_step,
     uncut,
 )
-from quantizer.numerics.registry import register
+from quantizer.numerics.registry import register_in
 from quantizer.numerics.rounding import NEAREST
 from quantizer.observers.methods import CENTRES, METHODS, code_range_of, kernel_of
-from quantizer.observers.observed_batch import Distribution, PooledBatches, Range
+from quantizer.observers.observed_batch import LowHigh, ObservedValues, PooledBatches
 
-MSE_STEPS_PER_OCTAVE = 16
-AUTO_STEPS = torch.arange(12) / 2, torch.arange(-3, 4) / 8, torch.arange(-1, 2) / 16
-"""Octaves to cut off, first from the extremes, then around what was best."""
-AUTO_WIDER = 0.5
-"""Octaves by which an end may lie beyond the extreme."""
-AUTO_POWER = 2.2
-OUTERMOST = 3
-"""Values that tell how far apart those at an end lie."""
-PAIRS_AT_ONCE = 128
-POWERS = (2.0, *(0.5**halvings for halvings in range(8)))
-"""Factors on the range where scales are powers of two; a wider one is for shared exponents,
-which may cut much off.
-"""
+_MSE_STEPS_PER_OCTAVE = 16
+# Factors on the range if scales are powers of two
+_HALVINGS = tuple(0.5**halvings for halvings in range(8))
+# Octaves to cut off, first from the extremes, then around the best ends so far
+_AUTO_STEPS = (torch.arange(12) / 2, torch.arange(-3, 4) / 8, torch.arange(-1, 2) / 16)
+# Octaves by which an end may lie beyond the extreme
+_AUTO_WIDER = 0.5
+_AUTO_POWER = 2.2
+_AUTO_RANGES_AT_ONCE = 128
+# The distances between so many of the greatest values estimate how far a new one exceeds them
+_OUTERMOST = 3
 
 
-@register(METHODS, "mse")
-def mse(values: Distribution, spec: QuantizationSpec) -> Range:
+@register_in(METHODS, "mse")
+def mse(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
     """Return the range that gives the least squared error with the spec's codes, of those that
-    lead to other scales.
+    lead to different scales.
 
-    Where the scale may be any float, the range is cut at the best clip, both its sides, or
-    widened to what cuts nothing off; where it is a power of two, halved as often as the error
-    falls. Which way ties go cannot matter: at a half-way point either neighbour has the same
-    error.
+    A range whose scale may be any float is cut at the best clip, on both sides, or widened
+    until it cuts nothing off. A range whose scale is a power of two is halved as often as the
+    error falls. It does not matter how ties are rounded: both neighbours of a half-way point
+    have the same error.
     """
     if spec.scale_type in POWERS_OF_TWO:
         return _least_power(values, spec)
-    words = ("dtype", "bit_width", "signed", "narrow_range", "symmetric_scale")
     round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
+    # Specs that agree in what the errors depend on share a cached table
     codes = QuantizationSpec(
-        **{name: getattr(spec, name) for name in words}, round_mode=round_mode
+        dtype=spec.dtype,
+        bit_width=spec.bit_width,
+        signed=spec.signed,
+        narrow_range=spec.narrow_range,
+        symmetric_scale=spec.symmetric_scale,
+        round_mode=round_mode,
     )
     clip = _clips(codes)[_errors(values, codes).argmin(1)]
     low, high = values.clipped(values.amax * clip / BINS)
-    wider = (clip / BINS).clamp(min=1)
-    return low * wider, high * wider
+    widening = (clip / BINS).clamp(min=1)
+    return low * widening, high * widening
 
 
-@register(METHODS, AUTO)
-def auto(values: Distribution, spec: QuantizationSpec) -> Range:
-    """Return the range of the least error, of all that the other methods might find; errors
-    count by their power 2.2.
+@register_in(METHODS, AUTO)
+def auto(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
+    """Return the range of the least error, of all ranges that the other methods could give. An
+    error counts by its power 2.2.
 
-    What maxmin, percentile and mse cut off are ends nearer to zero than the extremes. All pairs
-    of ends are tried, in steps of half an octave and then of down to a sixteenth: a one-sided
-    tensor has one end to cut, and a tail on one side costs the other nothing. The ends of a
-    symmetric range are cut alike; where scales are powers of two, mse tries all that there can
-    be.
+    The ranges of maxmin, percentile and mse have ends nearer to zero than the extremes, or
+    equal to them. All pairs of ends are tried, in steps of half an octave and then of down to a
+    sixteenth: a one-sided tensor has one end to cut, and a tail on one side costs the other
+    nothing. The ends of a symmetric range are cut alike. If scales are powers of two, mse tries
+    every range there is.
 
-    Of what calibration sees, an end may also lie up to half an octave beyond the extreme: as
-    many new values have one outside on average, as far as the outermost ones lie apart, and
-    among the few values of a pooled tensor one that is cut off counts more than wider steps. Of
-    a weight, all values are known.
+    For the data of a calibration an end may also lie up to half an octave beyond the extreme.
+    New values will lie outside, on average as many as were seen once, as far as the outermost
+    ones lie apart. Among the few values of a pooled tensor one value that is cut off counts
+    more than wider steps. All values of a weight are known.
 
-    Errors of a layer's inputs are about independent, so the least of one range is the least at
-    the layer's output. By their square, the few large values that the attention of a
-    transformer hangs on would still count for too little: a sentence encoder loses 1.6 dB to
-    maxmin, and gains .3 with the power 2.2, which costs convolutional networks .2 of the 1 to 2
-    dB that they gain.
+    Errors of a layer's inputs are about independent, so the least error of one range is the
+    least at the layer's output. With squared errors, the few large values on which the
+    attention of a transformer depends would count for too little: a sentence encoder loses 1.6
+    dB to maxmin. With the power 2.2 it gains 0.3 dB, and convolutional networks lose 0.2 of the
+    1 to 2 dB that they gain.
 
     Source: Li et al., "BRECQ", 2021, whose code searches scales by the power 2.4; for excesses
     Pickands, "Statistical inference using extreme order statistics", 1975.
     """
     if spec.scale_type in POWERS_OF_TWO:
         return mse(values, spec)
-    extremes = torch.stack(
-        [-values.amax, values.amax] if spec.symmetric else [values.low, values.high]
-    ).double()
+    if spec.symmetric:
+        extremes = torch.stack([-values.amax, values.amax]).double()
+    else:
+        extremes = torch.stack([values.low, values.high]).double()
+    has_new_values = isinstance(values, PooledBatches)
     rows = zip(extremes.T, values.width, values.histogram, strict=True)
-    is_part = isinstance(values, PooledBatches)
-    low, high = torch.stack(
-        [
-            _least_ends(ends[:, None], width, counts, spec, is_part)
-            for ends, width, counts in rows
-        ]
-    ).T
+    ranges = []
+    for row_extremes, width, histogram in rows:
+        occupied = histogram.nonzero().squeeze(1)
+        centres = (width * CENTRES[occupied]).clamp(*row_extremes)
+        counts = histogram[occupied]
+        excess = torch.zeros(2, dtype=torch.float64)
+        if has_new_values:
+            excess = _excess(centres, counts, symmetric=spec.symmetric)
+        ranges.append(
+            _best_ends(
+                row_extremes[:, None],
+                excess,
+                centres,
+                counts,
+                spec=spec,
+            )
+        )
+    low, high = torch.stack(ranges).T
     return low, high
 
 
-def _least_ends(
-    extremes: Tensor, width: Tensor, counts: Tensor, spec: QuantizationSpec, is_part: bool
+def _best_ends(
+    extremes: Tensor,
+    excess: Tensor,
+    centres: Tensor,
+    counts: Tensor,
+    *,
+    spec: QuantizationSpec,
 ) -> Tensor:
-    """Low and high of one row, whose `extremes` are (2, 1), set as is best: (2,)."""
-    occupied = counts.nonzero().squeeze(1)
-    exact, counts = (width * CENTRES[occupied]).clamp(*extremes[:, 0]), counts[occupied]
-    excess = (
-        _excess(exact, counts, symmetric=spec.symmetric)
-        if is_part
-        else torch.zeros(2, dtype=torch.float64)
-    )
-    best = torch.zeros(2, 1, dtype=torch.float64)  # octaves cut off from either end
-    for steps in AUTO_STEPS:
-        pairs = _pairs(best[:, 0], steps, extremes, alike=spec.symmetric)
-        parts = torch.split(pairs, PAIRS_AT_ONCE, dim=1)
-        errors = torch.cat(
-            [_error_of(extremes * 0.5**part, exact, counts, spec) for part in parts]
-        )
-        at = int((errors + _error_beyond(extremes * 0.5**pairs, extremes, excess)).argmin())
-        best = pairs[:, at : at + 1]
-    return (extremes * 0.5**best)[:, 0]
-
-
-def _pairs(around: Tensor, steps: Tensor, extremes: Tensor, *, alike: bool) -> Tensor:
-    """Octaves to cut off from low and high, (2, N): all of `steps` around those, but for an end
-    that is zero.
+    """Return low and high (2,) with the least error of a row of `counts` values at `centres`,
+    whose `extremes` are (2, 1).
     """
-    tried = [(start + steps).clamp(min=-AUTO_WIDER).unique() for start in around]
+    octaves = torch.zeros(2, 1, dtype=torch.float64)
+    for steps in _AUTO_STEPS:
+        candidates = _pairs(octaves[:, 0], steps, extremes, alike=spec.symmetric)
+        errors = []
+        for part in torch.split(candidates, _AUTO_RANGES_AT_ONCE, dim=1):
+            errors.append(_error_of(extremes * 0.5**part, centres, counts, spec))
+        error_beyond = _error_beyond(extremes * 0.5**candidates, extremes, excess)
+        best = int((torch.cat(errors) + error_beyond).argmin())
+        octaves = candidates[:, best : best + 1]
+    return (extremes * 0.5**octaves)[:, 0]
+
+
+def _pairs(
+    octaves: Tensor,
+    steps: Tensor,
+    extremes: Tensor,
+    *,
+    alike: bool,
+) -> Tensor:
+    """Return the octaves to cut off from low and high, (2, N): all pairs of `steps` around
+    `octaves`.
+    """
+    low = (octaves[0] + steps).clamp(min=-_AUTO_WIDER).unique()
     if alike:
-        return torch.stack([tried[0], tried[0]])
-    tried = [
-        some if end else some[:1]
-        for some, end in zip(tried, extremes[:, 0].tolist(), strict=True)
-    ]
-    return torch.cartesian_prod(*tried).T
+        return torch.stack([low, low])
+    high = (octaves[1] + steps).clamp(min=-_AUTO_WIDER).unique()
+    # An end at zero stays there
+    if extremes[0] == 0:
+        low = low[:1]
+    if extremes[1] == 0:
+        high = high[:1]
+    return torch.cartesian_prod(low, high).T
 
 
-def _excess(exact: Tensor, counts: Tensor, *, symmetric: bool) -> Tensor:
-    """How far a new value beyond either extreme lies from it on average, (2,); a symmetric
-    range has one extreme.
+def _excess(
+    centres: Tensor,
+    counts: Tensor,
+    *,
+    symmetric: bool,
+) -> Tensor:
+    """Return how far a new value beyond either extreme lies from it on average, (2,). A
+    symmetric range has one extreme.
     """
     if symmetric:
-        return torch.stack(
-            [_mean_excess(exact.abs(), counts), torch.zeros((), dtype=torch.float64)]
-        )
-    return torch.stack([_mean_excess(-exact, counts), _mean_excess(exact, counts)])
+        excess = _mean_excess(centres.abs(), counts)
+        return torch.stack([excess, torch.zeros_like(excess)])
+    return torch.stack([_mean_excess(-centres, counts), _mean_excess(centres, counts)])
 
 
-def _mean_excess(values: Tensor, counts: Tensor) -> Tensor:
-    """How far the greatest values, which come so often each, go beyond the last of them; those
-    below 0 are taken for 0.
+def _mean_excess(
+    values: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    """Return how far the greatest values lie above the last of them on average. Values below 0
+    count as 0.
 
     >>> _mean_excess(torch.tensor([5.0, 9.0, 8.0, 1.0]), torch.tensor([1.0, 1.0, 1.0, 7.0]))
     tensor(3.5000)
     """
     order = values.argsort(descending=True)
-    at = torch.searchsorted(counts[order].cumsum(0), torch.arange(1, OUTERMOST + 1).to(counts))
-    outermost = values[order][at.clamp(max=len(values) - 1)].clamp(min=0)
+    ranks = torch.arange(1, _OUTERMOST + 1).to(counts)
+    index = torch.searchsorted(counts[order].cumsum(0), ranks)
+    outermost = values[order][index.clamp(max=len(values) - 1)].clamp(min=0)
     return (outermost[:-1] - outermost[-1]).mean()
 
 
-def _error_beyond(ends: Tensor, extremes: Tensor, excess: Tensor) -> Tensor:
-    """The error of new values that lie beyond ranges `ends` (2, N), (N,): of as many as were
-    seen, one at either end.
+def _error_beyond(
+    ends: Tensor,
+    extremes: Tensor,
+    excess: Tensor,
+) -> Tensor:
+    """Return the error (N,) of new values beyond ranges `ends` (2, N), one at either end among
+    as many values as were seen.
 
-    It lies exponentially far beyond the extreme, and the power p of an exponential has the mean
-    gamma(p + 1) mean^p.
+    Such a value lies exponentially far beyond the extreme, and the power p of an exponential
+    has the mean gamma(p + 1) mean^p.
     """
-    wider = (ends.abs() - extremes.abs()).clamp(min=0)
-    beyond = torch.exp(-wider / excess.clamp(min=torch.finfo(torch.float64).tiny)[:, None])
-    return math.gamma(AUTO_POWER + 1) * (excess**AUTO_POWER) @ beyond
+    widening = (ends.abs() - extremes.abs()).clamp(min=0)
+    mean = excess.clamp(min=torch.finfo(torch.float64).tiny)[:, None]
+    share_beyond = torch.exp(-widening / mean)
+    return math.gamma(_AUTO_POWER + 1) * (excess**_AUTO_POWER) @ share_beyond
 
 
-def _error_of(ends: Tensor, exact: Tensor, counts: Tensor, spec: QuantizationSpec) -> Tensor:
-    """The error of so many values `exact` under ranges `ends` (2, N), (N,)."""
+def _error_of(
+    ends: Tensor,
+    centres: Tensor,
+    counts: Tensor,
+    spec: QuantizationSpec,
+) -> Tensor:
+    """Return the error (N,) of `counts` values at `centres` with ranges `ends` (2, N)."""
     qparams = qparams_from_range(ends[0], ends[1], code_range_of(spec))
-    rounded = exact.repeat(ends.shape[1], 1)
-    fill(rounded, rounded, qparams.scale, qparams.zero_point, kernel_of(spec), ch_axis=0)
-    return rounded.sub_(exact).abs_().pow_(AUTO_POWER) @ counts
+    rounded = centres.repeat(ends.shape[1], 1)
+    fill(
+        rounded,
+        rounded,
+        kernel_of(spec),
+        scale=qparams.scale,
+        zero_point=qparams.zero_point,
+        ch_axis=0,
+    )
+    return rounded.sub_(centres).abs_().pow_(_AUTO_POWER) @ counts
 
 
 def _clips(spec: QuantizationSpec) -> Tensor:
-    """Clips to try, in bins: the centres 1536, 1552, ... of pytorch_nndct, the maximum, and 16
-    per octave below them.
+    """Return the clips to try, in bins: the centres 1536, 1552, ... of pytorch_nndct, the
+    maximum, and 16 per octave below them.
 
     Low bit widths need those: at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter
-    of the maximum. Where the spec's rule for symmetric scales cuts even the maximum, the scale
+    of the maximum. If the spec's rule for symmetric scales cuts even the maximum, the scale
     that does not is tried too.
     """
     upper = torch.arange(1536, BINS, 16, dtype=torch.float64) + 0.5
-    octaves = (
-        torch.arange(7 * MSE_STEPS_PER_OCTAVE, 0, -1, dtype=torch.float64)
-        / MSE_STEPS_PER_OCTAVE
-    )
+    steps = torch.arange(7 * _MSE_STEPS_PER_OCTAVE, 0, -1, dtype=torch.float64)
+    lower = upper[0] / 2 ** (steps / _MSE_STEPS_PER_OCTAVE)
     widest = sorted({1.0, uncut(code_range_of(spec))})
-    return torch.cat(
-        [upper[0] / 2**octaves, upper, BINS * torch.tensor(widest, dtype=torch.float64)]
-    )
+    return torch.cat([lower, upper, BINS * torch.tensor(widest, dtype=torch.float64)])
 
 
-def _least_power(values: Distribution, spec: QuantizationSpec) -> Range:
-    """The range times the power of two, of those in POWERS, with the least squared error; of
-    equal ones the widest.
+def _least_power(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
+    """Return the range times the power of two with the least squared error. Of equal ones it is
+    the widest.
 
-    The errors are those of the bins' centres under the scales themselves, so that what is
-    compared is what can be.
+    The errors are those of the bins' centres with the very scales that the ranges lead to.
     """
-    code_range, kernel, errors = code_range_of(spec), kernel_of(spec), []
-    factors = torch.tensor(
-        POWERS if spec.scale_type in SHARED else POWERS[1:], dtype=torch.float64
-    )
-    qparams = qparams_from_range(
-        values.low * factors[:, None], values.high * factors[:, None], code_range
-    )
-    exact = values.width[:, None] * CENTRES
+    # Shared exponents may cut much off, so that a wider range may be better
+    powers = (2.0, *_HALVINGS) if spec.scale_type in SHARED_EXPONENTS else _HALVINGS
+    factors = torch.tensor(powers, dtype=torch.float64)
+    low = values.low * factors[:, None]
+    high = values.high * factors[:, None]
+    qparams = qparams_from_range(low, high, code_range_of(spec))
+    kernel = kernel_of(spec)
+    centres = values.width[:, None] * CENTRES
+    errors = []
     for scale, zero_point in zip(qparams.scale, qparams.zero_point, strict=True):
-        rounded = fill(torch.empty_like(exact), exact, scale, zero_point, kernel, 0)
-        errors.append(rounded.sub_(exact).square_().mul_(values.histogram).sum(1))
+        rounded = torch.empty_like(centres)
+        fill(
+            rounded,
+            centres,
+            kernel,
+            scale=scale,
+            zero_point=zero_point,
+            ch_axis=0,
+        )
+        errors.append(rounded.sub_(centres).square_().mul_(values.histogram).sum(1))
     best = factors[torch.stack(errors).argmin(0)]
     return values.low * best, values.high * best
 
 
-def _errors(values: Distribution, codes: QuantizationSpec) -> Tensor:
-    """The squared error of each row under every clip, up to a factor of the row, (R, clips)."""
-    if not isinstance(values, PooledBatches):  # amax is where the bins end
+def _errors(
+    values: ObservedValues,
+    codes: QuantizationSpec,
+) -> Tensor:
+    """Return the squared error of each row with every clip, up to a factor of the row, (R,
+    clips).
+    """
+    if not isinstance(values, PooledBatches):
+        # The bins end at amax
         return values.histogram @ _squared_errors(codes).T
-    found = []
-    for counts, stretch in zip(
-        values.histogram, values.width * BINS / values.amax.clamp(min=1e-300), strict=True
-    ):
+    stretches = values.width * BINS / values.amax.clamp(min=1e-300)
+    errors = []
+    for counts, stretch in zip(values.histogram, stretches, strict=True):
         occupied = counts.nonzero().squeeze(1)
-        found.append(_errors_at(CENTRES[occupied] * stretch, codes) @ counts[occupied])
-    return torch.stack(found)
+        errors.append(_errors_at(CENTRES[occupied] * stretch, codes) @ counts[occupied])
+    return torch.stack(errors)
 
 
 @lru_cache(maxsize=16)
 def _squared_errors(spec: QuantizationSpec) -> Tensor:
-    """Return the squared error, in bins^2, of every bin's centre under every clip, (clips, 2 *
+    """Return the squared error, in bins^2, of every bin's centre with every clip, (clips, 2 *
     BINS) float64.
 
     It depends on no data, so a histogram times this matrix gives the error of all clips at
@@ -246,9 +313,20 @@ def _squared_errors(spec: QuantizationSpec) -> Tensor:
     return _errors_at(CENTRES, spec)
 
 
-def _errors_at(centres: Tensor, spec: QuantizationSpec) -> Tensor:
-    """The same for some centres (N,), in bins: (clips, N)."""
+def _errors_at(
+    centres: Tensor,
+    spec: QuantizationSpec,
+) -> Tensor:
+    """Return the squared errors of some centres (N,), in bins, with every clip, (clips, N)."""
     scale = symmetric_step(_clips(spec), code_range_of(spec)).float()
+    zero_point = torch.zeros_like(scale)
     values = centres.repeat(len(scale), 1)
-    fill(values, values, scale, torch.zeros_like(scale), kernel_of(spec), ch_axis=0)
+    fill(
+        values,
+        values,
+        kernel_of(spec),
+        scale=scale,
+        zero_point=zero_point,
+        ch_axis=0,
+    )
     return (values - centres).square_()

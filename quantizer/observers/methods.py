@@ -1,5 +1,5 @@
-"""The registries: range methods, from the values of a batch to a range, and statistics, from
-batches to one value.
+"""The registries of range methods, which find the range of a batch, and of statistics, which
+reduce the values of several batches to one.
 """
 
 from collections.abc import Callable
@@ -18,34 +18,41 @@ from quantizer.numerics.qparams import (
     IntegerRange,
     qparams_from_range,
 )
-from quantizer.numerics.registry import lookup, register
+from quantizer.numerics.registry import lookup, register_in
 from quantizer.numerics.two_level import PAIRS
-from quantizer.observers.observed_batch import Distribution, ObservedBatch, Range
+from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedValues
 
-Statistic = Callable[[list[float]], float]
-RangeMethod = Callable[[Distribution, QuantizationSpec], Range]
-METHODS: dict[str, RangeMethod] = {}
+METHODS: dict[str, Callable[[ObservedValues, QuantizationSpec], LowHigh]] = {}
 MICROEXPONENT_GROUP = PAIRS * PAIR
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
-"""Methods that are about integer codes: levels to merge bins into, positions of a binary
+"""Methods that need integer codes: they merge bins into levels, or try positions of a binary
 point.
 """
-OF_VALUES = frozenset({"maxmin", "diffs"})
-"""Methods that read no histogram; all others need nothing else of a batch, so they can do many
-in one go.
+WITHOUT_HISTOGRAM = frozenset({"maxmin", "diffs"})
+"""Methods that read no histogram. All others read nothing else of a batch, so they can process
+many batches at once.
 """
-CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
-DIFFS_SAMPLE = 1 << 15  # every value is quantized five times, and the candidates lie far apart
+CENTRES = (
+    torch.arange(
+        -BINS,
+        BINS,
+        dtype=torch.float64,
+    )
+    + 0.5
+)
+# Every value is quantized five times, and the candidates lie far apart
+_DIFFS_SAMPLE_SIZE = 1 << 15
 # The scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
-DIFFS_CANDIDATES = 5
-ENTROPY_AT_ONCE = 1 << 20  # values of one intermediate tensor
+_DIFFS_CANDIDATES = 5
+# Values of one intermediate tensor
+_ENTROPY_AT_ONCE = 1 << 20
 
 
 def code_range_of(spec: QuantizationSpec) -> CodeRange:
     """Return the codes that `spec` scales to.
 
     Raises:
-        ValueError: there are none, as for formats without a scale.
+        ValueError: the format has no scale.
 
     >>> code_range_of(QuantizationSpec(bit_width=4)) == IntegerRange(-8, 7)
     True
@@ -63,31 +70,37 @@ def code_range_of(spec: QuantizationSpec) -> CodeRange:
             finest_position=spec.finest_position,
             symmetric_scale=spec.symmetric_scale,
         )
-    return FloatRange(spec.dtype, spec.scale_type, spec.scale_mode, spec.symmetric)
+    return FloatRange(
+        spec.dtype,
+        spec.scale_type,
+        spec.scale_mode,
+        spec.symmetric,
+    )
 
 
 def kernel_of(spec: QuantizationSpec) -> Kernel:
-    """Return what makes codes of `spec` of x / scale.
+    """Return the kernel that makes codes of `spec` of x / scale.
 
-    >>> import torch
     >>> kernel_of(QuantizationSpec(bit_width=4))(0)(torch.tensor([-9.0, 0.6])).tolist()
     [-8.0, 1.0]
     """
     if spec.dtype == "int":
-        return integer_kernel(spec.quant_min, spec.quant_max, spec.round_mode)
+        return integer_kernel(
+            spec.quant_min,
+            spec.quant_max,
+            spec.round_mode,
+        )
     return float_kernel(spec.dtype)
 
 
 def axis_of(spec: QuantizationSpec) -> int | None:
-    """Return the axis that scales go with, None for one scale in all.
+    """Return the axis that scales go with, or None for one scale.
 
     Raises:
         ValueError: the axis is missing, or microexponents have no groups.
     """
-    if spec.scale_type == "microexponent" and (spec.qscheme, spec.group_size) != (
-        "per_group",
-        MICROEXPONENT_GROUP,
-    ):
+    has_groups = spec.qscheme == "per_group" and spec.group_size == MICROEXPONENT_GROUP
+    if spec.scale_type == "microexponent" and not has_groups:
         raise ValueError(
             f"Microexponents need groups of {MICROEXPONENT_GROUP}, not {spec.qscheme} "
             f"{spec.group_size}."
@@ -99,76 +112,129 @@ def axis_of(spec: QuantizationSpec) -> int | None:
     return spec.ch_axis
 
 
-@register(METHODS, "maxmin")
-def maxmin(values: Distribution, spec: QuantizationSpec) -> Range:
+@register_in(METHODS, "maxmin")
+def maxmin(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
     """Return the exact extremes of every row."""
     return values.low, values.high
 
 
-@register(METHODS, "percentile")
-def percentile(values: Distribution, spec: QuantizationSpec) -> Range:
+@register_in(METHODS, "percentile")
+def percentile(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
     """Return the range cut at the magnitude below which `spec.percentage` percent of the values
     lie.
 
-    The magnitude is the left edge of the histogram's bin where the cumulative share gets there
-    (of the first bin the right edge, so that the range is never empty); 100 percent is the
-    maximum itself. An asymmetric range is cut at the same magnitude on both sides: (100 -
-    percentage) percent is cut off in all, shared by the two tails as the data has them, and
-    one-sided data such as a ReLU's is treated as symmetric.
+    The magnitude is the left edge of the histogram's bin where the cumulative share reaches the
+    percentage (of the first bin the right edge, so that the range is never empty). 100 percent
+    is the maximum itself. An asymmetric range is cut at the same magnitude on both sides. So
+    (100 - percentage) percent is cut off in all, shared by the two tails as the data has them,
+    and one-sided data such as a ReLU's is treated as symmetric.
     """
     if spec.percentage >= 100:
         return values.low, values.high
     share = values.magnitudes.cumsum(1) / values.magnitudes.sum(1, keepdim=True)
-    wanted = torch.full((len(share), 1), spec.percentage / 100, dtype=torch.float64)
+    wanted = torch.full(
+        (len(share), 1),
+        spec.percentage / 100,
+        dtype=torch.float64,
+    )
     bins = torch.searchsorted(share, wanted).squeeze(1).clamp(1, BINS)
     return values.clipped(values.width * bins)
 
 
-@register(METHODS, "diffs")
-def diffs(values: Distribution, spec: QuantizationSpec) -> Range:
-    """Return the range halved as often (0 to 4 times) as the squared error falls; of equal
-    errors the widest range.
+@register_in(METHODS, "diffs")
+def diffs(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
+    """Return the range halved as often (0 to 4 times) as the squared error falls. Of equal
+    errors it takes the widest range.
     """
     # An observer of all batches together refuses the method
     assert isinstance(values, ObservedBatch)
-    code_range, sample = code_range_of(spec), values.sample(DIFFS_SAMPLE)
-    factors = 0.5 ** torch.arange(DIFFS_CANDIDATES, dtype=torch.float64)
-    low, high = ((end * factors[:, None]).view(-1) for end in (values.low, values.high))
-    qparams = qparams_from_range(low, high, code_range)
-    scale, zero_point = qparams.scale.to(sample), qparams.zero_point.to(sample.device)
-    tried = sample.new_empty(DIFFS_CANDIDATES, *sample.shape).copy_(sample)
-    rows = tried.view(-1, sample.shape[1])
-    fill(rows, rows, scale, zero_point, kernel_of(spec), 0)
-    errors = tried.sub_(sample).square_().sum(2)
+    sample = values.sample(_DIFFS_SAMPLE_SIZE)
+    factors = 0.5 ** torch.arange(_DIFFS_CANDIDATES, dtype=torch.float64)
+    low = (values.low * factors[:, None]).view(-1)
+    high = (values.high * factors[:, None]).view(-1)
+    qparams = qparams_from_range(
+        low,
+        high,
+        code_range_of(spec),
+    ).to(sample.device)
+    quantized = sample.new_empty(_DIFFS_CANDIDATES, *sample.shape).copy_(sample)
+    rows = quantized.view(-1, sample.shape[1])
+    fill(
+        rows,
+        rows,
+        kernel_of(spec),
+        scale=qparams.scale.to(sample.dtype),
+        zero_point=qparams.zero_point,
+        ch_axis=0,
+    )
+    errors = quantized.sub_(sample).square_().sum(2)
     best = factors[errors.argmin(0).cpu()]
     return values.low * best, values.high * best
 
 
-@register(METHODS, "entropy")
-def entropy(values: Distribution, spec: QuantizationSpec) -> Range:
-    """Return the range cut at the clip of the least Kullback-Leibler divergence; of equal ones
-    the largest.
+@register_in(METHODS, "entropy")
+def entropy(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
+    """Return the range cut at the clip of the least Kullback-Leibler divergence. Of equal clips
+    it takes the largest.
 
     For the first i bins of the magnitudes, i in 128, 160, ... 1536, 1552, ... 2048, the
-    reference P is these bins with all that is beyond added to the last one; the candidate Q is
+    reference P is these bins with all that is beyond added to the last one. The candidate Q is
     the same bins merged into quant_max + 1 groups, each group's count spread evenly over its
     occupied bins. The first bin, where a ReLU's zeros are, counts as much as the second.
+
     Source: S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
     """
     levels = min(spec.quant_max + 1, BINS)
     counts = values.magnitudes.clone()
     counts[:, 0] = counts[:, 1]
-    clips = torch.cat([torch.arange(128, 1536, 32), torch.arange(1536, BINS + 1, 16)])
-    at_once = max(1, ENTROPY_AT_ONCE // (len(clips) * levels))
+    clips = torch.cat(
+        [
+            torch.arange(
+                128,
+                1536,
+                32,
+            ),
+            torch.arange(
+                1536,
+                BINS + 1,
+                16,
+            ),
+        ]
+    )
+    at_once = max(1, _ENTROPY_AT_ONCE // (len(clips) * levels))
+    parts = torch.split(counts, at_once)
     divergence = torch.cat(
-        [_divergence(part, clips, levels) for part in torch.split(counts, at_once)]
+        [
+            _divergence(
+                part,
+                clips,
+                levels,
+            )
+            for part in parts
+        ]
     )
     last_minimum = len(clips) - 1 - divergence.flip(1).argmin(1)
     return values.clipped(values.width * clips[last_minimum])
 
 
-def _divergence(counts: Tensor, clips: Tensor, levels: int) -> Tensor:
-    """Return KL(P || Q) per row of `counts` (R, BINS) and clip, (R, clips); infinite where Q
+def _divergence(
+    counts: Tensor,
+    clips: Tensor,
+    levels: int,
+) -> Tensor:
+    """Return KL(P || Q) per row of `counts` (R, BINS) and clip, (R, clips). It is infinite if Q
     lacks a bin of P.
 
     With c the counts, P' = c plus the tail at bin i - 1, and m the mean of a bin's group,
@@ -176,24 +242,28 @@ def _divergence(counts: Tensor, clips: Tensor, levels: int) -> Tensor:
     log sum_{j<i} c_j.
     """
     edges = -(-clips[:, None] * torch.arange(levels + 1) // levels)
-    totals, occupied = _running(counts), _running((counts > 0).double())
+    totals = _running(counts)
+    occupied = _running((counts > 0).double())
     groups = totals[:, edges].diff(dim=2)
     means = groups / occupied[:, edges].diff(dim=2).clamp(min=1)
     last_group = ((clips - 1) * levels // clips).expand(len(counts), -1).unsqueeze(2)
     last_mean = means.gather(2, last_group).squeeze(2)
-    inside, total, last = totals[:, clips], totals[:, -1:], counts[:, clips - 1]
+    total = totals[:, -1:]
+    inside = totals[:, clips]
     tail = total - inside
-    reference = (
-        _running(torch.xlogy(counts, counts))[:, clips]
-        - torch.xlogy(last, last)
-        + torch.xlogy(last + tail, last + tail)
+    last = counts[:, clips - 1]
+    # sum P' log P': the last bin has the tail added
+    inside_entropy = _running(torch.xlogy(counts, counts))[:, clips]
+    entropies = inside_entropy - torch.xlogy(last, last) + torch.xlogy(last + tail, last + tail)
+    # sum P' log m: the tail falls into the last group
+    tail_mean = torch.where(
+        last > 0,
+        last_mean,
+        0.0,
     )
-    cross = torch.xlogy(groups, means).sum(2) + torch.xlogy(
-        tail, torch.where(last > 0, last_mean, 0.0)
-    )
-    return ((reference - cross) / total - total.log() + inside.log()).nan_to_num(
-        nan=torch.inf, posinf=torch.inf
-    )
+    cross_entropies = torch.xlogy(groups, means).sum(2) + torch.xlogy(tail, tail_mean)
+    divergence = (entropies - cross_entropies) / total - total.log() + inside.log()
+    return divergence.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _running(x: Tensor) -> Tensor:
@@ -202,8 +272,8 @@ def _running(x: Tensor) -> Tensor:
 
 
 def modal(values: list[float]) -> float:
-    """Return the most frequent value; of equally frequent ones the largest, the coarser scale,
-    which clips least.
+    """Return the most frequent value. Of equally frequent ones it is the largest, the coarser
+    scale, which clips least.
 
     >>> modal([0.25, 0.5, 0.5, 0.25, 0.125])
     0.5
@@ -211,15 +281,19 @@ def modal(values: list[float]) -> float:
     return max(multimode(values))
 
 
-STATISTICS: dict[str, Statistic] = {
+STATISTICS: dict[str, Callable[[list[float]], float]] = {
     "modal": modal,
     "max": max,
-    "mean": fmean,  # sums exactly, so the order of the batches cannot show
+    # It sums exactly, so the order of the batches does not matter
+    "mean": fmean,
     "median": median,
 }
 
 
-def reduce_batches(values: Tensor, name: str) -> Tensor:
+def reduce_batches(
+    values: Tensor,
+    name: str,
+) -> Tensor:
     """Return the statistic `name` of each column of `values` (batches, R) as (R,) float64.
 
     Raises:
@@ -228,9 +302,12 @@ def reduce_batches(values: Tensor, name: str) -> Tensor:
     >>> reduce_batches(torch.tensor([[1.0], [2.0], [6.0]]), "mean").tolist()
     [3.0]
     """
-    statistic = lookup(STATISTICS, name, "statistic over batches")
+    statistic = lookup(
+        STATISTICS,
+        name,
+        "statistic over batches",
+    )
     if len(values) == 1:
         return values[0].double()
-    return torch.tensor(
-        [statistic(column) for column in values.T.tolist()], dtype=torch.float64
-    )
+    columns = values.T.tolist()
+    return torch.tensor([statistic(column) for column in columns], dtype=torch.float64)

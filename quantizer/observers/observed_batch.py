@@ -1,9 +1,8 @@
 """What a range method may read, of one batch or of all together: exact extremes, a histogram.
-Finds no range.
 
 A tensor is a matrix here: one row, or one row per channel or group. Everything but the extremes
 is read from a regular sample of at most 2^17 values of all rows together, or 2^12 of each if
-that is more; smaller tensors are read whole. The sample's stride has no divisor in common with
+that is more. Smaller tensors are read whole. The sample's stride has no divisor in common with
 the row's length, so it cannot run along one column of an image.
 """
 
@@ -11,103 +10,95 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import BLOCK, flattened, memory_order
-from quantizer.numerics.granularity import to_rows
+from quantizer.numerics.blocks import BLOCK_SIZE, flattened, memory_order
+from quantizer.numerics.granularity import Cut, to_rows
 from quantizer.numerics.histogram import BINS, Histogram
 
-SAMPLE = 1 << 17
-SLICE = 1 << 13  # values of one index of the first axis, where all batches are counted together
+SAMPLE_SIZE = 1 << 17
 SAMPLE_PER_ROW = 1 << 12
-NARROW = 16
-ALONE = 1 << 17  # values of a row that are read by themselves, by all threads
-# Values per step where nothing is written, so that as much again stays in the cache
-READ = 2 * BLOCK
+SLICE_SIZE = 1 << 13
+"""Values of one index of the first axis that a histogram of all batches counts."""
 
-Range = tuple[Tensor, Tensor]
-
+# Rows so long are read one by one, each by all threads
+_LONG_ROW = 1 << 17
+_NARROW_ROW = 16
+# Nothing is written, so twice as much as else stays in the cache
+_VALUES_AT_ONCE = 2 * BLOCK_SIZE
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+LowHigh = tuple[Tensor, Tensor]
 
 
 def as_rows(
     x: Tensor,
-    qscheme: str = "per_tensor",
-    ch_axis: int | None = None,
-    group_size: int | None = None,
-    scales_per_group: int = 1,
+    cut: Cut = ("per_tensor", None, None, 1),
 ) -> Tensor:
-    """Return `x` as a matrix of one row per scale, in memory order if there is one scale; a
-    view where memory allows.
+    """Return `x` as a matrix of one row per scale, a view if memory allows. A single row is in
+    memory order.
 
-    >>> as_rows(torch.zeros(4, 3, 5, 5), "per_channel", 1).shape
+    >>> as_rows(torch.zeros(4, 3, 5, 5), ("per_channel", 1, None, 1)).shape
     torch.Size([3, 100])
     """
-    if qscheme != "per_tensor" or group_size is not None:
-        return to_rows(x, qscheme, ch_axis, group_size, scales_per_group)
-    return flattened(x).unsqueeze(0)
+    qscheme, _, group_size, _ = cut
+    if qscheme == "per_tensor" and group_size is None:
+        return flattened(x).unsqueeze(0)
+    return to_rows(x, cut)
 
 
-def extremes(rows: Tensor) -> Range:
-    """Return the least and the greatest value of each row, in its dtype; of a row with NaN at
-    least the least is NaN.
+def extremes(rows: Tensor) -> LowHigh:
+    """Return the least and the greatest value of each row, in its dtype. If a row has NaN, at
+    least its least value is NaN.
 
     Long rows are read by `aminmax`, one by one. Along a dimension two reductions of a block in
-    the cache are many times faster. Values that are not negative come in the order of their
-    bits: those are compared, read as integers, three times as fast again, as none of them is
-    NaN (one whose sign is set may go unseen). Rows without such a value are read once more.
+    the cache are many times faster. Values that are not negative have the order of their bits.
+    Comparing those as integers is three times as fast again, as none of them is NaN (one with
+    the sign bit may go unseen). Rows without such a value are read once more.
     """
     count, length = rows.shape
-    if count == 1 or (rows.is_cpu and length >= ALONE):
+    if count == 1 or (rows.is_cpu and length >= _LONG_ROW):
         lows, highs = zip(*(row.aminmax() for row in rows), strict=True)
         return torch.stack(lows), torch.stack(highs)
     # Torch reduces narrow dtypes slowly
-    wide = rows.dtype if rows.dtype in _BITS else torch.float32
-    parts = (
-        [rows] if rows.numel() <= READ else torch.split(rows, max(1, READ // max(1, length)))
-    )
-    low, bits = _joined(_least_and_bits(part.to(wide)) for part in parts)
-    high = (
-        bits.view(wide)
-        if count and int(bits.min()) >= 0
-        else torch.cat([part.to(wide).amax(1) for part in parts])
-    )
-    return low.to(rows.dtype), high.to(rows.dtype)
+    dtype = rows.dtype if rows.dtype in _BITS else torch.float32
+    parts = torch.split(rows, max(1, _VALUES_AT_ONCE // max(1, length)))
+    low_parts = []
+    bits_parts = []
+    for part in parts:
+        wide = part.to(dtype)
+        low_parts.append(_folded(wide, torch.minimum).amin(1))
+        bits_parts.append(_folded(wide, torch.maximum).view(_BITS[dtype]).amax(1))
+    bits = torch.cat(bits_parts)
+    if count and int(bits.min()) >= 0:
+        high = bits.view(dtype)
+    else:
+        high = torch.cat([part.to(dtype).amax(1) for part in parts])
+    return torch.cat(low_parts).to(rows.dtype), high.to(rows.dtype)
 
 
-def _least_and_bits(rows: Tensor) -> Range:
-    """The least value of each row, and the greatest of those that their bits are, read as
-    integers.
-    """
-    greatest = _narrowed(rows, torch.maximum).view(_BITS[rows.dtype])
-    return _narrowed(rows, torch.minimum).amin(1), greatest.amax(1)
-
-
-def _joined(ranges: Iterable[Range]) -> Range:
-    """Those of parts as one."""
-    least, greatest = zip(*ranges, strict=True)
-    return (
-        (least[0], greatest[0]) if len(least) == 1 else (torch.cat(least), torch.cat(greatest))
-    )
-
-
-def _narrowed(rows: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Rows too narrow for torch's fast reduction are folded by its fast elementwise
+def _folded(
+    rows: Tensor,
+    pick: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Fold rows that are too narrow for torch's fast reduction with its fast elementwise
     operators.
     """
-    while rows.shape[1] <= NARROW and rows.shape[1] % 2 == 0:
+    while rows.shape[1] <= _NARROW_ROW and rows.shape[1] % 2 == 0:
         half = rows.shape[1] // 2
         rows = pick(rows[:, :half], rows[:, half:])
     return rows
 
 
-def stride_for(length: int, limit: int) -> int:
+def stride_for(
+    length: int,
+    limit: int,
+) -> int:
     """Return the smallest step that leaves at most `limit` of `length` values and shares no
     divisor with `length`.
 
@@ -121,23 +112,23 @@ def stride_for(length: int, limit: int) -> int:
 
 
 def is_sampled(x: Tensor) -> bool:
-    """Whether `slices` leaves out values of `x`."""
-    return x.ndim > 1 and x[0].numel() > SLICE
+    """Return whether `slices` leaves out values of `x`."""
+    return x.ndim > 1 and x[0].numel() > SLICE_SIZE
 
 
 def by_index(x: Tensor) -> Tensor:
-    """Return `x` as one row for each index of its first axis, in memory order; a view where
+    """Return `x` as one row for each index of its first axis, in memory order. It is a view if
     memory allows.
     """
-    return x.permute(0, *(axis + 1 for axis in memory_order(x[0]))).reshape(len(x), -1)
+    inner_axes = [axis + 1 for axis in memory_order(x[0])]
+    return x.permute(0, *inner_axes).reshape(len(x), -1)
 
 
 def slices(x: Tensor) -> tuple[Tensor, int]:
-    """Return `x` as one row that is the same however its first axis was cut into batches, up to
-    the order.
+    """Return `x` as one row that does not depend on how its first axis was cut into batches, up
+    to the order, and how many values of `x` each of the row stands for.
 
-    Of each index of that axis it has at most SLICE values, as far apart in memory; the number
-    tells how many values of `x` each stands for.
+    The row has at most SLICE_SIZE values of each index of that axis, evenly spaced in memory.
 
     >>> row, stride = slices(torch.zeros(10, 64, 112, 112))
     >>> row.shape, stride
@@ -145,14 +136,14 @@ def slices(x: Tensor) -> tuple[Tensor, int]:
     """
     if not is_sampled(x):
         return as_rows(x), 1
-    inside = by_index(x)
-    stride = stride_for(inside.shape[1], SLICE)
-    return inside[:, ::stride].reshape(1, -1), stride
+    samples = by_index(x)
+    stride = stride_for(samples.shape[1], SLICE_SIZE)
+    return samples[:, ::stride].reshape(1, -1), stride
 
 
-class Distribution(ABC):
-    """Values in rows, as far as range methods read them: the extremes `low` and `high` (R,),
-    and counts in bins.
+class ObservedValues(ABC):
+    """Values in rows as range methods read them: the extremes `low` and `high` (R,), and counts
+    in bins.
     """
 
     low: Tensor
@@ -161,61 +152,57 @@ class Distribution(ABC):
     @property
     @abstractmethod
     def histogram(self) -> Tensor:
-        """Counts in 2 * BINS bins around 0, (R, 2 * BINS) float64 on the CPU."""
+        """Return counts in 2 * BINS bins around 0, (R, 2 * BINS) float64 on the CPU."""
 
     @property
-    @abstractmethod
     def width(self) -> Tensor:
-        """The width of a bin, (R,) float64."""
+        """Return the width of a bin, (R,) float64: the bins cover [-amax, amax]."""
+        return self.amax / BINS
 
     @cached_property
     def amax(self) -> Tensor:
-        """The largest magnitude of each row, (R,) float64."""
+        """Return the largest magnitude of each row, (R,) float64."""
         return torch.maximum(-self.low, self.high).double()
 
     @cached_property
     def magnitudes(self) -> Tensor:
-        """Counts of magnitudes in BINS bins from 0, (R, BINS) float64 on the CPU."""
+        """Return counts of magnitudes in BINS bins from 0, (R, BINS) float64 on the CPU."""
         return self.histogram[:, BINS:] + self.histogram[:, :BINS].flip(1)
 
-    def clipped(self, clip: Tensor) -> Range:
+    def clipped(
+        self,
+        clip: Tensor,
+    ) -> LowHigh:
         """Return the range cut to magnitudes of at most `clip` (R,)."""
         return torch.maximum(self.low, -clip), torch.minimum(self.high, clip)
 
 
-@dataclass(frozen=True)
-class PooledBatches(Distribution):
+class PooledBatches(ObservedValues):
     """The values of all batches, in one histogram."""
 
-    pool: Histogram
-
-    @property
-    def low(self) -> Tensor:  # type: ignore[override]
-        """The least value of each row, (R,) float64."""
-        return self.pool.low
-
-    @property
-    def high(self) -> Tensor:  # type: ignore[override]
-        """The greatest value of each row, (R,) float64."""
-        return self.pool.high
+    def __init__(
+        self,
+        pool: Histogram,
+    ) -> None:
+        self.low = pool.low
+        self.high = pool.high
+        self._pool = pool
 
     @cached_property
     def histogram(self) -> Tensor:
-        """As above."""
-        return self.pool.counts.double()
+        """Return the counts of the pool."""
+        return self._pool.counts.double()
 
     @property
     def width(self) -> Tensor:
-        """As above."""
-        return self.pool.width
+        """Return the width of a bin of the pool, (R,) float64."""
+        return self._pool.width
 
 
 @dataclass(frozen=True)
-class CountedBatches(Distribution):
-    """What is left of the rows of batches, of one tensor or of several, once they are counted:
-    `counts` (R, 2 * BINS).
-
-    `low` and `high` are (R,).
+class CountedBatches(ObservedValues):
+    """The extremes and `counts` (R, 2 * BINS) of rows of batches, of one tensor or of several,
+    without their values.
     """
 
     low: Tensor
@@ -223,28 +210,29 @@ class CountedBatches(Distribution):
     counts: Tensor
 
     @classmethod
-    def stacked(cls, batches: Sequence[CountedBatches]) -> CountedBatches:
+    def stacked(
+        cls,
+        batches: Sequence[CountedBatches],
+    ) -> CountedBatches:
         """Return all their rows, one below the other."""
-        fields = zip(*((each.low, each.high, each.counts) for each in batches), strict=True)
-        return cls(*map(torch.cat, fields))
+        return cls(
+            torch.cat([batch.low for batch in batches]),
+            torch.cat([batch.high for batch in batches]),
+            torch.cat([batch.counts for batch in batches]),
+        )
 
     @cached_property
     def histogram(self) -> Tensor:
-        """As above."""
+        """Return `counts` as float64."""
         return self.counts.double()
-
-    @property
-    def width(self) -> Tensor:
-        """As above: the bins cover [-amax, amax]."""
-        return self.amax / BINS
 
 
 @dataclass(frozen=True)
-class ObservedBatch(Distribution):
+class ObservedBatch(ObservedValues):
     """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), in
     its dtype, on the CPU.
 
-    `outermost` (1, 2 * B) are those of each of B samples, where `slices` leaves out values.
+    `outermost` (1, 2 * B) are the extremes of each of B samples, if `slices` leaves out values.
     """
 
     rows: Tensor
@@ -253,52 +241,71 @@ class ObservedBatch(Distribution):
     outermost: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, *cut: Any) -> ObservedBatch:
-        """Read a tensor once; NaN and infinity show in the extremes."""
-        rows = as_rows(x, *cut)
+    def of(
+        cls,
+        x: Tensor,
+        cut: Cut = ("per_tensor", None, None, 1),
+    ) -> ObservedBatch:
+        """Read a tensor once. NaN and infinity show in the extremes."""
+        rows = as_rows(x, cut)
         if len(rows) > 1 or not is_sampled(x):
-            return cls(rows, *(end.cpu() for end in extremes(rows)))
-        low, high = (end.cpu() for end in extremes(by_index(x)))
-        return cls(rows, low.amin()[None], high.amax()[None], torch.cat([low, high])[None])
-
-    @property
-    def width(self) -> Tensor:
-        """As for counted ones."""
-        return self.amax / BINS
+            low, high = extremes(rows)
+            return cls(rows, low.cpu(), high.cpu())
+        low, high = extremes(by_index(x))
+        outermost = torch.cat([low, high]).cpu()[None]
+        return cls(rows, low.amin().cpu()[None], high.amax().cpu()[None], outermost)
 
     @cached_property
     def histogram(self) -> Tensor:
-        """Counts of the sample."""
+        """Return the counts of the sample."""
         return self.counted().histogram
 
-    def split(self, rows: int) -> list[ObservedBatch]:
+    def split(
+        self,
+        rows: int,
+    ) -> list[ObservedBatch]:
         """Return the batch in parts of about equal height, each of at most `rows` rows."""
         count = -(-len(self.rows) // rows)
         if count == 1:
             return [self]
-        parts = (part.tensor_split(count) for part in (self.rows, self.low, self.high))
-        return [ObservedBatch(*part) for part in zip(*parts, strict=True)]
+        parts = zip(
+            self.rows.tensor_split(count),
+            self.low.tensor_split(count),
+            self.high.tensor_split(count),
+            strict=True,
+        )
+        return [ObservedBatch(*part) for part in parts]
 
-    def sample(self, limit: int = SAMPLE) -> Tensor:
-        """Return at most `limit` values, or SAMPLE_PER_ROW of each row, (R, n) as float32, or
-        float64 if they are.
+    def sample(
+        self,
+        limit: int = SAMPLE_SIZE,
+    ) -> Tensor:
+        """Return at most `limit` values, or SAMPLE_PER_ROW of each row, (R, n), as float32 or
+        float64.
         """
         dtype = torch.promote_types(self.rows.dtype, torch.float32)
         per_row = max(limit // len(self.rows), SAMPLE_PER_ROW)
-        return self.rows[:, :: stride_for(self.rows.shape[1], per_row)].to(dtype).contiguous()
+        stride = stride_for(self.rows.shape[1], per_row)
+        return self.rows[:, ::stride].to(dtype).contiguous()
 
     def counted(self) -> CountedBatches:
         """Return the counts of the sample over [-amax, amax] in 2 * BINS equal bins, of each
         row int64 on the CPU.
         """
-        sample, count, width = self.sample(), len(self.rows), 2 * BINS
+        sample = self.sample()
+        rows = len(sample)
+        bins = 2 * BINS
         amax = torch.where(self.amax == 0, 1.0, self.amax).to(sample)
-        index = (
-            (sample / amax[:, None]).mul_(BINS).add_(BINS).clamp_(0, width - 1).to(torch.int32)
-        )
-        if count > 1:
-            index += torch.arange(
-                0, count * width, width, dtype=torch.int32, device=index.device
-            )[:, None]
-        counts = torch.bincount(index.view(-1), minlength=count * width).view(count, width)
+        position = (sample / amax[:, None]).mul_(BINS).add_(BINS)
+        index = position.clamp_(0, bins - 1).to(torch.int32)
+        if rows > 1:
+            first_bins = torch.arange(
+                0,
+                rows * bins,
+                bins,
+                dtype=torch.int32,
+                device=index.device,
+            )
+            index += first_bins[:, None]
+        counts = torch.bincount(index.view(-1), minlength=rows * bins).view(rows, bins)
         return CountedBatches(self.low, self.high, counts.cpu())

@@ -1,4 +1,6 @@
-"""Watches one tensor over the batches and gives its scale and zero point. Keeps no values."""
+"""The observer of one tensor: it sees batches and computes scale and zero point. It keeps no
+values.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,7 @@ from quantizer.numerics.qparams import (
     step_from_range,
 )
 from quantizer.numerics.registry import lookup
-from quantizer.observers.memory import Memory, memory_of
-from quantizer.observers.memory import find_ranges as find_in_memories
+from quantizer.observers.memory import Memory, compute_pending_ranges, memory_of
 from quantizer.observers.methods import (
     INTEGER_ONLY,
     METHODS,
@@ -41,16 +42,25 @@ class UnobservedError(ObservationError):
 
 
 class NonFiniteError(ObservationError):
-    """A batch held NaN or infinity; `nans` and `infinities` count them, among `total`
-    values.
+    """A batch held NaN or infinity.
+
+    Attributes:
+        nans, infinities, total: how many NaN and infinite values there were, of how many.
     """
 
-    def __init__(self, nans: int, infinities: int, total: int) -> None:
+    def __init__(
+        self,
+        nans: int,
+        infinities: int,
+        total: int,
+    ) -> None:
         super().__init__(
             f"{nans} NaN and {infinities} infinite among {total} values; a range needs finite "
             "ones."
         )
-        self.nans, self.infinities, self.total = nans, infinities, total
+        self.nans = nans
+        self.infinities = infinities
+        self.total = total
 
 
 class NegativeValuesError(ObservationError):
@@ -85,21 +95,23 @@ class Observer:
             raise ValueError(
                 "The diffs method tries powers of two, so it needs scale_type poweroftwo."
             )
-        self.spec, self._axis = spec, axis_of(spec)
-        self._shape: tuple[int, ...] | None = None if self._axis is not None else ()
+        self._axis = axis_of(spec)
         if spec.method == "diffs" and spec.statistic == POOLED:
             raise ValueError(
                 "The diffs method reads each batch's values, so its statistic is not pooled."
             )
         lookup(METHODS, spec.method, "calibration method")
         lookup({**STATISTICS, POOLED: None}, spec.statistic, "statistic over batches")
+        self.spec = spec
+        # The shape of the scale, unknown until the first batch
+        self._shape: tuple[int, ...] | None = None if self._axis is not None else ()
         self._memory = memory_of(spec)
-        # What was found of all that was seen, as long as nothing more is.
+        # A cached result, dropped with every new batch
         self._qparams: QParams | None = None
 
     @property
     def low(self) -> Tensor:
-        """The smallest value seen, float64 of the scale's shape.
+        """Return the smallest value seen, float64 of the scale's shape.
 
         Raises:
             UnobservedError: there was no batch yet.
@@ -108,18 +120,23 @@ class Observer:
 
     @property
     def high(self) -> Tensor:
-        """The largest value seen, like `low`."""
+        """Return the largest value seen, like `low`."""
         return self._shaped(self._seen().extremes()[1])
 
     @property
     def has_histogram(self) -> bool:
-        """Whether it keeps the distribution of all values of the tensor."""
+        """Return whether it keeps the distribution of all values of the tensor."""
         return self.spec.statistic == POOLED and self.spec.has_one_scale
 
     @torch.no_grad()
-    def observe(self, x: Tensor, beside: Observer | None = None) -> None:
-        """Take in one batch: a floating-point tensor of any layout, on any device; and have
-        another observer do so, which shares what can be shared.
+    def observe(
+        self,
+        x: Tensor,
+        beside: Observer | None = None,
+    ) -> None:
+        """Add one batch, a floating-point tensor of any layout, on any device.
+
+        Another observer `beside` adds it too, and shares what can be shared.
 
         Raises:
             NonFiniteError: it holds NaN or infinity. Such a batch leaves no trace, nor do those
@@ -128,19 +145,20 @@ class Observer:
             ObservationError: it holds no values at all, or has another number of channels than
                 the batches before.
         """
-        batch, shape = self._batch(x), scale_shape(tuple(x.shape), *self.spec.cut)
+        batch = self._batch(x)
+        shape = scale_shape(tuple(x.shape), self.spec.cut)
         if not self._memory.is_empty and self._shape not in (None, shape):
             raise ObservationError(
                 f"There is a scale for each index of axis {self._axis}, and this batch has "
                 f"{math.prod(shape)} of them where others have {math.prod(self._shape or ())}."
             )
         self._memory.add(x, batch)
-        self._shape, self._qparams = shape, None
+        self.expect(tuple(x.shape))
         if beside is not None:
-            beside._memory.add(
-                x, batch if beside.spec.cut == self.spec.cut else beside._batch(x)
-            )
-            beside._shape, beside._qparams = scale_shape(tuple(x.shape), *beside.spec.cut), None
+            if beside.spec.cut != self.spec.cut:
+                batch = beside._batch(x)
+            beside._memory.add(x, batch)
+            beside.expect(tuple(x.shape))
 
     def qparams(self) -> QParams:
         """Return scale and zero point for the batches so far, of `scale_shape`.
@@ -150,39 +168,41 @@ class Observer:
         """
         if self._qparams is not None:
             return self._qparams
-        qparams = self._found_qparams()
-        if self.spec.has_one_scale:  # many would be held in memory for nothing
+        qparams = self._compute_qparams()
+        # Many scales would take memory for nothing
+        if self.spec.has_one_scale:
             self._qparams = qparams
         return qparams
 
-    def _found_qparams(self) -> QParams:
+    def _compute_qparams(self) -> QParams:
+        statistic = self.spec.statistic
         lows, highs = self._seen().ranges()
-        if len(lows) == 1:  # any statistic of one range is that range
+        if len(lows) == 1:
+            # Any statistic of one range is that range
             qparams = qparams_from_range(lows[0], highs[0], self._code_range)
         elif self._code_range.symmetric:
-            step = reduce_batches(
-                step_from_range(lows, highs, self._code_range), self.spec.statistic
-            )
+            steps = step_from_range(lows, highs, self._code_range)
+            step = reduce_batches(steps, statistic)
             qparams = qparams_from_step(step, torch.zeros_like(step), self._code_range)
         else:
-            low = -reduce_batches(-lows, self.spec.statistic)
-            high = reduce_batches(highs, self.spec.statistic)
+            # Negated, so that the statistic "max" gives the outermost low
+            low = -reduce_batches(-lows, statistic)
+            high = reduce_batches(highs, statistic)
             qparams = qparams_from_range(low, high, self._code_range)
         return QParams(self._shaped(qparams.scale), self._shaped(qparams.zero_point))
 
     def forget_after(self, batches: int) -> None:
-        """Drop what came after the first `batches` batches, so that one broken off leaves no
+        """Drop the batches after the first `batches`, so that an interrupted one leaves no
         trace.
         """
         self._memory.forget_after(batches)
         self._qparams = None
 
     def merge(self, *others: Observer) -> None:
-        """Take in what others saw, as if their batches had come here: those of several in turn,
-        one of each.
+        """Add the batches of other observers, one of each observer in turn.
 
         Raises:
-            ValueError: one watched another spec.
+            ValueError: an observer has another spec.
         """
         for other in others:
             if other.spec != self.spec:
@@ -190,103 +210,115 @@ class Observer:
                     f"Only observers of one spec can be merged, not of {self.spec} and "
                     f"{other.spec}."
                 )
-            self._shape = other._shape if self._shape is None else self._shape
+            if self._shape is None:
+                self._shape = other._shape
         self._memory.merge(*(other._memory for other in others))
         self._qparams = None
 
-    def restated(self, spec: QuantizationSpec, beside: Observer | None = None) -> Observer:
-        """What would be here had the same batches been observed for another spec of the same
-        granularity.
+    def restated(
+        self,
+        spec: QuantizationSpec,
+        beside: Observer | None = None,
+    ) -> Observer:
+        """Return the observer that would have seen the same batches for another spec of the
+        same granularity.
 
         Args:
             spec: with another method, percentage or statistic.
-            beside: an observer of the same values that kept a histogram.
+            beside: an observer of the same values that may have a histogram.
 
         Raises:
             ValueError: no range exists for this spec, or its granularity is another.
-            LookupError: what was kept does not say it; what is missing.
+            LookupError: the statistics do not suffice. The message says what is missing.
         """
         if spec.cut != self.spec.cut:
             raise ValueError(
                 f"What was observed {self.spec.qscheme} cannot be restated {spec.qscheme}."
             )
         other = Observer(spec)
-        other._memory.take_up(self._memory, beside._memory if beside else None)
+        beside_memory = beside._memory if beside else None
+        other._memory.restate(self._memory, beside_memory)
         other._shape = self._shape
         return other
 
     @classmethod
     def of_parts(
-        cls, spec: QuantizationSpec, parts: Sequence[tuple[Observer, float]]
+        cls,
+        spec: QuantizationSpec,
+        parts: Sequence[tuple[Observer, float]],
     ) -> Observer:
-        """Return what an observer with one scale would have seen of several tensors in one.
+        """Return the observer that would have seen several tensors in one, with one scale.
 
         Args:
-            spec: of the parts, too.
-            parts: the tensors' observers, which saw the same batches, and what their values are
-                multiplied with, powers of two.
+            spec: the spec of all parts.
+            parts: the tensors' observers, which saw the same batches, and the powers of two
+                that their values are multiplied with.
 
         Raises:
             ValueError: a part has another spec, or several scales.
         """
-        if not spec.has_one_scale or any(part.spec != spec for part, _ in parts):
+        are_alike = all(part.spec == spec for part, _ in parts)
+        if not spec.has_one_scale or not are_alike:
             raise ValueError(
                 f"Only what was observed alike, with one scale, can be put together as {spec}."
             )
-        together = cls(spec)
-        together._memory.put_together([(part._memory, factor) for part, factor in parts])
-        return together
+        combined = cls(spec)
+        combined._memory.combine_parts([(part._memory, factor) for part, factor in parts])
+        return combined
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it is sent to another process: as its state."""
+        """Return how to rebuild it in another process: from its state."""
         return _restored, (self.spec, self._shape, self.state_dict())
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
-        """Hold what was seen as `keep` gives it back: out of memory, for as long as nothing is
-        asked for.
+        """Replace large tensors by what `keep` returns for them, which may load them from disk
+        when they are needed.
         """
         self._memory.set_aside(keep)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all there is to keep: a range for each batch, or a histogram."""
+        """Return the tensors that `load_state_dict` takes: a range for each batch, or a
+        histogram.
+        """
         return self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace what was seen by a state of `state_dict`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is no such state.
         """
         self._memory.load_state_dict(state)
         self._qparams = None
 
     def expect(self, shape: tuple[int, ...]) -> None:
-        """Say what shape values have that only a state tells of."""
-        self._shape, self._qparams = scale_shape(shape, *self.spec.cut), None
+        """Set the shape of the values, which a state does not contain."""
+        self._shape = scale_shape(shape, self.spec.cut)
+        self._qparams = None
 
     def _batch(self, x: Tensor) -> ObservedBatch:
-        """Return `x` with its extremes, read once; NaN and infinity show in them."""
+        """Return `x` with its extremes, and check its values."""
         if not x.is_floating_point():
             raise TypeError(f"Only floating-point tensors can be observed, not {x.dtype}.")
         if x.numel() == 0:
             raise ObservationError(f"The tensor of shape {tuple(x.shape)} has no values.")
-        batch = ObservedBatch.of(x, *self.spec.cut)
-        low, high = batch.low, batch.high
-        if not (math.isfinite(low.min()) and math.isfinite(high.max())):
+        batch = ObservedBatch.of(x, self.spec.cut)
+        least = float(batch.low.min())
+        # NaN shows in the extremes
+        if not (math.isfinite(least) and math.isfinite(batch.high.max())):
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
-        if (
-            isinstance(self._code_range, IntegerRange)
-            and self._code_range.nonnegative
-            and bool((low < 0).any())
-        ):
+        is_nonnegative = isinstance(self._code_range, IntegerRange) and (
+            self._code_range.nonnegative
+        )
+        if is_nonnegative and least < 0:
             raise NegativeValuesError(
-                f"The smallest value is {low.min():g}, and unsigned symmetric codes have no "
+                f"The smallest value is {least:g}, and unsigned symmetric codes have no "
                 "negative values; make it signed, or asymmetric."
             )
         return batch
 
     def _seen(self) -> Memory:
-        """What was seen, which must be something."""
+        """Return the memory, which must not be empty."""
         if self._memory.is_empty:
             raise UnobservedError("No values were observed, so there is no range and no scale.")
         return self._memory
@@ -296,14 +328,17 @@ class Observer:
 
 
 def find_ranges(observers: Iterable[Observer]) -> None:
-    """Find the ranges of the batch that all have seen, which together takes a fraction of what
-    it takes one by one.
+    """Compute the pending ranges of the last batch, of all observers together.
+
+    This takes a fraction of the time that it takes one by one.
     """
-    find_in_memories(observer._memory for observer in observers)
+    compute_pending_ranges(observer._memory for observer in observers)
 
 
 def _restored(
-    spec: QuantizationSpec, shape: tuple[int, ...] | None, state: Mapping[str, Tensor]
+    spec: QuantizationSpec,
+    shape: tuple[int, ...] | None,
+    state: Mapping[str, Tensor],
 ) -> Observer:
     observer = Observer(spec)
     observer._shape = shape

@@ -15,7 +15,7 @@ from quantizer.config.model import QuantizationSpec, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.wording import shortened
 from quantizer.graph.ir import Graph, Node
-from quantizer.numerics.qparams import SHARED
+from quantizer.numerics.qparams import SHARED_EXPONENTS
 
 BATCH = 0
 """The axis of samples."""
@@ -193,7 +193,7 @@ def misfit(
         spec.ch_axis is None
         or size is None
         or size < 1
-        or spec.scale_type in SHARED
+        or spec.scale_type in SHARED_EXPONENTS
         or view.sizes is None
     ):
         return None

@@ -10,7 +10,7 @@ from quantizer.config.model import (
     Role,
     Sourced,
 )
-from quantizer.numerics.qparams import SHARED
+from quantizer.numerics.qparams import SHARED_EXPONENTS
 
 KINDRED = frozenset(
     {
@@ -49,7 +49,9 @@ def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
     for fields in blocks:
         wider, dtype = dtype, fields["dtype"].value if "dtype" in fields else dtype
         scale_type = _value(values, "scale_type") if "dtype" in fields else None
-        if scale_type in SHARED or (scale_type == "e4m3" and is_foreign(wider, dtype)):
+        if scale_type in SHARED_EXPONENTS or (
+            scale_type == "e4m3" and is_foreign(wider, dtype)
+        ):
             del values["scale_type"]
         before = _value(values, "qscheme"), values.get("ch_axis")
         foreign = KINDRED if is_foreign(dtype, last) else frozenset()

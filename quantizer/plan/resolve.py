@@ -355,7 +355,7 @@ class _Resolver:
         scales = 0  # that a parameter has
         if is_parameter(role) and spec.is_scaled and not is_refused:
             sizes = tuple(size or 0 for size in view.sizes or ())
-            scales = math.prod(scale_shape(sizes, *spec.cut))
+            scales = math.prod(scale_shape(sizes, spec.cut))
         self.tensors[(layer, role)] = TensorPlan(
             layer, role, spec, origins, group.point, group.members, scales
         )

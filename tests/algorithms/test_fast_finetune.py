@@ -222,7 +222,7 @@ def assert_on_the_codes(graph: Graph, before: Solution, made: Finetuned) -> None
         weight = network.layers[name].get_parameter("weight")
         assert torch.equal(weight, found.weight)
         difference = weight - nearest.layers[name].get_parameter("weight")
-        moved = to_rows(difference, *spec.cut) / scale.reshape(-1, 1)
+        moved = to_rows(difference, spec.cut) / scale.reshape(-1, 1)
         assert moved.abs().max() <= 1.01
         assert found.after <= found.before
 

@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 import torch
+from support.positional import fake_quantize
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.quantizer import place
-from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 from quantizer.observers import (
@@ -241,7 +241,7 @@ def test_the_tensor_itself_is_left_alone(spec):
 def test_groups_and_scaled_formats_have_a_scale_for_every_row(spec):
     x = batches(1)[0]
     qparams = observed(spec, [x]).qparams()
-    shape = scale_shape(tuple(x.shape), spec.qscheme, spec.ch_axis, spec.group_size)
+    shape = scale_shape(tuple(x.shape), (spec.qscheme, spec.ch_axis, spec.group_size, 1))
     assert (qparams.scale.dtype, qparams.scale.shape) == (torch.float32, shape)
     assert (qparams.zero_point.dtype, qparams.zero_point.shape) == (torch.int32, shape)
     assert spec.symmetric is False or not qparams.zero_point.any()

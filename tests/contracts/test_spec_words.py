@@ -13,7 +13,7 @@ from quantizer.config.forms.types import DeviceType, QSchemeType, RoundType, Sca
 from quantizer.config.model import CAST_ONLY, POOLED, Device, QuantizationSpec, Role
 from quantizer.config.resources import load_resource
 from quantizer.numerics.formats import FLOAT_FORMATS
-from quantizer.numerics.qparams import SCALE_MODES, SHARED, SYMMETRIC_SCALES
+from quantizer.numerics.qparams import SCALE_MODES, SHARED_EXPONENTS, SYMMETRIC_SCALES
 from quantizer.numerics.rounding import ROUND_MODES
 from quantizer.observers.methods import METHODS, STATISTICS
 
@@ -30,7 +30,7 @@ SCHEMA = load_resource("schemas", "quantization_spec.schema.json")["properties"]
         ("statistic", [*STATISTICS, POOLED]),
         ("scale_mode", SCALE_MODES),
         ("symmetric_scale", SYMMETRIC_SCALES),
-        ("scale_type", [*(member.value for member in ScaleType), "e4m3", *SHARED]),
+        ("scale_type", [*(member.value for member in ScaleType), "e4m3", *SHARED_EXPONENTS]),
         ("qscheme", [member.value for member in QSchemeType]),
     ],
 )

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.positional import fake_quantize
 from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution, quantized_network
@@ -17,7 +18,6 @@ from quantizer.evaluation.scores import Scores
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.sources.batches import Batch
 
 COARSE = QuantizedTensor(QuantizationSpec(bit_width=4), torch.tensor(0.25))

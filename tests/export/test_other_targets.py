@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.deployments import Written, fitted
+from support.positional import fake_quantize, fake_quantize_plain
 from support.toys import built
 from torch import nn
 
@@ -21,7 +22,6 @@ from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.safetensors import export as export_safetensors
 from quantizer.export.safetensors import load
 from quantizer.graph.trace import trace
-from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_plain
 from quantizer.numerics.rounding import ROUND_MODES
 from quantizer.storage.files import write_tensors
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.positional import fake_quantize
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.observers import Observer
 

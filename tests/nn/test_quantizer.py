@@ -8,7 +8,7 @@ import torch
 from torch.export import Dim, export
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.nn.dynamic import ROUND
+from quantizer.nn.dynamic import VALUES_AT_ONCE
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.observers import NegativeValuesError, ObservationError, Observer
 
@@ -174,7 +174,7 @@ def test_negative_values_need_a_sign():
         dynamic(unsigned)(torch.tensor([[0.0, -1.0]]))
 
 
-ROWS = 2 * ROUND // 4096 - 100
+ROWS = 2 * VALUES_AT_ONCE // 4096 - 100
 """Of 4096 values each: two rounds, the second of them shorter."""
 
 

@@ -83,7 +83,7 @@ def test_codes_give_back_what_a_quantizer_made(
     unpacked = unpack(stored, spec, codes.shape)
     assert unpacked.dtype == codes.dtype
     assert torch.equal(unpacked.double(), codes.double())
-    assert torch.equal(decode(unpacked, spec, scale, zero_point, dtype), made)
+    assert torch.equal(decode(unpacked, spec, scale, zero_point, dtype=dtype), made)
 
 
 @pytest.mark.parametrize("value", [0.26, math.nan, math.inf, 100.0])

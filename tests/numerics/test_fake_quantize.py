@@ -9,11 +9,11 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.positional import fake_quantize, fake_quantize_plain
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.blocks import BLOCK
+from quantizer.numerics.blocks import BLOCK_SIZE
 from quantizer.numerics.codes import decode, encode
-from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_plain
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 
 
@@ -111,7 +111,12 @@ def test_the_copying_form_equals_the_other_for_every_layout(layout, dtype):
 
 @pytest.mark.parametrize(
     ("shape", "ch_axis"),
-    [((BLOCK + 7,), None), ((3, 2, BLOCK // 4 + 1), 1), ((2, BLOCK, 2), 1), ((BLOCK, 3), -1)],
+    [
+        ((BLOCK_SIZE + 7,), None),
+        ((3, 2, BLOCK_SIZE // 4 + 1), 1),
+        ((2, BLOCK_SIZE, 2), 1),
+        ((BLOCK_SIZE, 3), -1),
+    ],
 )
 def test_tensors_of_several_blocks(shape, ch_axis):
     x = randn(*shape)

@@ -31,13 +31,13 @@ def test_rows_come_back_and_are_as_many_as_scales(shape, qscheme, group, data):
         )
         group = group if is_stack else None  # a stack of tensors holds each of them whole
     x = torch.rand(shape) + 1
-    rows = to_rows(x, qscheme, axis, group)
+    rows = to_rows(x, (qscheme, axis, group, 1))
     assert rows.ndim == 2
-    assert len(rows) == torch.Size(scale_shape(shape, qscheme, axis, group)).numel()
+    assert len(rows) == torch.Size(scale_shape(shape, (qscheme, axis, group, 1))).numel()
     # What fills up a last group is 0
     assert rows.sum().item() == pytest.approx(x.sum().item(), rel=1e-5)
-    assert torch.equal(from_rows(rows, shape, qscheme, axis, group), x)
-    assert torch.equal(rows, to_rows(x, qscheme, axis % len(shape), group))
+    assert torch.equal(from_rows(rows, shape, (qscheme, axis, group, 1)), x)
+    assert torch.equal(rows, to_rows(x, (qscheme, axis % len(shape), group, 1)))
 
 
 def test_a_row_is_what_its_scale_is_for():
@@ -45,10 +45,10 @@ def test_a_row_is_what_its_scale_is_for():
     groups of 2.
     """
     weight = torch.arange(24).view(4, 6)
-    assert scale_shape((4, 6), "per_group", 1, 3) == (4, 2)
-    assert to_rows(weight, "per_group", 1, 3)[2 * 2 + 1].tolist() == weight[2, 3:].tolist()
-    assert scale_shape((4, 6), "per_group", 0, 2) == (6, 2)
-    assert to_rows(weight, "per_group", 0, 2)[5 * 2 + 1].tolist() == weight[2:, 5].tolist()
+    assert scale_shape((4, 6), ("per_group", 1, 3, 1)) == (4, 2)
+    assert to_rows(weight, ("per_group", 1, 3, 1))[2 * 2 + 1].tolist() == weight[2, 3:].tolist()
+    assert scale_shape((4, 6), ("per_group", 0, 2, 1)) == (6, 2)
+    assert to_rows(weight, ("per_group", 0, 2, 1))[5 * 2 + 1].tolist() == weight[2:, 5].tolist()
 
 
 def test_a_row_of_a_stack_is_one_channel_of_one_tensor():
@@ -56,17 +56,17 @@ def test_a_row_of_a_stack_is_one_channel_of_one_tensor():
     others 2 and 3.
     """
     weight = torch.arange(4 * 3 * 5).view(4, 3, 5)
-    assert scale_shape((4, 3, 5), "per_channel", 1, 2) == (6,)
-    rows = to_rows(weight, "per_channel", 1, 2)
+    assert scale_shape((4, 3, 5), ("per_channel", 1, 2, 1)) == (6,)
+    rows = to_rows(weight, ("per_channel", 1, 2, 1))
     assert rows[4].tolist() == weight[2:, 1].flatten().tolist()
     assert rows[2].tolist() == weight[:2, 2].flatten().tolist()
 
 
 def test_tokens_of_an_image_are_its_places():
     image = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
-    assert scale_shape((2, 3, 4, 5), "per_token", 1) == (2, 4, 5)
+    assert scale_shape((2, 3, 4, 5), ("per_token", 1, None, 1)) == (2, 4, 5)
     assert (
-        to_rows(image, "per_token", 1)[1 * 20 + 2 * 5 + 3].tolist()
+        to_rows(image, ("per_token", 1, None, 1))[1 * 20 + 2 * 5 + 3].tolist()
         == image[1, :, 2, 3].tolist()
     )
 
@@ -74,4 +74,4 @@ def test_tokens_of_an_image_are_its_places():
 def test_rows_along_the_last_axis_share_memory():
     x = torch.zeros(3, 4, 8)
     for cut in (("per_token", -1, None), ("per_group", 2, 4), ("per_channel", 0, None)):
-        assert to_rows(x, *cut).data_ptr() == x.data_ptr()
+        assert to_rows(x, (*cut, 1)).data_ptr() == x.data_ptr()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantizer.numerics.hadamard import core, factors, rotated
+from quantizer.numerics.hadamard import factors, odd_factor, rotated
 
 
 @given(st.integers(1, 200))
@@ -26,7 +26,7 @@ def test_paley_matrices_are_hadamard(order: int) -> None:
     odd = order
     while odd % 2 == 0:
         odd //= 2
-    matrix = core(odd, order // odd)
+    matrix = odd_factor(odd, order // odd)
     assert len(matrix) == order
     assert torch.allclose(matrix.abs(), torch.full_like(matrix, order**-0.5))
     assert torch.allclose(matrix @ matrix.T, torch.eye(order, dtype=torch.float64), atol=1e-12)

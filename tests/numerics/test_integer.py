@@ -31,7 +31,9 @@ EXACT = {
 @given(code=st.integers(-(2**31), 2**31 - 1), shift=st.integers(-4, 24))
 def test_a_shift_rounds_as_fractions_do(mode: str, code: int, shift: int) -> None:
     expected = EXACT[mode](Fraction(code) / Fraction(2) ** shift)
-    found = requantize(torch.tensor([float(code)], dtype=torch.float64), shift, -128, 127, mode)
+    found = requantize(
+        torch.tensor([float(code)], dtype=torch.float64), shift, -128, 127, round_mode=mode
+    )
     assert found.tolist() == [max(-128, min(127, expected))]
 
 

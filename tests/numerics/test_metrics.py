@@ -6,11 +6,18 @@ import math
 
 import pytest
 import torch
+from support.positional import fake_quantize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
-from quantizer.numerics.metrics import BLOCK, cosine, decibel, energy, sqnr_db, top1_agreement
+from quantizer.numerics.metrics import (
+    VALUES_PER_SUM,
+    cosine,
+    decibel,
+    energy,
+    sqnr_db,
+    top1_agreement,
+)
 from quantizer.numerics.qparams import IntegerRange, qparams_from_range
 
 
@@ -27,8 +34,8 @@ def quantized(x, code_range):
 
 
 def test_energy_adds_up_over_blocks_layouts_and_dtypes():
-    x = torch.full((3, BLOCK), 0.5)
-    assert energy(x) == energy(x.T) == energy(x.half()) == 0.75 * BLOCK
+    x = torch.full((3, VALUES_PER_SUM), 0.5)
+    assert energy(x) == energy(x.T) == energy(x.half()) == 0.75 * VALUES_PER_SUM
     assert energy(torch.zeros(0)) == 0
 
 

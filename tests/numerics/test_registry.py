@@ -2,14 +2,14 @@
 
 import pytest
 
-from quantizer.numerics.registry import lookup, register
+from quantizer.numerics.registry import lookup, register_in
 
 
 def test_a_name_is_registered_once():
     registry = {}
-    register(registry, "first")("entry")
+    register_in(registry, "first")("entry")
     with pytest.raises(ValueError, match="\"first\" is registered already, by 'entry'"):
-        register(registry, "first")("another")
+        register_in(registry, "first")("another")
     assert registry == {"first": "entry"}
 
 

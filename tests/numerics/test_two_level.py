@@ -18,11 +18,11 @@ from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import bits_of, encode, pack
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.two_level import (
-    on_global_grid,
     pack_scales,
     scale_bytes,
     split_global,
     unpack_scales,
+    with_global_scale,
 )
 from quantizer.plan.size import parameter_bytes
 
@@ -162,7 +162,7 @@ def test_files_take_the_bits_that_the_plan_says_and_give_everything_back(name: s
     y = rounded(x, spec)
     codes = encode(y, spec, found.scale, found.zero_point)
     assert codes is not None
-    assert found.scale.shape == scale_shape((48, 96), *spec.cut)
+    assert found.scale.shape == scale_shape((48, 96), spec.cut)
     parts = pack_scales(found.scale, spec.scale_type)
     assert torch.equal(
         unpack_scales(parts["scale"], spec.scale_type, parts.get("global_scale")), found.scale
@@ -181,7 +181,7 @@ def test_bits_of_a_value_are_those_of_the_definitions(
     spec: QuantizationSpec, bits: float
 ) -> None:
     shape = (64, 128)
-    scales = math.prod(scale_shape(shape, *spec.cut))
+    scales = math.prod(scale_shape(shape, spec.cut))
     of_tensor = 4 if spec.scale_type == "e4m3" else 0
     assert (
         8 * (parameter_bytes(math.prod(shape), spec, scales) - of_tensor) / math.prod(shape)
@@ -225,7 +225,7 @@ def test_the_factor_of_a_tensor_is_found_again(seed: int) -> None:
     assert found is not None and torch.equal(found[0].float() / found[1], scale)
     assert split_global(torch.tensor([1.0, 1.03])) is None
     assert pack_scales(torch.tensor([1.0, 1.03]), "e4m3")["scale"].dtype == torch.float32
-    assert torch.equal(on_global_grid(scale, found[1]), scale)
+    assert torch.equal(with_global_scale(scale, found[1]), scale)
 
 
 def test_sizes_in_bytes() -> None:

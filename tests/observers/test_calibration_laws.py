@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from support.positional import fake_quantize
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 from quantizer.observers import Observer

@@ -8,7 +8,7 @@ import torch
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.observers import NegativeValuesError, Observer
-from quantizer.observers.observed_batch import SAMPLE, ObservedBatch, as_rows, stride_for
+from quantizer.observers.observed_batch import SAMPLE_SIZE, ObservedBatch, as_rows, stride_for
 
 SPEC = QuantizationSpec()
 POWER_OF_TWO = QuantizationSpec(scale_type="poweroftwo")
@@ -156,10 +156,10 @@ def test_a_foreign_state_is_refused(state):
     "length", [1, 5, 2**16, 2**16 + 1, 10 * 64 * 112 * 112, 10 * 512 * 49, 7 * 11 * 13 * 8192]
 )
 def test_the_sampling_stride_shares_no_divisor_with_the_length(length):
-    stride = stride_for(length, SAMPLE)
+    stride = stride_for(length, SAMPLE_SIZE)
     assert math.gcd(stride, length) == 1
-    assert -(-length // stride) <= SAMPLE
-    assert -(-length // stride) >= min(length, SAMPLE / 3)
+    assert -(-length // stride) <= SAMPLE_SIZE
+    assert -(-length // stride) >= min(length, SAMPLE_SIZE / 3)
 
 
 def test_a_sample_sees_every_column_and_the_extremes_see_every_value():
@@ -169,7 +169,7 @@ def test_a_sample_sees_every_column_and_the_extremes_see_every_value():
     rows = as_rows(images)
     low, high = (end.view(1).double() for end in rows.aminmax())
     sample = ObservedBatch(rows, low, high).sample()
-    assert sample.numel() <= SAMPLE
+    assert sample.numel() <= SAMPLE_SIZE
     assert (sample == 1).double().mean().item() == pytest.approx(1 / 112, rel=0.05)
     assert observed(SPEC, images).high == 50
 
@@ -181,7 +181,7 @@ def test_a_large_tensor_gives_nearly_the_scale_of_its_whole_histogram(method):
         POWER_OF_TWO if method == "diffs" else SPEC, method=method, percentage=99.9, bit_width=4
     )
     values = torch.randn(1 << 21, generator=torch.Generator().manual_seed(3)).clamp(-4, 4)
-    small = torch.cat([values[: SAMPLE - 2], torch.tensor([4.0, -4.0])])
+    small = torch.cat([values[: SAMPLE_SIZE - 2], torch.tensor([4.0, -4.0])])
     assert scale(spec, values) == pytest.approx(scale(spec, small), rel=0.06)
 
 

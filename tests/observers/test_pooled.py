@@ -13,12 +13,12 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.positional import fake_quantize
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.numerics.histogram import BINS
 from quantizer.observers import Observer, UnobservedError
-from quantizer.observers.observed_batch import SLICE, slices
+from quantizer.observers.observed_batch import SLICE_SIZE, slices
 
 MSE = QuantizationSpec(method="mse", statistic="pooled")
 SPECS = {
@@ -84,7 +84,7 @@ def test_samples_of_large_tensors_do_not_depend_on_the_cut_either(layout):
     )
     x = x * torch.arange(1.0, 7).view(-1, 1, 1, 1)
     assert slices(x)[0].numel() < x.numel() / 2
-    assert slices(x)[0].numel() <= len(x) * SLICE
+    assert slices(x)[0].numel() <= len(x) * SLICE_SIZE
     for spec in (SPECS["mse"], SPECS["percentile"]):
         assert (
             found(observed(spec, *x.split(1)))

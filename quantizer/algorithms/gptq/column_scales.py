@@ -109,6 +109,6 @@ def _by_value(
     depth].
     """
     shape = tuple(layer.get_parameter("weight").shape)
-    length = to_rows(torch.empty(shape, device="meta"), *spec.cut).shape[1]
+    length = to_rows(torch.empty(shape, device="meta"), spec.cut).shape[1]
     rows = values.float().reshape(-1, 1).expand(-1, length).contiguous()
-    return weight_matrix(layer, from_rows(rows, shape, *spec.cut))
+    return weight_matrix(layer, from_rows(rows, shape, spec.cut))

@@ -119,10 +119,10 @@ def halved(tensor: QuantizedTensor) -> QuantizedTensor:
     scale = short_scale(tensor.scale, tensor.zero_point)
     if torch.equal(scale, tensor.scale):
         return tensor
-    cut = spec.qscheme, spec.ch_axis, spec.group_size
+    cut = spec.qscheme, spec.ch_axis, spec.group_size, 1
     ratio, zero_point = (tensor.scale / scale).reshape(-1, 1), tensor.zero_point.reshape(-1, 1)
-    rows = to_rows(codes.float(), *cut).sub(zero_point).mul_(ratio).round_().add_(zero_point)
-    moved = from_rows(rows.clamp_(spec.quant_min, spec.quant_max), tuple(codes.shape), *cut)
+    rows = to_rows(codes.float(), cut).sub(zero_point).mul_(ratio).round_().add_(zero_point)
+    moved = from_rows(rows.clamp_(spec.quant_min, spec.quant_max), tuple(codes.shape), cut)
     return replace(
         tensor.at(QParams(scale, tensor.zero_point)), codes=moved.to(codes.dtype).contiguous()
     )

@@ -278,10 +278,10 @@ def quantize_weights(
     cut = spec.cut
     scale, zero_point = tensor.scale.reshape(-1, 1), tensor.zero_point.reshape(-1, 1)
     # As DequantizeLinear computes it: in float32.
-    restored = (to_rows(tensor.codes, *cut).to(torch.int64) - zero_point).to(
+    restored = (to_rows(tensor.codes, cut).to(torch.int64) - zero_point).to(
         torch.float32
     ) * scale
-    if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
+    if not torch.equal(from_rows(restored, tuple(values.shape), cut), values):
         return None
     emission = Emission(name)
     if spec.qscheme == "per_channel" and spec.group_size is not None:
@@ -352,7 +352,7 @@ def _spread(values: Tensor, spec: QuantizationSpec, shape: tuple[int, ...]) -> T
     with it.
     """
     rows = values.reshape(-1, 1).expand(-1, spec.group_size or 1)
-    return from_rows(rows.contiguous(), shape, *spec.cut)
+    return from_rows(rows.contiguous(), shape, spec.cut)
 
 
 def _placed(scales: Tensor, spec: QuantizationSpec) -> Tensor:

@@ -137,7 +137,7 @@ class Weight(nn.Module):
             how = self.scale, self.zero_point, 0, spec.quant_min, spec.quant_max, torch.int8
             found: Tensor = DEQUANTIZE_WEIGHT(self.codes, *how)
             return found
-        return decode(self.codes, spec, self.scale, self.zero_point, self.dtype)
+        return decode(self.codes, spec, self.scale, self.zero_point, dtype=self.dtype)
 
 
 def is_channelwise(tensor: QuantizedTensor) -> bool:
