@@ -55,7 +55,7 @@ def path_names(graph: Graph) -> dict[str, str]:
         path = module_of(graph, node.name)
         paths[node.name] = path
         parents.update(around(path)[:-1])
-        operators[path].add(_operator(node.name).partition(".")[0])
+        operators[path].add(last_part(node.name).partition(".")[0])
         weight = _weight(node)
         if weight is not None:
             weights[node.name] = weight
@@ -88,13 +88,13 @@ def call_paths(name: str, path: str) -> tuple[str, str]:
     >>> call_paths("Net::Net/Sequential[layers]/ReLU[0]/relu.1", "layers.0")
     ('layers.0.relu.1', 'layers.0.1')
     """
-    operator = _operator(name)
+    operator = last_part(name)
     _, dot, number = operator.partition(".")
     with_operator = f"{path}.{operator}" if path else operator
     return with_operator, f"{path}{dot}{number}"
 
 
-def _operator(name: str) -> str:
+def last_part(name: str) -> str:
     """Return the last part of a layer's name."""
     return name.rpartition("::")[2].rpartition("/")[2]
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.axis_rules import is_padded
-from quantizer.graph.channel_labels import NONE, passes_shifts
+from quantizer.graph.channel_labels import passes_shifts
 from quantizer.graph.edits import by_channel, rescaled, with_weights
 from quantizer.graph.folds import Folds, Source
 from quantizer.graph.ir import Change, Graph, Node
+from quantizer.graph.labels import NONE
 
 MIN_EXPONENT = 1 / 64
 """Factors below two to this power, one percent, count as none."""
