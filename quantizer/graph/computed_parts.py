@@ -1,23 +1,23 @@
-"""Where the parts of a join lie in what is computed of it element by element, window by window,
-or moved after that.
+"""Where the parts of a join lie in values that are computed from it: element by element, window
+by window, or moved after that.
 
-Follows numbers of parts through operators that keep channels apart. Knows no config and no
-scale.
+Part numbers are followed through operators that keep channels apart. This file knows no config
+and no scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import changes
-from quantizer.graph.channel_labels import ChannelLabels, channels_along, compressed
+from quantizer.graph.channel_labels import ChannelLabels
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.label_replay import is_pointwise
+from quantizer.graph.labels import along_axis, changing_axes, channels_along, compressed
 from quantizer.graph.origins import Origins
 
 
@@ -34,8 +34,8 @@ class Runs:
     numbers: tuple[int, ...]
 
     def spans(self) -> dict[int, tuple[int, int]]:
-        """Return where each part begins and how long it is, by number; nothing if a part lies
-        in several places.
+        """Return the start and the length of each part, by number; nothing if a part lies in
+        several places.
         """
         spans: dict[int, tuple[int, int]] = {}
         previous: int | None = None
@@ -49,66 +49,60 @@ class Runs:
 
 
 def computed_parts(graph: Graph, origins: Mapping[str, Origins]) -> dict[str, Runs]:
-    """Return where the parts of joins lie in values that are computed of them, by the node that
-    makes such a value.
+    """Return where the parts of joins lie in values that are computed from them, by the node
+    that makes such a value.
 
     Args:
         graph: the traced network.
         origins: of its joins, and of what is moved out of them.
     """
-    if not any(_is_computed_on(graph, name, origins) for name in origins):
+    readers: set[str] = set()
+    for name in origins:
+        readers.update(graph.consumers[name])
+    readers -= {"", *origins}
+    # Without such a reader there is no need for the shapes of all values
+    if not any(_keeps_channels_apart(graph.by_name[name]) for name in readers):
         return {}
-    walk = _Walk(graph)
-    found: dict[str, Runs] = {}
+    walk = _PartNumbers(graph)
+    runs: dict[str, Runs] = {}
     for node in graph.nodes:
-        known = origins.get(node.name)
-        if known is not None:
-            walk.start(node, known)
+        if node.name in origins:
+            walk.start(node, origins[node.name])
             continue
-        runs = walk.follow(node)
-        if runs is not None:
-            found[node.name] = runs
-    return found
+        run = walk.follow(node)
+        if run is not None:
+            runs[node.name] = run
+    return runs
 
 
-def _is_computed_on(graph: Graph, name: str, origins: Container[str]) -> bool:
-    """Whether an operator that keeps channels apart reads a value, and does not only move
-    it.
+def _keeps_channels_apart(node: Node) -> bool:
+    """Return whether channels may lie in what an operator makes as they do in its input."""
+    if not node.is_float or node.row.weight:
+        return False
+    return node.row.axes is not None or is_pointwise(node)
+
+
+class _PartNumbers:
+    """Moves the numbers of parts through the nodes in order.
+
+    Attributes:
+        known: the labels of each value that has parts.
     """
-    for reader in graph.consumers[name]:
-        if reader and reader not in origins and _keeps_apart(graph.by_name[reader]):
-            return True
-    return False
-
-
-def _keeps_apart(node: Node) -> bool:
-    """Whether channels may lie in what an operator makes as they do in what it reads."""
-    return (
-        node.is_float
-        and not node.row.weight
-        and (node.row.axes is not None or is_pointwise(node))
-    )
-
-
-class _Walk:
-    """Takes numbers of parts through the nodes in order."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.labels = graph, ChannelLabels(graph)
+        self.labels = ChannelLabels(graph)
         self.known: dict[str, Any] = {}
 
     def start(self, node: Node, origins: Origins) -> None:
         """Number the parts of a join, or of what is moved out of one."""
-        made = self.labels.values.get(node.name)
-        if origins.axis is None or len(origins.parts) < 2 or not isinstance(made, Tensor):
+        value = self.labels.values.get(node.name)
+        if origins.axis is None or len(origins.parts) < 2 or not isinstance(value, Tensor):
             return
         lengths = torch.tensor([length for _, length in origins.parts])
-        numbers = torch.arange(len(lengths), dtype=torch.float32).repeat_interleave(lengths)
-        if len(numbers) != made.shape[origins.axis]:
-            return
-        shape = [1] * made.dim()
-        shape[origins.axis] = -1
-        self.known[node.name] = compressed(numbers.view(shape).expand(made.shape))
+        numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+        if len(numbers) == value.shape[origins.axis]:
+            labels = along_axis(numbers, value.shape, origins.axis)
+            self.known[node.name] = compressed(labels)
 
     def follow(self, node: Node) -> Runs | None:
         """Return where the parts lie in what a node makes, None if it has none or they are
@@ -116,36 +110,37 @@ class _Walk:
         """
         if self.known.keys().isdisjoint(node.refs()):
             return None
-        numbers = (
-            self._computed(node)
-            if is_pointwise(node)
-            else self.labels.carried(node, self.known)
-        )
+        if is_pointwise(node):
+            numbers = self._pointwise(node)
+        else:
+            numbers = self.labels.carried(node, self.known)
         if numbers is None:
             return None
         self.known[node.name] = numbers
         if not isinstance(numbers, Tensor):
             return None
-        axes = [axis for axis in range(numbers.dim()) if changes(numbers, axis)]
+        axes = changing_axes(numbers)
         along = channels_along(numbers, axes[0]) if len(axes) == 1 else None
-        return None if along is None or min(along) < 0 else Runs(axes[0], along)
-
-    def _computed(self, node: Node) -> Tensor | None:
-        """The numbers after an operator on several values, of which some have parts, all in the
-        same places.
-        """
-        made = self.labels.values.get(node.name)
-        if not node.is_float or not isinstance(made, Tensor):
+        if along is None or min(along) < 0:
             return None
-        found: Tensor | None = None
+        return Runs(axes[0], along)
+
+    def _pointwise(self, node: Node) -> Tensor | None:
+        """Return the numbers after an operator on several values, None unless all of these that
+        have parts have them in the same places.
+        """
+        value = self.labels.values.get(node.name)
+        if not node.is_float or not isinstance(value, Tensor):
+            return None
+        common: Tensor | None = None
         for name in node.refs():
             numbers = self.known.get(name)
             if numbers is None:
                 continue
             if not isinstance(numbers, Tensor):
                 return None
-            spread = numbers.expand(made.shape)
-            if found is not None and not torch.equal(found, spread):
+            expanded = numbers.expand(value.shape)
+            if common is not None and not torch.equal(common, expanded):
                 return None
-            found = spread
-        return None if found is None else compressed(found)
+            common = expanded
+        return None if common is None else compressed(common)

@@ -1,23 +1,28 @@
-"""Changes to a traced graph: weights by their channels, other parameters, layers between a
-value and its readers.
+"""Changes to a traced graph: other weights, and layers inserted between a value and its
+readers. Also the channels of a weight.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from quantizer.graph.ir import Graph, Node, Ref, map_refs
+from quantizer.graph.ir import Graph, Node, Ref
 
 
 @dataclass(frozen=True)
 class Insertion:
-    """A layer `name` that reads `source` and is read by `readers` in its place.
+    """A layer that reads one node and is read by others in its place.
 
-    `op` is "input_scale" (x * weight along axis `attrs["axis"]`) or "rotation" (see
-    `nn.rescale`); `weight` is its tensor, `attrs` its constants.
+    Args:
+        name: of the layer, and of its tensor.
+        op: "input_scale" (x * weight along axis `attrs["axis"]`) or "rotation" (see
+            `nn.rescale`).
+        source: the node that it reads.
+        readers: the nodes that read it.
+        weight: its tensor.
+        attrs: its constants.
     """
 
     name: str
@@ -29,40 +34,40 @@ class Insertion:
 
 
 def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> Graph:
-    """The graph with some layers' parameters replaced; other layers that shared them keep the
-    old values.
+    """Return the graph with some layers' parameters replaced.
 
-    A layer without a bias may be given one.
+    Other layers that shared them keep the old values. A layer without a bias may be given one.
     """
-    tensors, nodes = dict(graph.tensors), []
+    if not weights:
+        return graph
+    tensors = dict(graph.tensors)
+    nodes: list[Node] = []
     for node in graph.nodes:
-        if own := weights.get(node.name):
-            paths = {key: _path(node, key, graph.uses) for key in own}
-            tensors |= {paths[key]: tensor for key, tensor in own.items()}
-            # A bias given as None
-            attrs = {key: value for key, value in node.attrs.items() if key not in own}
-            node = dataclasses.replace(node, params={**node.params, **paths}, attrs=attrs)
-        nodes.append(node)
-    return graph.replaced(nodes=tuple(nodes), tensors=tensors) if weights else graph
+        params = dict(node.params)
+        attrs = dict(node.attrs)
+        for key, tensor in weights.get(node.name, {}).items():
+            params[key] = _path(node, key, graph.uses)
+            tensors[params[key]] = tensor
+            attrs.pop(key, None)  # a bias of None
+        nodes.append(replace(node, params=params, attrs=attrs))
+    return graph.replaced(nodes=tuple(nodes), tensors=tensors)
 
 
 def _path(node: Node, key: str, uses: Mapping[str, int]) -> str:
-    """Where the layer's own parameter stands: at its place if nobody else uses that."""
+    """Return the path for a layer's own parameter: the present one if no other layer uses
+    it.
+    """
     weight = node.params.get("weight", key)
-    beside = (
-        f"{weight.removesuffix('weight')}{key}"
-        if weight.endswith("weight")
-        else f"{weight}.{key}"
-    )
+    beside = f"{weight}.{key}"
+    if weight.endswith("weight"):
+        beside = weight.removesuffix("weight") + key
     path = node.params.get(key, beside)
     is_own = uses[weight] <= 1 and uses[path] <= int(key in node.params)
     return path if is_own else f"{path}@{node.name}"
 
 
 def inserted(graph: Graph, insertions: Iterable[Insertion]) -> Graph:
-    """The graph with these layers, each right after the node it reads; their tensors stand
-    under their names.
-    """
+    """Return the graph with these layers, each right after the node it reads."""
     for insertion in insertions:
         graph = _inserted(graph, insertion)
     return graph
@@ -70,7 +75,7 @@ def inserted(graph: Graph, insertions: Iterable[Insertion]) -> Graph:
 
 def _inserted(graph: Graph, insertion: Insertion) -> Graph:
     source = graph.by_name[insertion.source]
-    made = dataclasses.replace(
+    layer = replace(
         source,
         name=insertion.name,
         op=insertion.op,
@@ -81,52 +86,53 @@ def _inserted(graph: Graph, insertion: Insertion) -> Graph:
     )
 
     def through(name: str) -> Ref:
-        return Ref(insertion.name if name == insertion.source else name)
+        return Ref(insertion.name) if name == source.name else Ref(name)
 
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.name in insertion.readers:
-            node = dataclasses.replace(node, inputs=map_refs(node.inputs, through))
-        nodes.append(node)
-        if node.name == insertion.source:
-            nodes.append(made)
-    return graph.replaced(
-        nodes=tuple(nodes), tensors={**graph.tensors, insertion.name: insertion.weight}
-    )
+        changed = node.reading(through) if node.name in insertion.readers else node
+        nodes.append(changed)
+        if node is source:
+            nodes.append(layer)
+    tensors = {**graph.tensors, insertion.name: insertion.weight}
+    return graph.replaced(nodes=tuple(nodes), tensors=tensors)
 
 
 def by_channel(node: Node, weight: Tensor) -> Tensor:
-    """The weight of a linear or convolution layer as [groups, a group's outputs, its inputs,
-    taps]; often a view.
+    """Return the weight of a linear or convolution layer as [groups, a group's outputs, its
+    inputs, taps]; often a view.
 
     Experts are groups that share inputs and outputs.
     """
     groups = int(node.attrs.get("groups", 1))
-    table = weight.reshape(
-        groups, weight.shape[0] // groups, weight.shape[1], weight.shape[2:].numel()
-    )
+    rows, columns = weight.shape[:2]
+    taps = weight.shape[2:].numel()
+    table = weight.reshape(groups, rows // groups, columns, taps)
     return table.transpose(1, 2) if node.row.transposed else table
 
 
 def channels_of(node: Node, weight: Tensor) -> tuple[int, int]:
-    """How many output and input channels a linear or convolution layer has."""
+    """Return how many output and input channels a linear or convolution layer has."""
     groups, outputs, inputs, _ = by_channel(node, weight).shape
-    apart = 1 if node.row.experts else groups
-    return apart * outputs, apart * inputs
+    if node.row.experts:
+        return outputs, inputs
+    return groups * outputs, groups * inputs
 
 
 def rescaled(
     node: Node, weight: Tensor, outputs: Tensor | None = None, inputs: Tensor | None = None
 ) -> Tensor:
-    """The weight with each output and each input channel multiplied by a factor; computed in
-    the factors' dtype.
+    """Return the weight with each output and each input channel multiplied by a factor.
+
+    The products are computed in the factors' dtype, and rounded to the weight's.
     """
     table = by_channel(node, weight)
-    for factor, shape in (
-        (outputs, (-1, table.shape[1], 1, 1)),
-        (inputs, (-1, 1, table.shape[2], 1)),
-    ):
-        if factor is not None:
-            table = table * factor.to(weight.device).reshape(shape)
-    table = table.transpose(1, 2) if node.row.transposed else table
+    if outputs is not None:
+        factors = outputs.to(weight.device)
+        table = table * factors.reshape(-1, table.shape[1], 1, 1)
+    if inputs is not None:
+        factors = inputs.to(weight.device)
+        table = table * factors.reshape(-1, 1, table.shape[2], 1)
+    if node.row.transposed:
+        table = table.transpose(1, 2)
     return table.reshape(weight.shape).to(weight.dtype)

@@ -1,11 +1,11 @@
-"""Numbers that stand for "none": they are added or filled in to decide what a softmax, a
-sigmoid or a maximum gives.
+"""Numbers that stand for "none": a model adds or inserts them to decide the result of a
+softmax, a sigmoid or a maximum.
 """
 
 from torch import Tensor
 
 FAR = 100.0
-"""The least magnitude of such numbers: 100, 1e4, the largest of a dtype, infinity."""
+"""The smallest magnitude of such numbers: 100, 1e4, the largest of a dtype, infinity."""
 
 
 def far_value(values: Tensor) -> float | None:
@@ -22,8 +22,9 @@ def far_value(values: Tensor) -> float | None:
     """
     if values.numel() == 0:
         return None
+    # torch does not compare floats of 8 bits
     if values.dtype.itemsize == 1:
-        values = values.float()  # torch compares no floats of 8 bits
+        values = values.float()
     least, greatest = (float(end) for end in values.aminmax())
     if least <= -FAR:
         return least

@@ -1,11 +1,11 @@
-"""The structure of a traced graph: its blocks, the layers that read one value, and where each
-value's channels fold.
+"""Find the structure of a traced graph: its blocks, the layers that read one value, and where
+each value's channels fold.
 
-What a config says of it is held against what the graph shows; every name is checked, all at
+The names that a config gives are checked against the graph. All wrong names are reported at
 once.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
@@ -17,158 +17,170 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import BlockNames, module_of, module_paths
 from quantizer.graph.structure import InputGroup, ModuleBlock, Structure, blocks_of, find_blocks
 
-_SHOWN = 6  # names that a help line lists where none is close
+_MAX_SHOWN = 6
+"""Names that a help line lists if none is close to the wrong one."""
 
 
 def find_structure(graph: Graph, names: Names | None = None) -> Structure:
-    """Blocks, and groups in the order in which their values are made; `names` override what the
-    graph shows.
+    """Return the blocks, and the groups in the order in which their values are made.
 
-    The graph is that after the passes.
+    Args:
+        graph: after the passes.
+        names: of the config; they override what the graph shows.
 
     Raises:
-        ConfigError: a name that the graph does not have, or that does not fit; all of them at
-            once.
+        ConfigError: some names are not in the graph, or do not fit it.
     """
     folds = Folds(graph)
-    found = Structure(find_blocks(graph), input_groups(graph))
-    named = found
+    structure = Structure(find_blocks(graph), _input_groups(graph))
     if names is not None:
-        reading = _Reading(folds, found, names)
-        named = reading.structure()
-        if reading.problems:
-            raise ConfigError(tuple(dict.fromkeys(reading.problems)))
-    return Structure(
-        named.blocks, tuple(_completed(folds, named.blocks, group) for group in named.groups)
-    )
+        resolver = _NameResolver(folds, structure, names)
+        structure = resolver.structure()
+        if resolver.problems:
+            raise ConfigError(tuple(dict.fromkeys(resolver.problems)))
+    groups = [_completed(folds, structure.blocks, group) for group in structure.groups]
+    return Structure(structure.blocks, tuple(groups))
 
 
-def input_groups(graph: Graph) -> tuple[InputGroup, ...]:
-    """All layers that multiply, by the value that they read and the axis of its channels; no
-    more of the groups.
+def _input_groups(graph: Graph) -> tuple[InputGroup, ...]:
+    """Return the multiplying layers grouped by the value that they read and the axis of its
+    channels.
     """
-    layers: dict[tuple[tuple[str, ...], int, int], list[str]] = {}
+    groups: dict[tuple[tuple[str, ...], int, int], InputGroup] = {}
     for node in graph.nodes:
-        if node.is_multiplying:
-            _, inputs = channels_of(node, graph.weight(node))
-            layers.setdefault(
-                (tuple(node.operands.values()), node.row.channels or 0, inputs), []
-            ).append(node.name)
-    found = (
-        InputGroup(read[0], tuple(names), axis, size)
-        for (read, axis, size), names in layers.items()
-    )
-    return tuple(sorted(found, key=lambda group: graph.index[group.source]))
+        if not node.is_multiplying:
+            continue
+        operands = tuple(node.operands.values())
+        axis = node.row.channels or 0
+        _, channels = channels_of(node, graph.weight(node))
+        key = (operands, axis, channels)
+        group = groups.get(key) or InputGroup(operands[0], (), axis, channels)
+        groups[key] = replace(group, layers=(*group.layers, node.name))
+    return _in_order(graph, groups.values())
+
+
+def _in_order(graph: Graph, groups: Iterable[InputGroup]) -> tuple[InputGroup, ...]:
+    """Return groups in the order in which their values are made."""
+    return tuple(sorted(groups, key=lambda group: graph.index[group.source]))
 
 
 def _completed(folds: Folds, blocks: Sequence[ModuleBlock], group: InputGroup) -> InputGroup:
-    """The group with its fold, who shares its weights, and its block: the one that has all its
-    layers.
+    """Return a group with its fold, the layers that share its weights, and the block that
+    contains all its layers.
     """
     graph = folds.graph
     weights = {graph.by_name[layer].params["weight"] for layer in group.layers}
     shared = {path for path in weights if graph.uses[path] > 1}
-    readers = graph.nodes if shared else ()
-    tied = tuple(
-        n.name
-        for n in readers
-        if n.name not in group.layers and n.params.get("weight") in shared
-    )
-    at = [graph.index[layer] for layer in group.layers]
-    homes = {
-        next((n for n, block in enumerate(blocks) if block.start <= each < block.stop), None)
-        for each in at
-    }
-    return folds.folded(
-        replace(group, tied=tied, block=homes.pop() if len(homes) == 1 else None)
-    )
+    tied: list[str] = []
+    if shared:
+        for node in graph.nodes:
+            if node.name not in group.layers and node.params.get("weight") in shared:
+                tied.append(node.name)
+    homes = {_block_at(blocks, graph.index[layer]) for layer in group.layers}
+    home = homes.pop() if len(homes) == 1 else None
+    return folds.folded(replace(group, tied=tuple(tied), block=home))
 
 
-class _Reading:
-    """One config's names on one graph; collects what is wrong with them, each at the `place`
-    that is being read.
+def _block_at(blocks: Sequence[ModuleBlock], index: int) -> int | None:
+    """Return the number of the block that contains a node, None outside blocks."""
+    for number, block in enumerate(blocks):
+        if block.start <= index < block.stop:
+            return number
+    return None
+
+
+class _NameResolver:
+    """Resolves one config's names on one graph.
+
+    Attributes:
+        problems: what is wrong with the names.
+        place: of the names that are being resolved.
     """
 
-    def __init__(self, folds: Folds, found: Structure, names: Names) -> None:
-        self.folds, self.graph, self.found, self.names = folds, folds.graph, found, names
+    def __init__(self, folds: Folds, shown: Structure, names: Names) -> None:
+        self.folds = folds
+        self.graph = folds.graph
+        self.shown = shown
+        self.names = names
         self.problems: list[Diagnostic] = []
         self.place: Place | None = None
         self.paths = module_paths(self.graph)
-        self.group_of = {layer: group for group in found.groups for layer in group.layers}
+        self.group_of: dict[str, InputGroup] = {}
+        for group in shown.groups:
+            for layer in group.layers:
+                self.group_of[layer] = group
 
     def structure(self) -> Structure:
-        """The blocks and groups that the names ask for, where they fit the graph; folds are yet
-        to be found.
+        """Return the blocks and groups for which the names ask, where they fit the graph, still
+        without folds.
         """
         self.place = self.names.places.get("embeddings")
         for path in self.names.embeddings or ():
             if path not in self.paths:
-                self._unknown(path, self.paths, "the model has")
-        blocks, groups = self._blocks(), self.found.groups
-        read = [BlockNames(self.graph, block.path) for block in blocks]
+                self._report_unknown(path, self.paths, "the model has")
+        blocks = self._blocks()
+        groups = self.shown.groups
+        block_names = [BlockNames(self.graph, block.path) for block in blocks]
         if blocks and self.names.inside is not None:
-            groups = self._inside(blocks[0], read, self.names.inside)
+            groups = self._inside(blocks[0], block_names, self.names.inside)
         if blocks and self.names.scaling is not None:
-            groups = self._scaling(read, self.names.scaling)
+            groups = self._scaling(block_names, self.names.scaling)
         return Structure(blocks, groups)
 
     def _blocks(self) -> tuple[ModuleBlock, ...]:
         path = self.names.blocks
         if path is None:
-            field = next(
-                (key for key in ("inside", "scaling") if getattr(self.names, key) is not None),
-                None,
-            )
-            if field and not self.found.blocks:
-                self.place = self.names.places.get(field)
-                text = (
-                    "the graph shows no blocks that repeat, so names relative to a block "
-                    "find nothing"
-                )
-                self._report(
-                    "QZ502",
-                    text,
-                    "name the module that holds the blocks in model_decoder_layers",
-                )
-            return self.found.blocks
-        self.place, blocks = self.names.places.get("blocks"), blocks_of(self.graph, path)
+            self._check_that_blocks_repeat()
+            return self.shown.blocks
+        self.place = self.names.places.get("blocks")
+        blocks = blocks_of(self.graph, path)
         if path not in self.paths:
-            self._unknown(path, self.paths, "the model has")
+            self._report_unknown(path, self.paths, "the model has")
         elif not blocks:
-            known = listed(
-                dict.fromkeys(block.path.rpartition(".")[0] for block in self.found.blocks)
-            )
-            shown = f"the graph shows blocks in {known}"
-            remedy = (
-                shown if known else "leave the key out: the graph shows no blocks that repeat"
-            )
-            self._report(
-                "QZ502", f"{path} holds no modules with linear or convolution layers", remedy
-            )
+            containers = [block.path.rpartition(".")[0] for block in self.shown.blocks]
+            known = listed(dict.fromkeys(containers))
+            remedy = "leave the key out: the graph shows no blocks that repeat"
+            if known:
+                remedy = f"the graph shows blocks in {known}"
+            text = f"{path} holds no modules with linear or convolution layers"
+            self._report("QZ502", text, remedy)
         return blocks
 
+    def _check_that_blocks_repeat(self) -> None:
+        """Report names relative to a block if the graph shows no blocks."""
+        for key in ("inside", "scaling"):
+            if getattr(self.names, key) is not None and not self.shown.blocks:
+                self.place = self.names.places.get(key)
+                self._report(
+                    "QZ502",
+                    "the graph shows no blocks that repeat, so names relative to a block "
+                    "find nothing",
+                    "name the module that holds the blocks in model_decoder_layers",
+                )
+                return
+
     def _inside(
-        self, block: ModuleBlock, read: Sequence[BlockNames], wanted: Sequence[str]
+        self, block: ModuleBlock, block_names: Sequence[BlockNames], wanted: Sequence[str]
     ) -> tuple[InputGroup, ...]:
-        """The groups of these layers alone, each in the order of the list."""
+        """Return the groups of these layers alone, each in the order of the list.
+
+        Args:
+            block: the first one, in which the order of the list is checked.
+            block_names: of all blocks.
+            wanted: names of layers relative to a block.
+        """
         self.place = self.names.places.get("inside")
         rank: dict[str, int] = {}
-        for at, name in enumerate(wanted):
-            layers = [
-                layer
-                for names in read
-                for each in names.layers(name).values()
-                for layer in each
-            ]
+        for number, name in enumerate(wanted):
+            layers = list(_layers_called(block_names, name))
             if not layers:
-                self._unknown(name, _relative(read), "a block has")
+                self._report_unknown(name, _relative(block_names), "a block has")
             for layer in layers:
-                rank.setdefault(layer, at)
-        groups = []
-        for group in self.found.groups:
-            layers = sorted(
-                (layer for layer in group.layers if layer in rank), key=rank.__getitem__
-            )
+                rank.setdefault(layer, number)
+        groups: list[InputGroup] = []
+        for group in self.shown.groups:
+            layers = [layer for layer in group.layers if layer in rank]
+            layers.sort(key=rank.__getitem__)
             if layers:
                 groups.append(replace(group, layers=tuple(layers)))
         self._check_order(block, groups, rank, wanted)
@@ -181,12 +193,19 @@ class _Reading:
         rank: Mapping[str, int],
         wanted: Sequence[str],
     ) -> None:
-        """A layer is rounded on what those before it make, so the list follows the network."""
+        """Report a list that does not follow the network.
+
+        A layer is rounded with the outputs of those before it, so the order matters.
+        """
         inside = {node.name for node in self.graph.nodes[block.start : block.stop]}
-        run = [[rank[layer] for layer in group.layers if layer in inside] for group in groups]
-        firsts = [ranks[0] for ranks in run if ranks]
+        firsts: list[int] = []
+        names: list[str] = []
+        for group in groups:
+            ranks = [rank[layer] for layer in group.layers if layer in inside]
+            firsts += ranks[:1]
+            names += [wanted[number] for number in ranks]
         if firsts != sorted(firsts):
-            order = listed(dict.fromkeys(wanted[at] for ranks in run for at in ranks))
+            order = listed(dict.fromkeys(names))
             self._report(
                 "QZ503",
                 f"the layers of {block.path} run in another order",
@@ -194,94 +213,118 @@ class _Reading:
             )
 
     def _scaling(
-        self, read: Sequence[BlockNames], entries: Sequence[ScalingLayer]
+        self, block_names: Sequence[BlockNames], entries: Sequence[ScalingLayer]
     ) -> tuple[InputGroup, ...]:
-        """A group for each entry and each value that its layers read."""
+        """Return a group for each entry and each value that its layers read."""
         taken: set[str] = set()
         groups: list[InputGroup] = []
         for entry in entries:
             self.place = entry.place or self.names.places.get("scaling")
-            self._check_names(entry, read)
-            found = self._groups(entry, read)
-            if twice := [layer for group in found for layer in group.layers if layer in taken]:
-                self._report(
-                    "QZ504",
-                    f"{module_of(self.graph, twice[0])} is in two entries",
-                    "list it once",
-                )
-            taken.update(layer for group in found for layer in group.layers)
-            groups += found
-        return tuple(sorted(groups, key=lambda group: self.graph.index[group.source]))
+            self._check_names(entry, block_names)
+            layers: list[str] = []
+            for group in self._groups(entry, block_names):
+                groups.append(group)
+                layers += group.layers
+            repeated = [layer for layer in layers if layer in taken]
+            if repeated:
+                path = module_of(self.graph, repeated[0])
+                self._report("QZ504", f"{path} is in two entries", "list it once")
+            taken.update(layers)
+        return _in_order(self.graph, groups)
 
     def _check_names(self, entry: ScalingLayer, blocks: Sequence[BlockNames]) -> None:
-        """Each name is found in at least one block."""
+        """Report names that are in no block."""
         for name in entry.layers:
             if not any(block.layers(name) for block in blocks):
-                self._unknown(name, _relative(blocks), "a block has")
-        for name in filter(None, (entry.prev_op, entry.inp)):
-            if not any(block.modules(name, "") for block in blocks):
-                self._unknown(name, _relative(blocks, modules=True), "a block has")
+                self._report_unknown(name, _relative(blocks), "a block has")
+        for name in (entry.prev_op, entry.inp):
+            if name and not any(block.modules(name, "") for block in blocks):
+                known = _relative(blocks, modules=True)
+                self._report_unknown(name, known, "a block has")
 
     def _groups(self, entry: ScalingLayer, blocks: Sequence[BlockNames]) -> list[InputGroup]:
-        """The entry's groups: those of experts that read one value are one."""
-        by_value: dict[tuple[str, int], list[str]] = {}
+        """Return the entry's groups. Experts that read one value are in one group."""
+        by_value: dict[tuple[str, int], dict[str, None]] = {}
         for block in blocks:
             for prefix, layers in block.sets(entry.layers).items():
                 if not self._fits(entry, block, prefix, layers):
-                    return []  # it is the same in the other blocks
+                    return []  # the other blocks would have the same problem
                 group = self.group_of[layers[0]]
-                by_value.setdefault((group.source, group.axis), []).extend(layers)
-        found = (tuple(dict.fromkeys(layers)) for layers in by_value.values())
-        return [replace(self.group_of[layers[0]], layers=layers) for layers in found]
+                group_layers = by_value.setdefault((group.source, group.axis), {})
+                group_layers.update(dict.fromkeys(layers))
+        groups: list[InputGroup] = []
+        for names in by_value.values():
+            group = self.group_of[next(iter(names))]
+            groups.append(replace(group, layers=tuple(names)))
+        return groups
 
     def _fits(
         self, entry: ScalingLayer, block: BlockNames, prefix: str, layers: Sequence[str]
     ) -> bool:
-        """Whether the layers read one value, `inp` as well, and `prev_op` makes it."""
-        source, first = self.group_of[layers[0]].source, module_of(self.graph, layers[0])
-        multiplying = [node for node in self.graph.nodes if node.is_multiplying]
-        beside = [
-            n.name
-            for path in block.modules(entry.inp, prefix)
-            for n in multiplying
-            if n.scope == path
-        ]
-        for layer in (*layers, *beside):
+        """Return whether the layers and `inp` read one value, and `prev_op` makes it.
+
+        Args:
+            entry: of the config.
+            block: in which its names are resolved.
+            prefix: the path of the expert whose layers these are, or of the block.
+            layers: of the entry.
+        """
+        source = self.group_of[layers[0]].source
+        first = module_of(self.graph, layers[0])
+        readers = list(layers)
+        for path in block.modules(entry.inp, prefix):
+            for node in self.graph.nodes:
+                if node.is_multiplying and node.scope == path:
+                    readers.append(node.name)
+        for layer in readers:
             if self.group_of[layer].source != source:
-                text = f"{module_of(self.graph, layer)} does not read what {first} reads"
                 self._report(
                     "QZ504",
-                    text,
+                    f"{module_of(self.graph, layer)} does not read what {first} reads",
                     "layers of one entry read one value; make an entry of each value",
                 )
                 return False
-        before = block.modules(entry.prev_op, prefix)
-        way = {module_of(self.graph, name) for name in self.folds.way_back(source)}
-        if before and not any(
-            f"{module}.".startswith(f"{path}.") for module in way for path in before
-        ):
-            sources, why = self.folds.sources(source)
-            makers = listed(module_of(self.graph, each.node.name) for each in sources)
-            remedy = f"it reads what {makers} makes" if makers else why
-            self._report("QZ505", f"{before[0]} does not make what {first} reads", remedy)
-            return False
-        return True
+        makers = block.modules(entry.prev_op, prefix)
+        if not makers or self._is_made_in(source, makers):
+            return True
+        sources, remedy = self.folds.sources(source)
+        names = listed(module_of(self.graph, source.node.name) for source in sources)
+        if names:
+            remedy = f"it reads what {names} makes"
+        self._report("QZ505", f"{makers[0]} does not make what {first} reads", remedy)
+        return False
 
-    def _unknown(self, name: str, known: Iterable[str], has: str) -> None:
+    def _is_made_in(self, source: str, modules: Iterable[str]) -> bool:
+        """Return whether a node on the way back from a value is in one of these modules."""
+        beginnings = tuple(f"{path}." for path in modules)
+        for name in self.folds.way_back(source):
+            if f"{module_of(self.graph, name)}.".startswith(beginnings):
+                return True
+        return False
+
+    def _report_unknown(self, name: str, known: Iterable[str], owner: str) -> None:
         known = sorted(path for path in known if path)
         near = closest(name, known)
-        shown = listed(known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
-        self._report(
-            "QZ501",
-            f"there is no module {name!r}",
-            f"did you mean {near!r}?" if near else f"{has} {shown}",
-        )
+        shown = listed(known[:_MAX_SHOWN])
+        if len(known) > _MAX_SHOWN:
+            shown += ", …"
+        remedy = f"did you mean {near!r}?" if near else f"{owner} {shown}"
+        self._report("QZ501", f"there is no module {name!r}", remedy)
 
-    def _report(self, code: str, message: str, remedy: str | None) -> None:
+    def _report(self, code: str, message: str, remedy: str) -> None:
         self.problems.append(Diagnostic(code, message, self.place, help=remedy))
 
 
+def _layers_called(blocks: Sequence[BlockNames], name: str) -> Iterator[str]:
+    """Yield the layers of all blocks that have a name."""
+    for block in blocks:
+        for layers in block.layers(name).values():
+            yield from layers
+
+
 def _relative(blocks: Sequence[BlockNames], *, modules: bool = False) -> list[str]:
-    return list(
-        dict.fromkeys(name for block in blocks for name in block.known(modules=modules))
-    )
+    """Return the relative paths of the layers, or modules, of all blocks, each once."""
+    names: dict[str, None] = {}
+    for block in blocks:
+        names.update(dict.fromkeys(block.known(modules=modules)))
+    return list(names)

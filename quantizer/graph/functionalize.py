@@ -1,5 +1,7 @@
-"""Which programs write through shared memory or hold subprograms (`vmap`, `torch.no_grad`), and
-torch's own rewriting of those. Plain in-place operators stay: renaming values expresses them.
+"""Rewrite exported programs that write through shared memory or contain subprograms (`vmap`,
+`torch.no_grad`), with torch's own decomposition.
+
+Other in-place operators stay: the conversion to a graph expresses them by renaming values.
 """
 
 from collections.abc import Iterator
@@ -10,53 +12,46 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from quantizer.errors import ModelError
 
-# In inference these hand on their input itself, which their schemas do not say.
-_IDENTITIES = ("dropout", "feature_dropout", "alpha_dropout")
+_IDENTITIES = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout")
+"""Operators that return their input itself in inference, which their schemas do not say."""
 
 
 def functionalize(program: ExportedProgram, model: str) -> ExportedProgram:
-    """The program itself, or without in-place operators where one writes to memory that a view
-    shares, and without subprograms that only switch something while they run.
+    """Return the program without writes to memory that a view shares, and without subprograms
+    that only switch a mode.
 
     Raises:
         ModelError: the model changes one of its own parameters or buffers.
     """
     if _writes_shared(program.graph) or _has_subprograms(program.graph):
         program = program.run_decompositions({})
-    changed = next(_changed_state(program), None)
-    if changed is None:
-        return program
-    raise ModelError(
-        f"{model} cannot be quantized: it changes its own {changed!r} when it is called",
-        help="compute a new tensor instead of changing the buffer, or do so in training mode "
-        "only",
-    )
+    for changed in _changed_state(program):
+        raise ModelError(
+            f"{model} cannot be quantized: it changes its own {changed!r} when it is called",
+            help="compute a new tensor instead of changing the buffer, or do so in training "
+            "mode only",
+        )
+    return program
 
 
 def is_inplace(node: fx.Node) -> bool:
-    """Whether the node writes into its first argument (its schema says so)."""
+    """Return whether the node writes into its first argument, by its schema."""
     schema = getattr(node.target, "_schema", None)
-    return bool(
-        schema
-        and schema.is_mutable
-        and schema.name.endswith("_")
-        and not schema.name.endswith("__")
-    )
+    if schema is None or not schema.is_mutable:
+        return False
+    return bool(schema.name.endswith("_") and not schema.name.endswith("__"))
 
 
 def _changed_state(program: ExportedProgram) -> Iterator[str]:
-    """Parameters and buffers that a call changes; a straight line of layers keeps nothing from
-    one call to the next.
-    """
+    """Yield the parameters and buffers that a call changes; a graph cannot express that."""
     signature = program.graph_signature
-    yield from (
-        str(s.target) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION
-    )
-    owned = {
-        s.arg.name: str(s.target)
-        for s in signature.input_specs
-        if s.kind != InputKind.USER_INPUT
-    }
+    for output in signature.output_specs:
+        if output.kind == OutputKind.BUFFER_MUTATION:
+            yield str(output.target)
+    owned: dict[str, str] = {}
+    for spec in signature.input_specs:
+        if spec.kind != InputKind.USER_INPUT:
+            owned[spec.arg.name] = str(spec.target)
     for node in program.graph.nodes:
         written = node.args[0] if is_inplace(node) else None
         if isinstance(written, fx.Node) and written.name in owned:
@@ -64,8 +59,9 @@ def _changed_state(program: ExportedProgram) -> Iterator[str]:
 
 
 def _writes_shared(graph: fx.Graph) -> bool:
-    """Whether an in-place operator writes to memory of which a view exists; later views see the
-    new values anyway.
+    """Return whether an in-place operator writes to memory of which a view exists.
+
+    Views that are made later see the new values anyway.
     """
     owner: dict[fx.Node, fx.Node] = {}
     viewed: set[fx.Node] = set()
@@ -85,31 +81,25 @@ def _writes_shared(graph: fx.Graph) -> bool:
 
 
 def _has_subprograms(graph: fx.Graph) -> bool:
-    """Whether a node is a program of its own or a function of torch.func, not an operator."""
-    modules = (
-        str(getattr(node.target, "__module__", ""))
-        for node in graph.nodes
-        if node.op == "call_function"
-    )
-    return any(node.op == "get_attr" for node in graph.nodes) or any(
-        m.startswith("torch._functorch") for m in modules
-    )
+    """Return whether a node is a program of its own or a function of torch.func."""
+    for node in graph.nodes:
+        module = str(getattr(node.target, "__module__", ""))
+        is_functorch = module.startswith("torch._functorch")
+        if node.op == "get_attr" or (node.op == "call_function" and is_functorch):
+            return True
+    return False
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the node's output shares memory with its input: its schema says so, or it is a
-    part of such an output.
+    """Return whether the node's output shares memory with its input, by its schema or as a part
+    of such an output.
     """
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         source = node.args[0]
-        return (
-            getattr(node.target, "__name__", "") == "getitem"
-            and isinstance(source, fx.Node)
-            and _is_view(source)
-        )
-    identity = schema.name.removeprefix("aten::") in _IDENTITIES
-    return identity or any(
-        value.alias_info is not None and not value.alias_info.is_write
-        for value in schema.returns
-    )
+        is_part = getattr(node.target, "__name__", "") == "getitem"
+        return is_part and isinstance(source, fx.Node) and _is_view(source)
+    if schema.name in _IDENTITIES:
+        return True
+    aliases = [value.alias_info for value in schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)

@@ -1,13 +1,12 @@
-"""The graph: nodes in execution order, each a frozen value. Structure and names only; tensors
-stand beside it.
+"""The graph of a traced model: nodes in execution order, which are immutable, and the tensors
+that they use, by path.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,30 +18,42 @@ from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, unknown
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 
+_Arguments = Mapping[str, Any]
+_ChangeRef = Callable[[str], Any]
+"""Returns what replaces the reference to the node of this name."""
+
 
 @dataclass(frozen=True)
 class Ref:
-    """The value that another node makes."""
+    """A reference to the value that another node makes."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation: `inputs` hold references by argument name (also nested in lists), `attrs`
-    constants, `params` tensor paths.
+    """One operation of a graph.
 
-    `target` says how torch runs it ("aten.conv2d.default", "operator.getitem"); `shape` has
-    None where it follows the batch, and else the example's sizes, of which those along
-    `open_axes` follow the graph's `lengths`. `scope` is the dotted path of the module the
-    operation ran in, `classes` the classes of that module and of those around it.
+    Args:
+        name: unique in the graph, for example "Net::Net/Conv2d[conv]/conv2d".
+        op: the operator's name in the table `OPS`.
+        target: how torch calls it ("aten.conv2d.default", "operator.getitem").
+        inputs: by argument name what other nodes make, as `Ref`s, also nested in lists.
+        attrs: by argument name the constants of the call.
+        params: the paths of the tensors that the layer owns, by role.
+        scope: the dotted path of the module in which the operation ran.
+        classes: the classes of that module and of those around it, innermost first.
+        shape: None where a size follows the batch, else the sizes of the example; as a whole
+            None for an operation that makes no single tensor.
+        dtype: of the tensor that it makes.
+        open_axes: axes of `shape` whose sizes follow the graph's `lengths`.
     """
 
     name: str
     op: str
     target: str
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    inputs: _Arguments = field(default_factory=dict)
+    attrs: _Arguments = field(default_factory=dict)
     params: Mapping[str, str] = field(default_factory=dict)
     scope: str = ""
     classes: tuple[str, ...] = ()
@@ -52,34 +63,43 @@ class Node:
 
     @property
     def row(self) -> Op:
-        """The operator's row, or an "unknown" one."""
-        return OPS.get(self.op) or unknown(self.op)
+        """Return the operator's row of the table, an "unknown" one if there is none."""
+        known = OPS.get(self.op)
+        return known or unknown(self.op)
 
     @property
     def rank(self) -> int:
-        """How many axes the tensor has that it makes; 0 if that is not known."""
+        """Return how many axes the node's tensor has, 0 if that is not known."""
         return len(self.shape or ())
 
     @property
+    def is_tensor(self) -> bool:
+        """Return whether the node gives a parameter or a constant of the model."""
+        return self.op in ("parameter", "constant")
+
+    @property
     def is_float(self) -> bool:
-        """Whether the node makes one floating-point tensor."""
+        """Return whether the node makes one floating-point tensor."""
         return self.dtype is not None and self.dtype.is_floating_point
 
     @property
     def is_multiplying(self) -> bool:
-        """Whether it is a linear or convolution layer with a weight of its own and one
+        """Return whether it is a linear or convolution layer that owns its weight and has one
         input.
         """
-        owns_weight = self.row.is_linear_or_convolution and "weight" in self.params
-        return owns_weight and isinstance(self.inputs.get("input"), Ref)
+        if not self.row.is_linear_or_convolution or "weight" not in self.params:
+            return False
+        return isinstance(self.inputs.get("input"), Ref)
 
     @property
     def is_join(self) -> bool:
-        """Whether the node puts values of several tensors into one; a write that adds to what
-        is there computes.
+        """Return whether the node puts values of several tensors into one.
+
+        A write that adds to what is there computes, and is no join.
         """
-        adds = self.attrs.get("accumulate") or self.attrs.get("reduce")
-        return self.row.kind == "join" and self.is_float and not adds
+        if self.attrs.get("accumulate") or self.attrs.get("reduce"):
+            return False
+        return self.row.kind == "join" and self.is_float
 
     def joined(self) -> tuple[str, ...]:
         """Return the names of the nodes whose values a join puts into its output."""
@@ -90,33 +110,52 @@ class Node:
 
     @property
     def operands(self) -> dict[str, str]:
-        """The nodes that a multiplying layer reads, by argument: its input, and what says which
-        rows are whose.
+        """Return the nodes that a multiplying layer reads, by argument.
+
+        These are its input, and for experts what says which rows belong to which expert.
         """
-        names = {
-            key: value.name for key, value in self.inputs.items() if isinstance(value, Ref)
-        }
-        return {key: name for key, name in names.items() if key == "input" or self.row.experts}
+        names: dict[str, str] = {}
+        for key, value in self.inputs.items():
+            is_operand = key == "input" or self.row.experts
+            if is_operand and isinstance(value, Ref):
+                names[key] = value.name
+        return names
 
     def input_roles(self) -> dict[str, str]:
-        """The node read by each whole argument, by its role: "input" for the first argument,
-        then "input_1", …
+        """Return the node that each whole argument reads, by role.
+
+        The roles are "input" for the first argument, then "input_1", "input_2", …
         """
-        return {
-            f"input_{index}" if index else "input": value.name
-            for index, value in enumerate(self.inputs.values())
-            if isinstance(value, Ref)
-        }
+        roles: dict[str, str] = {}
+        for index, value in enumerate(self.inputs.values()):
+            role = f"input_{index}" if index else "input"
+            if isinstance(value, Ref):
+                roles[role] = value.name
+        return roles
 
     def refs(self) -> Iterator[str]:
-        """Names of the nodes this one reads, in argument order, repeated when read twice."""
-        for value in self.inputs.values():
-            yield from references(value)
+        """Yield the nodes that this one reads, in argument order, twice if it reads one
+        twice.
+        """
+        return references(self.inputs)
+
+    def reading(self, change: _ChangeRef) -> Node:
+        """Return a copy with each reference among its inputs replaced by `change(name)`."""
+        inputs = map_refs(self.inputs, change)
+        return replace(self, inputs=inputs)
+
+    def on(self, device: torch.device) -> Node:
+        """Return a copy whose constants name `device` instead of the device of the trace."""
+        attrs = dict(self.attrs)
+        for key, value in attrs.items():
+            if isinstance(value, torch.device):
+                attrs[key] = device
+        return replace(self, attrs=attrs)
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a pass did to the parameters of `layers`, for people to read; the pass's row says
+    """A change that a pass made to the parameters of `layers`, for reports. The pass's row says
     what `amount` is.
     """
 
@@ -127,15 +166,22 @@ class Change:
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced model. `tensors` holds parameters, buffers and constants by path.
+    """A traced model.
 
-    `absorbed` says where folded layers went; `normal` has the mean and the standard deviation
-    of each output channel that folded batch norms promise, float64 [channels]; `changes` is
-    what passes did to the parameters, and `deviations` names the passes that have changed what
-    the graph computes. `input_paths` are where each input stands in the call, as (args, kwargs)
-    access paths; `lengths` are the sizes of inputs that each call chooses; `output` is the
-    returned structure with `Ref`s for tensors, `rebuild` makes the model's own output type of
-    it; `output_names` are those of its leaves, in order.
+    Args:
+        model: the name of its class.
+        nodes: in execution order.
+        output: the returned structure, with `Ref`s for tensors.
+        tensors: parameters, buffers and constants by path.
+        input_paths: where each input stands in the call, as access paths into (args, kwargs).
+        lengths: the sizes of inputs, besides the batch, that each call may choose.
+        absorbed: for each layer that a pass folded away the layer that took it over.
+        normal: mean and standard deviation of each output channel of a layer, as folded batch
+            norms state them; float64 [channels].
+        changes: what passes did to the parameters.
+        deviations: the passes that have changed what the graph computes.
+        rebuild: makes the model's own output type from the plain structure.
+        output_names: of the output's leaves, in order.
     """
 
     model: str
@@ -148,93 +194,115 @@ class Graph:
     normal: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
     deviations: tuple[str, ...] = ()
-    rebuild: Callable[[Any], Any] | None = field(default=None, compare=False)
+    rebuild: Callable[[Any], Any] | None = field(
+        default=None,
+        compare=False,
+    )
     output_names: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
-        """Nodes by layer name."""
+        """Return the nodes by name."""
         return {node.name: node for node in self.nodes}
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Where each layer stands in execution order."""
-        return {node.name: at for at, node in enumerate(self.nodes)}
+        """Return the place of each node in execution order."""
+        indices: dict[str, int] = {}
+        for index, node in enumerate(self.nodes):
+            indices[node.name] = index
+        return indices
 
     @cached_property
     def uses(self) -> Counter[str]:
-        """How many layers use the tensor at each path."""
-        return Counter(path for node in self.nodes for path in node.params.values())
+        """Return how many layers use the tensor at each path."""
+        uses: Counter[str] = Counter()
+        for node in self.nodes:
+            uses.update(node.params.values())
+        return uses
 
     def weight(self, node: Node) -> Tensor:
-        """The weight of a layer, or the tensor that a parameter or constant gives."""
+        """Return the weight of a layer, or the tensor that a parameter or constant gives."""
         return self.tensors[node.params["weight"]]
 
     @cached_property
     def consumers(self) -> dict[str, tuple[str, ...]]:
-        """Who reads each node's values, by name; shapes do not count, "" stands for the
-        network's output.
+        """Return the readers of each node's values; "" stands for the network's output.
+
+        Who reads only the shape is no reader.
         """
-        table: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        table: dict[str, tuple[str, ...]] = dict.fromkeys(self.index, ())
         for node in self.nodes:
-            if node.row.reads_values:
-                read = {
-                    key: value for key, value in node.inputs.items() if key != node.row.shape_of
-                }
-                for name in dict.fromkeys(references(read)):
-                    table[name].append(node.name)
+            if not node.row.reads_values:
+                continue
+            inputs = dict(node.inputs)
+            if node.row.shape_of:
+                inputs.pop(node.row.shape_of, None)
+            for name in dict.fromkeys(references(inputs)):
+                table[name] += (node.name,)
         for name in dict.fromkeys(references(self.output)):
-            table[name].append("")
-        return {name: tuple(readers) for name, readers in table.items()}
+            table[name] += ("",)
+        return table
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
-        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+        """Return the device of the tensors, the CPU if there are none."""
+        for tensor in self.tensors.values():
+            return tensor.device
+        return torch.device("cpu")
 
     def on(self, device: torch.device) -> Graph:
-        """The same on a device, with it in place of those that calls in the trace name."""
-
-        def moved(node: Node) -> Node:
-            attrs = {
-                key: device if isinstance(value, torch.device) else value
-                for key, value in node.attrs.items()
-            }
-            return dataclasses.replace(node, attrs=attrs)
-
+        """Return the graph with its tensors and its calls on a device."""
         if device == self.device:
             return self
-        tensors = {
-            path: each.at(device) if isinstance(each, DeferredTensor) else each.to(device)
-            for path, each in self.tensors.items()
-        }
-        return self.mapped(moved).replaced(tensors=tensors)
+        tensors = dict(self.tensors)
+        for path, tensor in tensors.items():
+            if isinstance(tensor, DeferredTensor):
+                tensors[path] = tensor.at(device)
+            else:
+                tensors[path] = tensor.to(device)
+        nodes = tuple(node.on(device) for node in self.nodes)
+        return self.replaced(nodes=nodes, tensors=tensors)
 
     @property
     def is_deferred(self) -> bool:
-        """Whether there are tensors that are read only when they are needed."""
+        """Return whether some tensors are read only when they are needed."""
         return any(isinstance(tensor, DeferredTensor) for tensor in self.tensors.values())
 
     def in_memory(self) -> Graph:
-        """The same with all tensors read."""
-        return self.replaced(tensors=loaded(dict(self.tensors))) if self.is_deferred else self
+        """Return the graph with all deferred tensors read."""
+        if not self.is_deferred:
+            return self
+        tensors = loaded(dict(self.tensors))
+        return self.replaced(tensors=tensors)
 
     def source(self, node: Node) -> Node | None:
-        """The node whose value is the first argument."""
-        first = next(iter(node.inputs.values()), None)
-        return self.by_name[first.name] if isinstance(first, Ref) else None
+        """Return the node whose value is the first argument, None if that is no reference."""
+        for first in node.inputs.values():
+            return self.by_name[first.name] if isinstance(first, Ref) else None
+        return None
 
     def replaced(self, **changes: Any) -> Graph:
-        """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
 
-    def mapped(self, change: Callable[[Node], Node]) -> Graph:
-        """A copy with each node as `change` leaves it."""
-        return self.replaced(nodes=tuple(map(change, self.nodes)))
+    def mapped(
+        self,
+        change: Callable[[Node], Node],
+    ) -> Graph:
+        """Return a copy with each node as `change` returns it."""
+        nodes = tuple(map(change, self.nodes))
+        return self.replaced(nodes=nodes)
+
+    def reading(self, change: _ChangeRef) -> Graph:
+        """Return a copy with each reference of nodes and output replaced by `change(name)`."""
+        nodes = tuple(node.reading(change) for node in self.nodes)
+        output = map_refs(self.output, change)
+        return self.replaced(nodes=nodes, output=output)
 
 
 def references(value: Any) -> Iterator[str]:
-    """Names of all `Ref`s inside a nested value."""
+    """Yield the names of all `Ref`s inside a nested value."""
     if isinstance(value, Ref):
         yield value.name
     elif isinstance(value, (list, tuple)):
@@ -245,33 +313,47 @@ def references(value: Any) -> Iterator[str]:
             yield from references(item)
 
 
-def readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
+def readers(
+    graph: Graph,
+    name: str,
+) -> Iterator[tuple[str, str]]:
     """Yield (reader, what it reads) of a node's values, directly or through moves; "" is the
     network's output.
     """
     for reader in graph.consumers[name]:
-        if reader and graph.by_name[reader].row.kind == "passthrough":
+        row = graph.by_name[reader].row if reader else None
+        if row is not None and row.kind == "passthrough":
             yield from readers(graph, reader)
         else:
             yield reader, name
 
 
-def map_refs(value: Any, change: Callable[[str], Any]) -> Any:
-    """The nested value with each `Ref` replaced by `change(name)`."""
+def map_refs(value: Any, change: _ChangeRef) -> Any:
+    """Return a nested value with each `Ref` replaced by `change(name)`."""
     if isinstance(value, Ref):
         return change(value.name)
     if isinstance(value, (list, tuple)):
-        return type(value)(map_refs(item, change) for item in value)
+        items = [map_refs(item, change) for item in value]
+        return type(value)(items)
     if isinstance(value, Mapping):
-        return {key: map_refs(item, change) for key, item in value.items()}
+        mapped: dict[str, Any] = {}
+        for key, item in value.items():
+            mapped[key] = map_refs(item, change)
+        return mapped
     return value
 
 
 def rewire(
-    graph: Graph, moved: Mapping[str, str], absorbed: Mapping[str, str] | None = None
+    graph: Graph,
+    moved: Mapping[str, str],
+    absorbed: Mapping[str, str],
 ) -> Graph:
-    """Drop the nodes in `moved`, whose readers read the node moved to; `absorbed` records who
-    took which layer.
+    """Return the graph without some nodes, whose readers read other nodes instead.
+
+    Args:
+        graph: before the change.
+        moved: for each node to drop the node that is read in its place.
+        absorbed: what to add to the graph's `absorbed`.
     """
 
     def final(name: str) -> Ref:
@@ -279,10 +361,7 @@ def rewire(
             name = moved[name]
         return Ref(name)
 
-    nodes = tuple(
-        dataclasses.replace(node, inputs=map_refs(node.inputs, final))
-        for node in graph.nodes
-        if node.name not in moved
-    )
-    history = {**graph.absorbed, **(absorbed or {})}
-    return graph.replaced(nodes=nodes, output=map_refs(graph.output, final), absorbed=history)
+    nodes = tuple(node for node in graph.nodes if node.name not in moved)
+    history = {**graph.absorbed, **absorbed}
+    remaining = graph.replaced(nodes=nodes, absorbed=history)
+    return remaining.reading(final)

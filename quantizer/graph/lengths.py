@@ -1,12 +1,12 @@
-"""The lengths of a call, as a count of tokens: which axes of its inputs may have one, and which
-a trace leaves open.
+"""The sequence lengths of a call: which axes of its inputs may have one, and which of them a
+trace leaves open.
 
-Images, features and other values of floating point keep their sizes, as most models hold these
-in their weights. The exceptions are masks, positions and embeddings that are as long as the
-tokens beside them.
+Floating-point inputs such as images and features keep their sizes, because most models depend
+on these in their weights. Masks, positions and embeddings that are as long as the tokens of the
+same call are the exceptions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-LEAST = 2
-"""The shortest length that torch traces: it takes a size of one for a constant."""
+_MIN_TRACED_LENGTH = 2
+"""The shortest length that torch can leave open: it takes a size of one for a constant."""
 _UNBOUNDED = 1 << 31
-_FLOATS = 3  # axes that values of floating point have at most, so that they are no images
+_MAX_FLOAT_RANK = 3
+"""Axes of a floating-point input that may have a length; with more it is an image."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Length:
         name: "sequence", that of a second one "sequence_1".
         axes: where it is, as (input's index among the call's leaves, axis).
         traced: what it was in the trace.
-        least: the shortest that the model takes.
-        most: the longest, None if there is no end.
+        least: the shortest that the model accepts.
+        most: the longest, None if there is no limit.
     """
 
     name: str
@@ -41,151 +42,207 @@ class Length:
     most: int | None = None
 
     def __contains__(self, size: int) -> bool:
-        return self.least <= size and (self.most is None or size <= self.most)
+        if size < self.least:
+            return False
+        return self.most is None or size <= self.most
 
     def __str__(self) -> str:
-        return f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
+        if self.most is None:
+            return f"{self.least} or more"
+        return f"{self.least} to {self.most}"
 
 
 def length_axes(call: Any) -> list[tuple[int, ...]]:
-    """For each leaf of a call the axes that may have a length: the second of tokens, and axes
-    of that size.
+    """Return for each leaf of a call the axes that may have a length.
+
+    These are the second axis of tokens, and all axes of other leaves that have the same size.
     """
     leaves = pytree.tree_leaves(call)
-    sizes = {leaf.shape[1] for leaf in leaves if isinstance(leaf, Tensor) and _are_tokens(leaf)}
-    return [
-        tuple(axis for axis in range(1, leaf.dim()) if leaf.shape[axis] in sizes)
-        if _may_follow(leaf)
-        else ()
-        for leaf in leaves
-    ]
+    sizes = {leaf.shape[1] for leaf in leaves if _is_tokens(leaf)}
+    axes: list[tuple[int, ...]] = []
+    for leaf in leaves:
+        shape = leaf.shape if _may_have_length(leaf) else ()
+        axes.append(tuple(axis for axis in range(1, len(shape)) if shape[axis] in sizes))
+    return axes
 
 
-def _are_tokens(tensor: Tensor) -> bool:
-    return tensor.dim() == 2 and not tensor.is_floating_point() and tensor.shape[1] >= LEAST
+def _is_tokens(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.is_floating_point():
+        return False
+    return leaf.dim() == 2 and leaf.shape[1] >= _MIN_TRACED_LENGTH
 
 
-def _may_follow(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.dim() <= _FLOATS or not leaf.is_floating_point())
+def _may_have_length(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor):
+        return False
+    return leaf.dim() <= _MAX_FLOAT_RANK or not leaf.is_floating_point()
 
 
 def shortened(call: Any) -> Any | None:
-    """The call with lengths of one less; None if there is none, or one is as short as can
-    be.
+    """Return the call with all lengths reduced by one, None if there are none or one of them is
+    too short for that.
     """
     leaves, structure = pytree.tree_flatten(call)
-    axes = length_axes(call)
-    sizes = [leaf.shape[axis] for leaf, own in zip(leaves, axes, strict=True) for axis in own]
-    if min(sizes, default=0) <= LEAST:
-        return None
-    for index, own in enumerate(axes):
-        for axis in own:
-            leaves[index] = leaves[index].narrow(axis, 0, leaves[index].shape[axis] - 1).clone()
-    return pytree.tree_unflatten(leaves, structure)
+    is_shorter = False
+    for index, axes in enumerate(length_axes(call)):
+        for axis in axes:
+            size = leaves[index].shape[axis] - 1
+            if size < _MIN_TRACED_LENGTH:
+                return None
+            leaves[index] = (
+                leaves[index]
+                .narrow(
+                    axis,
+                    0,
+                    size,
+                )
+                .clone()
+            )
+            is_shorter = True
+    return pytree.tree_unflatten(leaves, structure) if is_shorter else None
 
 
 def open_lengths(program: ExportedProgram) -> dict[Any, Length]:
-    """The lengths that a trace has left open, by torch's symbol."""
+    """Return the lengths that a trace has left open, by torch's symbol."""
     lengths: dict[Any, Length] = {}
-    for symbol, (traced, axes) in _symbols(program).items():
+    for symbol, axes in _axes_of_symbols(program).items():
         name = f"sequence_{len(lengths)}" if lengths else "sequence"
+        traced = _traced_size(program, axes[0])
         least, most = _range(program.range_constraints.get(symbol))
-        if least < traced:  # else the model reads as many columns as there are, each for itself
-            lengths[symbol] = Length(name, axes, traced, least, most)
+        # Otherwise the model reads each column on its own, as many as the example has
+        if least < traced:
+            lengths[symbol] = Length(
+                name,
+                tuple(axes),
+                traced,
+                least,
+                most,
+            )
     return lengths
 
 
 def excludes_single_batches(program: ExportedProgram) -> bool:
-    """Whether a trace holds for batches of all sizes but for single ones that it compares them
-    with.
+    """Return whether a trace is valid for all batch sizes except single ones.
+
+    A model that compares its batch with a cached size excludes that size.
     """
-    batches: list[Any] = [
-        value.shape[0]
-        for value in _inputs(program)
-        if isinstance(value, Tensor) and value.dim()
-    ]
-    if not all(isinstance(size, torch.SymInt) and size.node.expr.is_Symbol for size in batches):
-        return False
-    ranges = (_range(program.range_constraints[size.node.expr]) for size in batches)
-    guards = (guard.expr for guard in batches[0].node.shape_env.guards)
-    return all(each == (1, None) for each in ranges) and all(map(_excludes_one, guards))
+    values = [value for value in _inputs(program) if isinstance(value, Tensor)]
+    batches: list[Any] = [value.shape[0] for value in values if value.dim()]
+    for batch in batches:
+        if not _is_symbol(batch):
+            return False
+        if _range(program.range_constraints[batch.node.expr]) != (1, None):
+            return False
+    guards = batches[0].node.shape_env.guards
+    return all(_excludes_one(guard.expr) for guard in guards)
 
 
 def _excludes_one(guard: Any) -> bool:
-    """Whether a condition on a size is false for one size alone, as `4 * size != 8` is."""
-    compared = (
-        (guard.lhs - guard.rhs).as_poly() if getattr(guard, "rel_op", "") == "!=" else None
-    )
-    return (
-        compared is not None
-        and compared.is_linear
-        and all(each.is_Symbol for each in compared.gens)
-    )
-
-
-def sizes_of(program: ExportedProgram, shapes: Sequence[Sequence[int]]) -> dict[Any, int]:
-    """What torch's symbols are in a call whose leaves have these shapes; the batch is not among
-    them.
+    """Return whether a condition on a size is false for one size alone, as `4 * size != 8`
+    is.
     """
-    return {
-        symbol: shapes[axes[0][0]][axes[0][1]]
-        for symbol, (_, axes) in _symbols(program).items()
-    }
+    if getattr(guard, "rel_op", "") != "!=":
+        return False
+    difference = (guard.lhs - guard.rhs).as_poly()
+    if difference is None or not difference.is_linear:
+        return False
+    return all(generator.is_Symbol for generator in difference.gens)
 
 
-def _symbols(program: ExportedProgram) -> dict[Any, tuple[int, tuple[tuple[int, int], ...]]]:
-    """Each symbol for a size of an input, but for the batch: its size in the trace, and where
-    it is.
+def sizes_of(
+    program: ExportedProgram,
+    shapes: Sequence[Sequence[int]],
+) -> dict[Any, int]:
+    """Return the values of torch's symbols, without the batch's, in a call whose leaves have
+    these shapes.
     """
-    found: dict[Any, tuple[int, tuple[tuple[int, int], ...]]] = {}
-    for index, value in enumerate(_inputs(program)):
-        for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
-            if axis and isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                known = found.get(size.node.expr, (0, ()))[1]
-                found[size.node.expr] = int(size.node.hint), (*known, (index, axis))
-    return found
+    sizes: dict[Any, int] = {}
+    for symbol, axes in _axes_of_symbols(program).items():
+        leaf, axis = axes[0]
+        sizes[symbol] = shapes[leaf][axis]
+    return sizes
 
 
-def _inputs(program: ExportedProgram) -> list[Any]:
-    """What torch knows of each leaf of a call."""
+def _axes_of_symbols(program: ExportedProgram) -> dict[Any, list[tuple[int, int]]]:
+    """Return where each symbol for a size of an input stands, as (leaf, axis); the batch is not
+    among them.
+    """
+    axes: dict[Any, list[tuple[int, int]]] = {}
+    for leaf, value in enumerate(_inputs(program)):
+        shape = value.shape if isinstance(value, Tensor) else ()
+        for axis, size in enumerate(shape):
+            if axis and _is_symbol(size):
+                axes.setdefault(size.node.expr, []).append((leaf, axis))
+    return axes
+
+
+def _is_symbol(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
+
+
+def _traced_size(
+    program: ExportedProgram,
+    place: tuple[int, int],
+) -> int:
+    leaf, axis = place
+    value = list(_inputs(program))[leaf]
+    return int(value.shape[axis].node.hint)
+
+
+def _inputs(program: ExportedProgram) -> Iterator[Any]:
+    """Yield what torch knows of each leaf of a call."""
     specs = program.graph_signature.input_specs
-    user = {spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT}
-    return [
-        node.meta.get("val")
-        for node in program.graph.nodes
-        if node.op == "placeholder" and node.name in user
-    ]
+    user_inputs = {spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT}
+    for node in program.graph.find_nodes(op="placeholder"):
+        if node.name in user_inputs:
+            yield node.meta.get("val")
 
 
 def _range(values: Any) -> tuple[int, int | None]:
-    """From least to most. What holds for two tokens is taken to hold for one, as for the
-    batch.
+    """Return the bounds of a symbol, None for an open end.
+
+    What is valid for two tokens is assumed to be valid for one, as for the batch.
     """
-    least, most = (
-        int(bound) if bound.is_Integer else None for bound in (values.lower, values.upper)
-    )
-    return (
-        1 if least is None or least <= LEAST else least,
-        None if most is None or most >= _UNBOUNDED else most,
-    )
+    least, most = 1, None
+    if values.lower.is_Integer and values.lower > _MIN_TRACED_LENGTH:
+        least = int(values.lower)
+    if values.upper.is_Integer and values.upper < _UNBOUNDED:
+        most = int(values.upper)
+    return least, most
 
 
-def size_of(size: Any, lengths: Mapping[Any, int]) -> int | None:
-    """A size with these lengths put in; None if it follows the batch."""
+def size_of(
+    size: Any,
+    lengths: Mapping[Any, int],
+) -> int | None:
+    """Return a size with these lengths inserted, None if it follows the batch."""
     if isinstance(size, int):
         return size
     expression = size.node.expr.subs(dict(lengths))
     return int(expression) if expression.is_number else None
 
 
-def same_size(one: Any, other: Any) -> bool:
-    """Whether two sizes are one expression; comparing them would fix what is open."""
-    first, second = (
-        size.node.expr if isinstance(size, torch.SymInt) else size for size in (one, other)
-    )
+def same_size(
+    one: Any,
+    other: Any,
+) -> bool:
+    """Return whether two sizes are the same expression.
+
+    `==` on symbolic sizes would add a guard and fix what is open.
+    """
+    first, second = _expression(one), _expression(other)
     return bool(first == second)
 
 
-def same_shape(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of a trace have the same sizes, as expressions."""
-    return one.dim() == other.dim() and all(map(same_size, one.shape, other.shape))
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def same_shape(
+    one: Tensor,
+    other: Tensor,
+) -> bool:
+    """Return whether two tensors of a trace have the same sizes, as expressions."""
+    if one.dim() != other.dim():
+        return False
+    return all(map(same_size, one.shape, other.shape))

@@ -1,5 +1,5 @@
-"""The modules of a traced model by their dotted paths, layers by those of their modules, names
-relative to a block.
+"""Names by which users know the parts of a traced model: modules and layers by dotted paths,
+also relative to a decoder block.
 """
 
 from collections import Counter, defaultdict
@@ -10,128 +10,151 @@ from quantizer.graph.names import around
 
 
 def module_of(graph: Graph, name: str) -> str:
-    """The module that a node ran in; of a trained tensor the module that has it."""
+    """Return the path of the module in which a node ran; of a tensor that of its owner."""
     node = graph.by_name[name]
-    if node.op in ("parameter", "constant"):
+    if node.is_tensor:
         return node.params["weight"].rpartition(".")[0]
     return node.scope
 
 
 def layer_path(node: Node) -> str:
-    """The path that names a multiplying layer: its module's, or its tensor's in a module of
-    experts, with several.
+    """Return the path that names a multiplying layer.
+
+    It is the path of the layer's module. A module of experts has several layers, which have the
+    paths of their tensors.
     """
     return call_paths(node.name, node.scope)[0] if node.row.experts else node.scope
 
 
 def module_paths(graph: Graph) -> frozenset[str]:
-    """Every module that runs an operator or has a tensor, and those around it."""
-    paths = {node.scope for node in graph.nodes} | {
-        path.rpartition(".")[0] for path in graph.tensors
-    }
-    return frozenset(each for path in paths for each in (path, *around(path)))
+    """Return the paths of all modules that run an operator or own a tensor, and of the modules
+    around them.
+    """
+    owners = {node.scope for node in graph.nodes}
+    owners.update(path.rpartition(".")[0] for path in graph.tensors)
+    paths = set(owners)
+    for owner in owners:
+        paths.update(around(owner))
+    return frozenset(paths)
 
 
 def path_names(graph: Graph) -> dict[str, str]:
-    """What people call each layer: its module's path, and the operator where the module alone
-    does not say which.
+    """Return the name under which users know each node, by the node's own name.
 
-    A module alone stands for its only operator, or for the one with its weights. Later calls of
-    a module keep their number (`layer1.0.relu.1`). Where two layers would be called alike, both
-    keep their exact names.
+    The name is the module's path. The operator follows it where the module runs several kinds
+    of operators; of these, the only one with weights has the path alone. Later calls of a
+    module keep their number (`layer1.0.relu.1`). Nodes that would have the same name keep their
+    own.
     """
-    paths = {node.name: module_of(graph, node.name) for node in graph.nodes}
-    parents = {parent for path in paths.values() for parent in around(path)[:-1]}
-    kinds, weights = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
-    owned = {node.name: weight for node in graph.nodes if (weight := _weight(node))}
+    paths: dict[str, str] = {}
+    weights: dict[str, str] = {}
+    parents: set[str] = set()
+    operators = defaultdict[str, set[str]](set)
+    weights_of_module = defaultdict[str, set[str]](set)
+    for node in graph.nodes:
+        path = module_of(graph, node.name)
+        paths[node.name] = path
+        parents.update(around(path)[:-1])
+        operators[path].add(last_part(node.name).partition(".")[0])
+        weight = _weight(node)
+        if weight is not None:
+            weights[node.name] = weight
+            weights_of_module[path].add(weight)
+    names: dict[str, str] = {}
     for name, path in paths.items():
-        kinds[path].add(_operator(name).partition(".")[0])
-        weights[path] |= {owned[name]} if name in owned else set()
-    found = {}
-    for name, path in paths.items():
-        only = (
-            len(weights[path]) == 1
-            if name in owned
-            else len(kinds[path]) == 1 and path not in parents
-        )
-        found[name] = call_paths(name, path)[bool(path) and only]
-    counts = Counter(found.values())
-    return {name: path if counts[path] == 1 else name for name, path in found.items()}
+        with_operator, alone = call_paths(name, path)
+        is_alone = len(operators[path]) == 1 and path not in parents
+        if name in weights:
+            is_alone = len(weights_of_module[path]) == 1
+        names[name] = alone if path and is_alone else with_operator
+    counts = Counter(names.values())
+    for name, path in names.items():
+        if counts[path] > 1:
+            names[name] = name
+    return names
 
 
 def _weight(node: Node) -> str | None:
-    """The path of the first weight that the node computes with."""
-    if node.op in ("parameter", "constant"):
-        return None
-    return next((path for key, path in node.params.items() if key.startswith("weight")), None)
+    """Return the path of the first weight with which a layer computes, None for a tensor."""
+    for key, path in node.params.items():
+        if key.startswith("weight") and not node.is_tensor:
+            return path
+    return None
 
 
 def call_paths(name: str, path: str) -> tuple[str, str]:
-    """A layer by the path of its module, with its operator and without.
+    """Return a layer's name with its operator and without, both after its module's path.
 
     >>> call_paths("Net::Net/Sequential[layers]/ReLU[0]/relu.1", "layers.0")
     ('layers.0.relu.1', 'layers.0.1')
     """
-    operator = _operator(name)
-    again = "".join(operator.partition(".")[1:])
-    return f"{path}.{operator}" if path else operator, f"{path}{again}"
+    operator = last_part(name)
+    _, dot, number = operator.partition(".")
+    with_operator = f"{path}.{operator}" if path else operator
+    return with_operator, f"{path}{dot}{number}"
 
 
-def _operator(name: str) -> str:
-    """The last part of a layer's name."""
+def last_part(name: str) -> str:
+    """Return the last part of a layer's name."""
     return name.rpartition("::")[2].rpartition("/")[2]
 
 
 class BlockNames:
-    """Names relative to the block at `path`; one that is no path there is the end of several,
-    as those of experts.
+    """Resolves names relative to the block at `path`.
+
+    A name that is no path in the block is taken as the end of several paths, as for the layers
+    of experts.
     """
 
     def __init__(self, graph: Graph, path: str) -> None:
         self._path = path
-        self._all = frozenset(
-            each for each in module_paths(graph) if each.startswith(f"{path}.")
-        )
-        self._modules = sorted(self._all)
+        self._modules: list[str] = []
         self._layers: dict[str, list[str]] = {}
+        beginning = f"{path}."
+        for module in sorted(module_paths(graph)):
+            if module.startswith(beginning):
+                self._modules.append(module)
         for node in graph.nodes:
-            if node.is_multiplying and f"{node.scope}.".startswith(f"{path}."):
+            if node.is_multiplying and f"{node.scope}.".startswith(beginning):
                 self._layers.setdefault(layer_path(node), []).append(node.name)
 
     def known(self, *, modules: bool = False) -> list[str]:
-        """The relative paths of the layers, or of all modules."""
-        return [
-            each[len(self._path) + 1 :] for each in (self._modules if modules else self._layers)
-        ]
+        """Return the relative paths of the layers, or of all modules."""
+        paths = self._modules if modules else self._layers
+        start = len(self._path) + 1
+        return [path[start:] for path in paths]
 
     def layers(self, name: str) -> dict[str, list[str]]:
-        """The layers called `name`, by the path of the module to which that is relative: the
-        block, or experts.
+        """Return the layers called `name`, by the path of the module to which that is relative:
+        the block, or an expert.
         """
         exact = f"{self._path}.{name}"
         if exact in self._layers:
             return {self._path: self._layers[exact]}
-        return {
-            path[: -len(name) - 1]: found
-            for path, found in self._layers.items()
-            if path.endswith(f".{name}")
-        }
+        ending = f".{name}"
+        layers: dict[str, list[str]] = {}
+        for path, nodes in self._layers.items():
+            if path.endswith(ending):
+                layers[path.removesuffix(ending)] = nodes
+        return layers
 
     def sets(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """The layers of several names, those of each expert for themselves."""
-        found: dict[str, list[str]] = {}
+        """Return the layers of several names, as `layers` does for one."""
+        sets: dict[str, list[str]] = {}
         for name in names:
             for prefix, layers in self.layers(name).items():
-                found.setdefault(prefix, []).extend(layers)
-        return found
+                sets.setdefault(prefix, []).extend(layers)
+        return sets
 
     def modules(self, name: str, prefix: str) -> list[str]:
-        """Paths of the modules called `name` in the expert at `prefix`, else in the block, else
-        in any expert.
+        """Return the paths of the modules called `name`.
+
+        The expert at `prefix` comes first, then the block, then all modules inside the block.
         """
         if not name:
             return []
         for start in (prefix, self._path):
-            if start and f"{start}.{name}" in self._all:
-                return [f"{start}.{name}"]
+            path = f"{start}.{name}"
+            if start and path in self._modules:
+                return [path]
         return [path for path in self._modules if path.endswith(f".{name}")]

@@ -1,5 +1,5 @@
-"""The only maker of layer names: `<Model>::<Model>/<Class>[<attr>]/…/<op>`, from the model's
-structure alone.
+"""Layer names: `<Model>::<Model>/<Class>[<attr>]/…/<op>`, from the model's structure alone. No
+other file makes such names.
 """
 
 import itertools
@@ -12,15 +12,15 @@ from torch import nn
 from quantizer.errors import ModelError
 
 _SAFE = re.compile(r"[A-Za-z_0-9]+")
-_TAKEN = ("quantizer", "torch")  # the generated code imports these
+_IMPORTED = ("quantizer", "torch")
+"""What the generated code imports."""
 
 
 def check_names(module: nn.Module) -> None:
-    """Refuse module, parameter and class names that are not plain words, before anything
-    generates code from them.
+    """Refuse module, parameter and class names that are not plain words.
 
-    torch itself writes attribute names unescaped into code that it executes, so a hostile name
-    must not reach the tracer.
+    This runs before anything generates code from names. torch itself writes attribute names
+    unescaped into code that it executes, so a hostile name must not reach the tracer.
 
     Raises:
         ModelError: naming the first such name.
@@ -29,85 +29,84 @@ def check_names(module: nn.Module) -> None:
         module.named_modules(), module.named_parameters(), module.named_buffers()
     )
     for path, _ in named:
-        for part in path.split(".") if path else ():
-            if not _SAFE.fullmatch(part):
+        words = path.split(".") if path else []
+        for word in words:
+            if not _SAFE.fullmatch(word):
                 raise ModelError(
-                    f"unsupported module or parameter name {part!r} (in {path!r})",
+                    f"unsupported module or parameter name {word!r} (in {path!r})",
                     help="rename it: letters, digits and underscores only",
                 )
     model = type(module).__name__
-    if not model.isidentifier() or keyword.iskeyword(model) or model in _TAKEN:
+    if not model.isidentifier() or keyword.iskeyword(model) or model in _IMPORTED:
         raise ModelError(
             f"unsupported class name {model!r} (the model itself)",
             help="the generated code needs a class of that name",
         )
     for path, child in module.named_modules():
-        if not _SAFE.fullmatch(type(child).__name__):
-            raise ModelError(
-                f"unsupported class name {type(child).__name__!r} (module {path!r})"
-            )
+        name = type(child).__name__
+        if not _SAFE.fullmatch(name):
+            raise ModelError(f"unsupported class name {name!r} (module {path!r})")
 
 
 def around(path: str) -> list[str]:
-    """A module's path after those of the modules around it, the model itself excepted.
+    """Return a module's path after the paths of the modules around it, without the model's.
 
     >>> around("layers.0.mlp.up")
     ['layers', 'layers.0', 'layers.0.mlp', 'layers.0.mlp.up']
     """
-    parts = path.split(".") if path else []
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+    words = path.split(".") if path else []
+    return [".".join(words[:count]) for count in range(1, len(words) + 1)]
 
 
 class Namer:
-    """Gives each operation its layer name; remembers only how often a scope has seen an
-    operator.
-    """
+    """Gives each operation its layer name, and counts the operators of each scope."""
 
     def __init__(self, module: nn.Module) -> None:
         self.model = type(module).__name__
-        paths = dict(module.named_modules(remove_duplicate=False))
-        first: dict[int, str] = {id(child): path for path, child in module.named_modules()}
-        self._classes = {path: type(child) for path, child in paths.items()}
-        self._first = {path: first[id(child)] for path, child in paths.items()}
-        self._seen: Counter[str] = Counter()
+        self._classes: dict[str, type[nn.Module]] = {}
+        self._canonical: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+        first: dict[int, str] = {}
+        for path, child in module.named_modules(remove_duplicate=False):
+            self._classes[path] = type(child)
+            self._canonical[path] = first.setdefault(id(child), path)
 
     def canonical(self, path: str) -> str:
-        """The first path of a module that is reachable by several; "" for what is no
-        module's.
-        """
-        return self._first.get(path, "")
+        """Return the first path of a module that has several, "" if no module is there."""
+        return self._canonical.get(path, "")
 
     def class_name(self, path: str) -> str:
-        """The class of the module at `path`, without its module."""
+        """Return the name of the class of the module at `path`."""
         return self._classes[path].__name__
 
     def classes(self, path: str) -> tuple[str, ...]:
-        """Qualified class names of the module at `path` and of those around it, innermost
-        first.
+        """Return the qualified class names of the module at `path` and of those around it,
+        innermost first.
         """
-        found = (self._classes[each] for each in (*reversed(around(path)), ""))
-        own = "torch.nn.modules."  # its layers are known by the shorter name
-        return tuple(
-            f"{'torch.nn' if c.__module__.startswith(own) else c.__module__}.{c.__qualname__}"
-            for c in found
-        )
+        names: list[str] = []
+        for inner in (*reversed(around(path)), ""):
+            kind = self._classes[inner]
+            package = kind.__module__
+            if package.startswith("torch.nn.modules."):
+                package = "torch.nn"
+            names.append(f"{package}.{kind.__qualname__}")
+        return tuple(names)
 
     def name(self, path: str, op: str) -> str:
-        """The layer name of the next `op` in the scope at `path`; the second of its kind ends
-        in `.1`.
+        """Return the layer name of the next `op` in the scope at `path`.
 
-        The scope of `layer1.0` is `ResNet/Sequential[layer1]/BasicBlock[0]`, containers that
-        are never called included.
+        The second of its kind ends in `.1`. The scope of `layer1.0` is
+        `ResNet/Sequential[layer1]/BasicBlock[0]`, with containers that are never called.
         """
-        inside = (
-            f"{self._classes[each].__name__}[{each.rpartition('.')[2]}]"
-            for each in around(path)
-        )
-        name = f"{self.model}::{'/'.join((self.model, *inside))}/{op}"
-        count = self._seen[name]
-        self._seen[name] += 1
+        scope = self.model
+        for inner in around(path):
+            attribute = inner.rpartition(".")[2]
+            scope += f"/{self.class_name(inner)}[{attribute}]"
+        name = f"{self.model}::{scope}/{op}"
+        count = self._counts[name]
+        self._counts[name] += 1
         return f"{name}.{count}" if count else name
 
     def input_name(self, index: int) -> str:
-        """`ResNet::input_0`."""
+        """Return the name of an input, such as `ResNet::input_0`."""
         return f"{self.model}::input_{index}"

@@ -1,5 +1,6 @@
-"""The names of what a network returns: of its outputs, and of the parts of each, by the
-layers that make them."""
+"""Names of what a network returns: of its outputs, and of the parts of each, by the layers that
+make them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.module_names import last_part
 
-CONSTANT = "constant"
+_CONSTANT = "constant"
 """The name of a part that is filled in."""
 OTHERS = "others"
 """The name of the parts of an output beyond those that have names."""
@@ -28,7 +30,8 @@ def leaf_names(value: Any, prefix: str = "") -> tuple[str, ...]:
         return (prefix or "0",)
     names: list[str] = []
     for key, item in items:
-        names += leaf_names(item, f"{prefix}.{key}" if prefix else str(key))
+        name = f"{prefix}.{key}" if prefix else str(key)
+        names += leaf_names(item, name)
     return tuple(names)
 
 
@@ -37,11 +40,13 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, Ref):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, getattr(value, name)) for name in names]
     if isinstance(value, Mapping) or hasattr(value, "items"):
         return list(value.items())
     if isinstance(value, (list, tuple)):
-        return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+        keys = getattr(value, "_fields", range(len(value)))
+        return list(zip(keys, value, strict=True))
     return None
 
 
@@ -52,7 +57,7 @@ def short_names(node: Node) -> list[str]:
     >>> short_names(node)
     ['boxes', 'boxes.0', 'head.boxes.0', 'head.boxes.0.conv2d']
     """
-    operator = node.name.rpartition("::")[2].rpartition("/")[2].partition(".")[0]
+    operator = last_part(node.name).partition(".")[0]
     is_tensor = not node.inputs and "weight" in node.params
     path = node.params["weight"] if is_tensor else node.scope
     if not path:
@@ -74,11 +79,12 @@ def unique_names(makers: Sequence[Node | None]) -> list[str]:
     Parts of one maker, or of several calls of one, have the same name.
 
     Args:
-        makers: what makes field part, None for what is filled in.
+        makers: what makes each part, None for what is filled in.
     """
     choices: list[tuple[str, ...]] = []
     for maker in makers:
-        choices.append((CONSTANT,) if maker is None else tuple(short_names(maker)))
+        names_of_maker = [_CONSTANT] if maker is None else short_names(maker)
+        choices.append(tuple(names_of_maker))
     levels = dict.fromkeys(choices, 0)
     while True:
         names = {choice: choice[level] for choice, level in levels.items()}
@@ -93,16 +99,17 @@ def unique_names(makers: Sequence[Node | None]) -> list[str]:
             levels[choice] += 1
 
 
-def numbered(names: Sequence[str], taken: Collection[str]) -> list[str]:
-    """Return the names with numbers behind those that are taken, or there again.
+def unused_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
+    """Return the names, with a number after each that is taken or repeated.
 
-    >>> numbered(["0.head", "0.head"], {"0"})
+    >>> unused_names(["0.head", "0.head"], {"0"})
     ['0.head', '0.head.1']
     """
     used = set(taken)
     unique: list[str] = []
     for name in names:
-        count, candidate = 0, name
+        candidate = name
+        count = 0
         while candidate in used:
             count += 1
             candidate = f"{name}.{count}"
@@ -112,8 +119,7 @@ def numbered(names: Sequence[str], taken: Collection[str]) -> list[str]:
 
 
 def output_leaves(graph: Graph) -> list[tuple[str, str]]:
-    """Return name and node of each tensor that a network returns, in the order in which it
-    returns them."""
+    """Return the name and the node of each tensor that a network returns, in its order."""
     leaves = list(_leaves(graph.output))
     names = graph.output_names
     if len(names) != len(leaves):
@@ -130,6 +136,6 @@ def _leaves(value: Any) -> Iterator[Any]:
     items = _items(value)
     if items is None:
         yield value
-        return
-    for _, item in items:
-        yield from _leaves(item)
+    else:
+        for _, item in items:
+            yield from _leaves(item)

@@ -1,8 +1,8 @@
-"""The outputs of a network and the parts of each that different layers make: their names,
-and which value is whose.
+"""The outputs of a network and the parts of each that different layers make: their names, and
+which value belongs to which part.
 
-A part ends where something is computed of several values at once: a product, a sum, a choice by
-`topk`.
+A part ends where something is computed from several values at once: a product, a sum, a choice
+by `topk`.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.label_replay import (
-    FILLED,
-    UNWRITTEN,
-    ExampleValues,
-    Replay,
-    Seen,
+from quantizer.graph.label_replay import FILLED, UNWRITTEN, ExampleValues, Replay, Seen
+from quantizer.graph.labels import (
+    UNFOLLOWED,
+    changing_axes,
+    compressed,
+    example_shape,
     filled,
-    shape_in,
+    numbered,
 )
-from quantizer.graph.output_names import OTHERS, numbered, output_leaves, unique_names
+from quantizer.graph.output_names import OTHERS, output_leaves, unique_names, unused_names
 from quantizer.graph.provenance import Provenance
 from quantizer.graph.row_order import RowOrder, row_order
 
-MOST = 32
-"""Parts of an output that have names of their own; the last of more is the pool of all that
-is left."""
-LARGEST = 1 << 24
-"""Values of an output of which the places of parts are looked for, before there is a run."""
-_NOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError)
+MAX_PARTS = 32
+"""Parts of an output that have names of their own. If there are more, the last one is the pool
+of all others.
+"""
+_MAX_VALUES = 1 << 24
+"""The largest output of which the ranges of parts are searched before there is a run."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Where a part lies, if it is all of an output between two indices of one axis."""
+    """The place of a part that is all of an output between two indices of one axis."""
 
     axis: int
     start: int
@@ -72,7 +72,7 @@ class Output:
 
     Attributes:
         name: as the model calls it.
-        node: what makes it.
+        node: the name of the node that makes it.
         is_float: whether it is a floating-point tensor, or a complex one.
         parts: at least one, which has the output's name if it is the only one.
         labels: gives the part of each value; None if there is one part.
@@ -90,7 +90,7 @@ class Output:
 
     @property
     def watched(self) -> frozenset[str]:
-        """The nodes of which a run has to keep shape or values."""
+        """Return the nodes of which a run has to keep the shape or the values."""
         names: set[str] = set()
         if self.labels is not None:
             names |= self.labels.replay.shaped | self.labels.replay.steering
@@ -101,8 +101,13 @@ class Output:
 
 @dataclass(frozen=True)
 class PartLabels:
-    """Which part each value of an output belongs to. `parts` has the number of the part of
-    each label."""
+    """Finds the part of each value of an output.
+
+    Args:
+        replay: leads from the sources to the output.
+        labels: the label of each source.
+        parts: the number of the part of each label.
+    """
 
     replay: Replay
     labels: Mapping[str, int]
@@ -114,163 +119,190 @@ class PartLabels:
         Raises:
             ValueError: the run does not show what makes these labels.
         """
+        end = self.replay.end
         try:
-            labels = self._run(seen)
-        except _NOT_RUN as error:
-            why = f"the parts of {self.replay.end} are not known: {error}"
-            raise ValueError(why) from error
+            sources = {name: filled(seen.shapes[name], n) for name, n in self.labels.items()}
+            labels = self.replay.run(sources, seen).to(torch.int64)
+        except UNFOLLOWED as error:
+            raise ValueError(f"the parts of {end} are not known: {error}") from error
         if labels.shape != torch.Size(shape):
             sizes = f"{list(labels.shape)}, not {list(shape)}"
-            raise ValueError(f"the parts of {self.replay.end} have shape {sizes}")
-        return labels
-
-    def _run(self, seen: Seen) -> Tensor:
-        sources: dict[str, Tensor] = {}
-        for name, label in self.labels.items():
-            sources[name] = filled(seen.shapes[name], label)
-        labels: Tensor = self.replay.run(sources, seen)
-        numbers = labels.to(torch.int64)
-        parts: Tensor = self.parts[numbers.clamp_min(FILLED)]
-        return torch.where(numbers == UNWRITTEN, UNWRITTEN, parts)
+            raise ValueError(f"the parts of {end} have shape {sizes}")
+        parts = self.parts[labels.clamp_min(FILLED)]
+        return torch.where(labels == UNWRITTEN, UNWRITTEN, parts)
 
 
 def output_parts(graph: Graph) -> tuple[Output, ...]:
-    """Return the outputs of a network in order, each with the parts that joins and writes
-    make of it."""
+    """Return the outputs of a network in order, each with its parts."""
     provenance = Provenance(graph)
     leaves = output_leaves(graph)
     taken = {name for name, _ in leaves}
     outputs: list[Output] = []
     for name, node_name in leaves:
         node = graph.by_name[node_name]
-        whole = Part(name, None, node_name, is_constant=not provenance.depends[node_name])
-        order = row_order(graph, node_name)
+        is_constant = not provenance.depends[node_name]
+        whole = Part(name, None, node_name, is_constant=is_constant)
         is_float = node.dtype is not None and (node.is_float or node.dtype.is_complex)
+        order = row_order(graph, node_name)
         output = Output(name, node_name, is_float, (whole,), order=order)
-        axis: int | None = None
         if node.is_float and provenance.joined[node_name]:
-            output, axis = _with_parts(graph, provenance, output, taken)
-        if axis is None:
-            axis = _channel_axis(graph, provenance, output)
-        outputs.append(replace(output, channel_axis=axis))
+            output = _with_parts(provenance, output, taken)
+        if output.channel_axis is None:
+            output = replace(output, channel_axis=_channel_axis(provenance, output))
+        outputs.append(output)
     return tuple(outputs)
 
 
-def _with_parts(
-    graph: Graph,
-    provenance: Provenance,
-    output: Output,
-    taken: set[str],
-) -> tuple[Output, int | None]:
-    """Return an output with its parts, itself if there is but one; and the axis along which
-    they lie, if it is one."""
+@dataclass(frozen=True)
+class _Group:
+    """The labels that one part stands for, the node of each, and where the part is."""
+
+    labels: list[int]
+    sources: list[str]
+    place: Range | None
+
+
+def _with_parts(provenance: Provenance, output: Output, taken: set[str]) -> Output:
+    """Return an output with its parts, itself if there is one part.
+
+    If all parts lie along one axis, that is its `channel_axis`.
+
+    Args:
+        provenance: of the graph.
+        output: as a whole.
+        taken: the names of all outputs and parts so far; those of these parts are added.
+    """
+    graph = provenance.graph
     sources, carriers = provenance.sources(output.node)
     replay = Replay(graph, output.node, sources, carriers)
     labels: dict[str, int] = {}
-    for name in sources:
-        labels[name] = UNWRITTEN if provenance.maker(name).row.unwritten else 1 + len(labels)
     makers = {FILLED: ""}
-    for name, label in labels.items():
-        if label != UNWRITTEN:
-            makers[label] = name
+    for number, name in enumerate(sources, 1):
+        is_unwritten = provenance.maker(name).row.unwritten
+        labels[name] = UNWRITTEN if is_unwritten else number
+        if not is_unwritten:
+            makers[number] = name
     places = _places(graph, replay, labels)
     if places is not None:
-        makers = {label: name for label, name in makers.items() if label in places}
-        makers = dict(sorted(makers.items(), key=lambda item: _start(places[item[0]])))
+        makers = {label: makers[label] for label in _in_order(makers, places)}
     elif not any(_fills(node) for node in replay.nodes):
         del makers[FILLED]
-    groups = _pooled(provenance, makers)
+    groups = _pooled(provenance, makers, places or {})
     if len(groups) < 2:
-        return output, None
-    parts = _named(provenance, output, groups, makers, places or {}, taken)
-    numbers = torch.full((1 + max((FILLED, *labels.values())),), UNWRITTEN)
+        return output
+    numbers = torch.full((1 + len(sources),), UNWRITTEN)
     for number, group in enumerate(groups):
-        numbers[list(group)] = number
-    axes = {place.axis for place in (places or {}).values() if place is not None}
+        numbers[group.labels] = number
+    axes: set[int] = set()
+    for place in (places or {}).values():
+        if place is not None:
+            axes.add(place.axis)
     axis = axes.pop() if len(axes) == 1 else None
-    return replace(output, parts=parts, labels=PartLabels(replay, labels, numbers)), axis
+    parts = _named(provenance, output.name, groups, taken)
+    part_labels = PartLabels(replay, labels, numbers)
+    return replace(output, parts=parts, labels=part_labels, channel_axis=axis)
 
 
-def _start(place: Range | None) -> int:
-    """Return where a part begins; those without a range keep their order behind the others."""
-    return LARGEST if place is None else place.start
+def _in_order(makers: Mapping[int, str], places: Mapping[int, Range | None]) -> list[int]:
+    """Return the labels that an output has by where they begin; those without a range keep
+    their order behind the others.
+    """
+
+    def start(label: int) -> int:
+        place = places[label]
+        return _MAX_VALUES if place is None else place.start
+
+    labels = [label for label in makers if label in places]
+    return sorted(labels, key=start)
 
 
 def _fills(node: Node) -> bool:
     """Return whether a node writes a number, or pads."""
-    return any(key in node.attrs for key in node.row.joins) or "pad" in node.attrs
+    return "pad" in node.attrs or any(key in node.attrs for key in node.row.joins)
 
 
-def _pooled(provenance: Provenance, makers: Mapping[int, str]) -> list[tuple[int, ...]]:
-    """Return the labels of each part: one, but for more than `MOST` those of one layer, and
-    those that are left."""
-    if len(makers) <= MOST:
-        return [(label,) for label in makers]
-    groups: dict[str, list[int]] = {}
+def _pooled(
+    provenance: Provenance,
+    makers: Mapping[int, str],
+    places: Mapping[int, Range | None],
+) -> list[_Group]:
+    """Return a group for each label, or for each layer if there are more than `MAX_PARTS`
+    labels. The last group contains all that are left.
+    """
+    by_layer: dict[str | int, list[int]] = {}
     for label, name in makers.items():
-        layer = provenance.maker(name).name if name else ""
-        groups.setdefault(layer, []).append(label)
-    pooled = list(groups.values())
-    if len(pooled) > MOST:
-        others = [label for group in pooled[MOST - 1 :] for label in group]
-        pooled = [*pooled[: MOST - 1], others]
-    return [tuple(group) for group in pooled]
+        layer: str | int = label
+        if len(makers) > MAX_PARTS:
+            layer = provenance.maker(name).name if name else ""
+        by_layer.setdefault(layer, []).append(label)
+    pooled = list(by_layer.values())
+    while len(pooled) > MAX_PARTS:
+        last = pooled.pop()
+        pooled[-1] += last
+    groups: list[_Group] = []
+    for labels in pooled:
+        place = places.get(labels[0]) if len(labels) == 1 else None
+        groups.append(_Group(labels, [makers[label] for label in labels], place))
+    return groups
 
 
 def _named(
-    provenance: Provenance,
-    output: Output,
-    groups: Sequence[tuple[int, ...]],
-    makers: Mapping[int, str],
-    places: Mapping[int, Range | None],
-    taken: set[str],
+    provenance: Provenance, output: str, groups: Sequence[_Group], taken: set[str]
 ) -> tuple[Part, ...]:
-    """Return the parts of an output by unique names; `taken` gains them."""
-    indices: list[str | None] = []
-    ranges: list[Range | None] = []
+    """Return the parts of an output by unique names, and add these to `taken`."""
     layers: list[Node | None] = []
+    indices: list[str | None] = []
     for group in groups:
-        place = places.get(group[0]) if len(group) == 1 else None
-        ranges.append(place)
-        indices.append(None if place is None else f"{output.name}[{place.start}:{place.stop}]")
-        layers.append(provenance.maker(makers[group[0]]) if makers[group[0]] else None)
-    names = [f"{output.name}.{name}" for name in unique_names(layers)]
+        source = group.sources[0]
+        layer = provenance.maker(source) if source else None
+        layers.append(layer)
+        index = None
+        if group.place is not None:
+            index = f"{output}[{group.place.start}:{group.place.stop}]"
+        indices.append(index)
+    names = [f"{output}.{name}" for name in unique_names(layers)]
     counts = Counter(names)
     for number, index in enumerate(indices):
         if counts[names[number]] > 1 and index is not None:
             names[number] = index
-    is_rest = len(groups) == MOST and len(groups[-1]) > 1
-    if is_rest:
-        names[-1] = f"{output.name}.{OTHERS}"
+    if len(groups) == MAX_PARTS and len(groups[-1].labels) > 1:
+        names[-1] = f"{output}.{OTHERS}"
     parts: list[Part] = []
-    for number, (name, group) in enumerate(zip(numbered(names, taken), groups, strict=True)):
-        sources = [makers[label] for label in group]
-        is_constant = not any(source and provenance.depends[source] for source in sources)
-        index, place = indices[number], ranges[number]
-        parts.append(Part(name, index, sources[0], is_constant, len(group), place))
+    for number, name in enumerate(unused_names(names, taken)):
+        group = groups[number]
+        depends = [provenance.depends[source] for source in group.sources if source]
+        part = Part(
+            name,
+            indices[number],
+            group.sources[0],
+            is_constant=not any(depends),
+            pooled=len(group.labels),
+            place=group.place,
+        )
+        parts.append(part)
         taken.add(name)
     return tuple(parts)
 
 
 def _places(
-    graph: Graph,
-    replay: Replay,
-    labels: Mapping[str, int],
+    graph: Graph, replay: Replay, labels: Mapping[str, int]
 ) -> dict[int, Range | None] | None:
     """Return the labels that an output has, each with its range; None if only a run can
-    tell."""
+    tell.
+    """
     node = graph.by_name[replay.end]
     shapes = _shapes(graph, replay)
-    if shapes is None or torch.Size(shapes[node.name]).numel() > LARGEST:
+    if shapes is None or shapes[node.name].numel() > _MAX_VALUES:
         return None
     sources = {name: filled(shapes[name], label) for name, label in labels.items()}
     try:
         label_tensor = replay.run(sources, Seen(shapes, ExampleValues(graph)))
-    except _NOT_RUN:
+    except UNFOLLOWED:
         return None
-    sizes = node.shape or ()
-    fixed = (axis for axis, size in enumerate(sizes) if size is not None)
-    axes = [axis for axis in fixed if axis not in node.open_axes]
+    axes: list[int] = []
+    for axis, size in enumerate(node.shape or ()):
+        if size is not None and axis not in node.open_axes:
+            axes.append(axis)
     places: dict[int, Range | None] = {}
     for label in label_tensor.unique().tolist():
         if label != UNWRITTEN:
@@ -279,11 +311,12 @@ def _places(
 
 
 def _shapes(graph: Graph, replay: Replay) -> dict[str, torch.Size] | None:
-    """Return the shapes that a replay needs, and that of its end, as the graph knows them;
-    None if one is not known."""
+    """Return the shapes that a replay needs and that of its end, None if the graph does not
+    know one of them.
+    """
     shapes: dict[str, torch.Size] = {}
     for name in (*replay.shaped, replay.end):
-        shape = shape_in(graph, name)
+        shape = example_shape(graph.by_name[name])
         if shape is None:
             return None
         shapes[name] = shape
@@ -293,24 +326,31 @@ def _shapes(graph: Graph, replay: Replay) -> dict[str, torch.Size] | None:
 def _range(is_part: Tensor, axes: Sequence[int]) -> Range | None:
     """Return the range of one of these axes that is exactly where a mask is true."""
     for axis in axes:
-        rows = is_part.movedim(axis, 0).flatten(1)
+        rows = is_part.movedim(axis, 0).reshape(is_part.shape[axis], -1)
         inside = rows.all(1)
         places = inside.nonzero().flatten().tolist()
-        is_whole = torch.equal(inside, rows.any(1))
-        if is_whole and places and places == list(range(places[0], places[-1] + 1)):
-            return Range(axis, places[0], places[-1] + 1)
+        if not places or not torch.equal(inside, rows.any(1)):
+            continue
+        first, stop = places[0], places[-1] + 1
+        if len(places) == stop - first:
+            return Range(axis, first, stop)
     return None
 
 
-def _channel_axis(graph: Graph, provenance: Provenance, output: Output) -> int | None:
-    """Return the axis of an output's channels: where those of the layer are that makes it,
-    else the second."""
+def _channel_axis(provenance: Provenance, output: Output) -> int | None:
+    """Return the axis of an output's channels: that of the layer which makes it, followed
+    through moves, else the second.
+    """
+    graph = provenance.graph
     rank = graph.by_name[output.node].rank
-    if rank < 3:
-        return 1 if rank == 2 else None
     maker = provenance.maker(output.node)
+    channels = maker.row.channels
+    if rank < 2:
+        return None
+    if rank == 2 or channels is None:
+        return 1
     if maker.name == output.node:
-        return 1 if maker.row.channels is None else maker.row.channels % rank
+        return channels % rank
     carriers: dict[str, str] = {}
     name = output.node
     while name != maker.name:
@@ -322,23 +362,14 @@ def _channel_axis(graph: Graph, provenance: Provenance, output: Output) -> int |
         name = operand
     replay = Replay(graph, output.node, [maker.name], carriers)
     shapes = _shapes(graph, replay)
-    if maker.row.channels is None or shapes is None:
+    if shapes is None or not 0 < shapes[output.node].numel() <= _MAX_VALUES:
         return 1
-    if not 0 < torch.Size(shapes[output.node]).numel() <= LARGEST:
-        return 1
-    shape = shapes[maker.name]
-    view = [1] * len(shape)
-    view[maker.row.channels] = shape[maker.row.channels]
-    channels = torch.arange(max(view), dtype=torch.float32).view(view).expand(shape)
+    sources = {maker.name: numbered(shapes[maker.name], channels)}
     try:
-        label_tensor = replay.run({maker.name: channels}, Seen(shapes, ExampleValues(graph)))
-    except _NOT_RUN:
+        labels = replay.run(sources, Seen(shapes, ExampleValues(graph)))
+    except UNFOLLOWED:
         return 1
-    axes: list[int] = []
-    for axis in range(rank):
-        first = label_tensor.narrow(axis, 0, 1).expand(label_tensor.shape)
-        if not torch.equal(label_tensor, first):
-            axes.append(axis)
+    axes = changing_axes(compressed(labels))
     return axes[0] if len(axes) == 1 else 1
 
 
@@ -346,18 +377,16 @@ def parts_named_as(graph: Graph, original: Graph) -> tuple[Output, ...]:
     """Return the outputs of a graph that passes have made of `original`, with the names that
     this gives them.
 
-    Where passes leave an output other parts, these keep the names that they have in `graph`.
+    Where an output has other parts after the passes, these keep the names of `graph`.
     """
+    outputs = output_parts(graph)
     if graph is original:
-        return output_parts(graph)
+        return outputs
     renamed: list[Output] = []
-    for output, first in zip(output_parts(graph), output_parts(original), strict=True):
-        parts = output.parts
+    for output, first in zip(outputs, output_parts(original), strict=True):
+        parts = list(output.parts)
         if len(parts) == len(first.parts):
-            names = [(part.name, part.index) for part in first.parts]
-            pairs = zip(parts, names, strict=True)
-            parts = tuple(
-                replace(part, name=name, index=index) for part, (name, index) in pairs
-            )
-        renamed.append(replace(output, name=first.name, parts=parts))
+            for number, part in enumerate(first.parts):
+                parts[number] = replace(parts[number], name=part.name, index=part.index)
+        renamed.append(replace(output, name=first.name, parts=tuple(parts)))
     return tuple(renamed)

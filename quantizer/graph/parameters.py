@@ -1,4 +1,4 @@
-"""Parameters of a module, put in the place of others wherever they stand."""
+"""Replace the parameters of a module wherever they stand, and move them to a device."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,68 +13,67 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def replace_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put other tensors where a module has its parameters; one that stands in several places is
-    replaced in all.
-    """
-    given = {
-        id(module.get_parameter(name)): nn.Parameter(own, requires_grad=False)
-        for name, own in tensors.items()
-    }
+    """Put tensors in the place of a module's parameters, also where these are shared."""
+    replacements: dict[int, nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        before = module.get_parameter(name)
+        replacements[id(before)] = nn.Parameter(tensor, requires_grad=False)
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if id(parameter) in given:
-                part._parameters[name] = given[id(parameter)]
+            if id(parameter) in replacements:
+                part._parameters[name] = replacements[id(parameter)]
 
 
 def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a module another parameter, on the device of the one before; a deferred one stays
-    where it is.
+    """Give a module another parameter, on the device of the one before.
+
+    A deferred tensor on that device stays deferred.
     """
     before = module.get_parameter(name)
-    moved = value if value.device == before.device else value.to(before.device)
-    module._parameters[name] = nn.Parameter(moved.detach(), requires_grad=before.requires_grad)
+    if value.device != before.device:
+        value = value.to(before.device)
+    parameter = nn.Parameter(value.detach(), requires_grad=before.requires_grad)
+    module._parameters[name] = parameter
 
 
 def placed(module: Module, device: torch.device) -> Module:
-    """The module with its tensors on a device. Deferred ones stay so: each goes there whenever
-    it is computed with, so that a model may be larger than the device's memory.
+    """Move a module to a device and return it.
+
+    Deferred parameters stay deferred: each goes there whenever it is used. So a model may be
+    larger than the device's memory.
     """
-    aside: list[tuple[dict[str, Any], str, DeferredTensor]] = []
+    deferred: list[tuple[dict[str, Any], str, DeferredTensor]] = []
+    moved: dict[int, nn.Parameter] = {}
     for part in module.modules():
-        held: dict[str, Any] = part._parameters
-        aside += [
-            (held, name, each)
-            for name, each in held.items()
-            if isinstance(each, DeferredTensor)
-        ]
-    moved = {
-        id(each): nn.Parameter(each.at(device), requires_grad=each.requires_grad)
-        for _, _, each in aside
-    }
-    for home, name, _ in aside:
-        home[name] = None  # torch would read it
+        parameters: dict[str, Any] = part._parameters
+        for name, tensor in parameters.items():
+            if isinstance(tensor, DeferredTensor):
+                deferred.append((parameters, name, tensor))
+                moved[id(tensor)] = nn.Parameter(
+                    tensor.at(device), requires_grad=tensor.requires_grad
+                )
+    for parameters, name, _ in deferred:
+        parameters[name] = None  # `to` would read it
     module.to(device)
-    for home, name, each in aside:
-        home[name] = moved[id(each)]
+    for parameters, name, tensor in deferred:
+        parameters[name] = moved[id(tensor)]
     return module
 
 
 @contextmanager
 def without_values(module: nn.Module) -> Iterator[Mapping[str, DeferredTensor]]:
-    """A module whose deferred parameters are, for a while, tensors of one value, so that it can
-    be traced; gives them.
+    """Replace a module's deferred parameters for a while by zeros without memory, and yield
+    them.
 
-    They have the shapes and nothing more, as a trace reads nothing else.
+    A trace reads nothing but the shapes.
     """
-    deferred = {
-        name: each
-        for name, each in module.named_parameters()
-        if isinstance(each, DeferredTensor)
-    }
-    blank = {
-        name: torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape)
-        for name, each in deferred.items()
-    }
+    deferred: dict[str, DeferredTensor] = {}
+    blank: dict[str, Tensor] = {}
+    for name, tensor in module.named_parameters():
+        if isinstance(tensor, DeferredTensor):
+            deferred[name] = tensor
+            zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+            blank[name] = zero.expand(tensor.shape)
     replace_parameters(module, blank)
     try:
         yield deferred

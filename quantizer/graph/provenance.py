@@ -1,94 +1,98 @@
-"""Follow the values that a network returns back to the layers that make them."""
+"""Trace the values that a network returns back to the layers that make them."""
 
 from __future__ import annotations
 
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.label_replay import (
-    is_pointwise,
-    moved_operands,
-)
+from quantizer.graph.label_replay import is_pointwise, moved_operands
 
 
 class Provenance:
-    """Follows values back through one graph."""
+    """Traces values of one graph back to their sources.
+
+    Attributes:
+        depends: whether a node's value depends on the network's inputs.
+        joined: whether a node's value has several sources side by side.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.depends: dict[str, bool] = {}
+        self.joined: dict[str, bool] = {}
         for node in graph.nodes:
             is_input = node.op == "input" and node.shape is not None
             reads = node.row.reads_values and any(self.depends[name] for name in node.refs())
             self.depends[node.name] = is_input or reads
-        self.joined: dict[str, bool] = {}
-        for node in graph.nodes:
             self.joined[node.name] = self._is_joined(node)
 
     def is_join(self, node: Node) -> bool:
         """Return whether a node puts values of several sources, or filled in ones, side by
-        side."""
+        side.
+        """
         if not node.is_join or not self.depends[node.name]:
             return False
         written = [key for key in node.row.joins if key in node.inputs or key in node.attrs]
         return len(written) > 1 or len(moved_operands(node)) > 1
 
     def carrier(self, node: Node) -> str | None:
-        """Return the operand whose parts an elementwise operator keeps: the first that has
-        some, else the first."""
+        """Return the operand whose parts a pointwise operator keeps: the first that has some,
+        else the first.
+        """
         if not is_pointwise(node) or node.row.joins:
             return None
-        operands = [name for name in dict.fromkeys(node.refs()) if self.depends[name]]
-        joined = [name for name in operands if self.joined.get(name)]
-        return next(iter(joined or operands), None)
+        operands = [name for name in node.refs() if self.depends[name]]
+        for name in operands:
+            if self.joined.get(name):
+                return name
+        return operands[0] if operands else None
 
     def _is_joined(self, node: Node) -> bool:
-        """Return whether the values of a node have several sources side by side."""
         if self.is_join(node):
             return True
         operand = self.before(node)
         return operand is not None and self.joined[operand]
 
     def before(self, node: Node) -> str | None:
-        """Return the node whose values another one moves, or computes on element by element."""
-        carried = self.carrier(node)
-        if carried is not None:
-            return carried
-        if node.row.joins or not node.row.only_moves or self._selects(node):
+        """Return the node whose values another one moves, or uses element by element."""
+        carrier = self.carrier(node)
+        if carrier is not None:
+            return carrier
+        if node.row.joins or not node.row.only_moves:
             return None
-        return next(iter(moved_operands(node)), None)
-
-    def _selects(self, node: Node) -> bool:
-        """Return whether values decide what a node moves."""
-        steering = set(node.refs()) - set(moved_operands(node))
-        return any(self.depends[name] for name in steering)
+        moved = moved_operands(node)
+        if any(self.depends[name] for name in node.refs() if name not in moved):
+            return None  # values decide what is moved
+        return moved[0] if moved else None
 
     def sources(self, end: str) -> tuple[list[str], dict[str, str]]:
-        """Return the nodes that make the parts of a value, and the operand that each
-        elementwise operator keeps."""
-        sources: dict[str, None] = {}
+        """Return the nodes that make the parts of a value, and the operand that each pointwise
+        operator keeps.
+        """
+        sources: list[str] = []
         carriers: dict[str, str] = {}
-        seen: set[str] = set()
+        visited: set[str] = set()
         pending = [end]
         while pending:
             name = pending.pop(0)
-            if name in seen:
+            if name in visited:
                 continue
-            seen.add(name)
+            visited.add(name)
             node = self.graph.by_name[name]
             if not self.joined[name]:
-                sources[name] = None
+                sources.append(name)
             elif self.is_join(node):
                 pending += moved_operands(node)
             else:
                 operand = self.before(node)
-                assert operand is not None  # else it would not be joined
+                assert operand is not None  # otherwise it would not be joined
                 if self.carrier(node) is not None:
                     carriers[name] = operand
                 pending.append(operand)
-        return list(sources), carriers
+        return sources, carriers
 
     def maker(self, name: str) -> Node:
         """Return the layer that makes a source: the nearest before it that does more than
-        move or bend values."""
+        move or bend values.
+        """
         node = self.graph.by_name[name]
         operand = self.before(node)
         while operand is not None and "weight" not in node.params:

@@ -1,13 +1,13 @@
-"""Which rows of an output an operator has put in order by their values (`topk`, `sort`,
-`nms`), and what matches them.
+"""Find which rows of an output an operator has ordered by their values (`topk`, `sort`, `nms`),
+and match them with those of another network.
 
-Two networks may choose the same rows in another order: then rows are compared by where they
-were, not where they are.
+Two networks may choose the same rows in different orders. Then rows are compared by where they
+were before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,29 +26,29 @@ from quantizer.graph.label_replay import (
     UNWRITTEN,
     Replay,
     Seen,
-    filled,
     is_pointwise,
     moved_operands,
 )
+from quantizer.graph.labels import filled
 
 _PRODUCTS = (MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, ATTENTION)
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """What puts rows of an output in order.
+    """An operator that orders the rows of an output.
 
     Attributes:
-        node: the operator; its last result says which row each was before.
+        node: the operator; its last result is the former place of each row.
         axis: of that result, along which rows lie.
-        operand: what it puts in order.
+        operand: what it orders.
         replay: leads from its results to the output.
-        is_pair: whether the operator gives values and positions.
+        is_pair: whether the operator returns values and positions.
         unordered: values that are joined with ordered ones and are not in that order.
-        before: what had put the rows of the operand in order; None if nothing had.
-        is_traced: whether it is known what had.
-        is_reduced: whether values of an axis become one on the way to the output, which may be
-            that of rows.
+        before: what had ordered the rows of the operand before; None if nothing had.
+        is_traced: whether that is known.
+        is_reduced: whether an axis, which may be that of rows, is reduced on the way to the
+            output.
     """
 
     node: str
@@ -63,19 +63,18 @@ class RowOrder:
 
     @property
     def kept(self) -> frozenset[str]:
-        """The nodes of which a run has to keep values."""
+        """Return the nodes of which a run has to keep values."""
         earlier = frozenset[str]() if self.before is None else self.before.kept
         return self.replay.steering | {self.node} | earlier
 
     @property
     def watched(self) -> frozenset[str]:
-        """The nodes of which a run has to keep shape or values."""
+        """Return the nodes of which a run has to keep the shape or the values."""
         earlier = frozenset[str]() if self.before is None else self.before.watched
         return self.replay.shaped | self.kept | {self.operand} | earlier
 
     def rows(self, seen: Seen, shape: torch.Size) -> Tensor:
-        """Return for each value of the output the number of its row, -1 for what is in no
-        order.
+        """Return for each value of the output the number of its row, -1 without an order.
 
         Args:
             seen: what a run has shown; rows are numbered as the operator's results lie in
@@ -100,7 +99,7 @@ class RowOrder:
         return rows.to(torch.int64)
 
     def places(self, seen: Seen) -> Tensor:
-        """Return for each row a number that says where it was before anything put it in order.
+        """Return for each row a number that says where it was before anything ordered it.
 
         Raises:
             ValueError: that is not known.
@@ -108,32 +107,32 @@ class RowOrder:
         return self._places(seen)[0]
 
     def _places(self, seen: Seen) -> tuple[Tensor, int]:
-        """Return the same, and a number above all that there may be."""
-        if (
-            not self.is_traced
-            or self.node not in seen.values
-            or self.operand not in seen.shapes
-        ):
+        """Return the places, and a number above all possible ones."""
+        is_seen = self.node in seen.values and self.operand in seen.shapes
+        if not self.is_traced or not is_seen:
             raise ValueError(f"the rows of {self.operand} are not known")
         positions: Tensor = seen.values[self.node]
         shape = seen.shapes[self.operand]
         if positions.dim() != len(shape) or not shape:
             raise ValueError(f"{self.node} selects no rows of {self.operand}")
         if self.before is None:
-            return _numbered(positions, self.axis, shape[self.axis]), shape.numel()
+            places = _unique_places(positions, self.axis, shape[self.axis])
+            return places, shape.numel()
         earlier, end = self.before._places(seen)
         table = places_of_rows(self.before.rows(seen, shape).reshape(-1), earlier.numel())
         if table is None:
             raise ValueError(f"the rows of {self.operand} have different lengths")
         of_rows, outside = table
         width = of_rows.shape[1]
+        end *= width
         numbers = torch.empty(shape.numel(), dtype=torch.int64)
         numbers[of_rows] = earlier.reshape(-1, 1) * width + torch.arange(width)
-        numbers[outside] = end * width + torch.arange(len(outside))
-        return numbers.view(shape).gather(self.axis, positions), end * width + len(outside)
+        numbers[outside] = end + torch.arange(len(outside))
+        places = numbers.view(shape).gather(self.axis, positions)
+        return places, end + len(outside)
 
 
-def _numbered(positions: Tensor, axis: int, length: int) -> Tensor:
+def _unique_places(positions: Tensor, axis: int, length: int) -> Tensor:
     """Return positions along an axis so that those of no two lines are the same number."""
     lines = list(positions.shape)
     lines[axis] = 1
@@ -160,19 +159,20 @@ def places_of_rows(rows: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
 
 
 def row_order(graph: Graph, end: str) -> RowOrder | None:
-    """Return what orders the rows of a node's value; None if nothing does."""
-    return _row_order(graph, end, _operators_before(graph))
+    """Return what orders the rows of a node's value, None if nothing does."""
+    return _row_order(graph, end, _orders(graph))
 
 
-def _row_order(graph: Graph, end: str, order_of: _Orders) -> RowOrder | None:
-    leads = order_of.leads
+def _row_order(graph: Graph, end: str, orders: _Orders) -> RowOrder | None:
+    leads = orders.leads
     first = leads[end]
     if first is None:
         return None
     carriers: dict[str, str] = {}
     unordered: dict[str, None] = {}
     is_reduced = False
-    pending, visited = [end], {first}
+    pending = [end]
+    visited = {first}
     while pending:
         name = pending.pop()
         if name in visited:
@@ -186,46 +186,50 @@ def _row_order(graph: Graph, end: str, order_of: _Orders) -> RowOrder | None:
             unordered |= dict.fromkeys(name for name in operands if name not in ordered)
         else:
             is_reduced |= node.row.axes is REDUCED
-            carriers[name] = _carrier(graph, node, ordered, order_of.reduced)
+            carriers[name] = _carrier(graph, node, ordered, orders.reduced)
             pending.append(carriers[name])
-    replay = Replay(graph, end, [first, *unordered], carriers, spread=_spread)
     operator = graph.by_name[first]
-    axis = 0 if operator.rank == 1 else operator.attrs.get("dim", -1)
     operand = _ordered_operand(operator)
-    before = _row_order(graph, operand, order_of)
-    is_traced = operand not in order_of.mixed
-    is_pair = operator.shape is None
+    axis = 0 if operator.rank == 1 else operator.attrs.get("dim", -1)
     return RowOrder(
-        first, axis, operand, replay, is_pair, tuple(unordered), before, is_traced, is_reduced
+        node=first,
+        axis=axis,
+        operand=operand,
+        replay=Replay(graph, end, [first, *unordered], carriers, spread=_spread),
+        is_pair=operator.shape is None,
+        unordered=tuple(unordered),
+        before=_row_order(graph, operand, orders),
+        is_traced=operand not in orders.mixed,
+        is_reduced=is_reduced,
     )
 
 
 def _ordered_operand(operator: Node) -> str:
-    """Return what an operator puts in order: of boxes and scores the scores."""
+    """Return what an operator orders; for boxes and scores, the scores."""
     scores = list(references(operator.inputs.get("scores")))
     return scores[0] if scores else next(iter(operator.refs()))
 
 
 def _carrier(graph: Graph, node: Node, ordered: list[str], reduced: Collection[str]) -> str:
-    """Return the operand whose rows a node keeps: of those in that order one that is neither
-    reduced nor spread out, if there is one.
+    """Return the operand whose rows a node keeps, preferably one that is neither reduced nor
+    expanded.
     """
 
-    def strangeness(operand: str) -> tuple[bool, bool]:
-        return operand in reduced, graph.by_name[operand].shape != node.shape
+    def faults(operand: str) -> tuple[bool, bool]:
+        is_expanded = graph.by_name[operand].shape != node.shape
+        return operand in reduced, is_expanded
 
-    return min(ordered, key=strangeness)
+    return min(ordered, key=faults)
 
 
 @dataclass(frozen=True)
 class _Orders:
-    """In which order rows of nodes are.
+    """The order of the rows of each node.
 
     Attributes:
-        leads: for each node the operator in whose order its rows are, the nearest one before
-            it.
-        mixed: the nodes that ordered rows lead to and whose rows are in no order that is known.
-        reduced: the nodes whose rows may be made of several.
+        leads: for each node the nearest operator before it that orders its rows.
+        mixed: the nodes that depend on ordered rows and whose own order is not known.
+        reduced: the nodes whose rows may each be made of several.
     """
 
     leads: dict[str, str | None]
@@ -233,31 +237,30 @@ class _Orders:
     reduced: set[str]
 
 
-def _operators_before(graph: Graph) -> _Orders:
-    """Return in which order the rows of each node are."""
-    orders = _Orders({}, set(), set())
-    leads, mixed = orders.leads, orders.mixed
+def _orders(graph: Graph) -> _Orders:
+    """Return the order of the rows of each node."""
+    leads: dict[str, str | None] = {}
+    mixed: set[str] = set()
+    reduced: set[str] = set()
     for node in graph.nodes:
-        nearest = node.name if node.row.orders else None
-        for name in _row_operands(graph, node):
-            nearest = nearest or leads[name]
-        leads[node.name] = nearest
-        ordered = [name for name in _row_operands(graph, node) if leads[name] is not None]
-        is_of_reduced = bool(ordered) and all(name in orders.reduced for name in ordered)
-        if node.row.axes is REDUCED or is_of_reduced:
-            orders.reduced.add(node.name)
-        if nearest is None and node.row.reads_values:
+        operands = list(_row_operands(graph, node))
+        ordered = [name for name in operands if leads[name] is not None]
+        leads[node.name] = leads[ordered[0]] if ordered else None
+        if node.row.orders:
+            leads[node.name] = node.name
+        if node.row.axes is REDUCED or (ordered and reduced.issuperset(ordered)):
+            reduced.add(node.name)
+        if leads[node.name] is None and node.row.reads_values:
             sources = list(node.refs())
             if _keeps_first_rows(node):
                 sources = sources[:1]
             if any(leads[name] is not None or name in mixed for name in sources):
                 mixed.add(node.name)
-    return orders
+    return _Orders(leads, mixed, reduced)
 
 
 def _is_moving(node: Node) -> bool:
-    """Return whether labels go through a node as values do, and nothing that it reads
-    decides which."""
+    """Return whether a node moves labels as it moves values, without indices."""
     return not _indices(node) and bool(node.row.joins or node.row.only_moves)
 
 
@@ -267,13 +270,12 @@ def _keeps_first_rows(node: Node) -> bool:
 
 
 def _indices(node: Node) -> list[str]:
-    """Return the nodes that say which rows of another value a node takes."""
+    """Return the nodes that decide which rows of another value a node takes."""
     if node.row.looks_up:
         return list(references(node.inputs.get("indices")))
-    if node.row.axes not in (INDEXED, PICKED):
-        return []
-    keys = [key for key in ("index", "indices") if key in node.inputs]
-    return [name for key in keys for name in references(node.inputs[key])]
+    if node.row.axes in (INDEXED, PICKED):
+        return list(references([node.inputs.get("index"), node.inputs.get("indices")]))
+    return []
 
 
 def _row_operands(graph: Graph, node: Node) -> Iterator[str]:
@@ -293,8 +295,11 @@ def _row_operands(graph: Graph, node: Node) -> Iterator[str]:
 
 
 def _spread(node: Node, labels: Tensor, shape: torch.Size) -> Tensor:
-    """Return the rows of what a node computes, of those of the operand that it keeps the
-    rows of."""
+    """Return the rows of what a node computes, from those of the operand whose rows it keeps.
+
+    Raises:
+        ValueError: it mixes rows.
+    """
     if _keeps_first_rows(node):
         return _along_last(labels).expand(shape)
     if node.row.axes is REDUCED:
@@ -308,14 +313,15 @@ def _spread(node: Node, labels: Tensor, shape: torch.Size) -> Tensor:
     else:
         return labels.expand(shape)
     after = len(shape) - before - labels.dim()
-    return labels.reshape([1] * before + list(labels.shape) + [1] * after).expand(shape)
+    sizes = [*[1] * before, *labels.shape, *[1] * after]
+    return labels.reshape(sizes).expand(shape)
 
 
 def _along_last(labels: Tensor) -> Tensor:
-    """Return the labels of the first of values along the last axis, all of which must have one.
+    """Return the first labels along the last axis.
 
     Raises:
-        ValueError: they have not.
+        ValueError: the labels differ along that axis.
     """
     first = labels[..., :1]
     if not torch.equal(first.expand(labels.shape), labels):
@@ -324,10 +330,10 @@ def _along_last(labels: Tensor) -> Tensor:
 
 
 def _reduced(node: Node, labels: Tensor) -> Tensor:
-    """Return the labels of values of which one is made, all of which must be the same.
+    """Return the labels after a reduction.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the labels of reduced values differ.
     """
     arguments = {**node.attrs, **node.inputs}
     axes = arguments.get("dim")
@@ -340,12 +346,13 @@ def _reduced(node: Node, labels: Tensor) -> Tensor:
     return lowest
 
 
-def _leading(indices: object) -> int:
+def _leading(indices: Iterable[object]) -> int:
     """Return how many axes are taken whole before the first that is indexed."""
     count = 0
-    if isinstance(indices, (list, tuple)):
-        while count < len(indices) and not isinstance(indices[count], Ref):
-            count += 1
+    for index in indices:
+        if isinstance(index, Ref):
+            break
+        count += 1
     return count
 
 
@@ -354,7 +361,7 @@ def matched_rows(reference: Tensor, other: Tensor, axis: int) -> Tensor:
     same place; -1 for none.
 
     Args:
-        reference: where each row was before it was put in order.
+        reference: where each row was before it was ordered.
         other: the same of another network.
         axis: along which the rows lie.
 

@@ -1,8 +1,8 @@
-"""What algorithms want to know of a graph: decoder blocks, layers that read one value, and
-where a factor can go.
+"""What algorithms need to know of a graph: decoder blocks, layers that read the same value, and
+where a factor can be folded.
 
-Found on the traced graph alone, for any architecture; a config may name parts of it. Computes
-nothing on weights.
+It follows from the traced graph alone, for any architecture. A config may name parts of it.
+Nothing is computed on weights.
 """
 
 import itertools
@@ -12,13 +12,18 @@ from typing import Literal
 
 from quantizer.graph.ir import Graph
 
-_LAYERS = 2  # that a block has at least
+_MIN_LAYERS = 2
+"""How many multiplying layers a block has at least."""
 
 
 @dataclass(frozen=True)
 class ModuleBlock:
-    """A run of nodes that repeats: `path` is its module's, `start` and `stop` are indices into
-    `graph.nodes`.
+    """A run of nodes that repeats.
+
+    Args:
+        path: of its module.
+        start: the index of its first node in `graph.nodes`.
+        stop: the index after its last node.
     """
 
     path: str
@@ -28,8 +33,8 @@ class ModuleBlock:
 
 @dataclass(frozen=True)
 class Fold:
-    """Where each channel of a group's input can be divided by a factor, exactly: in the
-    parameters of one layer.
+    """A layer in whose parameters each channel of a group's input can be divided by a factor,
+    exactly.
 
     Args:
         kind: "norm" divides the parameters `weight` and, where there is one, `bias` of a
@@ -41,8 +46,8 @@ class Fold:
             factor.
         offset: what is added to the parameter before it multiplies (1 for norms that keep
             weight - 1).
-        extra: linear layers that read the same value and are not in the group: their columns
-            are multiplied as well.
+        extra: linear layers outside the group that read the same value. Their columns are
+            multiplied as well.
     """
 
     kind: Literal["norm", "layer"]
@@ -58,12 +63,13 @@ class InputGroup:
 
     Args:
         source: the node whose value they read.
-        layers: linear and convolution layers in execution order; an algorithm rounds those that
+        layers: linear and convolution layers in execution order. An algorithm rounds those that
             the plan quantizes.
         axis: of the value, along which its channels lie (-1 for linear layers).
         channels: how many there are.
         block: index into `Structure.blocks`; None outside.
-        fold: None where only an explicit multiplication is exact; `why_not` says why.
+        fold: None where only an explicit multiplication is exact.
+        why_not: the reason why there is no fold.
         tied: nodes outside the group that have the weight of one of its layers: other columns
             need a copy of their own.
         is_fixed: whether its channels can be divided nowhere.
@@ -89,59 +95,69 @@ class Structure:
 
 
 def find_blocks(graph: Graph) -> tuple[ModuleBlock, ...]:
-    """Blocks in execution order, of the containers with most layers; none where nothing
+    """Return the blocks of the containers with most layers, in execution order; none if nothing
     repeats.
     """
-    layers: dict[str, Counter[str]] = {}
-    classes: dict[tuple[str, str], str] = {}
-    for node in graph.nodes:
-        parts = node.scope.split(".") if node.scope else []
-        for depth in range(len(parts)):
-            container, child = ".".join(parts[:depth]), parts[depth]
-            layers.setdefault(container, Counter())[child] += node.is_multiplying
-            classes[container, child] = node.classes[len(parts) - 1 - depth]
-    sizes: dict[str, int] = {}
-    for container, children in layers.items():
-        large = [
-            child for child in children if children[child] >= _LAYERS and child[-1].isdecimal()
-        ]
-        if len(large) > 1 and len({classes[container, child] for child in large}) == 1:
-            sizes[container] = sum(children[child] for child in large)
     chosen: list[ModuleBlock] = []
-    taken: list[str] = []
-    for container in sorted(sizes, key=lambda each: -sizes[each]):
-        both = sorted(
-            (*chosen, *blocks_of(graph, container, _LAYERS)), key=lambda block: block.start
-        )
-        apart = all(before.stop <= after.start for before, after in itertools.pairwise(both))
-        if apart and not any(_nested(container, other) for other in taken):
-            chosen = both
-            taken.append(container)
+    containers: list[str] = []
+    for container in _containers(graph):
+        if any(_is_nested(container, other) for other in containers):
+            continue
+        blocks = [*chosen, *blocks_of(graph, container, _MIN_LAYERS)]
+        blocks.sort(key=lambda block: block.start)
+        pairs = itertools.pairwise(blocks)
+        if all(before.stop <= after.start for before, after in pairs):
+            chosen = blocks
+            containers.append(container)
     return tuple(chosen)
 
 
+def _containers(graph: Graph) -> list[str]:
+    """Return the modules whose numbered children repeat, those with most layers first."""
+    layers: dict[str, Counter[str]] = {}
+    classes: dict[str, str] = {}
+    for node in graph.nodes:
+        names = node.scope.split(".") if node.scope else []
+        for depth, name in enumerate(names):
+            container = ".".join(names[:depth])
+            layers.setdefault(container, Counter())[name] += node.is_multiplying
+            classes[f"{container}.{name}"] = node.classes[len(names) - 1 - depth]
+    sizes: dict[str, int] = {}
+    for container, counts in layers.items():
+        children: list[str] = []
+        for name, count in counts.items():
+            if count >= _MIN_LAYERS and name[-1].isdecimal():
+                children.append(name)
+        kinds = {classes[f"{container}.{name}"] for name in children}
+        if len(children) > 1 and len(kinds) == 1:
+            sizes[container] = sum(counts[name] for name in children)
+    return sorted(sizes, key=sizes.__getitem__, reverse=True)
+
+
 def blocks_of(graph: Graph, container: str, least: int = 1) -> tuple[ModuleBlock, ...]:
-    """The run of nodes of each child of a container that has at least so many layers, in
-    execution order.
+    """Return the runs of nodes of a container's children in execution order.
+
+    Args:
+        graph: the traced network.
+        container: the path of the module.
+        least: how many multiplying layers a child has at least.
     """
     prefix = f"{container}." if container else ""
     runs: dict[str, list[int]] = {}
     layers: Counter[str] = Counter()
-    for at, node in enumerate(graph.nodes):
+    for index, node in enumerate(graph.nodes):
         if node.scope.startswith(prefix) and node.scope != container:
-            path = prefix + node.scope[len(prefix) :].split(".")[0]
-            runs.setdefault(path, []).append(at)
-            layers[path] += node.is_multiplying
-    return tuple(
-        ModuleBlock(path, run[0], run[-1] + 1)
-        for path, run in runs.items()
-        if layers[path] >= least
-    )
+            child = node.scope.removeprefix(prefix).split(".")[0]
+            runs.setdefault(child, []).append(index)
+            layers[child] += node.is_multiplying
+    blocks: list[ModuleBlock] = []
+    for child, run in runs.items():
+        if layers[child] >= least:
+            blocks.append(ModuleBlock(prefix + child, run[0], run[-1] + 1))
+    return tuple(blocks)
 
 
-def _nested(one: str, other: str) -> bool:
-    return (
-        f"{one}.".startswith(f"{other}.")
-        or f"{other}.".startswith(f"{one}.")
-        or "" in (one, other)
-    )
+def _is_nested(one: str, other: str) -> bool:
+    if "" in (one, other):
+        return True
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")

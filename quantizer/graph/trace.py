@@ -1,5 +1,5 @@
-"""From a module and one example batch to a `Graph`, through `torch.export` with the batch and
-lengths left open.
+"""Trace a module with `torch.export` and convert the program to a `Graph`. The batch size stays
+open, and so do sequence lengths where the model allows it.
 """
 
 import contextlib
@@ -34,15 +34,29 @@ from quantizer.storage.process_memory import uncollected
 
 logger = logging.getLogger(__name__)
 
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and keyword arguments of `forward`."""
+_EXAMPLE_BATCH = 2
+"""Samples in the example: torch takes a batch of one for a constant."""
+_UNUSUAL_BATCH = 7
+"""Samples in the second example: a size that the model has probably not cached."""
+_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
+_NO_STACK_TRACES = "do_not_emit_stack_traces"
+_NOT_USER_CODE = ("/torch/", "/quantizer/graph/", "contextlib")
+
+
+class _SameForAllExamplesError(ModelError):
+    """Says that another example would fail, too: forward() branches on values, or exits."""
+
 
 def trace(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Graph:
-    """The graph of `module` for calls shaped like the example; the first dimension of the
-    inputs stays dynamic, and so does the number of tokens where the model allows it.
+    """Return the graph of `module` for calls shaped like the example.
 
-    `args` and `kwargs` may be nested; tensors are cut or repeated to a batch of two, which
-    torch needs to keep the batch symbolic.
+    The first dimension of the inputs stays dynamic, and so does the number of tokens where the
+    model allows it. `args` and `kwargs` may be nested. Their tensors are cut or repeated to a
+    batch of two.
 
     Raises:
         ModelError: a name is unsafe, the module raises, or its control flow depends on tensor
@@ -50,141 +64,145 @@ def trace(
     """
     check_names(module)
     with without_values(module) as deferred:
-        graph = _traced(module, args, kwargs)
-    tensors = {
-        path: deferred[path].detach() if path in deferred else own
-        for path, own in graph.tensors.items()
-    }
+        graph = _trace(module, (tuple(args), dict(kwargs or {})))
+    tensors = dict(graph.tensors)
+    for path in tensors:
+        if path in deferred:
+            tensors[path] = deferred[path].detach()
     return graph.replaced(tensors=tensors)
 
 
-def _traced(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-) -> Graph:
-    given = (tuple(args), dict(kwargs or {}))
-    sizes = {
-        leaf.shape[0]
-        for leaf in pytree.tree_leaves(given)
-        if isinstance(leaf, Tensor) and leaf.dim()
-    }
-    # Where they disagree, nothing is taken for a batch
-    size = sizes.pop() if len(sizes) == 1 else None
-    example = _resized(given, size, 2)
-    program = _with_lengths(module, example) if size is not None else None
-    try:
-        program = program or _export(
-            module, *example, batch=None if size is None else Dim("batch", min=1)
-        )
-    except ModelError as error:
-        if size is None or isinstance(error, _SameForAllExamplesError):
-            raise
-        example = _resized(given, size, UNUSUAL)
-        program = _compared_with_others(module, example)
-        # The model writes its batch size into its code: then only batches of this size can run
-        if program is None:
-            example = given
-            program = _export(module, *example, batch=None)
-            logger.warning(
-                "%s fixes its batch size at %d: only such batches can run%s",
-                *_fixed(module, size, given),
-            )
-    leaves = pytree.tree_flatten_with_path(example)[0]
-    paths = tuple(
-        tuple(
-            getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in path
-        )
-        for path, _ in leaves
-    )
-    return Converter(program, module).graph(
-        paths, [getattr(leaf, "shape", ()) for _, leaf in leaves]
-    )
+def _trace(module: nn.Module, call: _Call) -> Graph:
+    size = _batch_size(call)
+    if size is None:
+        example = call
+        program = _export(module, *call, batch=None)
+    else:
+        example, program = _export_batches(module, call, size)
+    paths: list[tuple[Any, ...]] = []
+    shapes: list[Sequence[int]] = []
+    for path, leaf in pytree.tree_flatten_with_path(example)[0]:
+        paths.append(tuple(_step(key) for key in path))
+        shapes.append(getattr(leaf, "shape", ()))
+    return Converter(program, module).graph(tuple(paths), shapes)
 
 
-UNUSUAL = 7
-"""Samples in a batch that a model has hardly seen before, so that it is none of the sizes that
-it may have noted.
-"""
+def _batch_size(call: _Call) -> int | None:
+    """Return the first dimension that all tensors share, None if they share none."""
+    sizes: set[int] = set()
+    for leaf in pytree.tree_leaves(call):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            sizes.add(leaf.shape[0])
+    return sizes.pop() if len(sizes) == 1 else None
 
 
-def _compared_with_others(
-    module: nn.Module, example: tuple[Any, ...]
-) -> ExportedProgram | None:
-    """The program of a model that asks whether its batch is of another size than the last one,
-    as those do that keep what they made for it; None if it asks for more than that.
+def _step(key: Any) -> Any:
+    """Return the index, key or attribute that an entry of a pytree path stands for."""
+    for attribute in ("idx", "key", "name"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return None
+
+
+def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, ExportedProgram]:
+    """Export with an open batch if the model allows it, else with the batch of `call`.
+
+    Returns:
+        the call that was traced, and its program.
     """
+    example = _with_batch(call, size, _EXAMPLE_BATCH)
+    program = _export_with_lengths(module, example)
+    if program is not None:
+        return example, program
     try:
-        program = _export(module, *example, batch=Dim.AUTO)
+        return example, _export(module, *example, batch=Dim("batch", min=1))
+    except _SameForAllExamplesError:
+        raise
     except ModelError:
-        return None
-    return program if excludes_single_batches(program) else None
-
-
-def _fixed(module: nn.Module, size: int, call: tuple[Any, ...]) -> tuple[str, int, str]:
-    """What a warning says of a model that has a batch size of its own."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    rest = [p.name for p in parameters if p.kind == p.VAR_KEYWORD]
-    undeclared = bool(rest) and not call[1].keys() <= {p.name for p in parameters}
-    why = (
-        f"; name the arguments in forward() instead of taking **{rest[0]}" if undeclared else ""
+        # Models that cache something per batch size compare the batch with the cached size.
+        # torch accepts such a comparison only with `Dim.AUTO`.
+        example = _with_batch(call, size, _UNUSUAL_BATCH)
+        program = _try_export(module, example, batch=Dim.AUTO)
+    if program is not None and excludes_single_batches(program):
+        return example, program
+    program = _export(module, *call, batch=None)
+    logger.warning(
+        "%s fixes its batch size at %d: only such batches can run%s",
+        type(module).__name__,
+        size,
+        _undeclared_arguments(module, call),
     )
-    return type(module).__name__, size, why
+    return call, program
 
 
-def _with_lengths(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgram | None:
-    """The program with those lengths open that the model leaves open; None if there are none,
-    or torch fails.
-    """
-    axes = length_axes(example)
-    try:
-        program = (
-            _export(module, *example, batch=Dim("batch", min=1), lengths=axes)
-            if any(axes)
-            else None
-        )
-    except ModelError:
-        return None
-    if program is None or open_lengths(program):
-        return program
-    # A table of positions that is read whole looks like a fixed length, and is none where fewer
-    # tokens fit.
-    sizes = {
-        size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape
-    }
-    longest = {
-        leaf.shape[axis]
-        for leaf, own in zip(pytree.tree_leaves(example), axes, strict=True)
-        for axis in own
-    }
-    shorter = shortened(example) if longest <= sizes else None
-    try:
-        found = (
-            _export(module, *shorter, batch=Dim("batch", min=1), lengths=axes)
-            if shorter is not None
-            else program
-        )
-    except ModelError:
-        return program
-    is_open = {at for length in open_lengths(found).values() for at, _ in length.axes}
-    return (
-        found if is_open.issuperset(index for index, own in enumerate(axes) if own) else program
-    )
-
-
-class _SameForAllExamplesError(ModelError):
-    """What another example does not change: control flow that depends on values, or the end of
-    the process.
-    """
-
-
-def _resized(call: tuple[Any, ...], size: int | None, count: int) -> tuple[Any, ...]:
-    """The call with its batch cut or repeated to so many samples, if it has one."""
+def _with_batch(call: _Call, size: int, count: int) -> _Call:
+    """Return the call with its batch of `size` samples cut or repeated to `count`."""
+    repeats = -(-count // size)
 
     def resized(value: Any) -> Any:
-        if not isinstance(value, Tensor) or size is None or not value.dim():
+        if not isinstance(value, Tensor) or not value.dim():
             return value
-        return torch.cat([value.detach()[:count]] * -(-count // size))[:count]
+        return torch.cat([value.detach()[:count]] * repeats)[:count]
 
     return pytree.tree_map(resized, call)  # type: ignore[no-any-return]
+
+
+def _undeclared_arguments(module: nn.Module, call: _Call) -> str:
+    """Return the remedy for keyword arguments that `forward` does not declare, "" without."""
+    parameters = inspect.signature(module.forward).parameters
+    catch_all = [name for name, value in parameters.items() if value.kind == value.VAR_KEYWORD]
+    if not catch_all or call[1].keys() <= parameters.keys():
+        return ""
+    return f"; name the arguments in forward() instead of taking **{catch_all[0]}"
+
+
+def _export_with_lengths(module: nn.Module, example: _Call) -> ExportedProgram | None:
+    """Return the program with those lengths open that the model leaves open, None if the
+    example has no lengths or torch fails.
+    """
+    axes = length_axes(example)
+    if not any(axes):
+        return None
+    batch = Dim("batch", min=1)
+    program = _try_export(module, example, batch=batch, lengths=axes)
+    if program is None or open_lengths(program):
+        return program
+    # A table of positions that is read whole looks like a fixed length. It is none if the model
+    # also takes fewer tokens.
+    if not _are_weight_sizes(module, example, axes):
+        return program
+    shorter = shortened(example)
+    if shorter is None:
+        return program
+    shorter_program = _try_export(module, shorter, batch=batch, lengths=axes)
+    if shorter_program is None:
+        return program
+    open_leaves: set[int] = set()
+    for length in open_lengths(shorter_program).values():
+        open_leaves.update(leaf for leaf, _ in length.axes)
+    expected = {leaf for leaf, leaf_axes in enumerate(axes) if leaf_axes}
+    return shorter_program if expected <= open_leaves else program
+
+
+def _are_weight_sizes(module: nn.Module, example: _Call, axes: Sequence[Sequence[int]]) -> bool:
+    """Return whether each length of the example is also a size of a parameter or buffer."""
+    sizes: set[int] = set()
+    for tensor in (*module.parameters(), *module.buffers()):
+        sizes.update(tensor.shape)
+    for leaf, leaf_axes in zip(pytree.tree_leaves(example), axes, strict=True):
+        if any(leaf.shape[axis] not in sizes for axis in leaf_axes):
+            return False
+    return True
+
+
+def _try_export(
+    module: nn.Module, call: _Call, *, batch: Any, lengths: Sequence[Sequence[int]] = ()
+) -> ExportedProgram | None:
+    """Return what `_export` returns, None if it fails."""
+    try:
+        return _export(module, *call, batch=batch, lengths=lengths)
+    except ModelError:
+        return None
 
 
 def _export(
@@ -195,65 +213,76 @@ def _export(
     batch: Any,
     lengths: Sequence[Sequence[int]] = (),
 ) -> ExportedProgram:
-    """`torch.export`, quietly, with its failures turned into sentences.
+    """Run `torch.export` without its output, and turn its failures into sentences.
 
-    `batch` is what torch is told of the first axes, None for the sizes of this call; `lengths`
-    are axes that may be dynamic, too.
+    Args:
+        module: what is exported.
+        args: the positional arguments of the example.
+        kwargs: its keyword arguments.
+        batch: the dynamic size of the first axes, None to fix all sizes.
+        lengths: for each leaf of the example further axes that may be dynamic.
+
+    Raises:
+        ModelError: torch cannot export the module.
     """
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    axes = iter(lengths or [()] * len(leaves))
-    shapes: list[Any] = [
-        {0: batch, **dict.fromkeys(own, Dim.AUTO)}
-        if isinstance(leaf, Tensor) and leaf.dim()
-        else None
-        for leaf, own in zip(leaves, axes, strict=True)
-    ]
-    spec = pytree.tree_unflatten(shapes, structure)
     try:
-        # by the parameters of `forward`, so that `*args` is one tuple; TypeError if it does not
-        # take these arguments
-        named = (
-            dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments)
-            if batch is not None
-            else None
-        )
+        shapes: dict[str, Any] | None = None
+        if batch is not None:
+            shapes = _dynamic_shapes(module, (args, kwargs), batch, lengths)
         with (
             quiet(),
             uncollected(),
             torch.no_grad(),
             marked(module),
-            _left_as_it_was(module),
+            _recurrent_weights_restored(module),
             without_stack_traces(),
         ):
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=named)
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
             return functionalize(program, type(module).__name__)
     except (ModelError, KeyboardInterrupt):
         raise
     except Exception as error:
         raise _explain(module, error) from error
     except BaseException as error:
-        # sys.exit() in forward(): the process goes on, so that it ends with a sentence.
-        text = (
-            f"{type(module).__name__} cannot be traced: its forward() raised "
-            f"{type(error).__name__}"
-        )
+        # forward() called sys.exit(): the process goes on, so that it ends with a sentence.
         raise _SameForAllExamplesError(
-            f"{text}{_where(error)}", help="return from forward() instead"
+            f"{type(module).__name__} cannot be traced: its forward() raised "
+            f"{type(error).__name__}{_where(error)}",
+            help="return from forward() instead",
         ) from error
 
 
-@contextlib.contextmanager
-def _left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """torch 2.8 leaves fake tensors in recurrent layers' lists of their weights, with which
-    they no longer compute.
+def _dynamic_shapes(
+    module: nn.Module, call: _Call, batch: Any, lengths: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Return the `dynamic_shapes` of `torch.export`, by the parameters of `forward`.
+
+    Raises:
+        TypeError: `forward` does not accept these arguments.
     """
-    layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
-    lists = [
-        (vars(child), name, [*vars(child)[name]])
-        for child in layers
-        for name in _LISTS
-        if name in vars(child)
-    ]
+    leaves, structure = pytree.tree_flatten(call)
+    shapes: list[Any] = []
+    for leaf, axes in zip(leaves, lengths or [()] * len(leaves), strict=True):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            shapes.append({0: batch, **dict.fromkeys(axes, Dim.AUTO)})
+        else:
+            shapes.append(None)
+    args, kwargs = pytree.tree_unflatten(shapes, structure)
+    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+
+
+@contextlib.contextmanager
+def _recurrent_weights_restored(module: nn.Module) -> Iterator[None]:
+    """Restore the recurrent layers' lists of weights at the end.
+
+    torch 2.8 leaves fake tensors in these lists, and then the layers cannot compute.
+    """
+    lists: list[tuple[dict[str, Any], str, list[Any]]] = []
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            attributes = vars(child)
+            for name in attributes.keys() & _WEIGHT_LISTS:
+                lists.append((attributes, name, [*attributes[name]]))
     try:
         yield
     finally:
@@ -261,117 +290,101 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
             attributes[name] = weights
 
 
-_LISTS = ("_flat_weights", "_flat_weight_refs")
-
-
 @contextlib.contextmanager
 def without_stack_traces() -> Iterator[None]:
-    """torch notes for each node where it was called, a tenth to a quarter of the time of a
-    trace or an export; nothing here reads that.
+    """Stop torch from recording a stack trace for each node.
 
-    Versions that have no such switch ignore it.
+    Recording takes a tenth to a quarter of the time of a trace or an export. Versions of torch
+    without this switch ignore it.
     """
-    before = getattr(fx_config, _SWITCH, False)
-    setattr(fx_config, _SWITCH, True)
+    before = getattr(fx_config, _NO_STACK_TRACES, False)
+    setattr(fx_config, _NO_STACK_TRACES, True)
     try:
         yield
     finally:
-        setattr(fx_config, _SWITCH, before)
-
-
-_SWITCH = "do_not_emit_stack_traces"
+        setattr(fx_config, _NO_STACK_TRACES, before)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's loggers, warnings and dumps on stderr: what matters comes back as an
-    exception.
-    """
-    known = [
-        each
-        for each in logging.Logger.manager.loggerDict.values()
-        if isinstance(each, logging.Logger)
-    ]
-    of_torch = [each for each in known if each.name.partition(".")[0] == "torch"]
-    loud = [each for each in of_torch if not each.disabled]
-    # Of loggers that are made meanwhile, too
-    handlers = [handler for each in of_torch for handler in each.handlers]
-    for each in loud:
-        # SetLevel would empty the caches of all loggers of the process, for each of torch's
-        each.disabled = True
+    """Silence torch's loggers, warnings and writes to stderr. Failures still raise."""
+    loggers: list[logging.Logger] = []
+    handlers: list[logging.Handler] = []
+    for name, candidate in logging.Logger.manager.loggerDict.items():
+        if isinstance(candidate, logging.Logger) and name.partition(".")[0] == "torch":
+            # Their handlers also serve loggers that are created meanwhile
+            handlers += candidate.handlers
+            if not candidate.disabled:
+                loggers.append(candidate)
+    for candidate in loggers:
+        # `setLevel` would empty the caches of all loggers of the process, once per logger
+        candidate.disabled = True
     for handler in handlers:
-        handler.addFilter(_nothing)
+        handler.addFilter(_reject)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         for handler in handlers:
-            handler.removeFilter(_nothing)
-        for each in loud:
-            each.disabled = False
+            handler.removeFilter(_reject)
+        for candidate in loggers:
+            candidate.disabled = False
 
 
-def _nothing(_record: logging.LogRecord) -> bool:
+def _reject(_record: logging.LogRecord) -> bool:
     return False
 
 
 def _explain(module: nn.Module, error: Exception) -> ModelError:
-    """One sentence for a failed trace, with the line of the user's code where there is one."""
+    """Return one sentence for a failed trace, with the line of the user's code if known."""
     text = str(error).strip()
-    first = text.splitlines()[0] if text else type(error).__name__
     if "data-dependent" in text.lower():
-        where = re.search(
-            r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)',
-            text[text.find("The following call") :],
-        )
-        line = _where(error)
-        if where:
-            line = (
-                f" at line {where.group(2)} of {where.group(1).rpartition('/')[2]}: "
-                f"{where.group(4).strip()}"
+        return _explain_branch(module, error)
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            return ModelError(
+                f"{type(module).__name__} cannot be traced: {path} is compiled by torch.jit",
+                help="give the Python module in its place, and compile it after quantization",
             )
-        # Transformers has two that trace
-        chooses = hasattr(module, "set_experts_implementation") and "expert" in line
-        remedy = (
-            "compute both branches and choose with torch.where, or keep that part outside "
-            "the quantized model"
-        )
-        return _SameForAllExamplesError(
-            f"{type(module).__name__} cannot be traced: its control flow depends on the "
-            f"values of a tensor{line}",
-            help='call its set_experts_implementation("grouped_mm")' if chooses else remedy,
-        )
-    compiled = next(
-        (
-            path
-            for path, part in module.named_modules()
-            if isinstance(part, torch.jit.ScriptModule)
-        ),
-        None,
-    )
-    if compiled is not None:
-        return ModelError(
-            f"{type(module).__name__} cannot be traced: {compiled} is compiled by torch.jit",
-            help="give the Python module in its place, and compile it after quantization",
-        )
+    reason = text.splitlines()[0] if text else type(error).__name__
     return ModelError(
         f"{type(module).__name__} cannot be traced: {type(error).__name__}: "
-        f"{first}{_where(error)}",
+        f"{reason}{_where(error)}",
         help="check that the model runs on the first batch, in eval mode, as `model(*batch)`",
     )
 
 
+def _explain_branch(module: nn.Module, error: Exception) -> ModelError:
+    """Return the sentence for control flow that depends on the values of a tensor."""
+    text = str(error)
+    call = re.search(
+        r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)',
+        text[text.find("The following call") :],
+    )
+    where = _where(error)
+    if call:
+        file = call.group(1).rpartition("/")[2]
+        where = f" at line {call.group(2)} of {file}: {call.group(4).strip()}"
+    remedy = (
+        "compute both branches and choose with torch.where, or keep that part outside "
+        "the quantized model"
+    )
+    # transformers has two other implementations of experts, which can be traced
+    if hasattr(module, "set_experts_implementation") and "expert" in where:
+        remedy = 'call its set_experts_implementation("grouped_mm")'
+    return _SameForAllExamplesError(
+        f"{type(module).__name__} cannot be traced: its control flow depends on the "
+        f"values of a tensor{where}",
+        help=remedy,
+    )
+
+
 def _where(error: BaseException) -> str:
-    """` at line 12 of net.py` for the innermost frame outside torch, if any."""
-    inside = ("/torch/", "/quantizer/graph/", "contextlib")
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not any(part in f.filename for part in inside)
-    ]
-    if not frames:
-        return ""
-    frame = frames[-1]
-    file = frame.filename.rpartition("/")[2]
-    return f" at line {frame.lineno} of {file}: {frame.line or ''}".rstrip(": ")
+    """Return ` at line 12 of net.py` for the innermost frame outside torch, "" without one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(part in frame.filename for part in _NOT_USER_CODE):
+            file = frame.filename.rpartition("/")[2]
+            line = frame.line or ""
+            return f" at line {frame.lineno} of {file}: {line}".rstrip(": ")
+    return ""

@@ -19,7 +19,7 @@ from quantizer.evaluation.compare import Comparison, compare
 from quantizer.evaluation.output_warnings import output_warnings
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph
-from quantizer.graph.output_parts import MOST, output_parts
+from quantizer.graph.output_parts import MAX_PARTS, output_parts
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -368,23 +368,23 @@ def test_parts_of_many_layers_are_pooled_under_one_name() -> None:
     class Many(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.heads = nn.ModuleList(nn.Linear(3, 1) for _ in range(MOST + 8))
+            self.heads = nn.ModuleList(nn.Linear(3, 1) for _ in range(MAX_PARTS + 8))
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([head(x.mean(2)) for head in self.heads], 1)
 
     graph = trace(Many().eval(), (data()[0],))
     [output] = output_parts(graph)
-    assert len(output.parts) == MOST
+    assert len(output.parts) == MAX_PARTS
     assert [(part.name, part.pooled) for part in output.parts[-2:]] == [
-        (f"0.heads.{MOST - 2}", 1),
+        (f"0.heads.{MAX_PARTS - 2}", 1),
         ("0.others", 9),
     ]
     counts = [
         part.count
         for part in compare(Network(graph), Network(graph), batches(*data())).outputs[0].parts
     ]
-    assert counts == [12] * (MOST - 1) + [9 * 12]
+    assert counts == [12] * (MAX_PARTS - 1) + [9 * 12]
 
 
 def detected(head: Head, boxes: Tensor, scores: Tensor) -> dict[str, Tensor]:

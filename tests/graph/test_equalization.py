@@ -27,7 +27,7 @@ from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
 from quantizer.graph.passes.equalization import (
-    TOLERANCE,
+    MIN_EXPONENT,
     absorb_high_biases,
     cross_layer_equalization,
     find_pairs,
@@ -408,7 +408,7 @@ def test_any_chain_is_balanced_and_keeps_its_function(
     graph = trace(module, (x,))
     after = cross_layer_equalization(graph)
     assert len(ranges(after)) == len(chain)
-    assert max(float(ratio.abs().max()) for ratio in ranges(after)) <= 4 * TOLERANCE
+    assert max(float(ratio.abs().max()) for ratio in ranges(after)) <= 4 * MIN_EXPONENT
     assert deviation(module, Network(after), x) < 1e-12
 
 

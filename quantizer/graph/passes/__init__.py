@@ -1,7 +1,8 @@
-"""Rewrites between tracing and planning, registered by name, run in the order of `PASSES`.
+"""Passes: functions from a graph to a graph, which run between tracing and planning.
 
-A pass keeps the names of the layers that survive and, unless its row says otherwise, the float
-function to rounding; it never sees a scale.
+`PASSES` lists them by name, in the order in which they run. A pass keeps the names of the
+layers that survive. Unless its row says otherwise, it also keeps the float function up to
+rounding. No pass knows a scale.
 """
 
 import importlib
@@ -13,24 +14,27 @@ from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
 
 Pass = Callable[..., Graph]
-"""From a graph to a graph; one that a check on data limits also takes the layers that it must
-leave alone.
-"""
+"""Takes a graph; the pass `CHECKED` also takes the layers that it must not change."""
 CHECKED = "absorb_high_biases"
 """The pass that calibration checks on data, layer by layer."""
 
 
 @dataclass(frozen=True)
 class PassRow:
-    """One pass: its module, the setting and the device that switch it on (None: always), and
-    what it keeps.
+    """What the table of passes says of one pass.
 
-    `changes` says what it does to the float function: "nothing", "tails" (nothing but for
-    values that batch norms have hardly seen), "on purpose" (the config asks for it), or
-    "device" (what the device computes instead; the float network that test mode compares layers
-    with is left alone). Outputs differ by less than `tolerance` of the largest where it changes
-    nothing or tails; `values` says whether the graph that it makes depends on those of tensors.
-    `summary` is a sentence on its `Graph.changes`, with their count and the largest amount.
+    Args:
+        module: the file in this folder that has it.
+        setting: the setting that switches it on, None if it always runs.
+        device: the device that needs it, None if all do.
+        changes: what it does to the float function: "nothing", "tails" (it changes only values
+            that batch norms have hardly seen), "on purpose" (the config asks for it), or
+            "device" (it computes what the device computes; the float network with which test
+            mode compares layers runs without it).
+        tolerance: the largest difference of outputs, as a share of the largest output, of a
+            pass that changes nothing or tails.
+        values: whether the resulting graph depends on the values of tensors.
+        summary: a sentence on its `Graph.changes`, with their count and the largest amount.
     """
 
     module: str
@@ -85,21 +89,22 @@ def run_passes(
     Args:
         graph: as traced.
         settings: say which passes run.
-        device: whether those that compute as a device does run; without them it is the float
-            network.
-        refused: layers that the pass `CHECKED` leaves alone.
+        device: whether passes run that compute as a device does. Without them the graph is the
+            float network.
+        refused: layers that the pass `CHECKED` must not change.
     """
     for name in _wanted(settings, device=device):
-        changed = load_pass(name)(graph, refused) if name == CHECKED else load_pass(name)(graph)
-        is_another = changed.nodes != graph.nodes or changed.changes != graph.changes
-        if PASSES[name].changes != "nothing" and is_another:
+        function = load_pass(name)
+        changed = function(graph, refused) if name == CHECKED else function(graph)
+        is_other = changed.nodes != graph.nodes or changed.changes != graph.changes
+        if PASSES[name].changes != "nothing" and is_other:
             changed = changed.replaced(deviations=(*changed.deviations, name))
         graph = changed
     return graph
 
 
 def graph_before(checked: str, graph: Graph, settings: Settings) -> Graph | None:
-    """Return the float network as a pass finds it, or None if the settings do not ask for that
+    """Return the float network on which a pass runs, None if the settings do not ask for that
     pass.
     """
     for name in _wanted(settings, device=False):
@@ -109,41 +114,45 @@ def graph_before(checked: str, graph: Graph, settings: Settings) -> Graph | None
     return None
 
 
-def _wanted(settings: Settings, *, device: bool) -> Iterator[str]:
-    """The passes that run, in their order."""
+def _wanted(settings: Settings, *, device: bool = True) -> Iterator[str]:
+    """Yield the passes that the settings ask for, in their order.
+
+    Args:
+        settings: of the run.
+        device: whether passes that compute as a device does are among them.
+    """
     for name, row in PASSES.items():
-        if _is_wanted(row, settings) and (device or row.changes != "device"):
+        if row.changes == "device" and not device:
+            continue
+        if row.device not in (None, settings.target_device):
+            continue
+        if row.setting is None or getattr(settings, row.setting):
             yield name
 
 
 def for_device(settings: Settings) -> bool:
-    """Whether a pass that the settings ask for makes another network of the graph, as a device
-    has it.
-    """
-    return any(row.changes == "device" and _is_wanted(row, settings) for row in PASSES.values())
+    """Return whether the settings ask for a pass that computes as a device does."""
+    return any(PASSES[name].changes == "device" for name in _wanted(settings))
 
 
 def needs_values(settings: Settings) -> bool:
-    """Whether a pass that the settings ask for makes its graph from the values of tensors."""
-    return any(row.values and _is_wanted(row, settings) for row in PASSES.values())
-
-
-def _is_wanted(row: PassRow, settings: Settings) -> bool:
-    return row.device in (None, settings.target_device) and (
-        row.setting is None or getattr(settings, row.setting)
-    )
+    """Return whether the settings ask for a pass that depends on the values of tensors."""
+    return any(PASSES[name].values for name in _wanted(settings))
 
 
 def summary(graph: Graph) -> list[str]:
-    """What the passes did to parameters, a line for each pass that did anything."""
-    lines = []
+    """Return a line for each pass that changed parameters."""
+    lines: list[str] = []
     for name, row in PASSES.items():
-        if amounts := [change.amount for change in graph.changes if change.rewrite == name]:
-            lines.append(row.summary.format(count=len(amounts), amount=max(amounts)))
+        amounts = [change.amount for change in graph.changes if change.rewrite == name]
+        if amounts:
+            line = row.summary.format(count=len(amounts), amount=max(amounts))
+            lines.append(line)
     return lines
 
 
 def load_pass(name: str) -> Pass:
-    """The function of a registered pass."""
-    function: Pass = getattr(importlib.import_module(f"{__name__}.{PASSES[name].module}"), name)
+    """Return the function of a registered pass."""
+    module = importlib.import_module(f"{__name__}.{PASSES[name].module}")
+    function: Pass = getattr(module, name)
     return function

@@ -1,53 +1,54 @@
-"""Operators that do nothing in inference are left out, activations that a device lacks become
-ones that it has.
+"""Passes that remove operators without effect in inference, and replace activations that a
+device lacks.
 """
 
 from dataclasses import replace
+from typing import Any
 
-from quantizer.graph.ir import Graph, rewire
+from quantizer.graph.ir import Graph, Node, rewire
 from quantizer.numerics.integer import LEAKY_SLOPE
 
 
 def remove_dropout(graph: Graph) -> Graph:
-    """The graph without dropout layers; their readers read what dropout read."""
-    moved = {node.name: next(node.refs()) for node in graph.nodes if node.op == "dropout"}
+    """Return the graph without dropout layers."""
+    moved: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op == "dropout":
+            moved[node.name] = next(node.refs())
     return rewire(graph, moved, moved) if moved else graph
 
 
 def convert_relu6_to_relu(graph: Graph) -> Graph:
-    """Every ReLU6, module or function, becomes a ReLU and keeps its name."""
-    return _convert(graph, "relu6", "relu")
+    """Convert every ReLU6, module or function, to a ReLU of the same name."""
+    return _convert(graph, "relu6", op="relu", target="aten.relu.default")
 
 
 def convert_silu_to_hswish(graph: Graph) -> Graph:
-    """Every SiLU, module or function, becomes a Hardswish and keeps its name."""
-    return _convert(graph, "silu", "hardswish")
-
-
-def _convert(graph: Graph, old: str, new: str) -> Graph:
-    target = f"aten.{new}.default"
-    return graph.mapped(
-        lambda node: replace(node, op=new, target=target, attrs={}) if node.op == old else node
-    )
+    """Convert every SiLU, module or function, to a Hardswish of the same name."""
+    return _convert(graph, "silu", op="hardswish", target="aten.hardswish.default")
 
 
 def dpu_leaky_relu(graph: Graph) -> Graph:
-    """Every LeakyReLU with the DPU's slope, 26/256."""
-    slope = {"negative_slope": LEAKY_SLOPE[0] / 2 ** LEAKY_SLOPE[1]}
-    return graph.mapped(
-        lambda node: (
-            replace(node, attrs={**node.attrs, **slope}) if node.op == "leaky_relu" else node
-        )
-    )
+    """Give every LeakyReLU the DPU's slope, 26/256."""
+    numerator, shift = LEAKY_SLOPE
+    slope = numerator / 2**shift
+    return _convert(graph, "leaky_relu", attrs={"negative_slope": slope})
 
 
 def dpu_hard_activations(graph: Graph) -> Graph:
-    """Every hardsigmoid as relu6(x + 3) * 2731 / 2^14, every hardswish as x times that in 8
+    """Compute hardsigmoid as relu6(x + 3) * 2731 / 2^14, and hardswish as x times that in 8
     bits.
     """
-    hard = ("hardsigmoid", "hardswish")
-    return graph.mapped(
-        lambda node: (
-            replace(node, target=f"dpu.{node.op}", attrs={}) if node.op in hard else node
-        )
-    )
+    for op in ("hardsigmoid", "hardswish"):
+        graph = _convert(graph, op, target=f"dpu.{op}")
+    return graph
+
+
+def _convert(graph: Graph, old: str, **changes: Any) -> Graph:
+    """Return the graph with changes to all nodes of an operator, which lose their constants."""
+    changes.setdefault("attrs", {})
+
+    def converted(node: Node) -> Node:
+        return replace(node, **changes) if node.op == old else node
+
+    return graph.mapped(converted)

@@ -1,79 +1,83 @@
-"""A weight that the model computes from trained tensors alone (weight_norm, spectral_norm) is
-computed once.
+"""A pass that computes weights once that the model computes from its own tensors in each call,
+as weight_norm and spectral_norm do.
 """
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantizer.graph.ir import Graph, Node, Ref, map_refs, references, rewire
 from quantizer.graph.targets import call
 
-_KEYS = ("weight", "bias")
-
 
 def compute_weights(graph: Graph) -> Graph:
-    """The graph whose layers own the weights and biases that were computed for them; what
-    computed them is gone.
+    """Return the graph whose layers own the weights and biases that were computed for them,
+    without the nodes that computed them.
     """
     fixed = _fixed(graph)
-    tensors, nodes = dict(graph.tensors), list[Node]()
-    done: dict[str, Any] = {}
+    tensors = dict(graph.tensors)
+    nodes: list[Node] = []
+    values: dict[str, Any] = {}
     owners: dict[str, str] = {}
     for node in graph.nodes:
-        read = {
-            key: node.inputs[key].name for key in _KEYS if isinstance(node.inputs.get(key), Ref)
-        }
-        computed = {
-            key: name
-            for key, name in read.items()
-            if name in fixed and graph.by_name[name].is_float
-        }
-        if node.row.weight and node.op != "parameter" and computed:
-            for name in computed.values():
-                tensors[name] = _value(graph, name, done).clone()
-                owners[name] = node.name
-            inputs = {key: value for key, value in node.inputs.items() if key not in computed}
-            node = dataclasses.replace(node, inputs=inputs, params={**node.params, **computed})
-        nodes.append(node)
+        computed = _computed_parameters(graph, node, fixed)
+        for name in computed.values():
+            tensors[name] = _value(graph, name, values).clone()
+            owners[name] = node.name
+        inputs = {key: value for key, value in node.inputs.items() if key not in computed}
+        params = {**node.params, **computed}
+        nodes.append(replace(node, inputs=inputs, params=params))
     if not owners:
         return graph
-    return _without_idle(graph.replaced(nodes=tuple(nodes), tensors=tensors), fixed, owners)
+    computed_once = graph.replaced(nodes=tuple(nodes), tensors=tensors)
+    return _without_idle(computed_once, fixed, owners)
 
 
 def _fixed(graph: Graph) -> set[str]:
-    """Nodes whose value follows from the model's own tensors."""
+    """Return the nodes whose values follow from the model's own tensors."""
     fixed: set[str] = set()
     for node in graph.nodes:
-        own = node.op in ("parameter", "constant")
-        derived = bool(node.inputs) and not node.params and set(node.refs()) <= fixed
-        if own or (derived and node.target.split(".")[0] in ("aten", "operator")):
+        is_operator = node.target.split(".")[0] in ("aten", "operator")
+        is_computed = bool(node.inputs) and not node.params and is_operator
+        if node.is_tensor or (is_computed and fixed.issuperset(node.refs())):
             fixed.add(node.name)
     return fixed
 
 
-def _value(graph: Graph, name: str, done: dict[str, Any]) -> Tensor:
-    """What a fixed node gives."""
-    if name not in done:
+def _computed_parameters(graph: Graph, node: Node, fixed: set[str]) -> dict[str, str]:
+    """Return the nodes that compute a layer's weight and bias, by role."""
+    computed: dict[str, str] = {}
+    if not node.row.weight:
+        return computed
+    for role in ("weight", "bias"):
+        value = node.inputs.get(role)
+        if (
+            isinstance(value, Ref)
+            and value.name in fixed
+            and graph.by_name[value.name].is_float
+        ):
+            computed[role] = value.name
+    return computed
+
+
+def _value(graph: Graph, name: str, values: dict[str, Any]) -> Any:
+    """Return what a fixed node computes; `values` holds what is known already."""
+    if name not in values:
         node = graph.by_name[name]
-        if node.op in ("parameter", "constant"):
-            done[name] = next(graph.tensors[path] for path in node.params.values())
+        if node.is_tensor:
+            values[name] = graph.weight(node)
         else:
-            inputs = {
-                key: map_refs(value, lambda ref: _value(graph, ref, done))
-                for key, value in node.inputs.items()
-            }
+            inputs = map_refs(node.inputs, lambda read: _value(graph, read, values))
             with torch.no_grad():
-                done[name] = call(node.target, {**node.attrs, **inputs})
-    value: Tensor = done[name]
-    return value
+                values[name] = call(node.target, {**node.attrs, **inputs})
+    return values[name]
 
 
 def _without_idle(graph: Graph, fixed: set[str], owners: dict[str, str]) -> Graph:
-    """Without fixed nodes that nothing reads any more; a layer's name stands for what was
-    computed for it.
+    """Return the graph without fixed nodes that nothing reads any more.
+
+    `absorbed` names for each of them the layer for which it computed something.
     """
     read = set(references(graph.output))
     moved: dict[str, str] = {}
@@ -82,7 +86,7 @@ def _without_idle(graph: Graph, fixed: set[str], owners: dict[str, str]) -> Grap
             moved[node.name] = owners.get(node.name, "")
         else:
             read.update(node.refs())
-    # What a computed weight was made of goes where the weight went
+    # What computed a weight goes where the weight went
     for node in reversed(graph.nodes):
         for name in node.refs():
             if moved.get(name) == "":

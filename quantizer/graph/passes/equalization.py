@@ -1,11 +1,11 @@
-"""Equalization on pairs of layers between which factors pass: so that one scale per tensor fits
-all channels.
+"""Passes that equalize the channels of two layers between which factors pass, so that one scale
+per tensor suits all channels.
 
 Channel i is divided by s_i in the first layer of a pair and multiplied by s_i in the second,
 s_i = sqrt(r1_i r2_i) / r2_i with r a channel's range in either, until both are equally wide.
 Then high biases move to the next layer, where a channel lies so far from zero that most of its
-range is never used: relu(x - c) is relu(x) - c where x >= c; with c = max(0, mean - 3 std) of
-what a folded batch norm promises, that is all but 0.13 % of normally distributed values.
+range is never used: relu(x - c) is relu(x) - c where x >= c. With c = max(0, mean - 3 std) of
+what a folded batch norm states, that is all but 0.13 % of normally distributed values.
 Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction",
 section 4.1 (2019).
 """
@@ -19,22 +19,28 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.axis_rules import is_padded
-from quantizer.graph.channel_labels import NONE, passes_shifts
+from quantizer.graph.channel_labels import passes_shifts
 from quantizer.graph.edits import by_channel, rescaled, with_weights
 from quantizer.graph.folds import Folds, Source
 from quantizer.graph.ir import Change, Graph, Node
+from quantizer.graph.labels import NONE
 
-NAME = "cross_layer_equalization"
-TOLERANCE = 1 / 64
-"""Factors below 2^TOLERANCE, one percent, count as none."""
-SWEEPS = 200
-STDS = 3
+MIN_EXPONENT = 1 / 64
+"""Factors below two to this power, one percent, count as none."""
+_EQUALIZATION = "cross_layer_equalization"
+_MAX_SWEEPS = 200
+_STDS = 3
 
 
 @dataclass(frozen=True)
 class Pair:
-    """`second` alone reads what `first` makes, by way of `between`; `channels` are those of
-    `first` in its input.
+    """Two layers of which `second` alone reads what `first` makes.
+
+    Args:
+        first: the layer that is divided.
+        second: the layer that is multiplied.
+        between: the nodes through which the channels go.
+        channels: for each input channel of `second` the output channel of `first`.
     """
 
     first: Node
@@ -44,145 +50,149 @@ class Pair:
 
 
 def find_pairs(graph: Graph) -> tuple[Pair, ...]:
-    """All pairs in execution order; layers whose parameters anyone else uses are in none."""
+    """Return all pairs in execution order, without layers whose parameters are shared."""
     layers = [node for node in graph.nodes if _is_scalable(graph, node)]
     if len(layers) < 2:
         return ()
     folds = Folds(graph)
-    return tuple(pair for node in layers if (pair := _pair(folds, node)) is not None)
+    pairs: list[Pair] = []
+    for first in layers:
+        flow = folds.flow(Source("layer", first))
+        if flow.mixed or len(flow.ends) != 1:
+            continue
+        [(end, channels)] = flow.ends.items()
+        second = graph.by_name[end]
+        if NONE not in channels and _is_scalable(graph, second):
+            between = tuple(graph.by_name[name] for name in flow.between)
+            pairs.append(Pair(first, second, between, channels))
+    return tuple(pairs)
 
 
 def _is_scalable(graph: Graph, node: Node) -> bool:
-    """A convolution or linear layer that owns its parameters."""
-    owns = node.is_multiplying and set(node.inputs) == {"input"}
-    return (
-        owns and node.is_float and all(graph.uses[path] == 1 for path in node.params.values())
-    )
-
-
-def _pair(folds: Folds, first: Node) -> Pair | None:
-    """The layer with the one that reads its channels and nothing else, if no other does."""
-    flow, nodes = folds.flow(Source("layer", first)), folds.graph.by_name
-    if flow.mixed or len(flow.ends) != 1:
-        return None
-    [(end, channels)] = flow.ends.items()
-    if NONE in channels or not _is_scalable(folds.graph, nodes[end]):
-        return None
-    return Pair(first, nodes[end], tuple(nodes[name] for name in flow.between), channels)
+    """Return whether a node is a convolution or linear layer that shares no parameters."""
+    if not node.is_multiplying or node.inputs.keys() != {"input"}:
+        return False
+    return node.is_float and all(graph.uses[path] == 1 for path in node.params.values())
 
 
 def cross_layer_equalization(graph: Graph) -> Graph:
-    """The graph with equalized pairs, once; a channel that is zero on one side keeps its
-    weights.
+    """Return the graph with equalized pairs, itself if it has been equalized before.
 
-    No sweep changes more than the one before it, as the logarithm of a factor is a mean of
-    maxima of its neighbours'.
+    A channel that is zero on one side keeps its weights. No sweep changes more than the one
+    before it, because the logarithm of a factor is a mean of maxima of its neighbours'.
     """
-    if any(change.rewrite == NAME for change in graph.changes):
+    if any(change.rewrite == _EQUALIZATION for change in graph.changes):
         return graph
     pairs = find_pairs(graph)
-    layers: dict[str, _Layer] = {}
-    for pair in pairs:  # a layer is the second of one pair before it is the first of another
-        first = layers.get(pair.first.name) or _Layer(graph, pair.first)
-        layers |= {
-            pair.first.name: first,
-            pair.second.name: _Layer(graph, pair.second, pair, first),
-        }
-    for _ in range(SWEEPS):
-        if (
-            max(
-                (_balance(layers[p.first.name], layers[p.second.name]) for p in pairs),
-                default=0.0,
-            )
-            < TOLERANCE
-        ):
+    layers: dict[str, _LayerRanges] = {}
+    # A layer is the second of one pair before it is the first of another
+    for pair in pairs:
+        if pair.first.name not in layers:
+            layers[pair.first.name] = _LayerRanges(graph, pair.first)
+        before = layers[pair.first.name]
+        layers[pair.second.name] = _LayerRanges(graph, pair.second, pair, before)
+    for _ in range(_MAX_SWEEPS):
+        largest = 0.0
+        for pair in pairs:
+            exponent = _balance(layers[pair.first.name], layers[pair.second.name])
+            largest = max(largest, exponent)
+        if largest < MIN_EXPONENT:
             break
-    exponents = {
-        (pair.first.name, pair.second.name): _exponent(layers[pair.first.name].outputs)
-        for pair in pairs
-    }
-    done = [
-        Change(NAME, pair, exponent)
-        for pair, exponent in exponents.items()
-        if exponent >= TOLERANCE
-    ]
-    if not done:
+    changes: list[Change] = []
+    for pair in pairs:
+        exponent = _largest_exponent(layers[pair.first.name].outputs)
+        if exponent >= MIN_EXPONENT:
+            names = (pair.first.name, pair.second.name)
+            changes.append(Change(_EQUALIZATION, names, exponent))
+    if not changes:
         return graph
-    normal = {
-        name: (mean * factors, std * factors)
-        for name, (mean, std) in graph.normal.items()
-        for factors in [layers[name].outputs.to(mean.device) if name in layers else 1.0]
-    }
-    graph = with_weights(
-        graph, {name: layer.parameters(graph) for name, layer in layers.items()}
-    )
-    return graph.replaced(normal=normal, changes=(*graph.changes, *done))
+    normal = dict(graph.normal)
+    for name, (mean, std) in normal.items():
+        if name in layers:
+            factors = layers[name].outputs.to(mean.device)
+            normal[name] = (mean * factors, std * factors)
+    weights = {name: layer.parameters(graph) for name, layer in layers.items()}
+    changed = with_weights(graph, weights)
+    return changed.replaced(normal=normal, changes=(*graph.changes, *changes))
 
 
-class _Layer:
+class _LayerRanges:
     """The ranges of a layer's channels while they change, and the factors so far; float64 on
     the CPU.
 
-    `pair` is the one whose second layer this is, `before` the first; columns of one of its
-    channels count as one. `values` is the range of the outputs as a folded batch norm promises
-    it, else the bias, in units in which the largest one is as wide as the largest weight. It
-    counts as a weight does: else a channel with hardly any weight would be blown up until its
-    values need all of the activation's range.
+    `values` is the range of the outputs, as a folded batch norm states it, else the bias. Its
+    unit makes the largest one as wide as the largest weight. It counts as a weight does.
+    Otherwise a channel with tiny weights would be scaled up until its values need all of the
+    activation's range.
+
+    Args:
+        graph: of the layer.
+        node: the layer.
+        pair: of which the layer is the second. Columns of one of its channels count as one.
+        before: the first layer of that pair.
     """
 
     def __init__(
-        self, graph: Graph, node: Node, pair: Pair | None = None, before: _Layer | None = None
+        self,
+        graph: Graph,
+        node: Node,
+        pair: Pair | None = None,
+        before: _LayerRanges | None = None,
     ) -> None:
         self.node = node
         largest = by_channel(node, graph.weight(node)).abs().amax(3)
         groups, outputs, inputs = largest.shape
-        # Of each input
-        self.channels = torch.tensor(pair.channels) if pair else torch.arange(groups * inputs)
-        count = len(before.outputs) if before else groups * inputs
+        count = groups * inputs
+        self.channels = torch.arange(count)
+        if pair is not None and before is not None:
+            self.channels = torch.tensor(pair.channels)
+            count = len(before.outputs)
         self.columns = self.channels
         if groups == 1:
             index = self.channels.to(largest.device).expand(largest.shape)
-            largest = largest.new_zeros(1, outputs, count).scatter_reduce(
-                2, index, largest, "amax"
-            )
+            columns = largest.new_zeros(1, outputs, count)
+            largest = columns.scatter_reduce(2, index, largest, "amax")
             self.columns = torch.arange(count)
         self.weight = largest.to("cpu", torch.float64)  # [groups, outputs, columns]
-        self.outputs: Tensor = torch.ones(groups * outputs, dtype=torch.float64)
+        self.outputs = torch.ones(groups * outputs, dtype=torch.float64)
         self.inputs = torch.ones(count, dtype=torch.float64)
-        values = (
-            graph.tensors[node.params["bias"]].abs()
-            if "bias" in node.params
-            else torch.zeros_like(self.outputs)
-        )
-        if node.name in graph.normal:
-            mean, std = graph.normal[node.name]
-            values = mean.abs() + STDS * std
+        values = _output_ranges(graph, node)
+        values = torch.zeros_like(self.outputs) if values is None else values
         values = values.to("cpu", torch.float64)
-        self.values = (
-            values * self.weight.max() / values.max().clamp(min=torch.finfo(torch.float64).tiny)
-        )
+        widest = values.max().clamp(min=torch.finfo(torch.float64).tiny)
+        self.values = values * self.weight.max() / widest
 
     def parameters(self, graph: Graph) -> dict[str, Tensor]:
-        """The scaled weight and bias."""
-        tensors = {key: graph.tensors[path] for key, path in self.node.params.items()}
-        found = {
-            "weight": rescaled(
-                self.node, tensors["weight"], self.outputs, self.inputs[self.channels]
-            )
-        }
-        if "bias" in tensors:
-            found["bias"] = (tensors["bias"] * self.outputs.to(tensors["bias"].device)).to(
-                tensors["bias"].dtype
-            )
-        return found
+        """Return the scaled weight and bias."""
+        weight = graph.weight(self.node)
+        inputs = self.inputs[self.channels]
+        tensors = {"weight": rescaled(self.node, weight, self.outputs, inputs)}
+        if "bias" in self.node.params:
+            bias = graph.tensors[self.node.params["bias"]]
+            scaled = bias * self.outputs.to(bias.device)
+            tensors["bias"] = scaled.to(bias.dtype)
+        return tensors
 
 
-def _balance(first: _Layer, second: _Layer) -> float:
-    """Make the channels of a pair equally wide; returns the exponent of the largest factor."""
+def _output_ranges(graph: Graph, node: Node) -> Tensor | None:
+    """Return how wide each output channel is by a folded batch norm, else by the bias; None
+    without either.
+    """
+    if node.name in graph.normal:
+        mean, std = graph.normal[node.name]
+        return mean.abs() + _STDS * std
+    if "bias" in node.params:
+        return graph.tensors[node.params["bias"]].abs()
+    return None
+
+
+def _balance(first: _LayerRanges, second: _LayerRanges) -> float:
+    """Make the channels of a pair equally wide, and return the exponent of the largest
+    factor.
+    """
     r1 = torch.maximum(first.weight.amax(2).flatten(), first.values)
-    r2 = torch.zeros_like(second.inputs).scatter_reduce(
-        0, second.columns, second.weight.amax(1).flatten(), "amax"
-    )
+    widths = second.weight.amax(1).flatten()
+    r2 = torch.zeros_like(second.inputs).scatter_reduce(0, second.columns, widths, "amax")
     squared = r1 / r2  # r2 is 0 for a channel that is not read
     s = torch.where((squared > 0) & squared.isfinite(), squared.sqrt(), 1.0)
     first.outputs *= 1 / s
@@ -190,11 +200,11 @@ def _balance(first: _Layer, second: _Layer) -> float:
     first.weight *= (1 / s).reshape(len(first.weight), -1, 1)
     second.inputs *= s
     second.weight *= s[second.columns].reshape(len(second.weight), 1, -1)
-    return _exponent(s)
+    return _largest_exponent(s)
 
 
-def _exponent(factors: Tensor) -> float:
-    """The largest exponent of two, of either sign."""
+def _largest_exponent(factors: Tensor) -> float:
+    """Return the largest exponent of two, of either sign."""
     return float(factors.log2().abs().max())
 
 
@@ -222,13 +232,14 @@ class Absorption:
 def find_absorptions(graph: Graph) -> Iterator[Absorption]:
     """Yield all shifts that are exact up to the values below them, in execution order."""
     for pair in find_pairs(graph):
-        if pair.first.name not in graph.normal or not _shifts(pair):
+        if pair.first.name not in graph.normal or not _passes_shift(pair):
             continue
         mean, std = graph.normal[pair.first.name]
-        bottom = (mean - STDS * std).clamp(min=0)
-        top = mean + STDS * std
+        bottom = (mean - _STDS * std).clamp(min=0)
+        top = mean + _STDS * std
         # A shift takes no more of a channel than lowers the range of all channels together.
-        high = torch.minimum(bottom, (top - (top - bottom).max()).clamp(min=0))
+        widest = (top - bottom).max()
+        high = torch.minimum(bottom, (top - widest).clamp(min=0))
         if high.any():
             yield Absorption(pair, high)
 
@@ -237,12 +248,12 @@ def absorb_high_biases(graph: Graph, refused: Collection[str] = ()) -> Graph:
     """Return the graph with high biases moved to the layers after them.
 
     Args:
-        graph: after the fold of batch norms, which say where values lie.
+        graph: after the fold of batch norms, which state the range of values.
         refused: first layers whose biases stay, as a check on data has decided.
     """
     normal = dict(graph.normal)
     biases: dict[str, Tensor] = {}
-    changes = []
+    changes: list[Change] = []
     for absorption in find_absorptions(graph):
         first, second = absorption.pair.first, absorption.pair.second
         if first.name in refused:
@@ -250,15 +261,18 @@ def absorb_high_biases(graph: Graph, refused: Collection[str] = ()) -> Graph:
         high = absorption.high
         mean, std = normal[first.name]
         normal[first.name] = mean - high, std
-        biases[first.name] = biases.get(first.name, _bias(graph, first)) - high
+        for node in (first, second):
+            if node.name not in biases:
+                biases[node.name] = _bias(graph, node)
+        biases[first.name] = biases[first.name] - high
         taps = by_channel(second, graph.weight(second)).sum(3, dtype=torch.float64)
         response = taps @ absorption.high_inputs.reshape(len(taps), -1, 1)
-        biases[second.name] = biases.get(second.name, _bias(graph, second)) + response.flatten()
+        biases[second.name] = biases[second.name] + response.flatten()
         count = int(high.count_nonzero())
         changes.append(Change("absorb_high_biases", (first.name, second.name), count))
     if not changes:
         return graph
-    rounded = {}
+    rounded: dict[str, dict[str, Tensor]] = {}
     for name, bias in biases.items():
         dtype = graph.weight(graph.by_name[name]).dtype
         rounded[name] = {"bias": bias.to(dtype)}
@@ -266,20 +280,20 @@ def absorb_high_biases(graph: Graph, refused: Collection[str] = ()) -> Graph:
     return changed.replaced(normal=normal, changes=(*graph.changes, *changes))
 
 
-def _shifts(pair: Pair) -> bool:
-    """Whether a shift after the first layer goes through a ReLU and reaches every input of the
-    second unchanged.
+def _passes_shift(pair: Pair) -> bool:
+    """Return whether a shift after the first layer passes through a ReLU and reaches every
+    input of the second unchanged.
     """
+    if is_padded(pair.second.attrs) or pair.second.row.transposed:
+        return False
     others = [node for node in pair.between if not node.row.rectifies]
-    through = len(others) < len(pair.between) and all(map(passes_shifts, others))
-    return through and not is_padded(pair.second.attrs) and not pair.second.row.transposed
+    return len(others) < len(pair.between) and all(map(passes_shifts, others))
 
 
 def _bias(graph: Graph, node: Node) -> Tensor:
-    """The layer's bias in float64, zeros if it has none."""
+    """Return the layer's bias in float64, zeros if it has none."""
     if "bias" in node.params:
         return graph.tensors[node.params["bias"]].double()
     weight = graph.weight(node)
-    return torch.zeros(
-        by_channel(node, weight).shape[:2].numel(), dtype=torch.float64, device=weight.device
-    )
+    count = by_channel(node, weight).shape[:2].numel()
+    return torch.zeros(count, dtype=torch.float64, device=weight.device)

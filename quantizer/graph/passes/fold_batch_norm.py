@@ -1,5 +1,5 @@
-"""BatchNorm folded into the convolutions or the linear layer before it; what cannot fold
-becomes a scale per channel.
+"""A pass that folds BatchNorm into the convolutions or the linear layer before it. A batch norm
+that cannot be folded becomes a scale per channel.
 
 w' = w * gamma / sqrt(var + eps) and b' = (b - mean) * gamma / sqrt(var + eps) + beta. Source:
 Jacob et al., "Quantization and Training of Neural Networks for Efficient
@@ -8,8 +8,7 @@ Integer-Arithmetic-Only Inference", section 3.2 (2017).
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,53 +20,61 @@ from quantizer.graph.ir import Graph, Node, references, rewire
 
 
 def fold_batch_norm(graph: Graph) -> Graph:
-    """The graph without the batch norms whose input convolutions or a linear layer make for
-    them alone.
+    """Return the graph without the batch norms that have their input from multiplying layers
+    which nothing else reads.
 
-    Between may stand what only moves values, as a transposition, and a concatenation of
-    channels. Other batch norms with running statistics become layers "channel_scale", y = x *
-    weight + bias. `normal` keeps what a folded norm says about its layers' outputs.
+    Data movement such as a transposition may stand between, and a concatenation of channels.
+    Other batch norms with running statistics become layers "channel_scale", y = x * weight +
+    bias. `normal` records what a folded norm states about its layers' outputs.
     """
-    changed: dict[str, dict[str, Tensor]] = {}
-    normal, moved, absorbed = dict(graph.normal), dict[str, str](), dict[str, str]()
-    find = _Sources(graph)
-    norms = [
-        node
-        for node in graph.nodes
-        if node.op == "batch_norm" and "running_mean" in node.params
-    ]
-    # One that uses its statistics is affine
-    norms = [node for node in norms if not node.attrs.get("training")]
-    for node in norms:
-        sources = find.of(node)
-        weights = [graph.weight(source) for source in sources]
-        outputs = [
-            by_channel(*each).shape[:2].numel() for each in zip(sources, weights, strict=True)
-        ]
-        for source, weight, part in zip(
-            sources, weights, _Norm.of(graph, node).split(outputs), strict=True
-        ):
-            bias = part.of_bias(
-                graph.tensors[source.params["bias"]] if "bias" in source.params else 0.0
-            )
-            changed[source.name] = {
-                "weight": rescaled(source, weight, part.factor),
-                "bias": bias.to(weight.dtype),
+    weights: dict[str, dict[str, Tensor]] = {}
+    normal = dict(graph.normal)
+    moved: dict[str, str] = {}
+    absorbed: dict[str, str] = {}
+    scales: dict[str, Node] = {}
+    tensors: dict[str, Tensor] = {}
+    sources = _NormSources(graph)
+    for node in graph.nodes:
+        if node.op != "batch_norm" or "running_mean" not in node.params:
+            continue
+        # With `training` a batch norm computes statistics of its input
+        if node.attrs.get("training"):
+            continue
+        norm = _norm_of(graph, node)
+        layers = sources.layers(node)
+        if not layers:
+            scales[node.name] = _channel_scale(node)
+            dtype = graph.tensors[node.params["running_mean"]].dtype
+            params = scales[node.name].params
+            tensors[params["weight"]] = norm.factor.to(dtype)
+            tensors[params["bias"]] = norm.shifted(0.0).to(dtype)
+            continue
+        first = 0
+        for layer in layers:
+            weight = graph.weight(layer)
+            count = by_channel(layer, weight).shape[:2].numel()
+            part = norm.part(first, first + count)
+            first += count
+            bias: Tensor | float = 0.0
+            if "bias" in layer.params:
+                bias = graph.tensors[layer.params["bias"]]
+            weights[layer.name] = {
+                "weight": rescaled(layer, weight, part.factor),
+                "bias": part.shifted(bias).to(weight.dtype),
             }
-            normal[source.name] = part.beta, part.gamma.abs()
-        if sources:
-            moved[node.name] = next(node.refs())
-            absorbed[node.name] = sources[0].name if len(sources) == 1 else moved[node.name]
-    graph = with_weights(graph, changed).replaced(normal=normal) if changed else graph
-    for node in norms:
-        graph = graph if node.name in moved else _as_scale(graph, node)
-    return rewire(graph, moved, absorbed) if moved else graph
+            normal[layer.name] = part.beta, part.gamma.abs()
+        moved[node.name] = next(node.refs())
+        absorbed[node.name] = layers[0].name if len(layers) == 1 else moved[node.name]
+    changed = with_weights(graph, weights)
+    changed = changed.mapped(lambda node: scales.get(node.name, node))
+    changed = changed.replaced(normal=normal, tensors={**changed.tensors, **tensors})
+    return rewire(changed, moved, absorbed) if moved or scales else graph
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """A batch norm's parameters per channel, float64, so that what it changes is rounded
-    once.
+    """The parameters of a batch norm per channel, in float64 so that the folded weights are
+    rounded once.
     """
 
     mean: Tensor
@@ -75,34 +82,36 @@ class _Norm:
     gamma: Tensor
     beta: Tensor
 
-    @staticmethod
-    def of(graph: Graph, node: Node) -> _Norm:
-        tensors = {key: graph.tensors[path].double() for key, path in node.params.items()}
-        mean, variance = tensors["running_mean"], tensors["running_var"]
-        gamma, beta = (
-            tensors.get("weight", torch.ones_like(mean)),
-            tensors.get("bias", torch.zeros_like(mean)),
-        )
-        return _Norm(mean, (variance + float(node.attrs.get("eps", 1e-5))).sqrt(), gamma, beta)
-
     @property
     def factor(self) -> Tensor:
         return self.gamma / self.deviation
 
-    def of_bias(self, bias: Tensor | float) -> Tensor:
-        """What the norm makes of a constant."""
+    def shifted(self, bias: Tensor | float) -> Tensor:
+        """Return what the norm makes of a constant."""
         return (bias - self.mean) * self.factor + self.beta
 
-    def split(self, channels: list[int]) -> list[_Norm]:
-        parts = (
-            torch.split(value, channels)
-            for value in (self.mean, self.deviation, self.gamma, self.beta)
+    def part(self, start: int, stop: int) -> _Norm:
+        """Return the norm of some of the channels."""
+        channels = slice(start, stop)
+        return _Norm(
+            self.mean[channels],
+            self.deviation[channels],
+            self.gamma[channels],
+            self.beta[channels],
         )
-        return [_Norm(*part) for part in zip(*parts, strict=True)] if channels else []
 
 
-class _Sources:
-    """Finds the layers that make what batch norms read."""
+def _norm_of(graph: Graph, node: Node) -> _Norm:
+    tensors = {key: graph.tensors[path].double() for key, path in node.params.items()}
+    mean = tensors["running_mean"]
+    variance = tensors["running_var"] + float(node.attrs.get("eps", 1e-5))
+    gamma = tensors.get("weight", torch.ones_like(mean))
+    beta = tensors.get("bias", torch.zeros_like(mean))
+    return _Norm(mean, variance.sqrt(), gamma, beta)
+
+
+class _NormSources:
+    """Finds the layers whose channels batch norms read."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -111,53 +120,59 @@ class _Sources:
     def labels(self) -> ChannelLabels:
         return ChannelLabels(self.graph)
 
-    def of(self, norm: Node) -> list[Node]:
-        """The layers that a batch norm can fold into, in the order of their channels; empty if
-        it cannot.
+    def layers(self, norm: Node) -> list[Node]:
+        """Return the layers into which a batch norm can fold, in the order of their channels;
+        none if it cannot.
         """
-        made = self._maker(next(norm.refs()), norm, axis=1)
-        maker, axis = made or (norm, 1)
-        parts = [made]
-        if maker.op == "cat" and int(maker.attrs.get("dim", 0)) % maker.rank == axis:
-            parts = [self._maker(name, maker, axis) for name in references(maker.inputs)]
-        layers = {
-            part[0].name: part[0]
-            for part in parts
-            if part is not None and _makes_channels(*part)
-        }
-        return list(layers.values()) if len(layers) == len(parts) else []
+        source = self._source(next(norm.refs()), norm, 1)
+        if source is None:
+            return []
+        sources = [source]
+        join, axis = source
+        if join.op == "cat" and int(join.attrs.get("dim", 0)) % join.rank == axis:
+            sources = [self._source(name, join, axis) for name in references(join.inputs)]
+        layers: dict[str, Node] = {}
+        for source in sources:
+            if source is None or not _makes_channels(*source):
+                return []
+            layers[source[0].name] = source[0]
+        return list(layers.values()) if len(layers) == len(sources) else []
 
-    def _maker(self, name: str, reader: Node, axis: int) -> tuple[Node, int] | None:
-        """The node before all that only moves the value `name`, and where the channels that are
-        then at `axis` are in what it makes; None if others read that, too.
+    def _source(self, name: str, reader: Node, axis: int) -> tuple[Node, int] | None:
+        """Return the node before all that only moves the value `name`, and the axis of its
+        value that holds the channels; None if others than `reader` read it.
+
+        Args:
+            name: the value.
+            reader: the node that reads it.
+            axis: the axis of the channels in the value.
         """
         node = self.graph.by_name[name]
         if self.graph.consumers[name] != (reader.name,):
             return None
-        if not (node.row.only_moves and passes_shifts(node)):
+        if not node.row.only_moves or not passes_shifts(node):
             return node, axis
-        source, before = self.graph.source(node), self.labels.moved_back(node, axis)
-        return (
-            None if source is None or before is None else self._maker(source.name, node, before)
-        )
+        source = self.graph.source(node)
+        before = self.labels.moved_back(node, axis)
+        if source is None or before is None:
+            return None
+        return self._source(source.name, node, before)
 
 
 def _makes_channels(layer: Node, axis: int) -> bool:
-    """Whether a layer multiplies its one input to make what is along an axis."""
-    if not layer.is_multiplying or set(layer.inputs) != {"input"} or layer.shape is None:
+    """Return whether a layer multiplies its only input, and has its output channels at an
+    axis.
+    """
+    if not layer.is_multiplying or layer.inputs.keys() != {"input"}:
         return False
-    return layer.row.channels is not None and layer.row.channels % len(layer.shape) == axis
+    if layer.shape is None or layer.row.channels is None:
+        return False
+    return layer.row.channels % layer.rank == axis
 
 
-def _as_scale(graph: Graph, node: Node) -> Graph:
-    """The graph with the norm as a scale and an offset per channel, under the same name."""
-    norm, dtype = _Norm.of(graph, node), graph.tensors[node.params["running_mean"]].dtype
-    params = {key: f"{key}@{node.name}" for key in ("weight", "bias")}
-    values = {
-        params["weight"]: norm.factor.to(dtype),
-        params["bias"]: norm.of_bias(0.0).to(dtype),
-    }
-    op, inputs = "channel_scale", {"input": node.inputs["input"]}
-    scale = dataclasses.replace(node, op=op, target=op, inputs=inputs, attrs={}, params=params)
-    graph = graph.mapped(lambda other: scale if other.name == node.name else other)
-    return graph.replaced(tensors={**graph.tensors, **values})
+def _channel_scale(norm: Node) -> Node:
+    """Return the layer that scales channels in place of a norm, under the same name."""
+    op = "channel_scale"
+    params = {key: f"{key}@{norm.name}" for key in ("weight", "bias")}
+    inputs = {"input": norm.inputs["input"]}
+    return replace(norm, op=op, target=op, inputs=inputs, attrs={}, params=params)

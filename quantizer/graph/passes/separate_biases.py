@@ -1,55 +1,65 @@
-"""A bias that the model computes for each input anew is added by a layer of its own: a
-multiplying layer has none.
+"""A pass that adds a bias that is computed anew for each input in a layer of its own. A
+multiplying layer can only have a constant bias.
 """
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 
-from quantizer.graph.ir import Graph, Node, Ref, map_refs
+from quantizer.graph.ir import Graph, Node, Ref
 
 
 def separate_biases(graph: Graph) -> Graph:
-    """The graph with each such layer `x` as a layer without a bias, read by `x_add`; `x_bias`
-    is a convolution's bias as its sum needs it, [channels, 1, …].
+    """Return the graph with each layer `x` of a computed bias as `x` without a bias, read by
+    `x_add`.
+
+    A convolution's bias is brought into the shape [channels, 1, …] by `x_bias`.
     """
-    found = {node.name for node in graph.nodes if _is_given_bias(node)}
-    if not found:
+    layers = {node.name for node in graph.nodes if _has_computed_bias(node)}
+    if not layers:
         return graph
 
     def through(name: str) -> Ref:
-        return Ref(f"{name}_add" if name in found else name)
+        return Ref(f"{name}_add") if name in layers else Ref(name)
 
+    changed = graph.reading(through)
     nodes: list[Node] = []
-    for node in graph.nodes:
-        node = dataclasses.replace(node, inputs=map_refs(node.inputs, through))
-        nodes += _parts(node) if node.name in found else [node]
-    return graph.replaced(nodes=tuple(nodes), output=map_refs(graph.output, through))
+    for node in changed.nodes:
+        if node.name in layers:
+            nodes += _parts(node)
+        else:
+            nodes.append(node)
+    return changed.replaced(nodes=tuple(nodes))
 
 
-def _is_given_bias(node: Node) -> bool:
+def _has_computed_bias(node: Node) -> bool:
     return node.is_multiplying and isinstance(node.inputs.get("bias"), Ref)
 
 
 def _parts(node: Node) -> Iterator[Node]:
-    """The layer without its bias, what brings the bias into shape, the sum."""
-    inputs = {key: value for key, value in node.inputs.items() if key != "bias"}
-    yield dataclasses.replace(node, inputs=inputs)
-    bias, plain = node.inputs["bias"], dataclasses.replace(node, attrs={}, params={})
+    """Yield the layer without its bias, the reshape of a convolution's bias, and the sum."""
+    inputs = dict(node.inputs)
+    bias = inputs.pop("bias")
+    yield replace(node, inputs=inputs)
+    computed = replace(node, attrs={}, params={})
     if node.row.spatial:
-        sizes = [-1, *[1] * node.row.spatial]
-        name, channels = f"{node.name}_bias", (node.shape or ())[-1 - node.row.spatial]
-        yield dataclasses.replace(
-            plain,
+        shape = [-1, *[1] * node.row.spatial]
+        name = f"{node.name}_bias"
+        channels = (node.shape or ())[-1 - node.row.spatial]
+        yield replace(
+            computed,
             name=name,
             op="reshape",
             target="aten.reshape.default",
             inputs={"input": bias},
-            attrs={"shape": sizes},
-            shape=(channels, *sizes[1:]),
+            attrs={"shape": shape},
+            shape=(channels, *shape[1:]),
             open_axes=(),
         )
         bias = Ref(name)
-    summands = {"input": Ref(node.name), "other": bias}
-    yield dataclasses.replace(
-        plain, name=f"{node.name}_add", op="add", target="aten.add.Tensor", inputs=summands
+    yield replace(
+        computed,
+        name=f"{node.name}_add",
+        op="add",
+        target="aten.add.Tensor",
+        inputs={"input": Ref(node.name), "other": bias},
     )
