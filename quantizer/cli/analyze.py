@@ -76,7 +76,7 @@ class AnalyzeOptions(Options):
     passes: str | None = option(
         "Measure the output's noise at the smallest width, measure it at every width, or "
         f"predict it from gradients.  [default: network; over {MANY} weights fast]",
-        type=click.Choice(engine.PASSES),
+        type=click.Choice(engine.NOISE_METHODS),
     )
     tensors: bool = option(
         "Also measure each quantized tensor: alone, and all others without it.", default=False
@@ -311,14 +311,19 @@ def _run(
     if budget is None:
         content = sensitivity.analysis_json(found) | beside
         return Findings(plan.graph, content, json_text(content) + "\n", found, tensors=tensors)
-    both = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
+    both = {
+        "mixed": engine.best_choice(found, budget),
+        "uniform": engine.uniform_choice(found, budget),
+    }
     choices = {label: picked for label, picked in both.items() if picked is not None}
     noise = {
-        label: engine.measured(plan, found, picked, lambda: session.on_device(options, batches))
+        label: engine.measured_noise(
+            plan, found, picked, lambda: session.on_device(options, batches)
+        )
         for label, picked in choices.items()
     }
     best = min(noise, key=noise.__getitem__)  # of equally good ones the first
-    changes = engine.specs_of(plan, found, choices[best])
+    changes = engine.chosen_specs(plan, found, choices[best])
     changed = patched(read.config.document, changes)
     _check(plan, original, changes, changed)
     content = (
@@ -345,12 +350,16 @@ def _run(
 def _measure(
     options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches
 ) -> Analysis:
-    count = len(engine.candidates(plan)[0])
+    count = len(engine.width_candidates(plan)[0])
     passes = options.passes or ("network" if count <= MANY else "fast")
     total, unit = engine.units_of_work(passes, count, batches.total)
     with Stage(progress(quiet=options.json), "analyze", total, unit) as stage:
-        return engine.analyze(
-            plan, widths, lambda: session.on_device(options, batches), passes, stage.advance
+        return engine.analyze_weights(
+            plan,
+            widths,
+            lambda: session.on_device(options, batches),
+            passes,
+            after_layer=stage.advance,
         )
 
 
@@ -366,7 +375,7 @@ def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any
     after = resolve(config, plan.graph, original)
     if any(finding.severity == "error" for finding in after.diagnostics):
         raise ConfigError(after.diagnostics, checked.sources)
-    if wrong := engine.differing(plan, after, changes):
+    if wrong := engine.unwanted_changes(plan, after, changes):
         raise UsageError(
             f"the config cannot be changed in place: {wrong[0]} would not be as chosen",
             help="state the weights' dtype, scheme and axis in one place, global or overall",

@@ -40,6 +40,15 @@ def a_kind(value: object) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "layer"), counted(2, "layer")
+    ('1 layer', '2 layers')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def shortened(names: Sequence[str], most: int = 5) -> str:
     """The first `most` names in a row, and how many there are besides.
 
