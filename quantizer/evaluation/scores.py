@@ -185,7 +185,7 @@ def score(
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
         outputs = calibrated.outputs
-        compared = compare(reference, quantized, on_device, ranks, user, outputs=outputs)
+        compared = compare(reference, quantized, on_device, ranks, user=user, outputs=outputs)
     batches.require_same(ranks)
     passes = (
         pass_loss(calibrated, quantized, batches.first().to(device)) if ranks.is_first else None
