@@ -5,7 +5,6 @@ under a budget.
 import json
 import math
 import sys
-from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +27,12 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document
 from quantizer.config.forms.weight_widths import patched
 from quantizer.config.load import check_document
-from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
+from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
 from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
 from quantizer.evaluation.analyze import Analysis, Budget, Width, width_bits
+from quantizer.evaluation.width_changes import WidthChanges, chosen_specs, unwanted_changes
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import run_passes
@@ -50,7 +50,6 @@ from quantizer.sources.data import Batches
 from quantizer.storage.files import write_json
 
 Choice = tuple[int, ...]
-Changes = Mapping[str, Mapping[Role, QuantizationSpec]]
 
 MANY = 200
 """Up to so many weights, the noise of each is measured unless --passes says otherwise."""
@@ -323,7 +322,7 @@ def _run(
         for label, picked in choices.items()
     }
     best = min(noise, key=noise.__getitem__)  # of equally good ones the first
-    changes = engine.chosen_specs(plan, found, choices[best])
+    changes = chosen_specs(plan, found, choices[best])
     changed = patched(read.config.document, changes)
     _check(plan, original, changes, changed)
     content = (
@@ -363,7 +362,7 @@ def _measure(
         )
 
 
-def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any]) -> None:
+def _check(plan: Plan, original: Graph, changes: WidthChanges, changed: dict[str, Any]) -> None:
     """Refuse a config that does not do exactly what was chosen.
 
     Raises:
@@ -375,7 +374,7 @@ def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any
     after = resolve(config, plan.graph, original)
     if any(finding.severity == "error" for finding in after.diagnostics):
         raise ConfigError(after.diagnostics, checked.sources)
-    if wrong := engine.unwanted_changes(plan, after, changes):
+    if wrong := unwanted_changes(plan, after, changes):
         raise UsageError(
             f"the config cannot be changed in place: {wrong[0]} would not be as chosen",
             help="state the weights' dtype, scheme and axis in one place, global or overall",

@@ -174,7 +174,14 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
             ).require()
             calibrated, _ = subject.calibrated(config)
             follower = progress(quiet=options.json)
-            scores = score(calibrated, loaded.module, evaluation, follower, evaluator, check)
+            scores = score(
+                calibrated,
+                loaded.module,
+                evaluation,
+                follower,
+                function=evaluator,
+                check=check,
+            )
             require_known([gate], scores.gated)
             value = scores.gated[gate.metric]
             runs[key] = scores.metrics | {gate.metric: value}

@@ -39,7 +39,9 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
         )
         show_layers(options, plan.graph, plan.tensors, plan.floats)
     device, follower = session.device_of(options), progress(quiet=options.quiet)
-    metrics = measure(loaded.module, batches, device, follower, "float", evaluator)
+    metrics = measure(
+        loaded.module, batches, device, follower, label="float", function=evaluator
+    )
     if not metrics:
         raise UsageError(
             "there is nothing to measure: no evaluate(model, data), and the data have no "

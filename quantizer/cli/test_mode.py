@@ -152,9 +152,9 @@ class _TestRun:
             self.loaded.module,
             self.batches,
             Forked(progress(quiet=options.quiet), torchrun.Watched(self.ranks)),
-            self.evaluator,
-            check,
-            self.ranks,
+            function=self.evaluator,
+            check=check,
+            ranks=self.ranks,
             explained=True,
         )
 

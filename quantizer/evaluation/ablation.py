@@ -111,17 +111,15 @@ def ablate(
 ) -> Ablation:
     """Measure the effect of each tensor that `quantized` quantizes.
 
-    The nodes after a tensor run twice per batch. Total noise is measured against `user`, if
-    passes changed the function of the model. The noise of one tensor is always measured
-    against `reference`, because the passes' error would mask it.
+    The nodes after a tensor run twice per batch. The noise of a tensor alone is measured
+    against `reference`, because the error of passes would mask it.
 
     Args:
         reference: the same nodes in float.
-        quantized: the network whose tensors are measured.
         after_tensor: called when one tensor is done.
         keys: the tensors to measure; all if None.
         user: the user's model, if `reference` computes another function.
-        measure: the noise measure; if None, all parts of the outputs count alike.
+        measure: of noise; all parts of the outputs count alike if None.
 
     Raises:
         DataError: no batch, or an output of the float network that is not finite.
@@ -134,8 +132,8 @@ def ablate(
             without[name, role] = []
     signal: list[float] = []
     noise: list[float] = []
+    compared = reference if user is None else user
     if measure is None:
-        compared = reference if user is None else user
         measure = OutputMeasure(output_parts(compared.graph))
     reference_measure = measure
     if user is not None:
@@ -145,11 +143,9 @@ def ablate(
             with naming_batch(len(signal)):
                 float_run = reference.start(batch.args, batch.kwargs)
                 quantized_run = quantized.start(batch.args, batch.kwargs)
-                energy = reference_measure.expect(float_run.branch())
+                signal.append(reference_measure.expect(float_run.branch()))
                 if user is not None:
-                    user_run = user.start(batch.args, batch.kwargs)
-                    energy = measure.expect(user_run)
-                signal.append(energy)
+                    signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
                 noise.append(measure.noise(quantized_run.branch(), is_counted=True))
             for node in quantized.graph.nodes:
                 float_layer = reference.layers[node.name]

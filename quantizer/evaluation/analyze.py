@@ -22,7 +22,7 @@ from quantizer.algorithms.sensitivity import (
 )
 from quantizer.algorithms.sensitivity import Width as Width  # for whoever asks for widths
 from quantizer.comparison.output_measure import AlikeOutputs
-from quantizer.config.model import QuantizationSpec, Role
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.errors import GateError
 from quantizer.graph.output_parts import output_parts
@@ -413,44 +413,3 @@ def _alike(network: Network, batches: GetBatches) -> OutputsOf:
         return Execution.float_outputs
     with torch.no_grad():
         return AlikeOutputs(outputs, network, first)
-
-
-def chosen_specs(
-    plan: Plan, analysis: Analysis, choice: Choice
-) -> dict[str, dict[Role, QuantizationSpec]]:
-    """Return the specs of all tensors of each layer whose chosen width is not the config's."""
-    changed: dict[str, dict[Role, QuantizationSpec]] = {}
-    for row, index in zip(analysis.rows, choice, strict=True):
-        candidate = row.candidate
-        for name, spec in zip(candidate.layers, candidate.specs, strict=True):
-            resized = candidate.with_width(spec, analysis.widths[index])
-            if resized == spec:
-                continue
-            changed[name] = {}
-            for tensor in plan.tensors.values():
-                if name in tensor.members:
-                    changed[name][base_role(tensor.role)] = tensor.spec
-            changed[name]["weights"] = resized
-    return changed
-
-
-def unwanted_changes(
-    before: Plan,
-    after: Plan,
-    changed: Mapping[str, Mapping[Role, QuantizationSpec]],
-) -> list[str]:
-    """Return the tensors, besides the weights of `changed`, whose spec differs in `after`."""
-    expected = {key: tensor.spec for key, tensor in before.tensors.items()}
-    for name, specs in changed.items():
-        expected[name, "weights"] = specs["weights"]
-    actual = {key: tensor.spec for key, tensor in after.tensors.items()}
-    for key, spec in expected.items():
-        # The other fields of a format without a scale have no meaning.
-        if not spec.is_scaled and key in actual and actual[key].dtype == spec.dtype:
-            expected[key] = actual[key]
-    differing = []
-    for key in expected.keys() | actual.keys():
-        if expected.get(key) != actual.get(key):
-            name, role = key
-            differing.append(f"{role} of {name}")
-    return sorted(differing)

@@ -156,7 +156,7 @@ def test_what_quantization_makes_infinite_is_told_with_its_batch_and_layer() -> 
     assert found.metrics()["sqnr_db"] == -math.inf
     fault = Scores(found, {}).fault
     assert fault is not None
-    assert fault.startswith("batch 2: the quantized network gives NaN or infinity")
+    assert fault.startswith("batch 2: only the quantized network gives NaN or infinity")
     assert Scores(compare(Network(graph), quantized, batches(good)), {}).fault is None
 
 
