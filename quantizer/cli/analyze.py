@@ -18,7 +18,7 @@ from quantizer.calibration.events import Stage
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.follow import progress
-from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_text
+from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_output
 from quantizer.cli.places import Place
 from quantizer.cli.render import say
 from quantizer.cli.table_view import table_view
@@ -141,7 +141,7 @@ def analyze(options: AnalyzeOptions) -> None:
         result = search or _run(options, subject, widths, budget)
     file = options.config_file if options.apply else options.file
     if file:
-        write_text(file, result.text)
+        write_output(file, result.text)
     if reported is not None:
         _add_to_report(reported, result.content)
     if options.json:

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from quantizer.cli.options import command, output_option, write_text
+from quantizer.cli.options import command, output_option, write_output
 from quantizer.cli.places import Place
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.conversion.convert import WRITERS, converted
@@ -51,5 +51,5 @@ def convert(file: str, to: Form | None, output: str) -> int:
     if output == "-":
         click.echo(text, nl=False)
     else:
-        write_text(output, text)
+        write_output(output, text)
     return 0

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from quantizer.cli import session
 from quantizer.cli.completion import layers_of_results
-from quantizer.cli.options import TABLE, Options, command, option, takes, write_text
+from quantizer.cli.options import TABLE, Options, command, option, takes, write_output
 from quantizer.cli.places import Place
 from quantizer.cli.reproduction import remember, with_config
 from quantizer.cli.table_view import view_of
@@ -110,7 +110,7 @@ def retune(folder: str, options: RetuneOptions) -> None:
                 commands = remember(opened, "calib", changed)
             write_report(opened, commands=commands)
     if options.file:
-        write_text(options.file, found.text)
+        write_output(options.file, found.text)
     rows = _rows(before, found)
     if options.json:
         click.echo(json_text({"results": str(target), "tensors": rows}))

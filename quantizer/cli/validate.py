@@ -6,7 +6,7 @@ from difflib import unified_diff
 
 import click
 
-from quantizer.cli.options import command, write_text
+from quantizer.cli.options import command, write_output
 from quantizer.cli.render import RENDERERS, say
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.read import read_text
@@ -66,7 +66,7 @@ def _fix(name: str) -> int:
     except ConfigError:  # it cannot be read, which the check says
         return 0
     if count:
-        write_text(name, text.text, encoding=text.encoding)
+        write_output(name, text.text, encoding=text.encoding)
     return count
 
 
