@@ -1,4 +1,4 @@
-"""Run `--quant_mode calib`: calibrate and write the result folder."""
+"""Runs `--quant_mode calib`: calibrates a model and writes the result folder."""
 
 import logging
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import show_layers
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
+from quantizer.config.wording import counted
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.export import planned_refusals, refuse
 from quantizer.plan.remarks import left_parameters, share_left
@@ -28,7 +29,7 @@ from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked
 from quantizer.results.write import check_owner, write_results
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
@@ -39,7 +40,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     folder = Path(options.output_dir)
-    with _opened(folder, options, ranks) as noted:
+    with _locked_folder(folder, options, ranks) as noted:
         original = session.trace_model(options, loaded, batches, compared=True)
         noted["data"] = batches.filled and batches.filled.to_json()
         if ranks.is_first:
@@ -84,25 +85,27 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
 
 
 @contextmanager
-def _opened(folder: Path, options: Options, ranks: Ranks) -> Iterator[dict[str, Any]]:
-    """The result folder, to write; of several ranks the first does that alone. Gives what
-    run.json says besides.
+def _locked_folder(folder: Path, options: Options, ranks: Ranks) -> Iterator[dict[str, Any]]:
+    """Lock the result folder on the first rank, and write run.json at the end.
+
+    Yields:
+        Further entries of run.json, to fill in.
     """
     if ranks.is_first:
-        with locked(folder), runlog.recorded(folder, options, ranks.world_size) as noted:
+        with locked(folder), runlog.run_logged(folder, options, ranks.world_size) as noted:
             yield noted
     else:
         yield {}
 
 
 def _confirm(options: Options, job: Job, checkpoints: Checkpoints | None) -> None:
-    """What is checked and shown once the plan is made.
+    """Check and show the plan before calibration starts.
 
     Raises:
-        UsageError: data are needed, and there are none; or a target of `--for` cannot hold what
-            is planned.
-        OutOfMemoryError: the machine does not have the memory.
-        ResultError: a checkpoint is of another mode of finetuning.
+        UsageError: data is needed, and there is none; or a target of `--for` cannot express the
+            plan.
+        OutOfMemoryError: there is not enough memory.
+        ResultError: the checkpoint has another mode of finetuning.
     """
     if options.inspect:
         show_layers(options, job.plan.graph, job.plan.tensors, job.plan.floats)
@@ -110,45 +113,42 @@ def _confirm(options: Options, job: Job, checkpoints: Checkpoints | None) -> Non
         refuse(target, planned_refusals(target, job.plan))
     if job.needs_data and job.batches.stands_in:
         raise session.missing_data()
-    size, batches = session.batch_size(options, job.batches), job.batches
-    data = memory_prediction.Data(size, batches.total or 1, options.memory)
-    more = memory_prediction.calibration_bytes(
+    size = session.batch_size(options, job.batches)
+    data = memory_prediction.Data(size, job.batches.total or 1, options.memory)
+    needed = memory_prediction.calibration_bytes(
         job.plan, job.config, data, finetuned=bool(job.fast_finetune)
     )
-    memory_prediction.require_room(
-        "calibration", more, memory_prediction.remedies(job.plan.graph)
-    )
+    remedies = memory_prediction.remedies(job.plan.graph)
+    memory_prediction.require_room("calibration", needed, remedies)
     if options.resume and checkpoints:
         check_checkpoint(checkpoints, job.fast_finetune)
         if not job.needs_data:
-            logger.warning(
-                "--resume has no effect: this config is calibrated without data, so nothing "
-                "can be resumed"
+            _logger.warning(
+                "--resume has no effect: this config needs no data, so there is nothing to "
+                "resume"
             )
         elif not checkpoints.exist():
-            logger.warning(
-                "there is no checkpoint in %s: starting with the first batch",
+            _logger.warning(
+                "there is no checkpoint in %s: calibration starts with the first batch",
                 options.output_dir,
             )
 
 
 def _outcome(job: Job, folder: Path) -> Outcome:
-    plan, batches = job.plan, job.calibration.batches
+    plan = job.plan
+    batches = job.calibration.batches
     left, _ = left_parameters(plan)
-    content = {
+    content: dict[str, Any] = {
         "tensors": len(plan.tensors),
         "float_parameters": left,
         "batches": batches,
         "results": str(folder),
     }
-    how = (
-        f"calibrated on {batches} batch{'' if batches == 1 else 'es'}"
-        if job.needs_data
-        else "quantized without data"
-    )
-    said = f"{len(plan.tensors)} tensors {how}; results: {folder}"
-    return Outcome(
-        {},
-        content | {"rules": plan.to_json()["rules"]},
-        [tables.rule_table(plan), said, share_left(left)],
-    )
+    line = counted(len(plan.tensors), "tensor")
+    if job.needs_data:
+        line += f" calibrated on {counted(batches, 'batch')}"
+    else:
+        line += " quantized without data"
+    line += f"; results: {folder}"
+    content["rules"] = plan.to_json()["rules"]
+    return Outcome({}, content, [tables.rule_table(plan), line, share_left(left)])

@@ -41,12 +41,15 @@ def a_kind(value: object) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun.
+    """Return a number with its noun in singular or plural.
 
-    >>> counted(1, "layer"), counted(2, "layer")
-    ('1 layer', '2 layers')
+    >>> counted(1, "layer"), counted(2, "batch")
+    ('1 layer', '2 batches')
     """
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    if count == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{count} {noun}{ending}"
 
 
 def shortened(names: Sequence[str], most: int = 5) -> str:
