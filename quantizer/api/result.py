@@ -241,7 +241,12 @@ class Result:
         batches = self._given(data)
         with evaluating(self._model):
             scores = score(
-                self._calibrated, self._model, batches, self._events, function, explained=True
+                self._calibrated,
+                self._model,
+                batches,
+                self._events,
+                function=function,
+                explained=True,
             )
         return Comparison(scores, self._calibrated, batches.stamp)
 

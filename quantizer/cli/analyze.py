@@ -5,7 +5,6 @@ under a budget.
 import json
 import math
 import sys
-from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from quantizer.calibration.events import Stage
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.follow import progress
-from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_text
+from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_output
 from quantizer.cli.places import Place
 from quantizer.cli.render import say
 from quantizer.cli.table_view import table_view
@@ -28,11 +27,12 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document
 from quantizer.config.forms.weight_widths import patched
 from quantizer.config.load import check_document
-from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
+from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
 from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
 from quantizer.evaluation.analyze import Analysis, Budget, Width, width_bits
+from quantizer.evaluation.width_changes import WidthChanges, chosen_specs, unwanted_changes
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import run_passes
@@ -50,7 +50,6 @@ from quantizer.sources.data import Batches
 from quantizer.storage.files import write_json
 
 Choice = tuple[int, ...]
-Changes = Mapping[str, Mapping[Role, QuantizationSpec]]
 
 MANY = 200
 """Up to so many weights, the noise of each is measured unless --passes says otherwise."""
@@ -76,7 +75,7 @@ class AnalyzeOptions(Options):
     passes: str | None = option(
         "Measure the output's noise at the smallest width, measure it at every width, or "
         f"predict it from gradients.  [default: network; over {MANY} weights fast]",
-        type=click.Choice(engine.PASSES),
+        type=click.Choice(engine.NOISE_METHODS),
     )
     tensors: bool = option(
         "Also measure each quantized tensor: alone, and all others without it.", default=False
@@ -142,7 +141,7 @@ def analyze(options: AnalyzeOptions) -> None:
         result = search or _run(options, subject, widths, budget)
     file = options.config_file if options.apply else options.file
     if file:
-        write_text(file, result.text)
+        write_output(file, result.text)
     if reported is not None:
         _add_to_report(reported, result.content)
     if options.json:
@@ -311,14 +310,19 @@ def _run(
     if budget is None:
         content = sensitivity.analysis_json(found) | beside
         return Findings(plan.graph, content, json_text(content) + "\n", found, tensors=tensors)
-    both = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
+    both = {
+        "mixed": engine.best_choice(found, budget),
+        "uniform": engine.uniform_choice(found, budget),
+    }
     choices = {label: picked for label, picked in both.items() if picked is not None}
     noise = {
-        label: engine.measured(plan, found, picked, lambda: session.on_device(options, batches))
+        label: engine.measured_noise(
+            plan, found, picked, lambda: session.on_device(options, batches)
+        )
         for label, picked in choices.items()
     }
     best = min(noise, key=noise.__getitem__)  # of equally good ones the first
-    changes = engine.specs_of(plan, found, choices[best])
+    changes = chosen_specs(plan, found, choices[best])
     changed = patched(read.config.document, changes)
     _check(plan, original, changes, changed)
     content = (
@@ -345,16 +349,20 @@ def _run(
 def _measure(
     options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches
 ) -> Analysis:
-    count = len(engine.candidates(plan)[0])
+    count = len(engine.width_candidates(plan)[0])
     passes = options.passes or ("network" if count <= MANY else "fast")
     total, unit = engine.units_of_work(passes, count, batches.total)
     with Stage(progress(quiet=options.json), "analyze", total, unit) as stage:
-        return engine.analyze(
-            plan, widths, lambda: session.on_device(options, batches), passes, stage.advance
+        return engine.analyze_weights(
+            plan,
+            widths,
+            lambda: session.on_device(options, batches),
+            passes,
+            after_layer=stage.advance,
         )
 
 
-def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any]) -> None:
+def _check(plan: Plan, original: Graph, changes: WidthChanges, changed: dict[str, Any]) -> None:
     """Refuse a config that does not do exactly what was chosen.
 
     Raises:
@@ -366,7 +374,7 @@ def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any
     after = resolve(config, plan.graph, original)
     if any(finding.severity == "error" for finding in after.diagnostics):
         raise ConfigError(after.diagnostics, checked.sources)
-    if wrong := engine.differing(plan, after, changes):
+    if wrong := unwanted_changes(plan, after, changes):
         raise UsageError(
             f"the config cannot be changed in place: {wrong[0]} would not be as chosen",
             help="state the weights' dtype, scheme and axis in one place, global or overall",

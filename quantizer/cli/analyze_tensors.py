@@ -34,7 +34,7 @@ from quantizer.config.model import Config
 from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate
 from quantizer.evaluation.analyze import NOISE_BATCHES, few
-from quantizer.evaluation.cheapest import Part, cheapest, parts
+from quantizer.evaluation.cheapest import FloatPart, cheapest_parts, float_parts
 from quantizer.evaluation.measurable import not_measured, not_measured_by_targets
 from quantizer.evaluation.scores import score
 from quantizer.graph.ir import Graph
@@ -85,14 +85,14 @@ def measured_tensors(subject: Subject) -> tuple[Ablation, Plan]:
         here = few(lambda: session.on_device(subject.options, batches))
         user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
         reference = Network(calibrated.float_graph)
-        return ablate(reference, quantized, here, stage.advance, user=user), plan
+        return ablate(reference, quantized, here, after_tensor=stage.advance, user=user), plan
 
 
 @dataclass(frozen=True)
 class Found:
     """The layers to leave in float, the config that does, and the metrics before and after."""
 
-    chosen: Sequence[Part]
+    chosen: Sequence[FloatPart]
     config: Mapping[str, Any]
     before: Mapping[str, float]
     after: Mapping[str, float]
@@ -158,7 +158,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
         require_measured([gate], not_measured_by_targets(evaluation.first(), subject.original))
     runs = dict[tuple[str, ...], Mapping[str, float]]()
 
-    def document(chosen: Sequence[Part]) -> dict[str, Any]:
+    def document(chosen: Sequence[FloatPart]) -> dict[str, Any]:
         return with_float(
             subject.read.config.document, [name for part in chosen for name in part.layers]
         )
@@ -166,7 +166,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
     def check(metrics: Collection[str]) -> None:
         require_known(about_all([gate]), names_in_test(metrics, options, directions))
 
-    def holds(chosen: Sequence[Part]) -> bool:
+    def holds(chosen: Sequence[FloatPart]) -> bool:
         key = tuple(name for part in chosen for name in part.layers)
         if key not in runs:
             config = check_document(
@@ -174,7 +174,14 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
             ).require()
             calibrated, _ = subject.calibrated(config)
             follower = progress(quiet=options.json)
-            scores = score(calibrated, loaded.module, evaluation, follower, evaluator, check)
+            scores = score(
+                calibrated,
+                loaded.module,
+                evaluation,
+                follower,
+                function=evaluator,
+                check=check,
+            )
             require_known([gate], scores.gated)
             value = scores.gated[gate.metric]
             runs[key] = scores.metrics | {gate.metric: value}
@@ -183,8 +190,8 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
 
     holds(())  # a metric that nobody measures is refused before all tensors are
     found, plan = measured_tensors(subject)
-    candidates = parts(plan, found)
-    chosen = cheapest(candidates, holds)
+    candidates = float_parts(plan, found)
+    chosen = cheapest_parts(candidates, holds)
     if chosen is None:
         raise GateError(
             f"{gate.text} does not hold with any of these layers in float",

@@ -1,5 +1,4 @@
-"""What a test found, shown at the lines of the config that decided it, where GitHub Actions
-runs."""
+"""Annotates lines of the config with the results of a test, in GitHub Actions."""
 
 import os
 import sys
@@ -11,21 +10,24 @@ from quantizer.cli.render import workflow_command
 from quantizer.printable import one_line
 from quantizer.report.page.parts import most_damaged, of
 
-TITLE = {"title": "quantizer"}
 
-
-def annotate(options: Options, not_met: Sequence[str], values: dict[str, Any]) -> None:
-    """Print a workflow command on gates that are not met; Actions reads stderr as it does
-    stdout.
+def annotate(
+    options: Options,
+    not_met: Sequence[str],
+    values: dict[str, Any],
+) -> None:
+    """Print a workflow command about gates that do not hold.
 
     Args:
+        options: of the run.
+        not_met: the gates.
         values: those of report.json; none in float mode.
     """
     if not _is_in_actions():
         return
     text = f"not met: {', '.join(not_met)}"
-    worst = most_damaged(values["layers"]) if values else None
     properties: dict[str, str] = {}
+    worst = most_damaged(values["layers"]) if values else None
     if worst is not None:
         text += f"; {of(values, worst)} loses most, {worst['local_sqnr_db']:.1f} dB"
         properties = _place(options, values, worst)
@@ -33,20 +35,26 @@ def annotate(options: Options, not_met: Sequence[str], values: dict[str, Any]) -
 
 
 def annotate_warnings(options: Options, values: dict[str, Any]) -> None:
-    """Print a workflow command on each output that has lost, at the line about the tensor
-    that is to blame.
+    """Print a workflow command about each output that has lost, at the line of the tensor that
+    causes the loss.
 
     Args:
+        options: of the run.
         values: those of report.json.
     """
     if not _is_in_actions():
         return
-    rows = {(row["layer"], row["tensor"]): row for row in values["layers"]}
+    rows = {}
+    for row in values["layers"]:
+        rows[row["layer"], row["tensor"]] = row
     for warning in values["warnings"]:
-        if warning["kind"] != "rows":
-            row = rows.get((warning["layer"], warning["tensor"]))
-            place = {} if row is None else _place(options, values, row)
-            _command("warning", place, warning["text"])
+        if warning["kind"] == "rows":
+            continue
+        key = (warning["layer"], warning["tensor"])
+        place: dict[str, str] = {}
+        if key in rows:
+            place = _place(options, values, rows[key])
+        _command("warning", place, warning["text"])
 
 
 def _is_in_actions() -> bool:
@@ -58,11 +66,19 @@ def _place(
     values: Mapping[str, Any],
     row: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Return the line of the config that says most about a tensor, if one does."""
+    """Return file and line of the config that decide most about a tensor, if there is one."""
     if row["line"] is None:
         return {}
-    return {"file": options.config_file or values["config"]["name"], "line": str(row["line"])}
+    file = options.config_file or values["config"]["name"]
+    return {"file": file, "line": str(row["line"])}
 
 
-def _command(kind: str, properties: Mapping[str, str], text: str) -> None:
-    print(workflow_command(kind, {**properties, **TITLE}, one_line(text)), file=sys.stderr)
+def _command(
+    kind: str,
+    properties: Mapping[str, str],
+    text: str,
+) -> None:
+    """Print a workflow command; Actions reads standard error too."""
+    properties = {**properties, "title": "quantizer"}
+    command = workflow_command(kind, properties, one_line(text))
+    print(command, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Run `--quant_mode calib`: calibrate and write the result folder."""
+"""Runs `--quant_mode calib`: calibrates a model and writes the result folder."""
 
 import logging
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import show_layers
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
+from quantizer.config.wording import counted
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.export import planned_refusals, refuse
 from quantizer.plan.model import Plan
@@ -29,7 +30,7 @@ from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked
 from quantizer.results.write import check_owner, write_results
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
@@ -40,7 +41,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     folder = Path(options.output_dir)
-    with _opened(folder, options, ranks) as noted:
+    with _locked_folder(folder, options, ranks) as noted:
         original = session.trace_model(options, loaded, batches, compared=True)
         noted["data"] = batches.filled and batches.filled.to_json()
         if ranks.is_first:
@@ -51,14 +52,14 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             _confirm(options, request, state.plan, checkpoints)
             return state
 
+        followers = [followed(read.sources, quiet=options.quiet)]
+        if checkpoints:
+            followers.append(checkpoints)
         request = CalibrationRequest(
             target=TracedTarget(original),
             config=read.config,
             batches=batches,
-            events=Forked(
-                *filter(None, (followed(read.sources, quiet=options.quiet), checkpoints)),
-                torchrun.Watched(ranks),
-            ),
+            events=Forked(*followers, torchrun.Watched(ranks)),
             checkpoints=checkpoints,
             seed=options.seed,
             fast_finetune=finetuned,
@@ -92,27 +93,32 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
 
 
 @contextmanager
-def _opened(folder: Path, options: Options, ranks: Ranks) -> Iterator[dict[str, Any]]:
-    """The result folder, to write; of several ranks the first does that alone. Gives what
-    run.json says besides.
+def _locked_folder(folder: Path, options: Options, ranks: Ranks) -> Iterator[dict[str, Any]]:
+    """Lock the result folder on the first rank, and write run.json at the end.
+
+    Yields:
+        Further entries of run.json, to fill in.
     """
     if ranks.is_first:
-        with locked(folder), runlog.recorded(folder, options, ranks.world_size) as noted:
+        with locked(folder), runlog.run_logged(folder, options, ranks.world_size) as noted:
             yield noted
     else:
         yield {}
 
 
 def _confirm(
-    options: Options, request: CalibrationRequest, plan: Plan, checkpoints: Checkpoints | None
+    options: Options,
+    request: CalibrationRequest,
+    plan: Plan,
+    checkpoints: Checkpoints | None,
 ) -> None:
-    """What is checked and shown once the plan is made.
+    """Check and show the plan before calibration starts.
 
     Raises:
-        UsageError: data are needed, and there are none; or a target of `--for` cannot hold what
-            is planned.
-        OutOfMemoryError: the machine does not have the memory.
-        ResultError: a checkpoint is of another mode of finetuning.
+        UsageError: data is needed, and there is none; or a target of `--for` cannot express the
+            plan.
+        OutOfMemoryError: there is not enough memory.
+        ResultError: the checkpoint has another mode of finetuning.
     """
     if options.inspect:
         show_layers(options, plan.graph, plan.tensors, plan.floats)
@@ -120,43 +126,42 @@ def _confirm(
         refuse(target, planned_refusals(target, plan))
     if request.needs_data(plan) and request.batches.stands_in:
         raise session.missing_data()
-    size, batches = session.batch_size(options, request.batches), request.batches
-    data = memory_prediction.Data(size, batches.total or 1, options.memory)
-    more = memory_prediction.calibration_bytes(
+    size = session.batch_size(options, request.batches)
+    data = memory_prediction.Data(size, request.batches.total or 1, options.memory)
+    needed = memory_prediction.calibration_bytes(
         plan, request.config, data, finetuned=bool(request.fast_finetune)
     )
-    memory_prediction.require_room("calibration", more, memory_prediction.remedies(plan.graph))
+    remedies = memory_prediction.remedies(plan.graph)
+    memory_prediction.require_room("calibration", needed, remedies)
     if options.resume and checkpoints:
         check_checkpoint(checkpoints, request.fast_finetune)
         if not request.needs_data(plan):
-            logger.warning(
-                "--resume has no effect: this config is calibrated without data, so nothing "
-                "can be resumed"
+            _logger.warning(
+                "--resume has no effect: this config needs no data, so there is nothing to "
+                "resume"
             )
         elif not checkpoints.exist():
-            logger.warning(
-                "there is no checkpoint in %s: starting with the first batch",
+            _logger.warning(
+                "there is no checkpoint in %s: calibration starts with the first batch",
                 options.output_dir,
             )
 
 
 def _outcome(request: CalibrationRequest, state: CalibrationState, folder: Path) -> Outcome:
-    plan, batches = state.plan, state.calibration.batches
+    plan = state.plan
+    batches = state.calibration.batches
     left, _ = left_parameters(plan)
-    content = {
+    content: dict[str, Any] = {
         "tensors": len(plan.tensors),
         "float_parameters": left,
         "batches": batches,
         "results": str(folder),
     }
-    how = (
-        f"calibrated on {batches} batch{'' if batches == 1 else 'es'}"
-        if request.needs_data(plan)
-        else "quantized without data"
-    )
-    said = f"{len(plan.tensors)} tensors {how}; results: {folder}"
-    return Outcome(
-        {},
-        content | {"rules": plan.to_json()["rules"]},
-        [tables.rule_table(plan), said, share_left(left)],
-    )
+    line = counted(len(plan.tensors), "tensor")
+    if request.needs_data(plan):
+        line += f" calibrated on {counted(batches, 'batch')}"
+    else:
+        line += " quantized without data"
+    line += f"; results: {folder}"
+    content["rules"] = plan.to_json()["rules"]
+    return Outcome({}, content, [tables.rule_table(plan), line, share_left(left)])

@@ -1,12 +1,10 @@
-"""`quantizer convert`: a config file in the other form, if that form can say it. Imports no
-torch.
-"""
+"""`quantizer convert`: converts a config to the other form. Imports no torch."""
 
 import json
 
 import click
 
-from quantizer.cli.options import command, output_option, write_text
+from quantizer.cli.options import command, output_option, write_output
 from quantizer.cli.places import Place
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.conversion.convert import WRITERS, converted
@@ -23,12 +21,12 @@ from quantizer.errors import UsageError
     type=click.Choice(list(WRITERS)),
     help="The form to write.  [default: the other one]",
 )
-@output_option(default="-", help="Write to FILE, not to the screen.")
+@output_option(default="-", help="Write to FILE.  [default: standard output]")
 def convert(file: str, to: Form | None, output: str) -> int:
-    """Write a config in the other form. If that form cannot express it, print why and write
-    nothing.
+    """Convert a config to the other form. If that form cannot express the config, print why and
+    write nothing.
 
-    Exit code 0: written; 1: the other form cannot express it; 2: the file is not valid.
+    Exit codes: 0 written, 1 the other form cannot express it, 2 the file is not valid.
 
     \b
     quantizer convert net.json
@@ -36,20 +34,22 @@ def convert(file: str, to: Form | None, output: str) -> int:
     """
     result = load_config(file)
     config = result.require()
-    wanted: Form = to or ("hierarchical" if config.form == "layered" else "layered")
+    other_form: Form = "hierarchical" if config.form == "layered" else "layered"
+    wanted = to or other_form
     if wanted == config.form:
         raise UsageError(
-            f"{file} is of the {wanted} form already",
-            help="leave --to out to write the other form",
+            f"{file} already has the {wanted} form",
+            help="leave out --to to write the other form",
         )
     other = converted(config, wanted)
-    told = [found for found in result.diagnostics if found.severity != "note"]
-    print_diagnostics(by_place([*told, *other.findings]), result.sources)
-    if any(found.severity == "error" for found in other.findings):
+    findings = [one for one in result.diagnostics if one.severity != "note"]
+    findings += other.findings
+    print_diagnostics(by_place(findings), result.sources)
+    if any(finding.severity == "error" for finding in other.findings):
         return 1
     text = json.dumps(other.document, indent=2, ensure_ascii=False) + "\n"
     if output == "-":
         click.echo(text, nl=False)
     else:
-        write_text(output, text)
+        write_output(output, text)
     return 0

@@ -1,4 +1,4 @@
-"""`quantizer diff`: what two configs, or two result folders, have that differs."""
+"""`quantizer diff`: shows the differences of two configs, or of two result folders."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
+from quantizer.cli.options import MODEL, TABLE, Options, command, option, takes
 from quantizer.cli.places import Place
 from quantizer.cli.render import say
 from quantizer.cli.typed import refuse_typed
@@ -17,21 +17,17 @@ from quantizer.config.wording import quoted
 from quantizer.errors import GateError, UsageError
 from quantizer.printable import json_text
 
-_OF_MODELS = (
-    "no_cache",
-    *(name for name in LOOK if name not in ("config_file", "output", "json")),
-)
+_OF_MODELS = ("no_cache", *MODEL)
 """The options about a model."""
 
 
 @dataclass(frozen=True)
 class DiffOptions(Options):
-    """Those of commands about a model, and its own."""
+    """The options of `quantizer diff`."""
 
     fail_on: str | None = option(
-        "Exit with 1 if a figure of the second is worse by a thousandth or more: of the "
-        "outputs and each part, metrics of which it is known whether less or more is better, "
-        "the size of the weights.",
+        "Exit with code 1 if a figure of the second is worse by 0.1 % or more: SQNR of outputs "
+        "and parts, metrics with a known direction, size of the weights.",
         type=click.Choice(["worse"]),
     )
 
@@ -44,61 +40,71 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
     """Show what differs between two configs or two result folders, layer by layer: specs,
     scales, SQNR.
 
-    Two configs are compared value by value; with --model, by what they do to each layer of it.
+    Two configs are compared value by value, or with --model layer by layer.
 
     \b
     quantizer diff net.json other.json
     quantizer diff net.json other.json --model my_model.py
     quantizer diff quantize_result other_result --fail-on worse
     """
-    are_folders = [Path(place).is_dir() for place in (first, second)]
-    if are_folders[0] or options.model is None:
-        tables = () if are_folders[0] else TABLE
-        refuse_typed(
-            (*_OF_MODELS, *tables),
-            "with --model two configs are compared by what they do to its layers",
-        )
-    if are_folders[0] != are_folders[1]:
+    are_folders = Path(first).is_dir()
+    why = "with --model two configs are compared by what they do to its layers"
+    if are_folders:
+        refuse_typed(_OF_MODELS, why)
+    elif options.model is None:
+        refuse_typed((*_OF_MODELS, *TABLE), why)
+    if are_folders != Path(second).is_dir():
         raise UsageError(
             "one is a folder and the other is not",
             help="give two config files or two result folders",
         )
-    if not are_folders[0] and options.model is None:
+    if not are_folders and options.model is None:
         if options.fail_on:
             raise UsageError(
-                "two configs alone do not tell which is worse",
+                "--fail-on cannot judge two configs alone",
                 help="give --model, or two result folders",
             )
         _show_values(first, second, options)
         return
-    from quantizer.cli.diff_layers import of_configs, of_folders  # which need torch
+    # These import torch.
+    from quantizer.cli.diff_layers import of_configs, of_folders
     from quantizer.sources.directions import how_to_declare
 
-    found = (of_folders if are_folders[0] else of_configs)(first, second, options)
-    if options.fail_on and found.unknown:
-        names = ", ".join(map(quoted, found.unknown))
-        text = f"note: not judged, as it is not known whether less or more is better: {names}"
-        say(f"{text}; {how_to_declare(found.unknown[0])}, and test both again", err=True)
-    if options.fail_on and found.worse:
+    compare = of_folders if are_folders else of_configs
+    difference = compare(first, second, options)
+    if not options.fail_on:
+        return
+    if difference.unknown:
+        names = ", ".join(map(quoted, difference.unknown))
+        say(
+            f"note: not judged, as it is not known whether less or more is better: {names}; "
+            f"{how_to_declare(difference.unknown[0])}, and test both again",
+            err=True,
+        )
+    if difference.worse:
         raise GateError(
-            f"worse: {', '.join(found.worse)}",
+            f"worse: {', '.join(difference.worse)}",
             help="the table above shows which layers lose most",
         )
 
 
 def _show_values(first: str, second: str, options: DiffOptions) -> None:
     try:
-        found = compared(load_config(first).require(), load_config(second).require())
+        before = load_config(first).require()
+        values = compared(before, load_config(second).require())
     except ValueError as error:
         raise UsageError(
             str(error), help="give --model to compare what they do to its layers"
         ) from None
     if options.json:
-        click.echo(json_text({"values": found}))
+        click.echo(json_text({"values": values}))
         return
-    for key, (before, after) in found.items():
-        say(f"{key}: {_word(before)} → {_word(after)}")
-    click.echo(f"{len(found)} values differ")
+    for key, (old, new) in values.items():
+        say(f"{key}: {_word(old)} → {_word(new)}")
+    if len(values) == 1:
+        click.echo("1 value differs")
+    else:
+        click.echo(f"{len(values)} values differ")
 
 
 def _word(value: Any) -> str:

@@ -1,8 +1,5 @@
-"""The part of `quantizer diff` about layers: two result folders, or what two configs do to a
-model.
-"""
+"""Compares two result folders, or two configs on a model, for `quantizer diff`."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -28,17 +25,17 @@ from quantizer.report.difference import (
 
 
 def of_folders(first: str, second: str, options: Options) -> Difference:
-    """What two calibrations of one model have that differs, shown.
+    """Print and return the differences of two calibrations of one model.
 
     Raises:
         ResultError: one is incomplete, or was changed.
         UsageError: they are of different models.
     """
-    return _shown(of_folder(Path(first)), of_folder(Path(second)), options)
+    return _show(of_folder(Path(first)), of_folder(Path(second)), options)
 
 
 def of_configs(first: str, second: str, options: Options) -> Difference:
-    """What two configs do to a model that differs, shown.
+    """Print and return the differences of what two configs do to a model.
 
     Raises:
         ConfigError: one is not valid, or does not fit the model.
@@ -48,23 +45,30 @@ def of_configs(first: str, second: str, options: Options) -> Difference:
         values = any(needs_values(read.config.settings) for read in reads)
         original = traced_model(options, values=values).graph
     plans = [session.make_plan(read, original, quiet=True) for read in reads]
-    paths = {name: path for plan in plans for name, path in path_names(plan.graph).items()}
+    paths: dict[str, str] = {}
+    for plan in plans:
+        paths |= path_names(plan.graph)
     before, after = (of_plan(plan, paths) for plan in plans)
-    return _shown(before, after, options)
+    return _show(before, after, options)
 
 
-def _shown(first: Side, second: Side, options: Options) -> Difference:
+def _show(first: Side, second: Side, options: Options) -> Difference:
     if first.model != second.model:
-        said = f"the first is of {first.model}, the second of {second.model}"
-        raise UsageError(said, help="give results of one model")
-    found = difference(first, second)
+        raise UsageError(
+            f"the first is of {first.model}, the second of {second.model}",
+            help="give results of one model",
+        )
+    result = difference(first, second)
     if options.json:
-        click.echo(json_text(found.to_json()))
-        return found
-    paths: Mapping[str, str] = {**second.paths, **first.paths}
-    if found.rows:
-        session.console().print(difference_table(found, view_of(options, paths)))
-    for line in figure_lines(found):
+        click.echo(json_text(result.to_json()))
+        return result
+    view = view_of(options, {**second.paths, **first.paths})
+    if result.rows:
+        session.console().print(difference_table(result, view))
+    for line in figure_lines(result):
         say(line)
-    click.echo(f"{len(found.rows)} tensors differ" if found.rows else "no tensor differs")
-    return found
+    if len(result.rows) == 1:
+        click.echo("1 tensor differs")
+    else:
+        click.echo(f"{len(result.rows) or 'no'} tensors differ")
+    return result

@@ -1,6 +1,4 @@
-"""What test mode does besides, if asked: `--exact` runs the DPU's integers, `--deploy` writes
-for other runtimes.
-"""
+"""Runs `--exact` (the DPU's integers) and `--deploy` (other runtimes) after a test."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,26 +14,24 @@ from quantizer.cli.table_view import table_view
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.evaluation.exact import ExactComparison, compare_exact
 from quantizer.export import EXPORTERS, FOLDER, check, export, size_of
+from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.report.dpu_tables import exact_table
+from quantizer.report.view import View
 from quantizer.results.folder import QuantInfo
 from quantizer.sources.data import Batches
 from quantizer.storage.files import write_json
 
 
 def require_dpu(device: str) -> None:
-    """Refuse `--exact` for other devices.
-
-    Raises:
-        UsageError: the folder is calibrated for another device.
-    """
+    """Raise `UsageError` for `--exact` if the calibration is for another device."""
     if device != "DPU":
-        said = (
-            "--exact runs the integer arithmetic of the DPU, and this was calibrated for the "
-            f"{device}"
+        raise UsageError(
+            "--exact runs the integer arithmetic of the DPU, but this calibration is for the "
+            f"{device}",
+            help='calibrate with "target_device": "DPU"',
         )
-        raise UsageError(said, help='calibrate with "target_device": "DPU"')
 
 
 def run_exact(
@@ -43,58 +39,55 @@ def run_exact(
     outcome: Outcome,
     graph: Graph,
     info: QuantInfo,
-    batches: Batches,
     *,
+    batches: Batches,
     place: Path | None,
 ) -> Outcome:
-    """Run the batches again in integers; adds the metric `exact_equal` and a table, and writes
-    exact.json.
+    """Run the batches again in integers, and write exact.json.
+
+    Returns:
+        The outcome with the metric `exact_equal` and a table.
     """
     with Stage(progress(quiet=options.quiet), "exact", batches.total) as stage:
-        found = compare_exact(
-            graph, info.solution, stage.counted(batch.to("cpu") for batch in batches)
-        )
-    content = asdict(found) | {"equal": found.equal}
+        counted = stage.counted(batch.to("cpu") for batch in batches)
+        result = compare_exact(graph, info.solution, counted)
+    content = asdict(result) | {"equal": result.equal}
     if place is not None:
         write_json(place / "exact.json", content)
-    metric = {EXACT_EQUAL: found.equal}
+    table = exact_table(result, table_view(options, graph))
+    outcome = _with_metrics(outcome, {EXACT_EQUAL: result.equal})
     return replace(
         outcome,
-        metrics={**outcome.metrics, **metric},
-        content={
-            **outcome.content,
-            "metrics": {**outcome.content["metrics"], **metric},
-            "exact": content,
-        },
-        shown=[*outcome.shown, exact_table(found, table_view(options, graph)), *_lines(found)],
+        content={**outcome.content, "exact": content},
+        shown=[*outcome.shown, table, *_lines(result)],
     )
 
 
-def _lines(found: ExactComparison) -> list[RenderableType]:
-    """What the table does not say: overflows, layers in float, and the answer."""
-    overflows = [
-        f"int32 overflow: the accumulator of {name}, batch {batch}"
-        for name, batch in found.overflows.items()
-    ]
-    floats = [f"in float: {name}: {why}" for name, why in found.floats.items()]
-    codes, differing = (
-        sum(row.codes for row in found.layers),
-        sum(row.differing for row in found.layers),
+def _with_metrics(outcome: Outcome, metrics: dict[str, float]) -> Outcome:
+    """Return an outcome with further metrics."""
+    all_metrics = {**outcome.content["metrics"], **metrics}
+    return replace(
+        outcome,
+        metrics={**outcome.metrics, **metrics},
+        content={**outcome.content, "metrics": all_metrics},
     )
-    return [
-        *overflows,
-        *floats,
-        f"exact_equal {found.equal:.6g}: {differing} of {codes} codes differ",
-    ]
+
+
+def _lines(result: ExactComparison) -> list[RenderableType]:
+    """Return the lines below the table: overflows, layers in float, and the sum."""
+    lines: list[RenderableType] = []
+    for name, batch in result.overflows.items():
+        lines.append(f"int32 overflow: the accumulator of {name}, batch {batch}")
+    for name, why in result.floats.items():
+        lines.append(f"in float: {name}: {why}")
+    codes = sum(row.codes for row in result.layers)
+    differing = sum(row.differing for row in result.layers)
+    lines.append(f"exact_equal {result.equal:.6g}: {differing} of {codes} codes differ")
+    return lines
 
 
 def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
-    """Refuse before the run what no target of `--deploy` can express; one that can is written
-    all the same.
-
-    Raises:
-        UsageError: why the first of them cannot.
-    """
+    """Raise `UsageError` before the run if no target of `--deploy` can express the network."""
     refusals = []
     for target in dict.fromkeys(options.deploy):
         try:
@@ -108,22 +101,25 @@ def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
 def deploy(
     options: Options,
     outcome: Outcome,
-    given: Deployment,
+    deployment: Deployment,
     total: int | None,
     *,
     place: Path | None,
 ) -> Outcome:
-    """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the
-    outcome.
+    """Write and verify the files of `--deploy`, and write `verify.json`.
+
+    If a target fails, the others are written all the same. The first failure is the error of
+    the outcome.
 
     Args:
         options: of the run.
-        outcome: what test mode found.
-        given: what exporters are given.
-        total: how many batches there are to verify with, if that is known.
+        outcome: of the test.
+        deployment: what is exported.
+        total: the number of batches to verify with, if it is known.
+        place: the folder of the results; --output_dir if None.
 
-    A target that fails does not keep the others from being written, nor what was measured from
-    being shown; the first failure is the outcome's error, whatever it is.
+    Returns:
+        The outcome with the metrics and lines of each file.
 
     Raises:
         ResultError: the folder cannot be written, or leads out of the result folder.
@@ -131,44 +127,49 @@ def deploy(
     folder = (place or Path(options.output_dir)) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
-    files, lines, metrics = {}, [], {}
-    refusals: list[Exception] = []
+    view = table_view(options, deployment.graph)
+    files = {}
+    lines: list[str] = []
+    metrics: dict[str, float] = {}
+    failures: list[Exception] = []
     for target in dict.fromkeys(options.deploy):
-        path = folder / f"{given.graph.model}{EXPORTERS[target].suffix}"
+        path = folder / f"{deployment.graph.model}{EXPORTERS[target].suffix}"
         try:
-            found = export(target, given, path, progress(quiet=options.quiet), total)
+            verified = export(target, deployment, path, progress(quiet=options.quiet), total)
         except (ResultError, OutOfMemoryError):
             raise
-        except Exception as refusal:  # noqa: BLE001 - of whatever class: it is raised when all is shown
-            refusals.append(refusal)
+        except Exception as failure:  # noqa: BLE001 - of any class; raised after the results are shown
+            failures.append(failure)
             continue
-        files[path.name] = found.to_json()
-        size = f"{size_of(path) / 1024:.0f} kB"
-        lines.append(f"deployed: {path}, {size}; against test mode, {found.figures()}")
-        lines += map(table_view(options, given.graph).text, found.remarks)
-        if found.default_session:
-            lines.append(f"in a default session, {found.default_session.figures()}")
-            lines += map(table_view(options, given.graph).text, found.default_session.lines)
-            if found.default_session.kernels:
-                metrics[INT8_SHARE] = found.default_session.kernels.share
-        lines += [check.line for check in found.engines if check.agrees]
+        files[path.name] = verified.to_json()
+        lines += _lines_of_file(path, verified, view)
+        session = verified.default_session
+        if session and session.kernels:
+            metrics[INT8_SHARE] = session.kernels.share
     if files or folder.exists():
         write_json(folder / "verify.json", files)
-    shown = [
-        *outcome.shown,
-        *lines,
-        *(str(refusal).partition("\n")[0] for refusal in refusals[1:]),
-    ]
-    content = {
-        **outcome.content,
-        "metrics": {**outcome.content["metrics"], **metrics},
-        "deployed": files,
-    }
-    measured = {**outcome.metrics, **metrics}
+    for failure in failures[1:]:
+        lines.append(str(failure).partition("\n")[0])
+    outcome = _with_metrics(outcome, metrics)
+    error = failures[0] if failures else None
     return replace(
         outcome,
-        metrics=measured,
-        content=content,
-        shown=shown,
-        error=next(iter(refusals), None),
+        content={**outcome.content, "deployed": files},
+        shown=[*outcome.shown, *lines],
+        error=error,
     )
+
+
+def _lines_of_file(path: Path, verified: Verification, view: View) -> list[str]:
+    """Return the lines that are shown for a deployed file."""
+    size = f"{size_of(path) / 1024:.0f} kB"
+    lines = [f"deployed: {path}, {size}; against test mode, {verified.figures()}"]
+    lines += map(view.text, verified.remarks)
+    session = verified.default_session
+    if session:
+        lines.append(f"in a default session, {session.figures()}")
+        lines += map(view.text, session.lines)
+    for engine in verified.engines:
+        if engine.agrees:
+            lines.append(engine.line)
+    return lines

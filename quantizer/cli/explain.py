@@ -1,6 +1,4 @@
-"""`quantizer explain`: the page of a code or of a config key, the list of them, or what holds
-for one layer.
-"""
+"""`quantizer explain`: explains a code, a config key, or the settings of one layer."""
 
 import importlib
 import re
@@ -23,28 +21,32 @@ from quantizer.config.wording import closest, listed, quoted
 from quantizer.errors import UsageError
 
 _LINK = re.compile(r"\[([^][]+)\]\([^()]+\)")
-"""A link in Markdown; a terminal shows its text alone."""
+"""A link in Markdown, of which a terminal shows only the text."""
 
 
-def _completed(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For a shell: layers with --model, else codes and keys."""
+def _completed(
+    ctx: click.Context,
+    parameter: click.Parameter,
+    incomplete: str,
+) -> list[str]:
+    """Return completions for a shell: layers with --model, otherwise codes and keys."""
     if ctx.params.get("model"):
         return layers_of_model(ctx, parameter, incomplete)
-    return [
-        each
-        for each in (*key_names(), *setting_names(), *all_codes())
-        if each.startswith(incomplete)
-    ]
+    return [word for word in _words() if word.startswith(incomplete)]
+
+
+def _words() -> list[str]:
+    return [*key_names(), *setting_names(), *all_codes()]
 
 
 @command()
 @click.argument("name", metavar="[CODE|KEY|LAYER]", required=False, shell_complete=_completed)
 @takes("no_cache", *LOOK)
 def explain(name: str | None, options: Options) -> int | None:
-    """Explain a code such as QZ301, a config key such as round_mode, or, with --model, the
+    """Explain a code such as QZ301, a config key such as round_mode, or with --model the
     settings of one layer.
 
-    Without a name: the list of all codes and keys.
+    Without a name, list all codes and keys.
 
     \b
     quantizer explain
@@ -59,7 +61,7 @@ def explain(name: str | None, options: Options) -> int | None:
         layers = importlib.import_module("quantizer.cli.explain_layer")
         code: int | None = layers.explain_layer(name, options)
         return code
-    refuse_typed(("no_cache", *LOOK), "with --model the settings of a layer are shown")
+    refuse_typed(("no_cache", *LOOK), "it needs --model, which shows the settings of a layer")
     if name.upper() in all_codes():
         page = code_page(name.upper())
     elif name.lower() in key_names():
@@ -67,17 +69,15 @@ def explain(name: str | None, options: Options) -> int | None:
     elif name.lower() in setting_names():
         page = setting_page(name.lower())
     else:
-        raise UsageError(
-            f"there is no code and no config key {quoted(name)}", help=_help_for(name)
-        )
+        raise UsageError(f"there is no code or config key {quoted(name)}", help=_help_for(name))
     click.echo(_LINK.sub(r"\1", page), nl=False)
     return None
 
 
 def _help_for(name: str) -> str:
-    beginning = [
-        code for code in all_codes() if len(name) > 2 and code.startswith(name.upper())
-    ]
-    near = listed(beginning) or closest(name, [*key_names(), *setting_names(), *all_codes()])
-    every = "`quantizer explain` lists all codes and keys, and --model M explains a layer"
-    return f"did you mean {near}? {every}" if near else every
+    near = closest(name, _words())
+    codes = [code for code in all_codes() if code.startswith(name.upper())]
+    if codes and len(name) > 2:
+        near = listed(codes)
+    overview = "`quantizer explain` lists all codes and keys, and --model M explains a layer"
+    return f"did you mean {near}? {overview}" if near else overview

@@ -1,8 +1,8 @@
-"""`quantizer explain --model M LAYER`: what holds for one layer, in the file's words, and where
-the file says it.
+"""`quantizer explain --model M LAYER`: shows the settings of one layer, and where the config
+file sets them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import click
@@ -28,7 +28,7 @@ from quantizer.report.tables import why_float
 
 
 def explain_layer(name: str, options: Options) -> None:
-    """Print each tensor of a layer, key by key with its value and its place in the file.
+    """Print the settings of each tensor of a layer, with their places in the file.
 
     Raises:
         UsageError: no layer has this name.
@@ -42,85 +42,109 @@ def explain_layer(name: str, options: Options) -> None:
     if not layers:
         raise UsageError(f"no layer is called {name!r}", help=advice(selector, original))
     if options.json:
-        found = {n: {role: t.to_json() for role, t in plan.of_layer(n).items()} for n in layers}
-        click.echo(json_text(found))
+        content: dict[str, dict[str, Any]] = {}
+        for layer in layers:
+            content[layer] = {}
+            for role, tensor in plan.of_layer(layer).items():
+                content[layer][role] = tensor.to_json()
+        click.echo(json_text(content))
         return
-    document = (
-        read_document(options.config_file) if options.config_file else Document.of({}, "")
-    )
+    document = Document.of({}, "")
+    if options.config_file:
+        document = read_document(options.config_file)
     for layer in layers:
         for line in _lines(plan, layer, document, read.config.form):
             say(line)
 
 
-def _lines(plan: Plan, layer: str, document: Document, form: str) -> Iterator[str]:
-    """The layer's exact name, then what holds for each of its tensors."""
+def _lines(
+    plan: Plan,
+    layer: str,
+    document: Document,
+    form: str,
+) -> Iterator[str]:
+    """Yield the layer's exact name, then the settings of each tensor."""
     yield layer
     for role, tensor in plan.of_layer(layer).items():
+        title = f"  {_word(role, form)}"
         others = [name for name in tensor.members if name != layer]
-        yield f"  {_word(role, form)}" + (
-            f" (shared with {', '.join(others)})" if others else ""
-        )
+        if others:
+            title += f" (shared with {', '.join(others)})"
+        yield title
         for key, (value, origin) in _values(tensor, document, form).items():
             yield f"    {key:<24}{listed([value]):<29}{origin}"
-    for role in (role for name, role in plan.off if name == layer):
-        yield f"  {_word(role, form)}: float, as {plan.off[layer, role]} says"
-    for role in (role for name, role in plan.ungrouped if name == layer):
-        yield f"  {_word(role, form)}: float, as {plan.ungrouped[layer, role]}"
+    for (name, role), place in plan.off.items():
+        if name == layer:
+            yield f"  {_word(role, form)}: float, set by {place}"
+    for (name, role), why in plan.ungrouped.items():
+        if name == layer:
+            yield f"  {_word(role, form)}: float, as {why}"
     if layer in plan.floats:
         yield f"  {_word('activation', form)}: {why_float(plan.floats[layer])}"
 
 
-def _values(tensor: TensorPlan, document: Document, form: str) -> dict[str, tuple[Any, str]]:
-    """Each key that decides something, its value, and its place in the file or "default"."""
-    read = {
-        field: origin
-        for field, origin in tensor.origins.items()
-        if tensor.spec.is_scaled or field == "dtype"
-    }
-    paths = {
-        origin: document.paths_at[origin]
-        for origin in read.values()
-        if origin in document.paths_at
-    }
-    found = {str(path[-1]): (document.at(*path), origin) for origin, path in paths.items()}
-    for path in list(paths.values()):
-        # It decides the number format together with dtype
+def _values(
+    tensor: TensorPlan,
+    document: Document,
+    form: str,
+) -> dict[str, tuple[Any, str]]:
+    """Return for each key that has an effect its value, and its place in the file or
+    "default".
+    """
+    origins = {}
+    for field, origin in tensor.origins.items():
+        if tensor.spec.is_scaled or field == "dtype":
+            origins[field] = origin
+    values: dict[str, tuple[Any, str]] = {}
+    default_fields = set()
+    for field, origin in origins.items():
+        if origin not in document.paths_at:
+            default_fields.add(field)
+            continue
+        path = document.paths_at[origin]
+        values[str(path[-1])] = (document.at(*path), origin)
+    elements = {}
+    for origin in origins.values():
+        path = document.paths_at.get(origin, ("",))
+        # This key decides the number format together with dtype.
         element = (*path[:-1], "mx_element_dtype")
-        if path[-1] == "dtype" and pointer_to(*element) in document:
-            found["mx_element_dtype"] = (
-                document.at(*element),
-                str(document.place(pointer_to(*element))),
-            )
-    fields = frozenset(field for field, origin in read.items() if origin not in paths)
-    idle = {"is_dynamic"} if is_parameter(tensor.role) else set()
-    rule = (
-        {"symmetric_scale": tensor.spec.symmetric_scale}
-        if tensor.spec.has_symmetric_scale
-        else {}
-    )
-    defaults = _defaults(tensor.spec, fields, form) | rule
-    return found | {
-        key: (value, "default") for key, value in defaults.items() if key not in {*found, *idle}
-    }
+        pointer = pointer_to(*element)
+        if path[-1] == "dtype" and pointer in document:
+            place = str(document.place(pointer))
+            elements["mx_element_dtype"] = (document.at(*element), place)
+    values |= elements
+    defaults = _defaults(tensor.spec, default_fields, form)
+    if tensor.spec.has_symmetric_scale:
+        defaults["symmetric_scale"] = tensor.spec.symmetric_scale
+    if is_parameter(tensor.role):
+        defaults.pop("is_dynamic", None)
+    for key, value in defaults.items():
+        values.setdefault(key, (value, "default"))
+    return values
 
 
-def _defaults(spec: QuantizationSpec, fields: frozenset[str], form: str) -> dict[str, Any]:
-    """The keys that would decide these fields of the spec as they are."""
-    words = (
-        specification(spec)
-        if form == "hierarchical"
-        else {"datatype": spec.dtype, **parameters(spec)}
-    )
-    decided = FIELDS_OF_KEYS if form == "hierarchical" else FIELDS
-    return {
-        word: value
-        for word, value in words.items()
-        if decided.get(word, word) in fields and value is not None
-    }
+def _defaults(
+    spec: QuantizationSpec,
+    fields: Collection[str],
+    form: str,
+) -> dict[str, Any]:
+    """Return the keys that would set these fields of a spec, with their values."""
+    if form == "hierarchical":
+        values = specification(spec)
+        field_of_key = FIELDS_OF_KEYS
+    else:
+        values = {"datatype": spec.dtype, **parameters(spec)}
+        field_of_key = FIELDS
+    defaults = {}
+    for key, value in values.items():
+        if field_of_key.get(key, key) in fields and value is not None:
+            defaults[key] = value
+    return defaults
 
 
 def _word(role: str, form: str) -> str:
-    """What the file calls a tensor."""
+    """Return the file's word for a tensor."""
+    if form != "hierarchical":
+        return role
     base = base_role(role)
-    return KEY_OF[base] + role.removeprefix(base) if form == "hierarchical" else role
+    return KEY_OF[base] + role.removeprefix(base)

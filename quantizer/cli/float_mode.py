@@ -21,7 +21,7 @@ from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 
 def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
-    """The float model alone: its metrics on the evaluation data, by rank 0."""
+    """Measure the float model on the evaluation data, on rank 0 only."""
     if not ranks.is_first:
         return Outcome({}, {})
     loaded = session.open_model(options)
@@ -34,24 +34,31 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
         require_measured(gates, not_measured_by_targets(batches.first()))
     if options.inspect:
         graph = session.trace_model(options, loaded, batches)
-        plan = session.make_plan(
-            config_to_look(options.config_file), graph, quiet=options.quiet
-        )
+        read = config_to_look(options.config_file)
+        plan = session.make_plan(read, graph, quiet=options.quiet)
         show_layers(options, plan.graph, plan.tensors, plan.floats)
-    device, follower = session.device_of(options), progress(quiet=options.quiet)
-    metrics = measure(loaded.module, batches, device, follower, "float", evaluator)
+    metrics = measure(
+        loaded.module,
+        batches,
+        session.device_of(options),
+        progress(quiet=options.quiet),
+        label="float",
+        function=evaluator,
+    )
     if not metrics:
         raise UsageError(
-            "there is nothing to measure: no evaluate(model, data), and the data have no "
-            "targets",
-            help="add evaluate() to the model's file, give --evaluate, or data with (input, "
+            "there is nothing to measure: there is no evaluate(model, data), and the data has "
+            "no targets",
+            help="add evaluate() to the model's file, give --evaluate, or use data of (input, "
             "target) pairs",
         )
     return Outcome(metrics, {"metrics": metrics}, metric_lines(metrics))
 
 
 def evaluator_of(options: Options, loaded: LoadedModel) -> Evaluate | None:
-    """Return the function that measures a network, of --evaluate or the model's file."""
+    """Return the user's `evaluate`, from --evaluate or the model's file; None if there is
+    none.
+    """
     if options.evaluate:
         return load_evaluate(options.evaluate, loaded.directions)
     return loaded.evaluate

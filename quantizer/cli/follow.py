@@ -1,6 +1,4 @@
-"""A run's events at the shell: bars on a terminal, a line every ten seconds elsewhere, messages
-and findings.
-"""
+"""Shows the progress of a run: bars on a terminal, otherwise a line every ten seconds."""
 
 import logging
 import os
@@ -14,68 +12,69 @@ from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.report.bars import Bars
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
-EVERY_S = 10.0
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 def progress(*, quiet: bool) -> Events:
-    """Who shows how far a run is: a bar on a terminal, but never in CI, else lines; or
-    nobody.
-    """
+    """Return the display of progress: bars on a terminal outside of CI, otherwise lines."""
     if quiet:
         return NOBODY
-    return (
-        Bars(session.console(stderr=True))
-        if sys.stderr.isatty() and not os.environ.get("CI")
-        else Lines()
-    )
+    if sys.stderr.isatty() and not os.environ.get("CI"):
+        return Bars(session.console(stderr=True))
+    return Lines()
 
 
 def followed(sources: Mapping[str, str], *, quiet: bool) -> Forked:
-    """Progress and messages of a run; `sources` has the text of the config's files."""
+    """Return the display of progress and messages; `sources` are the texts of config files."""
     return Forked(progress(quiet=quiet), Messages(sources, quiet=quiet))
 
 
 class Messages(Events):
-    """Prints findings with the lines of the config that they are about; logs the rest, which
-    prints it, too.
-    """
+    """Prints findings with their lines of the config, and logs other messages."""
 
     def __init__(self, sources: Mapping[str, str], *, quiet: bool) -> None:
-        self._sources, self._quiet = sources, quiet
+        self._sources = sources
+        self._quiet = quiet
 
-    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """Print or log it."""
+    def message(
+        self,
+        level: int,
+        text: str,
+        finding: Diagnostic | None = None,
+    ) -> None:
+        """Print or log a message."""
         if finding is None:
-            logger.log(level, "%s", text)
+            _logger.log(level, "%s", text)
         elif not self._quiet:
             print_diagnostics((finding,), self._sources)
 
 
 class Lines(Events):
-    """Prints `calib 120/500 batches 24 % eta 63 s`, now and then."""
+    """Prints lines such as `calib 120/500 batches 24 % eta 63 s`."""
 
     def __init__(self) -> None:
-        self._started = self._printed = time.monotonic()
+        self._started = time.monotonic()
+        self._printed = self._started
 
     def started(self, stage: Stage) -> None:
         """Start the clock."""
-        self._started = self._printed = time.monotonic()
+        self._started = time.monotonic()
+        self._printed = self._started
 
     def advanced(self, stage: Stage) -> None:
-        """Print a line, if the last one is long enough ago."""
-        if time.monotonic() - self._printed >= EVERY_S:
+        """Print a line if the last one is ten seconds old."""
+        if time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
             self._printed = time.monotonic()
             print(self._line(stage), file=sys.stderr, flush=True)
 
     def _line(self, stage: Stage) -> str:
         if not stage.total:
             return f"{stage.name} {stage.done} {stage.unit}"
-        left = (
-            (time.monotonic() - self._started) / max(stage.done, 1) * (stage.total - stage.done)
-        )
-        share = 100 * stage.done // stage.total
+        elapsed = time.monotonic() - self._started
+        left = elapsed / max(stage.done, 1) * (stage.total - stage.done)
+        percent = 100 * stage.done // stage.total
         return (
-            f"{stage.name} {stage.done}/{stage.total} {stage.unit} {share} % eta {left:.0f} s"
+            f"{stage.name} {stage.done}/{stage.total} {stage.unit} {percent} % eta {left:.0f} s"
         )

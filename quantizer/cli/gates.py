@@ -1,4 +1,4 @@
-"""`--gate 'sqnr_db>=20'`: a comparison of a metric with a number that decides the exit code."""
+"""Parses and checks gates such as `--gate 'sqnr_db>=20'`, which decide the exit code."""
 
 import operator
 import re
@@ -13,8 +13,8 @@ from quantizer.evaluation.scores import DROP, paired
 from quantizer.graph.output_parts import Output
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
 
-BOTH = {"float": 1.0, "quantized": 1.0}
-"""Figures that stand for those of both networks where only names count."""
+_ANY_PAIR = {"float": 1.0, "quantized": 1.0}
+"""Stands for the figures of both networks where only names count."""
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -22,14 +22,18 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-FIGURES = ("sqnr_db", "cosine", POOLED_FIGURE, "top1_agreement", "equal_outputs")
-"""What test mode finds without an evaluate()."""
+_OUTPUT_FIGURES = ("sqnr_db", "cosine", POOLED_FIGURE, "top1_agreement", "equal_outputs")
+"""Test mode measures these without an evaluate()."""
 MEASURED = ("top1", "perplexity")
-"""What is measured in place of an evaluate(), where the data have labels or are text."""
-EXACT_EQUAL, INT8_SHARE = "exact_equal", "onnx_int8_share"
-"""What `--exact` and `--deploy onnx` find besides."""
-FIGURE_DIGITS, MOST_DIGITS = 3, 17
-"""Digits of a metric beside its gate: at least, and so many that they are the number."""
+"""Measured without an evaluate(), if the data has labels or is text."""
+EXACT_EQUAL = "exact_equal"
+"""Measured by `--exact`."""
+INT8_SHARE = "onnx_int8_share"
+"""Measured by `--deploy onnx`."""
+_MIN_DIGITS = 3
+"""Significant digits of a metric beside its gate."""
+_MAX_DIGITS = 17
+"""Significant digits that identify a float."""
 _GATE = re.compile(
     r"\s*([A-Za-z_][\w.]*(?:\[.+\])?)\s*(>=|<=|==|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*"
 )
@@ -37,7 +41,15 @@ _GATE = re.compile(
 
 @dataclass(frozen=True)
 class Gate:
-    """One parsed gate."""
+    """One parsed gate.
+
+    Attributes:
+        text: as the user wrote it.
+        metric: its name.
+        comparison: one of >=, <=, ==, > and <.
+        bound: the metric is compared with it.
+        option: that the gate was given to.
+    """
 
     text: str
     metric: str
@@ -47,13 +59,13 @@ class Gate:
 
     @property
     def is_of_outputs(self) -> bool:
-        """Whether it depends on the network's outputs if there is such a figure, as of
+        """Return whether only the network's outputs tell if the metric exists, as for
         `sqnr_db[0.boxes]`.
         """
         return "[" in self.metric or self.metric == ROWS_KEPT
 
     def figure(self, metrics: Mapping[str, float]) -> str:
-        """Return the metric's value, with as many digits as tell it from the bound.
+        """Return the metric's value with enough digits to distinguish it from the bound.
 
         >>> parse_gate("sqnr_db>=20").figure({"sqnr_db": 37.2149})
         '37.2'
@@ -62,15 +74,16 @@ class Gate:
         """
         value = metrics[self.metric]
         compare = _COMPARE[self.comparison]
-        bound_digits = len(f"{abs(self.bound):.15g}".replace(".", "").lstrip("0"))
-        for digits in range(max(FIGURE_DIGITS, bound_digits + 1), MOST_DIGITS):
+        bound = f"{abs(self.bound):.15g}".replace(".", "")
+        bound_digits = len(bound.lstrip("0"))
+        for digits in range(max(_MIN_DIGITS, bound_digits + 1), _MAX_DIGITS):
             text = f"{value:.{digits}g}"
             if compare(float(text), self.bound) == compare(value, self.bound):
                 return text
         return repr(value)
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the metric fulfils the gate.
+        """Return whether the metric fulfils the gate.
 
         Raises:
             UsageError: there is no such metric.
@@ -80,90 +93,90 @@ class Gate:
 
 
 def parse_gate(text: str, option: str = "--gate") -> Gate:
-    """The gate a text says, which an option was given.
+    """Return the gate of a text.
+
+    Args:
+        text: of the gate.
+        option: that it was given to.
 
     Raises:
         UsageError: it is not `metric>=number`.
     """
-    found = _GATE.fullmatch(text)
-    if found is None:
+    match = _GATE.fullmatch(text)
+    if match is None:
         remedy = "write metric>=number, for example 'sqnr_db>=20'"
         raise UsageError(f"{option} {text!r} is not a comparison", help=remedy)
-    return Gate(text, found.group(1), found.group(2), float(found.group(3)), option)
+    metric, comparison, bound = match.groups()
+    return Gate(text, metric, comparison, float(bound), option)
 
 
 def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
-    """Refuse gates that ask for other metrics than `known`.
+    """Raise `UsageError` for the first gate about a metric that is not in `known`.
 
-    Raises:
-        UsageError: naming the closest one; or, of a loss of quality, how to declare what is
-            better.
+    The help names the closest metric. For a `_drop` of unknown direction it says how to declare
+    the direction.
     """
     for gate in gates:
-        if gate.metric not in known:
-            base = gate.metric.removesuffix(DROP)
-            if gate.metric.endswith(DROP) and f"{base}_float" in known:
-                text = (
-                    f"{gate.option} {gate.text!r}: whether less or more of {base!r} is better "
-                    "is not known"
-                )
-                raise UsageError(text, help=how_to_declare(base))
-            near = closest(gate.metric, known)
-            help_ = (
-                f'did you mean "{near}"?' if near else f"known here: {', '.join(sorted(known))}"
-            )
+        if gate.metric in known:
+            continue
+        base = gate.metric.removesuffix(DROP)
+        if gate.metric.endswith(DROP) and f"{base}_float" in known:
             raise UsageError(
-                f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=help_
+                f"{gate.option} {gate.text!r}: whether less or more of {base!r} is better is "
+                "not known",
+                help=how_to_declare(base),
             )
+        remedy = f"known here: {', '.join(sorted(known))}"
+        near = closest(gate.metric, known)
+        if near is not None:
+            remedy = f'did you mean "{near}"?'
+        raise UsageError(
+            f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=remedy
+        )
 
 
 def require_known_parts(gates: Iterable[Gate], outputs: Sequence[Output]) -> None:
-    """Refuse gates about outputs or parts that a network does not have.
-
-    Raises:
-        UsageError: naming the closest one.
+    """Raise `UsageError` for the first gate about an output or part that the network does not
+    have.
     """
-    require_known([gate for gate in gates if gate.is_of_outputs], metric_names(outputs))
+    about_outputs = [gate for gate in gates if gate.is_of_outputs]
+    require_known(about_outputs, metric_names(outputs))
 
 
 def about_all(gates: Iterable[Gate]) -> list[Gate]:
-    """Return the gates that are about no single output or part: their names are known without
-    the network.
-    """
+    """Return the gates whose metrics are known without the network's outputs."""
     return [gate for gate in gates if not gate.is_of_outputs]
 
 
 def require_measured(gates: Iterable[Gate], not_measured: Mapping[str, str]) -> None:
-    """Refuse gates on what this run does not measure.
+    """Raise `UsageError` for the first gate about a metric that this run does not measure.
 
     Args:
         gates: all of them.
-        not_measured: metrics, each with the reason why nothing has it.
-
-    Raises:
-        UsageError: with the reason.
+        not_measured: such metrics, each with the reason.
     """
     for gate in gates:
         for name, reason in not_measured.items():
-            if gate.metric in paired({name: BOTH}) or gate.metric == name:
-                remedy = "gate a metric that this run measures, or let evaluate() give this one"
+            if gate.metric == name or gate.metric in paired({name: _ANY_PAIR}):
                 raise UsageError(
-                    f"{gate.option} {gate.text!r} is not measured: {reason}", help=remedy
+                    f"{gate.option} {gate.text!r} is not measured: {reason}",
+                    help="use a metric that this run measures, or return this one from "
+                    "evaluate()",
                 )
 
 
 def names_in_test(
     metrics: Iterable[str], options: Options, directions: Directions = BY_NAME
 ) -> set[str]:
-    """Return what gates of test mode may ask for.
+    """Return the metrics that gates of test mode may use.
 
     Args:
-        metrics: what is measured on both networks.
+        metrics: those that are measured on both networks.
         options: of the run.
-        directions: which of the metrics are better when they are lower, as far as that is
-            declared.
+        directions: of the metrics, as far as they are declared.
     """
-    names = {*FIGURES, *paired(dict.fromkeys(metrics, BOTH), directions)}
+    pairs = dict.fromkeys(metrics, _ANY_PAIR)
+    names = {*_OUTPUT_FIGURES, *paired(pairs, directions)}
     if options.exact:
         names.add(EXACT_EQUAL)
     if "onnx" in options.deploy:
@@ -172,11 +185,18 @@ def names_in_test(
 
 
 def failed(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
-    """The gates that do not hold, of those on metrics that are known already."""
-    return [gate.text for gate in gates if gate.metric in metrics and not gate.holds(metrics)]
+    """Return the gates that do not hold, of those about `metrics`."""
+    texts = []
+    for gate in gates:
+        if gate.metric in metrics and not gate.holds(metrics):
+            texts.append(gate.text)
+    return texts
 
 
 def met(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
-    """Return a line for each gate that holds, with the figure it was compared with."""
-    holding = [gate for gate in gates if gate.metric in metrics and gate.holds(metrics)]
-    return [f"gate {gate.text}: met ({gate.figure(metrics)})" for gate in holding]
+    """Return a line for each gate that holds, with the value of the metric."""
+    lines = []
+    for gate in gates:
+        if gate.metric in metrics and gate.holds(metrics):
+            lines.append(f"gate {gate.text}: met ({gate.figure(metrics)})")
+    return lines

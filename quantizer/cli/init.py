@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.options import MODEL, Options, command, output_option, takes, write_text
+from quantizer.cli.options import MODEL, Options, command, output_option, takes, write_output
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of
 from quantizer.config.resources import load_resource, presets, resource
@@ -90,7 +90,7 @@ def init(
         raise UsageError(
             f"{output} is there already", help="write another file with -o, or give --overwrite"
         )
-    write_text(output, text)
+    write_output(output, text)
     click.echo(
         f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` "
         "explains a key",

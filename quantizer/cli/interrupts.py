@@ -1,5 +1,5 @@
-"""Ctrl-C and its kin: an exception where there is something to put in order, and an end at once
-where there is not.
+"""Handles Ctrl-C, SIGTERM and SIGHUP: raises an exception, or ends the process at once during
+imports.
 """
 
 import os
@@ -10,36 +10,34 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143} | (
-    {signal.SIGHUP: 143} if hasattr(signal, "SIGHUP") else {}
-)
+_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """The exit code of each signal."""
+if hasattr(signal, "SIGHUP"):
+    _CODES[signal.SIGHUP] = 143
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, handled like Ctrl-C wherever it strikes, the user's own code
-    included.
-    """
+    """Stands for SIGTERM or SIGHUP, as KeyboardInterrupt does for Ctrl-C."""
 
 
 def handled() -> None:
-    """From now on SIGTERM and SIGHUP are what Ctrl-C is, but for those that are ignored, as
-    nohup has it.
+    """Handle SIGTERM and SIGHUP like Ctrl-C from now on, unless they are ignored, as under
+    nohup.
     """
-    for number in CODES:
+    for number in _CODES:
         if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _terminated)
 
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Meanwhile the process ends where it is: an import may swallow an exception, or make
-    another error of it.
+    """End the process at once if a signal comes meanwhile. An import could swallow or change
+    an exception.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in CODES}
+    before = {number: signal.getsignal(number) for number in _CODES}
     for number, handler in before.items():
         if callable(handler):
             signal.signal(number, _end)
@@ -52,9 +50,10 @@ def at_once() -> Iterator[None]:
 
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:
-    code = CODES[signal.Signals(signum)]
+    code = _CODES[signal.Signals(signum)]
+    message = b"interrupted\n" if signum == signal.SIGINT else b"terminated\n"
     with suppress(OSError):
-        os.write(2, b"terminated\n" if code == CODES[signal.SIGTERM] else b"interrupted\n")
+        os.write(2, message)
     os._exit(code)
 
 

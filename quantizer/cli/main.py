@@ -1,5 +1,5 @@
-"""The command `quantizer`: finds the subcommand, and turns every error into a sentence and an
-exit code.
+"""The command `quantizer`: runs a subcommand, and turns each error into a message and an exit
+code.
 """
 
 import errno
@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,13 +51,16 @@ from quantizer.sources.user_code import imported_once, raised
 from quantizer.storage import process_memory
 from quantizer.storage.atomic_write import replace_file
 
-COMMANDS = {
+SUBCOMMANDS = {
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
     "validate": (
         "quantizer.cli.validate:validate",
         "Check config files and list all their errors.",
     ),
-    "convert": ("quantizer.cli.convert:convert", "Write a config in the other form."),
+    "convert": (
+        "quantizer.cli.convert:convert",
+        "Convert a config to the other form, layered or hierarchical.",
+    ),
     "explain": (
         "quantizer.cli.explain:explain",
         "Explain an error code, a config key, or a layer's settings.",
@@ -69,15 +73,21 @@ COMMANDS = {
         "quantizer.cli.inspect:inspect",
         "List the layers of a model and what can be quantized.",
     ),
-    "plan": ("quantizer.cli.plan:plan", "Show what a config does to a model, without data."),
-    "report": ("quantizer.cli.report:report", "Write the page about a result folder again."),
+    "plan": (
+        "quantizer.cli.plan:plan",
+        "Show what a config does to a model, without calibrating.",
+    ),
+    "report": (
+        "quantizer.cli.report:report",
+        "Write report.html of a result folder again.",
+    ),
     "analyze": (
         "quantizer.cli.analyze:analyze",
-        "Find how few bits each layer tolerates, for a given size.",
+        "Measure how few bits each layer tolerates, and choose widths.",
     ),
     "retune": (
         "quantizer.cli.retune:retune",
-        "Find scales anew from what calibration has kept.",
+        "Recompute scales from the statistics of a calibration.",
     ),
     "diff": (
         "quantizer.cli.diff:diff",
@@ -85,58 +95,67 @@ COMMANDS = {
     ),
     "merge": (
         "quantizer.cli.merge:merge",
-        "Make one calibration of result folders calibrated apart.",
+        "Merge result folders that were calibrated on parts of the data.",
     ),
     "schema": (
         "quantizer.cli.schema:schema",
         "Print the JSON Schema of the config, for editors.",
     ),
 }
-"""Each subcommand: where it is, and its help, so that `--help` imports none of them."""
+"""The module and help of each subcommand. `--help` imports none of them."""
+_RUN = "quantizer.cli.run:run"
+_COMPLETION_VARIABLE = "_QUANTIZER_COMPLETE"
+"""Shells set it to get completions."""
+_EPILOG = """\b
+Exit codes:
+  0    success
+  1    a check failed: a config has errors, or a --gate does not hold
+  2    wrong usage, or a config that cannot be used
+  3    an error of the model
+  4    an error of the data
+  5    an error of the result folder
+  6    out of memory
+  40   another process of torchrun was lost
+  70   an internal error of quantizer
+  130  interrupted (Ctrl-C)
+  143  terminated
 
-MODES = "quantizer.cli.run:run"
-COMPLETING = "_QUANTIZER_COMPLETE"
-"""The variable that shells set which ask for completions."""
-
-EPILOG = """\b
-Exit codes: 0 done, 1 check failed (a config has errors, a --gate is not met),
-2 wrong usage or unusable config, 3 model, 4 data, 5 results,
-6 out of memory, 40 a lost rank, 70 internal error, 130 interrupted,
-143 terminated.
-
-Each option can be set by a variable: QUANTIZER_SEED=1, or for a command
-QUANTIZER_PLAN_MODEL=my_model.py."""
+\b
+Environment variables set options: QUANTIZER_SEED=1 stands for --seed 1, and
+QUANTIZER_PLAN_MODEL=my_model.py for --model of `quantizer plan`."""
 
 
 class LazyCommands(GroupedCommand, click.Group):
     """A group that imports a subcommand when it is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        entry = COMMANDS.get(cmd_name)
-        return _load(entry[0]) if entry else None
+        if cmd_name not in SUBCOMMANDS:
+            return None
+        command: click.Command = _load(SUBCOMMANDS[cmd_name][0])
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in COMMANDS:
-            near = closest(args[0], [*COMMANDS, *QUANT_MODES])
-            words = f"--quant_mode {near} ..." if near in QUANT_MODES else near
-            ctx.fail(
-                f"No such command '{args[0]}'."
-                + (f" Did you mean 'quantizer {words}'?" if near else "")
-            )
+        if args[0] not in SUBCOMMANDS:
+            message = f"No such command '{args[0]}'."
+            near = closest(args[0], [*SUBCOMMANDS, *QUANT_MODES])
+            if near in QUANT_MODES:
+                near = f"--quant_mode {near} ..."
+            if near is not None:
+                message += f" Did you mean 'quantizer {near}'?"
+            ctx.fail(message)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [
-            CompletionItem(name, help=text)
-            for name, (_, text) in COMMANDS.items()
-            if name.startswith(incomplete)
-        ]
-        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+        items = []
+        for name, (_, text) in SUBCOMMANDS.items():
+            if name.startswith(incomplete):
+                items.append(CompletionItem(name, help=text))
+        return items + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(
@@ -145,10 +164,11 @@ class LazyCommands(GroupedCommand, click.Group):
         formatter.write_usage("quantizer", "COMMAND [ARGS]...", prefix="       ")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name, (_, text) in SUBCOMMANDS.items():
+            rows.append((name.ljust(NAMES_WIDTH), text))
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name.ljust(NAMES_WIDTH), text) for name, (_, text) in COMMANDS.items()]
-            )
+            formatter.write_dl(rows)
         super().format_options(ctx, formatter)
 
 
@@ -156,9 +176,9 @@ class LazyCommands(GroupedCommand, click.Group):
     cls=LazyCommands,
     invoke_without_command=True,
     context_settings={**SETTINGS, "auto_envvar_prefix": "QUANTIZER"},
-    epilog=EPILOG,
+    epilog=_EPILOG,
 )
-@takes(*RUN, config_file="The JSON config.  [default: built in, for the DPU]")
+@takes(*RUN, config_file="The JSON config.  [default: a built-in one for the DPU]")
 @click.version_option(__version__, prog_name="quantizer", allow_from_autoenv=False)
 @click.option(
     "--color",
@@ -171,7 +191,7 @@ class LazyCommands(GroupedCommand, click.Group):
 )
 @click.pass_context
 def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
-    """Post-training quantization of PyTorch models, driven by one JSON file.
+    """Quantize PyTorch models after training, configured by one JSON file.
 
     \b
     quantizer init -o net.json
@@ -179,27 +199,28 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
     quantizer --quant_mode calib --config_file net.json --model my_model.py
     quantizer --quant_mode test --config_file net.json --model my_model.py
 
-    my_model.py is a file of yours with two functions: model() returns a torch.nn.Module,
+    my_model.py is your file with two functions: model() returns a torch.nn.Module,
     calibration_data() an iterable of batches.
     """
-    ctx.color = {"always": True, "never": False}.get(
-        color, False if os.environ.get("NO_COLOR") else None
-    )
+    if color != "auto":
+        ctx.color = color == "always"
+    elif os.environ.get("NO_COLOR"):
+        ctx.color = False
     if ctx.invoked_subcommand is not None:
         if was_typed(ctx, "quant_mode"):
-            raise click.UsageError("--quant_mode does not go with a subcommand.")
+            raise click.UsageError("--quant_mode and a subcommand exclude each other.")
         return None
     if options.quant_mode is None:
         if any(was_typed(ctx, word_of(name)) for name in RUN):
             raise click.UsageError("Missing option '--quant_mode': float, calib or test.")
         click.echo(ctx.get_help(), err=True)
         return UsageError.exit_code
-    code: int | None = _load(MODES)(options)
+    code: int | None = _load(_RUN)(options)
     return code
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """Run the console script."""
     output = streams.install()
     interrupts.handled()
     # numpy is optional here; without it torch would greet every user with a warning.
@@ -210,10 +231,10 @@ def main() -> NoReturn:
         reason = output.lost.strerror or output.lost
         _show(
             f"standard output cannot be written: {reason}",
-            "what was to be printed is lost; results in files are whole",
+            "the printed text is lost, but the files of results are complete",
         )
         code = code or ResultError.exit_code
-    # Exchanges with a lost rank are pending, and would keep the interpreter waiting
+    # The interpreter would wait for exchanges with a lost rank.
     if code and torchrun.is_used():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -222,9 +243,7 @@ def main() -> NoReturn:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run one command line and return its exit code; every error is printed on standard
-    error.
-    """
+    """Run one command line and return its exit code. Errors are printed on standard error."""
     with torchrun.one_voice(arguments), imported_once():
         return _run(arguments)
 
@@ -236,9 +255,11 @@ def _run(arguments: list[str]) -> int:
         _show_usage(error)
         return error.exit_code
     except click.Abort as error:
-        terminated = isinstance(error.__context__, interrupts.Terminated)
-        click.echo("terminated" if terminated else "interrupted", err=True)
-        return 143 if terminated else 130
+        if isinstance(error.__context__, interrupts.Terminated):
+            click.echo("terminated", err=True)
+            return 143
+        click.echo("interrupted", err=True)
+        return 130
     except ConfigError as error:
         print_diagnostics(error.diagnostics, error.sources)
         return error.exit_code
@@ -249,11 +270,11 @@ def _run(arguments: list[str]) -> int:
         if error.name not in TORCH:
             return _internal_error(error, arguments)
         _show(
-            f"this command needs {error.name}, which this Python does not have",
+            f"this command needs the package {error.name}, which is not installed",
             pip_line("torch"),
         )
         return UsageError.exit_code
-    except Exception as error:  # noqa: BLE001 - the last boundary: whatever it is, the user gets a sentence
+    except Exception as error:  # noqa: BLE001 - the user gets a message for any error
         text = lost_worker(error)
         if text is None:
             return _internal_error(error, arguments)
@@ -262,33 +283,36 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if isinstance(error, SystemExit) and COMPLETING in os.environ:
-            raise  # so click ends when a shell has asked for completions
-        # A property or a hook of the user's that runs where nobody expects code of the user's.
-        ended = raised("the model", error, ModelError)
-        _show(ended.message, ended.help)
-        return ended.exit_code
+        if isinstance(error, SystemExit) and _COMPLETION_VARIABLE in os.environ:
+            # click ends so after printing completions.
+            raise
+        # A property or hook of the model called exit().
+        failure = raised("the model", error, ModelError)
+        _show(failure.message, failure.help)
+        return failure.exit_code
     return code if isinstance(code, int) else 0
 
 
 def _call(arguments: list[str]) -> Any:
-    """What the command returns.
+    """Return the result of the command.
 
     Raises:
-        OutOfMemoryError: it found no more memory, whatever was made of that on the way.
+        OutOfMemoryError: there was not enough memory, even if the error was translated since.
     """
     try:
         return cli.main(arguments, prog_name="quantizer", standalone_mode=False)
     except Exception as error:
         if isinstance(error, OutOfMemoryError) or not lacks_memory(error):
             raise
-        most = process_memory.peak()
-        has = f"; this process had {process_memory.in_words(most)}" if most else ""
-        help_ = (
+        message = "out of memory"
+        peak = process_memory.peak()
+        if peak:
+            message += f"; this process used up to {process_memory.in_words(peak)}"
+        remedy = (
             "use a smaller --batch_size or --memory; `quantizer plan` with the same options "
-            "says what a run takes"
+            "predicts the memory of a run"
         )
-        raise OutOfMemoryError(f"there is no more memory{has}", help=help_) from error
+        raise OutOfMemoryError(message, help=remedy) from error
 
 
 def _load(target: str) -> Any:
@@ -298,7 +322,7 @@ def _load(target: str) -> Any:
 
 
 def _show_usage(error: click.ClickException) -> None:
-    """Print what click says of a wrong command line, in which texts of the line are quoted."""
+    """Print click's message about a wrong command line, without control characters."""
     text = io.StringIO()
     error.show(text)
     click.echo(printable.lines(text.getvalue()), err=True, nl=False)
@@ -311,20 +335,19 @@ def _show(message: str, help_text: str | None) -> None:
 
 
 def _internal_error(error: Exception, arguments: list[str]) -> int:
-    """Tell the error in a sentence; its traceback goes to run.log beside the results, or with
-    --debug to the screen.
+    """Print the error. Its traceback goes to run.log in the result folder, or with --debug to
+    the screen.
     """
     details = printable.lines("".join(traceback.format_exception(error)))
     where = "run it again with --debug to see the traceback"
+    folder = _output_dir(arguments)
     if "--debug" in arguments:
         click.echo(details, err=True)
         where = "the traceback is above"
-    elif folder := _output_dir(arguments):
-        try:
+    elif folder is not None:
+        with suppress(OSError):
             _append(folder / "run.log", details)
             where = f"the traceback is in {folder / 'run.log'}"
-        except OSError:
-            pass
     _show(
         one_line(f"internal error: {type(error).__name__}: {error}"),
         f"this is a bug of quantizer; {where}",
@@ -333,17 +356,16 @@ def _internal_error(error: Exception, arguments: list[str]) -> int:
 
 
 def _append(path: Path, text: str) -> None:
-    """Add to a file of a result folder, without writing through a link to it."""
+    """Append to a file of a result folder, but never through a symbolic link."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link")
-    replace_file(path, (path.read_bytes() if path.exists() else b"") + text.encode())
+    content = path.read_bytes() if path.exists() else b""
+    replace_file(path, content + text.encode())
 
 
 def _output_dir(arguments: list[str]) -> Path | None:
-    """The result folder of a run, if it is there already: an internal error makes no
-    folders.
-    """
+    """Return the folder of a run's run.log, if it exists."""
     context = cli.make_context("quantizer", list(arguments), resilient_parsing=True)
-    places = [context.params.get(name) for name in ("report_dir", "output_dir")]
-    folder = Path(next(filter(None, places), "quantize_result"))
-    return folder if context.params.get("quant_mode") and folder.is_dir() else None
+    params = context.params
+    folder = Path(params.get("report_dir") or params.get("output_dir") or "quantize_result")
+    return folder if params.get("quant_mode") and folder.is_dir() else None

@@ -1,6 +1,4 @@
-"""`quantizer merge`: the statistics of result folders that were calibrated apart become one
-calibration.
-"""
+"""`quantizer merge`: merges result folders that were calibrated on parts of the data."""
 
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from quantizer.cli.options import Options, command, takes
 from quantizer.cli.places import Place
 from quantizer.cli.reproduction import remember, words_of_merge
 from quantizer.cli.session import Outcome
+from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.report.files import READ, write_report
 from quantizer.results.calibrated import example_batch, stored_config, traced
@@ -41,47 +40,50 @@ from quantizer.sources.data import Batches
     output="The result folder to write.  [default: quantize_result]",
 )
 def merge(folders: tuple[str, ...], options: Options) -> None:
-    """Make one calibration of result folders that were calibrated on different data, with one
-    model and one config.
+    """Merge result folders that were calibrated on different data, with the same model and
+    config.
 
-    Ranges and histograms are those of a single run over all batches, in the order of the
-    folders. Result folders are data: no code runs because one of them names it, so the model is
-    an option.
+    The result is that of a single run over all batches, in the order of the folders. Give the
+    model too: a result folder never makes code run.
 
     \b
     quantizer merge monday tuesday --model my_model.py -o both
     """
     if len(folders) < 2:
-        raise UsageError("merge needs two result folders or more")
-    places, folder = [Path(each) for each in folders], Path(options.output or "quantize_result")
+        raise UsageError(
+            "there is only one folder to merge", help="give two or more result folders"
+        )
+    places = list(map(Path, folders))
+    folder = Path(options.output or "quantize_result")
     with session.notes_on_stderr(options.quiet):
-        outcome = _merged(places, folder, options)
+        outcome = _merge(places, folder, options)
     session.show(outcome, options)
 
 
-def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
+def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
     infos = [read_info(place) for place in places]
     first = infos[0]
     config = stored_config(first)
-    # Places in the user's own file are those of the first calibration.
+    # The places of settings in the user's config are those of the first calibration.
     origins = {name: first.files[name].content() for name in ORIGINS}
     require_mergeable(infos, config)
     seed_everything(infos[0].header["seed"])
     loaded = session.open_model(options)
     batch = example_batch(infos[0].header)
-    with locked(folder), runlog.recorded(folder, options):
+    with locked(folder), runlog.run_logged(folder, options):
         original = traced(loaded.module, batch)
         check_model(infos[0], original)
         check_owner(folder, original.model, overwrite=options.overwrite)
+        batches = Batches(
+            lambda: iter((batch,)),
+            "an example input",
+            fingerprint=merged_data(infos),
+            stamp=_stamp(infos),
+        )
         request = CalibrationRequest(
             target=TracedTarget(original),
             config=config,
-            batches=Batches(
-                lambda: iter((batch,)),
-                "an example input",
-                fingerprint=merged_data(infos),
-                stamp=_stamp(infos),
-            ),
+            batches=batches,
             events=followed({}, quiet=options.quiet),
             seed=infos[0].header["seed"],
             statistics=tuple(statistics_of(info) for info in infos),
@@ -96,17 +98,17 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
         opened = open_written(folder, READ)
         commands = remember(opened, "merge", words_of_merge(options, places))
         write_report(opened, commands=commands)
-    said = (
-        f"{len(state.plan.tensors)} tensors calibrated on {state.calibration.batches} batches; "
-        f"results: {folder}"
-    )
-    found = {
-        "tensors": len(state.plan.tensors),
-        "batches": state.calibration.batches,
-        "results": str(folder),
-    }
-    return Outcome({}, found, [said])
+    tensors = len(state.plan.tensors)
+    seen = state.calibration.batches
+    content = {"tensors": tensors, "batches": seen, "results": str(folder)}
+    line = f"{counted(tensors, 'tensor')} calibrated on {counted(seen, 'batch')}"
+    return Outcome({}, content, [f"{line}; results: {folder}"])
 
 
 def _stamp(infos: list[QuantInfo]) -> str | None:
-    return next((info.header["stamp"] for info in infos if info.header["stamp"]), None)
+    """Return the first remark on data that is not real."""
+    for info in infos:
+        stamp: str | None = info.header["stamp"]
+        if stamp:
+            return stamp
+    return None

@@ -1,11 +1,8 @@
-"""Commands and their options: `--help` in groups, below options without one, and those about a
-model as one value.
-"""
+"""Defines the options of all commands, as the fields of one dataclass, and their `--help`."""
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -28,27 +25,26 @@ if TYPE_CHECKING:
 QUANT_MODES = ("float", "calib", "test")
 FINETUNE_MODES = ("adaround", "adaquant")
 RAISING = ("fast_finetune", "dpu_accuracy")
-"""Options of calibration that test mode takes as well, to say that the results were made with
-them.
-"""
-GROUPS = ("", "Model", "Data", "Algorithm", "Output", "Debugging")
-NAMES_WIDTH = 20  # longer names have a line of their own, with the description below
+"""Options of calibration that test mode accepts too: they must match the results."""
+_GROUPS = ("", "Model", "Data", "Algorithm", "Output", "Debugging")
+NAMES_WIDTH = 20
+"""Longer names have a line of their own, with the description below."""
 SETTINGS = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda word: word.replace("-", "_"),
 }
-"""For every command: `-h`, and options spelled with hyphens or underscores alike."""
+"""Settings of each command: `-h`, and hyphens instead of underscores in options."""
 
 
 class GroupedOption(click.Option):
-    """An option under a heading of the help."""
+    """An option that belongs to a section of the help."""
 
     def __init__(self, *names: Any, group: str = "", **settings: Any) -> None:
         super().__init__(*names, **settings)
         self.group = group
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
-        """The default, but not that N is at least 1."""
+        """Return the default value, without the range of numbers."""
         extra = super().get_help_extra(ctx)
         extra.pop("range", None)
         return extra
@@ -58,31 +54,29 @@ class GroupedCommand(click.Command):
     """A command whose help has a section for each group of options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
+        groups: dict[str, list[tuple[str, str]]] = {group: [] for group in _GROUPS}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None and isinstance(parameter, click.Option):
-                groups[getattr(parameter, "group", "")].append(record)
-        for group, rows in filter(operator.itemgetter(1), groups.items()):
-            with formatter.section(group or "Options"):
-                # The width of a column is that of its longest name, so one name as wide as
-                # allowed aligns all sections.
-                (name, text), *rest = rows
-                formatter.write_dl(
-                    [(name.ljust(NAMES_WIDTH), text), *rest], col_max=NAMES_WIDTH
-                )
+                name, text = record
+                # One name as wide as allowed makes the columns of all sections equally wide.
+                name = name.ljust(NAMES_WIDTH)
+                groups[getattr(parameter, "group", "")].append((name, text))
+        for group, rows in groups.items():
+            if rows:
+                with formatter.section(group or "Options"):
+                    formatter.write_dl(rows, col_max=NAMES_WIDTH)
 
 
 command = functools.partial(click.command, cls=GroupedCommand, context_settings=SETTINGS)
-"""A decorator that makes a command."""
+"""Decorates a function that is a command."""
 
 
-def write_text(path: str, text: str, *, encoding: str = "utf-8") -> None:
-    """Write `text` where `--output` says, whole or not at all; newlines are written as they
-    are.
+def write_output(path: str, text: str, *, encoding: str = "utf-8") -> None:
+    """Write the file of `--output` atomically, without translating newlines.
 
     Raises:
-        UsageError: the place cannot be written.
+        UsageError: the file cannot be written.
     """
     try:
         replace_file(Path(path), text.encode(encoding))
@@ -91,7 +85,7 @@ def write_text(path: str, text: str, *, encoding: str = "utf-8") -> None:
 
 
 def word_of(name: str) -> str:
-    """How a field's option is spelled: `for` is no name in Python.
+    """Return the name of a field's option. The field of `--for` is `for_`.
 
     >>> word_of("for_"), word_of("gate")
     ('for', 'gate')
@@ -106,11 +100,17 @@ def option(
     group: str = "",
     **settings: Any,
 ) -> Any:
-    """A field that is an option of its name, under the heading `group`; `others` are more
-    spellings.
+    """Return a field that is also an option.
 
-    A field that is False by default is a flag, one that is () may be repeated; any other
-    default is shown.
+    A field that is False by default is a flag, one that is () may be repeated. The help shows
+    any other default.
+
+    Args:
+        help: its text.
+        others: further spellings of the option.
+        default: of the field.
+        group: the section of the help.
+        settings: of `click.option`.
     """
     if default is False:
         settings["is_flag"] = True
@@ -132,29 +132,30 @@ _count = functools.partial(option, type=click.IntRange(1), metavar="N")
 
 @dataclass(frozen=True)
 class Options:
-    """What a command is asked to do; options that it does not have keep their defaults."""
+    """The options of one call. Options that a command does not have keep their defaults."""
 
     quant_mode: str = option(
-        "Run the float model, calibrate it, or test what was calibrated.",
+        "Run the float model, calibrate it, or test the calibrated network.",
         type=click.Choice(QUANT_MODES),
     )
     config_file: str | None = _file("The JSON config.", "--config", type=click.Path())
     model: str | None = _file(
-        "file.py with model(), file.py:factory, package.module:factory, a Hugging Face folder "
-        "or a .pt2.",
+        "The model: file.py with model(), file.py:factory, package.module:factory, a Hugging "
+        "Face folder or a .pt2 file.",
         group="Model",
         metavar="MODEL",
     )
     weights: str | None = _file(
-        "Weights: .safetensors, or a .pth that holds only tensors.", group="Model"
+        "Weights of the model: a .safetensors file, or a .pth file with only tensors.",
+        group="Model",
     )
     trust: bool = option(
-        "Load a .pt2 file, or run the Python of a Hugging Face folder.",
+        "Allow code of the model to run: a .pt2 file, or Python of a Hugging Face folder.",
         default=False,
         group="Model",
     )
     device: str = option(
-        "Where the model runs: cpu, cuda, cuda:1, or auto: cuda where there is one.",
+        "Where the model runs: cpu, cuda, cuda:1, or auto (cuda if available, else cpu).",
         default="cpu",
         metavar="DEVICE",
         group="Model",
@@ -166,25 +167,30 @@ class Options:
         metavar="DATA",
     )
     eval_data: str | None = _file(
-        "Data for float and test mode, if not the calibration data.",
+        "Data for float and test mode.  [default: evaluation_data() in the model's file, or "
+        "the calibration data]",
         group="Data",
         metavar="DATA",
     )
     evaluate: str | None = _file(
-        "evaluate(model, data), if it is not in the model's file.",
+        "A function evaluate(model, data) that returns metrics.  [default: evaluate() in the "
+        "model's file, if any]",
         group="Data",
         metavar="FACTORY",
     )
     preprocess: str | None = _file(
-        "How images are read: JSON text or a file.", group="Data", metavar="JSON"
+        "How images are resized and normalized: JSON text or a file.",
+        group="Data",
+        metavar="JSON",
     )
     max_unpacked: int | None = option(
-        "What a smaller file of data or weights may unpack to, such as 8GB.  [default: 1GB]",
+        "Largest size to which a compressed file of data or weights may unpack, such as 8GB.  "
+        "[default: 1GB]",
         type=memory_size,
         metavar="SIZE",
         group="Data",
     )
-    subset_len: int | None = _count("Use only the first N samples.", group="Data")
+    subset_len: int | None = _count("Use only the first N samples of the data.", group="Data")
     batch_size: int | None = _count(
         "Samples per batch.  [default: 32; for texts 1]", group="Data"
     )
@@ -202,121 +208,126 @@ class Options:
         "For texts: tokens between the starts of samples.  [default: --seq_len]", group="Data"
     )
     fast_finetune: str | None = option(
-        "Calibration also learns how to round the weights (adaround, if none is named), and "
-        "their scales (adaquant).",
+        "Also learn how to round each weight, layer by layer (adaround, the default), or the "
+        "scales too (adaquant).",
         is_flag=False,
         flag_value=FINETUNE_MODES[0],
         type=click.Choice(FINETUNE_MODES),
         group="Algorithm",
     )
     dpu_accuracy: str | None = option(
-        "On the DPU, high equalizes layers, corrects biases and finetunes, in about four "
-        "times the time.",
+        "For the DPU: high also equalizes layers, corrects biases and finetunes. It takes "
+        "about four times as long.",
         type=click.Choice(LEVELS),
         group="Algorithm",
     )
     memory: int | None = option(
-        "Activations that calibration keeps in memory, such as 8GB; more go to files.  "
-        "[default: half of what is free]",
+        "Memory for activations during calibration, such as 8GB. The rest is written to "
+        "files.  [default: half of the free memory]",
         type=memory_size,
         metavar="SIZE",
         group="Algorithm",
     )
-    seed: int = _count(
-        "Seed of all randomness.", default=0, type=click.IntRange(0), group="Algorithm"
-    )
+    seed: int = _count("Random seed.", default=0, type=click.IntRange(0), group="Algorithm")
     resume: bool = option(
-        "Continue a stopped calibration from its checkpoint.", default=False, group="Algorithm"
+        "Continue an interrupted calibration from its checkpoint.",
+        default=False,
+        group="Algorithm",
     )
     output_dir: str = _file(
         "The result folder.", default="quantize_result", group="Output", metavar="DIR"
     )
     report_dir: str | None = _file(
-        "Test mode writes its report, log and exports here, and leaves the result folder as "
-        "it is.",
+        "Where test mode writes its report, log and exports.  [default: the result folder]",
         group="Output",
         metavar="DIR",
     )
     overwrite: bool = option(
-        "Replace results of another model in it.", default=False, group="Output"
+        "Replace the results of another model in the result folder.",
+        default=False,
+        group="Output",
     )
     deploy: tuple[str, ...] = option(
-        "Test mode also writes the network for another runtime, to DIR/export; may be "
+        "In test mode, also write the network for another runtime, to DIR/export. May be "
         "repeated.",
         default=(),
         type=click.Choice(list(EXPORTERS)),
         group="Output",
     )
     pt2_activations: str = option(
-        "Integers of activations in a .pt2: uint8 for torch's compiler, int8 for ExecuTorch.",
+        "Type of activations in a .pt2 file: uint8 for torch.compile, int8 for ExecuTorch.",
         default=CHOICES["pt2_activations"].values[0],
         type=click.Choice(CHOICES["pt2_activations"].values),
         group="Output",
     )
     onnx_profile: str = option(
-        "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do.",
+        "How an .onnx file rounds: as the config says (exact), or as the fastest kernels of "
+        "ONNX Runtime do (fast).",
         default=CHOICES["onnx_profile"].values[0],
         type=click.Choice(CHOICES["onnx_profile"].values),
         group="Output",
     )
     onnx_weights: str = option(
-        "8-bit weights in an .onnx: uint8 for any CPU, int8 for those with VNNI, faster.",
+        "Type of 8-bit weights in an .onnx file: uint8 is correct on every CPU, int8 is "
+        "faster on CPUs with VNNI.",
         default=CHOICES["onnx_weights"].values[0],
         type=click.Choice(CHOICES["onnx_weights"].values),
         group="Output",
     )
     gguf_template: str | None = _file(
-        "A .gguf of the same model: --deploy gguf keeps its keys and tokenizer.", group="Output"
+        "A .gguf file of the same model, from which --deploy gguf copies metadata and "
+        "tokenizer.",
+        group="Output",
     )
     for_: tuple[str, ...] = option(
-        "Refuse what --deploy TARGET cannot hold before anything is calibrated; may be "
-        "repeated.",
+        "Before calibration, check that --deploy TARGET will be able to write the result. "
+        "May be repeated.",
         default=(),
         type=click.Choice(list(EXPORTERS)),
         group="Output",
     )
     gate: tuple[str, ...] = option(
-        "Exit with 1 unless TEST holds, e.g. 'sqnr_db>=20'.",
+        "Exit with code 1 unless TEST holds, e.g. 'sqnr_db>=20'. May be repeated.",
         default=(),
         metavar="TEST",
         group="Output",
     )
     names: str | None = option(
-        "Name layers in tables by module path or exactly.  [default: path on a terminal, else "
-        "exact]",
+        "Names of layers in tables: module paths, or exact names.  [default: path on a "
+        "terminal, else exact]",
         type=click.Choice(["path", "exact"]),
         group="Output",
     )
     top: int | str | None = option(
-        "Rows of a table of layers.  [default: 15 on a terminal, else all]",
+        "Number of layers in a table.  [default: 15 on a terminal, else all]",
         type=rows_shown,
         metavar="N|all",
         group="Output",
     )
     filter: str | None = option(
-        "Show only these layers: a pattern, a module path or a name.",
+        "Show only some layers: a pattern, a module path or a name.",
         metavar="GLOB",
         group="Output",
         shell_complete=layers_of_model,
     )
     no_cache: bool = option(
-        "Trace the model anew, even if a trace of it is known.",
+        "Trace the model again, even if a trace of it is cached.",
         default=False,
         group="Debugging",
     )
     output: str | None = _file("Write the result to FILE.", "-o", group="Output")
     json: bool = option("Print the result as JSON.", default=False, group="Output")
-    quiet: bool = option("No progress and no notes.", "-q", default=False, group="Output")
+    quiet: bool = option("Print no progress and no notes.", "-q", default=False, group="Output")
     inspect: bool = option(
         "Print the table of layers before the run.", default=False, group="Debugging"
     )
     rank_timeout: int = _count(
-        "Under torchrun: a rank without a sign of life for N seconds is lost.",
+        "Under torchrun: stop if a rank does not respond for N seconds.",
         default=60,
         group="Debugging",
     )
     exact: bool = option(
-        "Test mode also runs the DPU's integers and compares every code.",
+        "In test mode, also run the integer arithmetic of the DPU, and compare each code.",
         default=False,
         group="Debugging",
     )
@@ -326,19 +337,22 @@ class Options:
 
     @property
     def target_choices(self) -> dict[str, str]:
-        """What targets of --deploy leave open."""
-        return {
-            name: getattr(self, name) or choice.values[0] for name, choice in CHOICES.items()
-        }
+        """Return the settings of the targets of --deploy."""
+        settings = {}
+        for name, choice in CHOICES.items():
+            settings[name] = getattr(self, name) or choice.values[0]
+        return settings
 
     @property
     def file(self) -> str | None:
-        """The file of `--output`; None where that is standard output."""
+        """Return the file of `--output`; None if it is standard output."""
         return self.output if self.output != "-" else None
 
 
 RUN = tuple(
-    each.name for each in fields(Options) if each.name not in ("filter", "no_cache", "output")
+    entry.name
+    for entry in fields(Options)
+    if entry.name not in ("filter", "no_cache", "output")
 )
 """The options of a run."""
 MODEL = (
@@ -352,34 +366,40 @@ MODEL = (
     "max_unpacked",
 )
 LOOK = ("config_file", *MODEL, "output", "json")
-"""Those of a command that looks at a model, which `MODEL` say; `TABLE` are those of a table of
-layers.
-"""
+"""The options of a command that examines a model."""
 TABLE = ("names", "top")
+"""The options of a table of layers."""
 
 
 def takes(
     *names: str, kind: type[Options] = Options, **helps: str
 ) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator that adds options, in this order; the command gets them as one argument,
+    """Return a decorator that adds options to a command, which gets them as the argument
     `options`.
 
-    `helps` are texts that replace those of single options.
+    Args:
+        names: the options, in the order of the help.
+        kind: the class of `options`.
+        helps: texts that replace the help of single options.
     """
-    by_name: dict[str, Field[Any]] = {each.name: each for each in fields(kind)}
+    by_name: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def collected(*args: Any, **given: Any) -> Any:
-            options = kind(**{name: given.pop(word_of(name)) for name in names})
-            return command(*args, options=options, **given)
+        def with_options(*args: Any, **values: Any) -> Any:
+            settings = {}
+            for name in names:
+                settings[name] = values.pop(word_of(name))
+            return command(*args, options=kind(**settings), **values)
 
         for name in reversed(names):
-            said = by_name[name].metadata
-            settings = {**said["settings"], "help": helps.get(name, said["settings"]["help"])}
-            collected = click.option(
-                f"--{word_of(name)}", *said["names"], cls=GroupedOption, **settings
-            )(collected)
-        return collected
+            metadata = by_name[name].metadata
+            settings = dict(metadata["settings"])
+            if name in helps:
+                settings["help"] = helps[name]
+            spellings = (f"--{word_of(name)}", *metadata["names"])
+            decorate = click.option(*spellings, cls=GroupedOption, **settings)
+            with_options = decorate(with_options)
+        return with_options
 
     return add

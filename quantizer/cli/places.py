@@ -1,6 +1,4 @@
-"""The type of options and arguments that name a place: one that the system refuses to look at
-is told at once.
-"""
+"""Defines the type of options and arguments that are paths."""
 
 import errno
 import os
@@ -10,7 +8,7 @@ import click
 
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError, UsageError
 
-ERRORS: dict[str, type[QuantizerError]] = {
+_ERRORS: dict[str, type[QuantizerError]] = {
     "model": ModelError,
     "weights": ModelError,
     "data": DataError,
@@ -23,12 +21,12 @@ ERRORS: dict[str, type[QuantizerError]] = {
     "first": ResultError,
     "second": ResultError,
 }
-"""What an unusable place is for each parameter; for all others it is wrong usage."""
+"""The error of an unusable path, by parameter; otherwise it is `UsageError`."""
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 
 
 class Place(click.Path):
-    """A path, which shells complete. Whoever opens it says what is missing there."""
+    """A path, which shells complete. It need not exist."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -36,11 +34,11 @@ class Place(click.Path):
         """Return the text of the path.
 
         Raises:
-            QuantizerError: nobody can look at the place: its name is too long, a folder on the
-                way is locked, or links lead in a circle.
+            QuantizerError: the path is not accessible: its name is too long, a folder on the
+                way is not readable, or links form a loop.
         """
         text = str(super().convert(value, param, ctx))
-        name = param.name if param is not None and param.name is not None else ""
+        name = "" if param is None else param.name or ""
         if name == "preprocess" and text.lstrip().startswith("{"):
             return text
         try:
@@ -48,9 +46,9 @@ class Place(click.Path):
         except OSError as error:
             if error.errno not in _MISSING:
                 shown = text if len(text) <= 80 else f"{text[:80]}…"
-                raise ERRORS.get(name, UsageError)(
-                    f"{shown} cannot be used: {error.strerror}"
-                ) from None
+                error_class = _ERRORS.get(name, UsageError)
+                message = f"{shown} cannot be used: {error.strerror}"
+                raise error_class(message, help="give another path") from None
         except ValueError:
-            raise click.BadParameter(f"{text!r} is no path.") from None
+            raise click.BadParameter(f"{text!r} is not a valid path.") from None
         return text

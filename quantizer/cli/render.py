@@ -1,6 +1,4 @@
-"""Shows diagnostics: text with excerpts, JSON, GitHub annotations, SARIF. Changes none of
-them.
-"""
+"""Renders diagnostics as text with excerpts, JSON, GitHub annotations or SARIF."""
 
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -13,27 +11,29 @@ from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.printable import json_text, one_line
 
 MAX_SHOWN = 50
-REPLACED = "\N{REPLACEMENT CHARACTER}"
-MAX_WIDTH = 100
-
-Renderer = Callable[[Sequence[Diagnostic], Mapping[str, str]], str]
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_WIDTH = 100
+Diagnostics = Sequence[Diagnostic]
+Sources = Mapping[str, str]
+"""The texts of config files, by name."""
+Renderer = Callable[[Diagnostics, Sources], str]
 _COLORS = {"error": "red", "warning": "yellow", "note": "blue"}
 
 
-def print_diagnostics(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> None:
+def print_diagnostics(diagnostics: Diagnostics, sources: Sources) -> None:
     """Print findings as text on standard error; nothing if there are none."""
     if diagnostics:
         click.echo(render_text(diagnostics, sources), err=True)
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print one line of text, whatever names are in it."""
+    """Print one line of text, with control characters of names escaped."""
     click.echo(one_line(text), err=err)
 
 
-def render_text(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
-    """`file:line:column: error CODE: message`, the source line with a caret, and what to do; at
-    most 50 findings.
+def render_text(diagnostics: Diagnostics, sources: Sources) -> str:
+    """Return the findings as text: place, code and message, the source line with a caret, and a
+    remedy. Return at most 50 of them.
     """
     shown = [_text(diagnostic, sources) for diagnostic in diagnostics[:MAX_SHOWN]]
     if len(diagnostics) > MAX_SHOWN:
@@ -41,21 +41,20 @@ def render_text(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -
     return "\n".join(shown)
 
 
-def render_json(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
-    """A JSON list with one object per finding."""
+def render_json(diagnostics: Diagnostics, sources: Sources) -> str:
+    """Return a JSON list with one object per finding."""
     return json_text([_as_json(diagnostic) for diagnostic in diagnostics])
 
 
-def render_github(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
-    """GitHub Actions workflow commands (docs.github.com, "Workflow commands", setting an error
-    message).
-    """
+def render_github(diagnostics: Diagnostics, sources: Sources) -> str:
+    """Return workflow commands of GitHub Actions."""
     return "\n".join(map(_github, diagnostics))
 
 
-def render_sarif(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
-    """A SARIF 2.1.0 log (OASIS standard)."""
-    rules = [{"id": code} for code in sorted({found.code for found in diagnostics})]
+def render_sarif(diagnostics: Diagnostics, sources: Sources) -> str:
+    """Return a SARIF 2.1.0 log (OASIS standard)."""
+    codes = sorted({finding.code for finding in diagnostics})
+    rules = [{"id": code} for code in codes]
     driver = {"name": "quantizer", "version": __version__, "rules": rules}
     run = {
         "tool": {"driver": driver},
@@ -78,13 +77,11 @@ RENDERERS: dict[str, Renderer] = {
 }
 
 
-def _text(diagnostic: Diagnostic, sources: Mapping[str, str]) -> str:
-    label = click.style(
-        f"{diagnostic.severity} {diagnostic.code}:", fg=_COLORS[diagnostic.severity], bold=True
-    )
+def _text(diagnostic: Diagnostic, sources: Sources) -> str:
+    color = _COLORS[diagnostic.severity]
+    label = click.style(f"{diagnostic.severity} {diagnostic.code}:", fg=color, bold=True)
     where = f"{diagnostic.place}: " if diagnostic.place else ""
     lines = [f"{one_line(where)}{label} {one_line(diagnostic.message)}"]
-    color = _COLORS[diagnostic.severity]
     if diagnostic.place:
         lines += _excerpt(diagnostic.place, sources, ("^", color), diagnostic.remark or "")
     for place, remark in diagnostic.related:
@@ -95,21 +92,28 @@ def _text(diagnostic: Diagnostic, sources: Mapping[str, str]) -> str:
 
 
 def _excerpt(
-    place: Place, sources: Mapping[str, str], mark: tuple[str, str], remark: str
+    place: Place,
+    sources: Sources,
+    mark: tuple[str, str],
+    remark: str,
 ) -> list[str]:
-    """The source line, cut to a window if it is long, and marks under the place."""
+    """Return the source line, cut if it is long, and marks under the place."""
     lines = sources.get(place.file, "").split("\n")
-    if place.line > len(lines) or not lines[place.line - 1].strip():
+    if place.line > len(lines):
         return []
     line = lines[place.line - 1].rstrip("\r")
-    start, length = place.column - 1, place.length
-    if len(line) > MAX_WIDTH:
-        cut = max(0, start - MAX_WIDTH // 3)
-        line, start = line[cut : cut + MAX_WIDTH], start - cut
+    if not line.strip():
+        return []
+    start = place.column - 1
+    if len(line) > _MAX_WIDTH:
+        cut = max(0, start - _MAX_WIDTH // 3)
+        line = line[cut : cut + _MAX_WIDTH]
+        start -= cut
     line = _printable(line)
-    length = max(1, min(length, len(line) - start))
+    length = max(1, min(place.length, len(line) - start))
     character, color = mark
-    marks = click.style(character * max(1, _width(line[start : start + length])), fg=color)
+    width = max(1, _width(line[start : start + length]))
+    marks = click.style(character * width, fg=color)
     padding = " " * _width(line[:start])
     return [
         f"{place.line:5} | {line}",
@@ -118,69 +122,77 @@ def _excerpt(
 
 
 def _printable(text: str) -> str:
-    """Text that cannot steer the terminal, character for character as long, so that carets stay
-    in place.
+    """Return text of the same length without control characters, so that carets stay in
+    place.
     """
-    shown = "".join(c if c.isprintable() else " " if c == "\t" else REPLACED for c in text)
-    return shown if one_line(shown) == shown else shown.replace("#", REPLACED)
+    shown = ""
+    for character in text.replace("\t", " "):
+        shown += character if character.isprintable() else _REPLACEMENT
+    if one_line(shown) != shown:
+        return shown.replace("#", _REPLACEMENT)
+    return shown
 
 
 def _width(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    """Return the number of columns on a terminal."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return len(text) + wide
 
 
 def _as_json(diagnostic: Diagnostic) -> dict[str, object]:
-    return {
+    content: dict[str, object] = {
         "code": diagnostic.code,
         "severity": diagnostic.severity,
         "message": diagnostic.message,
         "help": diagnostic.help,
-        **(asdict(diagnostic.place) if diagnostic.place else {}),
-        "related": [
-            {**asdict(place), "remark": remark} for place, remark in diagnostic.related
-        ],
     }
+    if diagnostic.place:
+        content |= asdict(diagnostic.place)
+    related = []
+    for place, remark in diagnostic.related:
+        related.append({**asdict(place), "remark": remark})
+    content["related"] = related
+    return content
 
 
 def _github(diagnostic: Diagnostic) -> str:
-    level = {"error": "error", "warning": "warning", "note": "notice"}[diagnostic.severity]
-    properties = {"title": diagnostic.code}
+    level = "notice" if diagnostic.severity == "note" else diagnostic.severity
+    properties = {}
     if diagnostic.place:
-        place = diagnostic.place
-        properties = {
-            "file": place.file,
-            "line": str(place.line),
-            "col": str(place.column),
-            **properties,
-        }
-    return workflow_command(
-        level, properties, one_line(diagnostic.message) + _help(diagnostic.help)
-    )
+        properties["file"] = diagnostic.place.file
+        properties["line"] = str(diagnostic.place.line)
+        properties["col"] = str(diagnostic.place.column)
+    properties["title"] = diagnostic.code
+    text = one_line(diagnostic.message)
+    if diagnostic.help:
+        text += "\n" + one_line(f"help: {diagnostic.help}")
+    return workflow_command(level, properties, text)
 
 
 def workflow_command(level: str, properties: Mapping[str, str], text: str) -> str:
-    """A line that GitHub Actions shows at a place of a file.
+    """Return a line that GitHub Actions shows at a place of a file.
 
     >>> workflow_command("error", {"file": "a,b.json", "line": "3"}, "50 % is too much")
     '::error file=a%2Cb.json,line=3::50 %25 is too much'
     """
-    escaped = ",".join(
-        f"{key}={_github_escape(value, in_property=True)}" for key, value in properties.items()
-    )
-    return f"::{level} {escaped}::{_github_escape(text)}"
+    pairs = []
+    for key, value in properties.items():
+        value = _github_escape(value)
+        value = value.replace(":", "%3A").replace(",", "%2C")
+        pairs.append(f"{key}={value}")
+    return f"::{level} {','.join(pairs)}::{_github_escape(text)}"
 
 
-def _help(text: str | None) -> str:
-    return f"\n{one_line(f'help: {text}')}" if text else ""
-
-
-def _github_escape(text: str, *, in_property: bool = False) -> str:
-    replaced = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return replaced.replace(":", "%3A").replace(",", "%2C") if in_property else replaced
+def _github_escape(text: str) -> str:
+    text = text.replace("%", "%25")
+    text = text.replace("\r", "%0D")
+    return text.replace("\n", "%0A")
 
 
 def _sarif(diagnostic: Diagnostic) -> dict[str, object]:
-    text = diagnostic.message + (f" ({diagnostic.help})" if diagnostic.help else "")
+    text = diagnostic.message
+    if diagnostic.help:
+        text += f" ({diagnostic.help})"
     result: dict[str, object] = {
         "ruleId": diagnostic.code,
         "level": diagnostic.severity,
@@ -189,10 +201,10 @@ def _sarif(diagnostic: Diagnostic) -> dict[str, object]:
     if diagnostic.place:
         result["locations"] = [_sarif_place(diagnostic.place)]
     if diagnostic.related:
-        result["relatedLocations"] = [
-            {**_sarif_place(place), "message": {"text": remark}}
-            for place, remark in diagnostic.related
-        ]
+        locations = []
+        for place, remark in diagnostic.related:
+            locations.append({**_sarif_place(place), "message": {"text": remark}})
+        result["relatedLocations"] = locations
     return result
 
 

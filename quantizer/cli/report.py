@@ -1,4 +1,4 @@
-"""`quantizer report`: the page about a result folder, made again from what lies there."""
+"""`quantizer report`: writes report.html of a result folder again."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +17,20 @@ from quantizer.results.result_set import locked_as_opened
 
 @dataclass(frozen=True)
 class ReportOptions(Options):
-    """Those of all commands, and its own."""
+    """The options of `quantizer report`."""
 
     plots: str | None = option(
-        "Write each drawing there as a file, too.", type=Place(), metavar="DIR"
+        "Also write each drawing as a file to DIR.", type=Place(), metavar="DIR"
     )
     plots_as: str = option(
-        "What files they are; png needs the extra plots.",
+        "Type of the files of --plots; png needs the extra plots.",
         default="svg",
         type=click.Choice(list(KINDS)),
     )
     tensorboard: str | None = option(
-        "Write figures and histograms for TensorBoard there, too.", type=Place(), metavar="DIR"
+        "Also write figures and histograms for TensorBoard to DIR.",
+        type=Place(),
+        metavar="DIR",
     )
 
 
@@ -36,24 +38,27 @@ class ReportOptions(Options):
 @click.argument("folder", default="quantize_result", type=Place(), metavar="[DIR]")
 @takes("json", "plots", "plots_as", "tensorboard", kind=ReportOptions)
 def report(folder: str, options: ReportOptions) -> None:
-    """Write report.html and report.json into a result folder again; calibration and test mode
-    write them as well.
+    """Write report.html and report.json of a result folder again, without model and data.
+    Calibration and test mode write them too.
 
-    The page is one file that loads nothing: what each layer loses, how its values are
-    distributed, whether there was enough data. No model and no data are needed.
+    The page is a single file. It shows the loss of each layer, the distribution of its values,
+    and whether there was enough data.
 
     \b
     quantizer report
     quantizer report quantize_result --plots drawings
     """
     if not options.plots:
-        refuse_typed(["plots_as"], "it says what files --plots DIR writes")
+        refuse_typed(["plots_as"], "it is the type of the files of --plots DIR")
     place = Path(folder)
     opened = read_info(place)
     with locked_as_opened(opened.files):
-        found = write_report(opened)
+        content = write_report(opened)
     if options.plots:
-        write_plots(found, Path(options.plots), options.plots_as)
+        write_plots(content, Path(options.plots), options.plots_as)
     if options.tensorboard:
-        write_events(found, Path(options.tensorboard))
-    click.echo(json_text(found) if options.json else one_line(str(place / PAGE)))
+        write_events(content, Path(options.tensorboard))
+    if options.json:
+        click.echo(json_text(content))
+    else:
+        click.echo(one_line(str(place / PAGE)))

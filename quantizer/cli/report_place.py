@@ -1,6 +1,4 @@
-"""Where test mode writes what it finds: beside the calibration, to `--report_dir`, or
-nowhere.
-"""
+"""Opens the folder that test mode writes to: the result folder, or `--report_dir`."""
 
 import logging
 from collections.abc import Iterator
@@ -15,22 +13,20 @@ from quantizer.errors import ResultError
 from quantizer.results.folder import INFO, OpenedResults
 from quantizer.results.result_set import ReadOnlyError, locked, locked_as_opened
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def report_place(
     opened: OpenedResults, options: Options, ranks: Ranks
 ) -> Iterator[tuple[Path | None, dict[str, Any]]]:
-    """Lock the folder that test mode writes to; of several ranks the first does that alone.
+    """Lock the folder that test mode writes to, on the first rank only.
 
     Yields:
-        The folder, and what run.json is to say besides. None where nothing can or shall be
-            written.
+        The folder, or None if nothing is written; and further entries of run.json.
 
     Raises:
-        ResultError: the folder is in use, holds other results by now, or is for the results of
-            another run.
+        ResultError: the folder is in use, was replaced meanwhile, or holds another calibration.
     """
     folder = opened.folder
     place = Path(options.report_dir) if options.report_dir else folder
@@ -46,22 +42,19 @@ def report_place(
                 stack.enter_context(locked_as_opened(opened.files))
             except ReadOnlyError as error:
                 if options.deploy:
-                    help_ = "add --report_dir DIR: exports go there, too"
-                    raise ResultError(error.message, help=help_) from error
-                text = "%s, so no report is written: --report_dir DIR writes it elsewhere"
-                logger.warning(text, error.message)
+                    remedy = "add --report_dir DIR: exports are written there too"
+                    raise ResultError(error.message, help=remedy) from error
+                text = "%s, so no report is written; --report_dir DIR writes it elsewhere"
+                _logger.warning(text, error.message)
                 yield None, {}
                 return
-        noted = stack.enter_context(runlog.recorded(place, options, ranks.world_size))
+        noted = stack.enter_context(runlog.run_logged(place, options, ranks.world_size))
         yield place, noted
 
 
 def _require_no_results(place: Path) -> None:
-    """Refuse to write a report among results that it is not about.
-
-    Raises:
-        ResultError: the folder holds a calibration.
-    """
+    """Raise `ResultError` if a folder holds the results of another calibration."""
     if (place / INFO).exists():
-        help_ = "choose another --report_dir"
-        raise ResultError(f"{place} holds the results of a calibration", help=help_)
+        raise ResultError(
+            f"{place} holds the results of a calibration", help="choose another --report_dir"
+        )

@@ -1,7 +1,7 @@
-"""Keeps in run.json the commands that make a result folder again, for the report.
+"""Stores in run.json the commands that reproduce a result folder, for the report.
 
-They belong to one calibration, which they name by the checksum of quant_info.json, and have a
-checksum of their own. Commands of another calibration are dropped, and so are edited ones.
+They belong to one calibration, identified by the checksum of quant_info.json, and have their
+own checksum. Commands of another calibration, or edited ones, are dropped.
 """
 
 from __future__ import annotations
@@ -17,49 +17,51 @@ from quantizer.errors import ResultError
 from quantizer.results.folder import COMMANDS, RUN_FILE, OpenedResults
 from quantizer.storage.files import read_json, write_json
 
-CHANGES_NOTHING = frozenset(
+WITHOUT_EFFECT = frozenset(
     [
-        *(
-            "quant_mode",
-            "output_dir",
-            "report_dir",
-            "overwrite",
-            "resume",
-            "json",
-            "quiet",
-            "inspect",
-        ),
-        *("debug", "names", "top", "memory", "rank_timeout", "for_"),
+        "quant_mode",
+        "output_dir",
+        "report_dir",
+        "overwrite",
+        "resume",
+        "json",
+        "quiet",
+        "inspect",
+        "debug",
+        "names",
+        "top",
+        "memory",
+        "rank_timeout",
+        "for_",
     ]
 )
-"""Options that the results do not depend on, and the mode, which stands first in a command."""
-MERGED = ("model", "weights", "trust")
-"""Options that a merge depends on."""
+"""Options that do not change results, and the mode, which comes first in a command."""
 ONLY_CHECKED = {
     "calib": frozenset(["eval_data", "evaluate"]),
     "test": frozenset(["config_file", "fast_finetune", "dpu_accuracy"]),
 }
-"""Options that a mode does not read, or only compares with the results."""
+"""Options that a mode ignores, or only compares with the results."""
 
 
 def words_of(options: Options) -> list[str]:
-    """Return the command of a run, with every option that decides its results and no other.
+    """Return the command of a run, with only the options that affect its results.
 
-    Results hold no absolute paths: see `without_folders`.
+    It has no absolute paths: see `without_folders`.
     """
-    left_out = CHANGES_NOTHING | ONLY_CHECKED[options.quant_mode]
+    left_out = WITHOUT_EFFECT | ONLY_CHECKED[options.quant_mode]
     names = [name for name in RUN if name not in left_out]
     return ["quantizer", "--quant_mode", options.quant_mode, *_option_words(options, names)]
 
 
 def words_of_merge(options: Options, places: Sequence[Path]) -> list[str]:
-    """Return the command that merges some folders, as `words_of` returns that of a run."""
+    """Return the command of a merge, with only the options that affect its results."""
     folders = [without_folders(str(place)) for place in places]
-    return ["quantizer", "merge", *folders, *_option_words(options, MERGED)]
+    words = _option_words(options, ("model", "weights", "trust"))
+    return ["quantizer", "merge", *folders, *words]
 
 
 def _option_words(options: Options, names: Collection[str]) -> list[str]:
-    """The options of these names that are not as by default."""
+    """Return the options of these names that differ from their defaults."""
     words = []
     for option in fields(Options):
         if option.name not in names:
@@ -76,10 +78,8 @@ def _option_words(options: Options, names: Collection[str]) -> list[str]:
 
 
 def without_folders(word: str) -> str:
-    """Return an absolute path relative to the working directory, or its name if it lies
-    elsewhere.
-
-    Other words stay as they are.
+    """Return an absolute path relative to the working directory, or only its name if it is
+    outside. Return other words unchanged.
 
     >>> without_folders("net.json"), without_folders("random:8x3x32x32")
     ('net.json', 'random:8x3x32x32')
@@ -90,20 +90,24 @@ def without_folders(word: str) -> str:
         return word
     path = Path(word)
     here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    return path.name
 
 
 def remember(
-    opened: OpenedResults, mode: str, words: Sequence[str], place: Path | None = None
+    opened: OpenedResults,
+    mode: str,
+    words: Sequence[str],
+    place: Path | None = None,
 ) -> dict[str, list[str]]:
-    """Add a command to those that made some results, and write them into run.json with a
-    checksum.
+    """Add a command to those of a result folder, and write all into run.json.
 
     Args:
         opened: the results.
-        mode: the command's name there: "calib", "test" or "merge".
+        mode: the name of the command: "calib", "test" or "merge".
         words: the command.
-        place: the folder to write to, if it is not that of the results.
+        place: the folder to write to; that of the results if None.
 
     Returns:
         The commands of these results.
@@ -113,12 +117,14 @@ def remember(
     """
     commands = {**opened.commands, mode: list(words)}
     folder = place or opened.folder
-    write_json(folder / RUN_FILE, _facts(folder) | {COMMANDS: opened.sealed(commands)})
+    facts = _facts(folder)
+    facts[COMMANDS] = opened.sealed(commands)
+    write_json(folder / RUN_FILE, facts)
     return commands
 
 
 def with_config(words: Sequence[str], name: str) -> list[str]:
-    """Return a calibration's command with a config file of this name, unless it has one.
+    """Return the command of a calibration with this config file, unless it has one.
 
     >>> with_config(["quantizer", "--quant_mode", "calib", "--seed", "1"], "config.json")
     ['quantizer', '--quant_mode', 'calib', '--config_file', 'config.json', '--seed', '1']
@@ -129,13 +135,15 @@ def with_config(words: Sequence[str], name: str) -> list[str]:
 
 
 def remembered(folder: Path) -> dict[str, Any]:
-    """Return the part of run.json that holds the commands, which may be empty."""
+    """Return the commands in run.json as its part, empty if there are none."""
     facts = _facts(folder)
-    return {COMMANDS: facts[COMMANDS]} if COMMANDS in facts else {}
+    if COMMANDS not in facts:
+        return {}
+    return {COMMANDS: facts[COMMANDS]}
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """The content of run.json, empty where it is missing or damaged."""
+    """Return the content of run.json, empty if it is missing or damaged."""
     try:
         facts = read_json(folder / RUN_FILE)
     except ResultError:

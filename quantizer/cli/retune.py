@@ -1,6 +1,4 @@
-"""`quantizer retune`: new scales from what calibration has kept, without the model and without
-data.
-"""
+"""`quantizer retune`: recomputes scales from stored statistics, without model and data."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,11 +9,11 @@ from rich.text import Text
 
 from quantizer.cli import session
 from quantizer.cli.completion import layers_of_results
-from quantizer.cli.options import TABLE, Options, command, option, takes, write_text
+from quantizer.cli.options import TABLE, Options, command, option, takes, write_output
 from quantizer.cli.places import Place
 from quantizer.cli.reproduction import remember, with_config
 from quantizer.cli.table_view import view_of
-from quantizer.config.wording import closest
+from quantizer.config.wording import closest, counted
 from quantizer.errors import UsageError
 from quantizer.observers import METHODS, STATISTICS
 from quantizer.printable import json_text, one_line
@@ -29,54 +27,57 @@ from quantizer.results.write import check_owner
 
 @dataclass(frozen=True)
 class RetuneOptions(Options):
-    """Those of all commands, and its own."""
+    """The options of `quantizer retune`."""
 
     output_dir: str = option(
-        "The result folder to write.  [default: the one that is read]",
+        "The result folder to write.  [default: DIR]",
         default="",
         show_default=False,
         metavar="DIR",
     )
-    method: str | None = option("How ranges are found.", type=click.Choice(list(METHODS)))
+    method: str | None = option(
+        "The method that finds ranges.", type=click.Choice(list(METHODS))
+    )
     percentage: float | None = option(
-        "Of the percentile method.", type=click.FloatRange(0, 100, min_open=True), metavar="P"
+        "The percentage of the percentile method.",
+        type=click.FloatRange(0, 100, min_open=True),
+        metavar="P",
     )
     statistic: str | None = option(
-        "What is made of the ranges of several batches.", type=click.Choice(list(STATISTICS))
+        "How the ranges of several batches are combined.", type=click.Choice(list(STATISTICS))
     )
     layer: tuple[str, ...] = option(
-        "Only this layer's activations: a name, a module path or a pattern; may be repeated.",
+        "Change only this layer's activations: a name, a module path or a pattern. May be "
+        "repeated.",
         default=(),
         metavar="NAME",
         shell_complete=layers_of_results,
     )
-    dry_run: bool = option("Show what would change, and write no results.", default=False)
+    dry_run: bool = option("Show what would change, without writing results.", default=False)
 
 
 @command()
 @click.argument("folder", default="quantize_result", type=Place(), metavar="[DIR]")
 @takes(
-    *(
-        "method",
-        "percentage",
-        "statistic",
-        "layer",
-        "dry_run",
-        "output_dir",
-        "overwrite",
-        "output",
-        "json",
-        *TABLE,
-    ),
+    "method",
+    "percentage",
+    "statistic",
+    "layer",
+    "dry_run",
+    "output_dir",
+    "overwrite",
+    "output",
+    "json",
+    *TABLE,
     kind=RetuneOptions,
     output="Write the config with the change to FILE.",
 )
 def retune(folder: str, options: RetuneOptions) -> None:
-    """Find scales of activations anew from what calibration has kept: no model, no data, no
-    waiting.
+    """Recompute scales of activations from the statistics of a calibration, in seconds, without
+    model and data.
 
-    The result is that of a calibration with the changed config, to the last bit. What was not
-    kept cannot be had: the error says what that is.
+    The result is bit-identical to a calibration with the changed config. If a statistic that it
+    needs was not stored, the error says which.
 
     \b
     quantizer retune --method maxmin
@@ -85,7 +86,7 @@ def retune(folder: str, options: RetuneOptions) -> None:
     change = Change(options.method, options.percentage, options.statistic)
     if change == Change():
         raise UsageError(
-            "nothing is changed", help="give --method, --percentage or --statistic"
+            "there is nothing to change", help="give --method, --percentage or --statistic"
         )
     if options.dry_run and options.output_dir:
         raise UsageError(
@@ -94,83 +95,95 @@ def retune(folder: str, options: RetuneOptions) -> None:
         )
     place = Path(folder)
     before = CalibratedFolder(place)
-    found = retuned(before, change, _layers(options.layer, before) if options.layer else None)
+    layers = _layers(options.layer, before) if options.layer else None
+    result = retuned(before, change, layers)
     target = Path(options.output_dir or place)
-    entries, _ = found.entries
     if not options.dry_run:
-        is_same = target.resolve() == place.resolve()
-        command = before.opened.commands.get("calib")
-        with locked_as_opened(before.opened.files) if is_same else locked(target):
-            check_owner(target, before.header["model"], overwrite=options.overwrite)
-            found.write(target)
-            opened, commands = open_written(target, READ), None
-            # The result is that of a calibration with the changed config
-            if command is not None:
-                changed = with_config(command, Path(found.config.source).name)
-                commands = remember(opened, "calib", changed)
-            write_report(opened, commands=commands)
+        _write(before, result, target, overwrite=options.overwrite)
     if options.file:
-        write_text(options.file, found.text)
-    rows = _rows(before, found)
+        write_output(options.file, result.text)
+    rows = _rows(before, result)
     if options.json:
         click.echo(json_text({"results": str(target), "tensors": rows}))
         return
     titles = ("layer", "tensor", "method", "scale before", "scale", "ratio")
-    texts = [(*(str(row[key]) for key in _SHOWN), _ratio(row)) for row in rows]
-    console, view = session.console(), view_of(options, before.plan["paths"])
+    texts = [(*map(str, row.values()), _ratio(row)) for row in rows]
+    console = session.console()
+    view = view_of(options, before.plan["paths"])
     console.print(view.listing(titles, texts, numbers=titles[3:], what="tensor"))
-    said = (
-        "would change; nothing is written" if options.dry_run else f"retuned; results: {target}"
-    )
-    console.print(Text(one_line(f"{len(entries)} tensors {said}")), soft_wrap=True)
+    line = counted(len(rows), "tensor")
+    if options.dry_run:
+        line += " would change; nothing is written"
+    else:
+        line += f" retuned; results: {target}"
+    console.print(Text(one_line(line)), soft_wrap=True)
 
 
-_SHOWN = ("layer", "tensor", "method", "scale_before", "scale")
+def _write(before: CalibratedFolder, result: Retuned, target: Path, *, overwrite: bool) -> None:
+    """Write the result folder and its report."""
+    files = before.opened.files
+    is_same = target.resolve() == before.opened.folder.resolve()
+    lock = locked_as_opened(files) if is_same else locked(target)
+    with lock:
+        check_owner(target, before.header["model"], overwrite=overwrite)
+        result.write(target)
+        opened = open_written(target, READ)
+        commands = None
+        calib_command = before.opened.commands.get("calib")
+        if calib_command is not None:
+            # A calibration with the changed config has the same result.
+            name = Path(result.config.source).name
+            commands = remember(opened, "calib", with_config(calib_command, name))
+        write_report(opened, commands=commands)
 
 
 def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
-    """The layers that names, module paths or patterns mean.
+    """Return the layers of names, module paths or patterns.
 
     Raises:
-        UsageError: one means none.
+        UsageError: one matches no layer.
     """
-    known = {layer for layer, _ in folder.activations}
-    names = {name: str(folder.plan["paths"].get(name, name)) for name in known}
-    found: set[str] = set()
+    path_of = {}
+    for name, _ in folder.activations:
+        path_of[name] = str(folder.plan["paths"].get(name, name))
+    layers: set[str] = set()
     for word in words:
-        here = {
-            name
-            for name, path in names.items()
-            if word in (name, path) or fnmatchcase(path, word)
-        }
-        if not here:
-            near = closest(word, names.values())
+        matching = set()
+        for name, path in path_of.items():
+            if word in (name, path) or fnmatchcase(path, word):
+                matching.add(name)
+        if not matching:
+            near = closest(word, path_of.values())
+            remedy = "`quantizer plan` shows all layers"
+            if near is not None:
+                remedy = f"did you mean {near}?"
             raise UsageError(
-                f"--layer {word!r} finds no activation with a scale",
-                help=f"did you mean {near}?" if near else "`quantizer plan` shows all layers",
+                f"--layer {word!r} matches no activation with a scale",
+                help=remedy,
             )
-        found |= here
-    return frozenset(found)
+        layers |= matching
+    return frozenset(layers)
 
 
-def _rows(folder: CalibratedFolder, found: Retuned) -> list[dict[str, object]]:
-    entries, _ = found.entries
-    return [
-        {
+def _rows(folder: CalibratedFolder, result: Retuned) -> list[dict[str, object]]:
+    """Return the columns of each tensor."""
+    entries, _ = result.entries
+    rows: list[dict[str, object]] = []
+    for (layer, role), entry in entries.items():
+        row = {
             "layer": layer,
             "tensor": role,
-            "method": found.tensors[layer, role].after.method,
+            "method": result.tensors[layer, role].after.method,
             "scale_before": folder.entries[layer][role]["scale"],
             "scale": entry["scale"],
         }
-        for (layer, role), entry in entries.items()
-    ]
+        rows.append(row)
+    return rows
 
 
 def _ratio(row: dict[str, object]) -> str:
-    before, after = row["scale_before"], row["scale"]
-    return (
-        f"{after / before:.4f}"
-        if isinstance(before, float) and isinstance(after, float) and before
-        else ""
-    )
+    before = row["scale_before"]
+    after = row["scale"]
+    if not isinstance(before, float) or not isinstance(after, float) or not before:
+        return ""
+    return f"{after / before:.4f}"

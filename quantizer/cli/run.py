@@ -1,4 +1,4 @@
-"""`--quant_mode float|calib|test`: from options to an exit code."""
+"""Runs `--quant_mode float|calib|test`, and returns the exit code."""
 
 import sys
 from collections.abc import Callable
@@ -29,54 +29,54 @@ from quantizer.export.choices import require_choices
 from quantizer.seeding import seed_everything
 from quantizer.storage import process_memory
 
-DECIDING = (
-    *("quant_mode", "batch_size", "subset_len", "seq_len", "stride", "seed"),
-    *("fast_finetune", "dpu_accuracy", "deploy"),
+_COMPARED_OPTIONS = (
+    "quant_mode",
+    "batch_size",
+    "subset_len",
+    "seq_len",
+    "stride",
+    "seed",
+    "fast_finetune",
+    "dpu_accuracy",
+    "deploy",
 )
-"""Options that decide the result, and are the same words on every machine."""
-
-
+"""Options that affect the result, and have to be the same on all ranks."""
 _ONLY_IN_CALIB = {
-    "for_": (
-        "--for goes with calib mode and with `quantizer plan`: it looks ahead of a calibration"
-    ),
-    "memory": "--memory goes with calib mode: the others keep no values of earlier batches",
-    "resume": "--resume goes with calib mode: it goes on with a calibration that was stopped",
+    "for_": "--for needs calib mode, or `quantizer plan`: it checks a plan before calibration",
+    "memory": "--memory needs calib mode: the other modes keep no activations",
+    "resume": "--resume needs calib mode: it continues an interrupted calibration",
 }
 _ONLY_IN_TEST = {
-    "deploy": (
-        "--deploy goes with test mode: it writes the network that was calibrated and tested"
-    ),
-    "report_dir": "--report_dir goes with test mode: it says where that writes what it finds",
-    "exact": (
-        "--exact goes with test mode: it runs the integers of the network that was calibrated"
-    ),
+    "deploy": "--deploy needs test mode: it writes the network that is tested",
+    "report_dir": "--report_dir needs test mode: it is the folder of its report",
+    "exact": "--exact needs test mode: it compares with the network that is tested",
 }
 """Why an option is refused in other modes."""
 
 
 def run(options: Options) -> int:
-    """Run one mode; the exit code is 0, or that of the error raised."""
+    """Run one mode and return exit code 0; errors are raised."""
     gates = [parse_gate(text) for text in options.gate]
     _require_mode(options)
     require_extras((*options.deploy, *options.for_))
     seed_everything(options.seed)
-    # With --json, stdout is for the result alone: what the user's own code prints goes to
+    # With --json only the result is printed to stdout. Output of the user's code goes to
     # stderr.
+    stdout = sys.stderr if options.json else sys.stdout
     with (
-        torchrun.joined(options) as (ranks, own),
-        session.notes_on_stderr(own.quiet),
-        redirect_stdout(sys.stderr if options.json else sys.stdout),
+        torchrun.joined_ranks(options) as (ranks, rank_options),
+        session.notes_on_stderr(rank_options.quiet),
+        redirect_stdout(stdout),
     ):
-        require_alike(ranks, _deciding(options), "the versions and options")
-        outcome = MODES[options.quant_mode](own, ranks)
+        require_alike(ranks, _compared_facts(options), "the versions and options")
+        outcome = _MODES[options.quant_mode](rank_options, ranks)
     if not ranks.is_first:
         return 0
     session.show(outcome, options)
-    is_measured = options.quant_mode != "float"
-    is_silent = options.json or options.quiet
-    if is_measured and not is_silent and (size := process_memory.peak()):
-        print(f"peak memory {process_memory.in_words(size)}")
+    is_silent = options.json or options.quiet or options.quant_mode == "float"
+    peak = process_memory.peak()
+    if peak and not is_silent:
+        print(f"peak memory {process_memory.in_words(peak)}")
     if not options.json:
         for line in met(gates, outcome.metrics):
             print(line)
@@ -88,28 +88,28 @@ def run(options: Options) -> int:
 
 
 def _require_mode(options: Options) -> None:
-    """Raise `UsageError` if an option does not go with the mode, or with the others."""
+    """Raise `UsageError` if an option has no effect in this mode, or without another option."""
     mode = options.quant_mode
     if options.gate and mode == "calib":
-        raise UsageError("--gate goes with test or float mode: calibration measures nothing")
+        raise UsageError("--gate needs test or float mode: calibration measures no metrics")
     for name, refusal in _ONLY_IN_TEST.items():
         if getattr(options, name) and mode != "test":
             raise UsageError(refusal)
     require_choices(options.target_choices, options.deploy)
     for name, refusal in _ONLY_IN_CALIB.items():
         value = getattr(options, name)
-        is_given = value is not None and value is not False and value != ()
-        if is_given and mode != "calib":
+        is_set = value is not None and value is not False and value != ()
+        if is_set and mode != "calib":
             raise UsageError(refusal)
     for name in RAISING:
         if getattr(options, name) and mode == "float":
             raise UsageError(
-                f"--{name} goes with calib mode, and with test mode to say that it was used"
+                f"--{name} needs calib mode; test mode accepts it to check that it was used"
             )
 
 
 def _require_met(options: Options, gates: list[Gate], outcome: Outcome) -> None:
-    """Raise `GateError` if a gate is not met, or has no figure though its name is known."""
+    """Raise `GateError` if a gate does not hold, or its metric was not measured."""
     not_met = failed(gates, outcome.metrics)
     if options.quant_mode == "test" and outcome.error is None:
         for gate in gates:
@@ -118,22 +118,19 @@ def _require_met(options: Options, gates: list[Gate], outcome: Outcome) -> None:
     if not not_met:
         return
     annotate(options, not_met, outcome.report)
-    undeployed = ""
+    text = f"not met: {', '.join(not_met)}"
     if options.deploy and "deployed" not in outcome.content:
-        undeployed = "; nothing is deployed"
-    raise GateError(
-        f"not met: {', '.join(not_met)}{undeployed}",
-        help="the table above shows which layers lose most",
-    )
+        text += "; nothing is deployed"
+    raise GateError(text, help="the table above shows which layers lose most")
 
 
-def _deciding(options: Options) -> dict[str, Any]:
-    """What decides the result before a model is there."""
-    words = {f"--{name}": getattr(options, name) for name in DECIDING}
-    return {"quantizer": quantizer.__version__, "torch": torch.__version__, **words}
+def _compared_facts(options: Options) -> dict[str, Any]:
+    """Return versions and options, which have to be the same on all ranks."""
+    values = {f"--{name}": getattr(options, name) for name in _COMPARED_OPTIONS}
+    return {"quantizer": quantizer.__version__, "torch": torch.__version__, **values}
 
 
-MODES: dict[str, Callable[[Options, Ranks], Outcome]] = {
+_MODES: dict[str, Callable[[Options, Ranks], Outcome]] = {
     "float": run_float,
     "calib": run_calib,
     "test": run_test,

@@ -1,4 +1,4 @@
-"""run.json and run.log: how a run began, what it reported, how it ended; alone they differ
+"""Writes run.json and run.log: options, messages and outcome of a run. Only these files differ
 between equal runs.
 """
 
@@ -26,40 +26,43 @@ from quantizer.storage import process_memory
 from quantizer.storage.files import write_json, write_text
 
 _IMPORTS = process_memory.peak()
-"""What torch and the modules of a run have taken."""
+"""The memory that torch and the modules of a run take, in bytes."""
 
 
 @contextmanager
-def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[str, Any]]:
-    """Write both files when the body ends, in whatever way it ends; gives what is to be in
-    run.json besides.
+def run_logged(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[str, Any]]:
+    """Write both files when the body ends, also if it fails.
+
+    Yields:
+        Further entries of run.json, to fill in.
     """
     noted: dict[str, Any] = {}
     started = time.time()
-    outcome, log = "done", ""
+    outcome = "done"
+    log = ""
     messages = BufferingHandler(sys.maxsize)
     logging.getLogger("quantizer").addHandler(messages)
     try:
         yield noted
     except QuantizerError as error:
-        outcome, log = (
-            f"{type(error).__name__}: {error.message}",
-            f"error: {error.message}\nhelp: {error.help}\n",
-        )
+        outcome = f"{type(error).__name__}: {error.message}"
+        log = f"error: {error.message}\nhelp: {error.help}\n"
         raise
     except BaseException as error:
-        outcome, log = type(error).__name__, traceback.format_exc()
+        outcome = type(error).__name__
+        log = traceback.format_exc()
         raise
     finally:
         logging.getLogger("quantizer").removeHandler(messages)
-        most = process_memory.peak()
+        peak = process_memory.peak()
+        over_imports = peak - _IMPORTS if peak and _IMPORTS else None
         facts = {
             "options": {word_of(name): getattr(options, name) for name in RUN},
             "argv": sys.argv[1:],
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.time() - started, 3),
-            "peak_memory_bytes": most,
-            "peak_memory_over_imports_bytes": most - _IMPORTS if most and _IMPORTS else None,
+            "peak_memory_bytes": peak,
+            "peak_memory_over_imports_bytes": over_imports,
             "outcome": outcome,
             "quantizer": quantizer.__version__,
             "torch": torch.__version__,
@@ -71,7 +74,8 @@ def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[st
             **remembered(folder),
         }
         write_json(folder / RUN_FILE, facts)
-        notes = [f"{one_line(record.getMessage())}\n" for record in messages.buffer]
-        began = one_line(f"{facts['started']} quantizer {' '.join(sys.argv[1:])}") + "\n"
-        text = "".join([began, *notes, printable.lines(log), one_line(outcome), "\n"])
+        text = one_line(f"{facts['started']} quantizer {' '.join(sys.argv[1:])}") + "\n"
+        for record in messages.buffer:
+            text += one_line(record.getMessage()) + "\n"
+        text += printable.lines(log) + one_line(outcome) + "\n"
         write_text(folder / "run.log", text)

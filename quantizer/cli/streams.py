@@ -1,7 +1,6 @@
-"""Standard output and error that never end a run: closed ones lead nowhere, and what cannot be
-written is noted.
+"""Replaces standard output and error by streams whose failure does not end a run.
 
-Imports little, as it is the first thing that runs.
+It imports little, because it runs first.
 """
 
 import errno
@@ -11,19 +10,17 @@ import select
 import sys
 from typing import Any
 
-ERRORS = "backslashreplace"
-"""A layer's or a file's name may hold what the terminal's encoding lacks."""
+_ENCODING_ERRORS = "backslashreplace"
+"""The encoding of a terminal may lack characters of layers or files."""
 
 
 class Outlet(io.FileIO):
-    """A descriptor of which the first failure is noted in `failure`; what comes after it is
-    dropped.
-    """
+    """A descriptor that stores its first error in `failure`, and then drops what is written."""
 
     failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Return the size of the content, which is written or dropped."""
+        """Write or drop the content, and return its size."""
         left = memoryview(content).cast("B")
         size = left.nbytes
         while left and self.failure is None:
@@ -41,25 +38,23 @@ class Outlet(io.FileIO):
 
     @property
     def lost(self) -> OSError | None:
-        """The failure, unless it is that the reader has gone, as `head` does when it has seen
-        enough.
-        """
+        """Return the failure, unless only the reader has ended, as `head` does."""
         if self.failure is None or self.failure.errno == errno.EPIPE:
             return None
         return self.failure
 
 
 class _Text(io.TextIOWrapper):
-    """A stream that code of the user's cannot close."""
+    """A stream that the user's code cannot close."""
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write the buffer."""
         self.flush()
 
 
 def open_closed() -> None:
-    """Open the null device in place of standard streams that are closed: files would get their
-    numbers.
+    """Open the null device for standard streams that are closed. Otherwise a file could get
+    their number.
     """
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
@@ -69,9 +64,7 @@ def open_closed() -> None:
 
 
 def install() -> Outlet:
-    """Put streams of this module in place of Python's; return what standard output writes
-    to.
-    """
+    """Replace the standard streams, and return the new descriptor of standard output."""
     sys.stderr = _over(Outlet(2, "w", closefd=False), sys.stderr, "<stderr>", by_line=True)
     output = Outlet(1, "w", closefd=False)
     sys.stdout = _over(output, sys.stdout, "<stdout>", by_line=output.isatty())
@@ -79,12 +72,12 @@ def install() -> Outlet:
 
 
 def _over(outlet: Outlet, before: Any, name: str, *, by_line: bool) -> io.TextIOWrapper:
-    """Return a stream with the encoding of the one before it, which is None if it was
-    closed.
-    """
+    """Return a stream with the encoding of `before`, which is None if it was closed."""
     encoding = getattr(before, "encoding", None) or "utf-8"
     at_once = bool(getattr(before, "write_through", False))
     outlet.name = name
-    # Python's own streams have no buffer where `-u` asks for none.
+    # With `python -u` there is no buffer.
     buffer: Any = outlet if at_once else io.BufferedWriter(outlet)
-    return _Text(buffer, encoding, ERRORS, line_buffering=by_line, write_through=at_once)
+    return _Text(
+        buffer, encoding, _ENCODING_ERRORS, line_buffering=by_line, write_through=at_once
+    )

@@ -1,6 +1,4 @@
-"""How a command shows its tables of layers: for eyes on a terminal, for programs everywhere
-else.
-"""
+"""Chooses names and rows of tables of layers: short for terminals, complete for programs."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,56 +16,71 @@ from quantizer.plan.match import advice, match
 from quantizer.report.tables import layer_table
 from quantizer.report.view import View
 
-ROWS = 15
-"""How many rows a table of layers has on a terminal, unless `--top` says otherwise."""
+_TERMINAL_ROWS = 15
+"""Rows of a table of layers on a terminal, without `--top`."""
 
 
 def table_view(options: Options, graph: Graph, *, stderr: bool = False) -> View:
-    """What `--names` and `--top` ask for, of the layers of a graph."""
+    """Return the view of a graph's layers that `--names` and `--top` ask for."""
     return view_of(options, path_names(graph), stderr=stderr)
 
 
-def view_of(options: Options, paths: Mapping[str, str], *, stderr: bool = False) -> View:
-    """What `--names` and `--top` ask for: by default module paths and few rows on a terminal.
+def view_of(
+    options: Options,
+    paths: Mapping[str, str],
+    *,
+    stderr: bool = False,
+) -> View:
+    """Return the view that `--names` and `--top` ask for.
 
-    A pipe or a file gets every row under its exact name, so that nothing is lost.
+    By default a terminal gets module paths and few rows, a pipe or file exact names and all
+    rows.
     """
-    terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    by_path = options.names == "path" if options.names else terminal
-    top = options.top or (ROWS if terminal else "all")
-    return View(paths if by_path else {}, None if isinstance(top, str) else top)
+    stream = sys.stderr if stderr else sys.stdout
+    is_terminal = stream.isatty()
+    by_path = is_terminal
+    if options.names:
+        by_path = options.names == "path"
+    top = options.top
+    if not top:
+        top = _TERMINAL_ROWS if is_terminal else "all"
+    rows = None if isinstance(top, str) else top
+    if not by_path:
+        paths = {}
+    return View(paths, rows)
 
 
 def filtered_view(options: Options, graph: Graph, original: Graph) -> View:
-    """The same with `--filter`, which shows all rows of the layers that it finds.
+    """Return the view of a graph's layers, only those of `--filter` if it is given.
 
     Raises:
-        UsageError: it finds none.
+        UsageError: `--filter` matches no layer.
     """
     view = table_view(options, graph)
     if options.filter is None:
         return replace(view, remedy=f"{view.remedy}, --filter GLOB those of some layers")
     selector = Selector("name", options.filter)
-    by_path = {
-        name for name, path in path_names(graph).items() if fnmatchcase(path, options.filter)
-    }
-    layers = by_path.union(match(selector, graph, original).layers)
+    layers = set(match(selector, graph, original).layers)
+    for name, path in path_names(graph).items():
+        if fnmatchcase(path, options.filter):
+            layers.add(name)
     if not layers:
         raise UsageError(
             f"--filter {options.filter!r} matches no layer", help=advice(selector, original)
         )
-    return replace(view, layers=frozenset(layers), top=view.top if options.top else None)
+    top = view.top if options.top else None
+    return replace(view, layers=frozenset(layers), top=top)
 
 
 def config_to_look(path: str | None) -> session.ReadConfig:
-    """The config of `--config_file`; without one, all that can be quantized in the network as
-    it is.
+    """Return the config of `--config_file`, or one that quantizes all that can be quantized.
 
     Raises:
         ConfigError: with all findings, when it cannot be used.
     """
     if path is None:
-        return session.ReadConfig(replace(default_config(), settings=Settings()), (), {})
+        config = replace(default_config(), settings=Settings())
+        return session.ReadConfig(config, (), {})
     return session.read_config(path)
 
 
@@ -78,4 +91,5 @@ def show_layers(
     floats: Mapping[str, str],
 ) -> None:
     """Print the table of all layers, for `--inspect`."""
-    session.console().print(layer_table(graph, tensors, floats, table_view(options, graph)))
+    table = layer_table(graph, tensors, floats, table_view(options, graph))
+    session.console().print(table)

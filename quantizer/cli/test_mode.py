@@ -1,4 +1,4 @@
-"""Run `--quant_mode test`: compare the calibrated network with the float one and report."""
+"""Runs `--quant_mode test`: compares the calibrated network with the float one."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -53,9 +53,7 @@ from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel
 from quantizer.storage.files import write_text
 
-FAULT_HELP = (
-    "give that layer and those before it more bits or a wider range, or leave them float"
-)
+_FAULT_HELP = "give that layer and those before it more bits or a wider range, or float"
 
 
 def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
@@ -90,14 +88,15 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if read is not None:
             plan = session.make_plan(read, original, quiet=True, graph=graph)
             check_plan(info, read.config, plan)
-        _require_measurable(options, gates, evaluator, info, graph, first)
+        targets_of = first if evaluator is None else None
+        _require_measurable(options, gates, info, graph, targets_of=targets_of)
         run = _TestRun(options, ranks, info, loaded, evaluator, gates, batches, place, noted)
         return run.outcome(calibrated)
 
 
 @dataclass(frozen=True)
 class _TestRun:
-    """A test whose model, data and results have been opened and go together."""
+    """A test whose model, data and results are open and fit together."""
 
     options: Options
     ranks: Ranks
@@ -110,8 +109,9 @@ class _TestRun:
     noted: dict[str, Any]
 
     def outcome(self, calibrated: Calibrated) -> Outcome:
-        """Run both networks, report, and export what `--deploy` asks for."""
-        options, info, graph = self.options, self.info, calibrated.graph
+        """Run both networks, write the report, and export the targets of `--deploy`."""
+        options = self.options
+        graph = calibrated.graph
         run_as = as_run(options.deploy, graph, calibrated.solution)
         calibrated = calibrated.with_solution(run_as)
         scores = self._scores(calibrated)
@@ -120,9 +120,16 @@ class _TestRun:
         outcome = self._report(scores, graph)
         annotate_warnings(options, outcome.report)
         if scores.fault:
-            return replace(outcome, error=GateError(scores.fault, help=FAULT_HELP))
+            return replace(outcome, error=GateError(scores.fault, help=_FAULT_HELP))
         if options.exact:
-            outcome = run_exact(options, outcome, graph, info, self.batches, place=self.place)
+            outcome = run_exact(
+                options,
+                outcome,
+                graph,
+                self.info,
+                batches=self.batches,
+                place=self.place,
+            )
         if not options.deploy or failed(self.gates, outcome.metrics):
             return outcome
         deployment = Deployment.of(
@@ -136,8 +143,9 @@ class _TestRun:
         return deploy(options, outcome, deployment, self.batches.total, place=self.place)
 
     def _scores(self, calibrated: Calibrated) -> Scores:
-        """Compare the networks on all batches, if there is memory for both."""
-        graph, options = calibrated.graph, self.options
+        """Compare the networks on all batches, if there is enough memory for both."""
+        graph = calibrated.graph
+        options = self.options
         size = session.batch_size(options, self.batches)
         needed = memory_prediction.comparison_bytes(graph, self.info.solution.specs, size)
         memory_prediction.require_room("test mode", needed, memory_prediction.remedies(graph))
@@ -152,30 +160,37 @@ class _TestRun:
             self.loaded.module,
             self.batches,
             Forked(progress(quiet=options.quiet), torchrun.Watched(self.ranks)),
-            self.evaluator,
-            check,
-            self.ranks,
+            function=self.evaluator,
+            check=check,
+            ranks=self.ranks,
             explained=True,
         )
 
     def _report(self, scores: Scores, graph: Graph) -> Outcome:
-        """Write the report, where it has a place, and return it as an outcome."""
-        options, info, place = self.options, self.info, self.place
+        """Write the report, if there is a folder for it, and return the outcome."""
+        options = self.options
         gates: dict[str, bool] = {}
         for gate in self.gates:
             if gate.metric in scores.gated:
                 gates[gate.text] = gate.holds(scores.gated)
         view = table_view(options, graph)
         self.noted.update(_noted(scores))
-        commands = {**info.commands, "test": words_of(options)}
-        if place is not None:
-            commands = remember(info, "test", words_of(options), place)
-        stamp = self.batches.stamp
-        return _report(view, info, scores, stamp, gates=gates, place=place, commands=commands)
+        commands = {**self.info.commands, "test": words_of(options)}
+        if self.place is not None:
+            commands = remember(self.info, "test", words_of(options), self.place)
+        return _report(
+            view,
+            self.info,
+            scores,
+            self.batches.stamp,
+            gates=gates,
+            place=self.place,
+            commands=commands,
+        )
 
 
 def _require_alike(ranks: Ranks, info: QuantInfo, original: Graph) -> None:
-    """Raise `RankError` where ranks have other results, or another model."""
+    """Raise `RankError` if ranks have different results or models."""
     facts = {
         "results": info.files.identity,
         "layer": fingerprint.layers(original),
@@ -187,24 +202,32 @@ def _require_alike(ranks: Ranks, info: QuantInfo, original: Graph) -> None:
 def _require_measurable(
     options: Options,
     gates: list[Gate],
-    evaluator: Evaluate | None,
     info: QuantInfo,
     graph: Graph,
-    first: Batch,
+    *,
+    targets_of: Batch | None,
 ) -> None:
-    """Refuse, before anything runs, what this network cannot be asked for."""
+    """Raise `UsageError` if the options ask for something that this network does not allow.
+
+    Args:
+        options: of the run.
+        gates: of the run.
+        info: the results of calibration.
+        graph: of the network.
+        targets_of: a batch whose targets give the metrics; None if there is an evaluate().
+    """
     require_one(options, graph, info)
     if options.exact:
         require_wide(graph, info.solution)
     if options.inspect:
         show_layers(options, graph, info.solution.tensors, {})
     require_measured(gates, not_measured(graph))
-    if evaluator is None:
-        require_measured(gates, not_measured_by_targets(first, graph))
+    if targets_of is not None:
+        require_measured(gates, not_measured_by_targets(targets_of, graph))
 
 
 def _noted(scores: Scores) -> dict[str, Any]:
-    """Return what run.json says of a test besides its options."""
+    """Return the entries of run.json about a test."""
     passes = None if scores.passes is None else scores.passes.to_json()
     return {"passes": passes, "warnings": [warning.to_json() for warning in scores.warnings]}
 
@@ -219,13 +242,12 @@ def _report(
     place: Path | None,
     commands: Mapping[str, list[str]],
 ) -> Outcome:
-    """Write what test mode found, and which gates hold, if there is a place; say what to show
-    of it.
+    """Write the results of the test, if there is a folder for them, and return what to
+    show.
     """
     compared = scores.comparison
-    rows = tables.layer_rows(
-        compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()}
-    )
+    specs = {key: tensor.spec for key, tensor in info.solution.tensors.items()}
+    rows = tables.layer_rows(compared, specs)
     stamp = stamp or info.header.get("stamp")
     report = tables.report(
         scores.metrics,
@@ -254,7 +276,8 @@ def _report(
     if len(report["outputs"]) > 1:
         shown.append(tables.output_table(report["outputs"], view))
     else:
-        metrics.pop(POOLED_FIGURE, None)  # of a single part it says nothing more
+        # It equals the SQNR of the only part.
+        metrics.pop(POOLED_FIGURE, None)
     shown += metric_lines(metrics)
     if scores.passes is not None:
         shown.append(scores.passes.line)

@@ -1,5 +1,5 @@
-"""Joins the ranks that torchrun has started, if it has; only rank 0 is heard. Imports
-torch.distributed only then.
+"""Joins the ranks that torchrun has started. Only rank 0 prints. Imports torch.distributed only
+if torchrun is used.
 """
 
 import os
@@ -16,35 +16,40 @@ from quantizer.distributed import ALONE, Ranks
 if TYPE_CHECKING:
     from quantizer.distributed.process_group import ProcessGroup
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells each process."""
-URL = "env://"
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""torchrun sets them for each process."""
+_URL = "env://"
 _joined: list["ProcessGroup"] = []
 
 
 class Watched(Events):
-    """Looks after the other ranks whenever a unit of work is done."""
+    """Checks the other ranks after each unit of work."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def advanced(self, stage: Stage) -> None:
-        """Stop if another rank has."""
+        """Stop if another rank has stopped."""
         self._ranks.check()
 
 
 def is_used() -> bool:
-    """Whether this process is one of several."""
-    return all(os.environ.get(name) for name in VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+    """Return whether this process is one of several."""
+    if not all(os.environ.get(name) for name in _VARIABLES):
+        return False
+    return int(os.environ["WORLD_SIZE"]) > 1
 
 
 @contextmanager
-def joined(options: Options) -> Iterator[tuple[Ranks, Options]]:
-    """The ranks of this run, and the options of this one: its own GPU, and no notes from any
-    but the first.
+def joined_ranks(options: Options) -> Iterator[tuple[Ranks, Options]]:
+    """Join the other ranks.
+
+    Yields:
+        The ranks, and the options of this one: with its own GPU, and quiet unless it is the
+        first.
 
     Raises:
-        RankError: not all of them come.
+        RankError: not all of them start.
     """
     if not is_used():
         yield ALONE, options
@@ -53,15 +58,19 @@ def joined(options: Options) -> Iterator[tuple[Ranks, Options]]:
 
     from quantizer.distributed.process_group import ProcessGroup
 
-    if options.device == "auto":
-        options = replace(options, device="cuda" if torch.cuda.is_available() else "cpu")
-    if options.device == "cuda":
-        options = replace(options, device=f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
-    backend = "cpu:gloo,cuda:nccl" if options.device.startswith("cuda") else "gloo"
-    group = ProcessGroup(URL, backend, options.rank_timeout, options.device)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    options = replace(options, device=device)
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    group = ProcessGroup(_URL, backend, options.rank_timeout, options.device)
     _joined.append(group)
+    if not group.is_first:
+        options = replace(options, quiet=True)
     try:
-        yield group, options if group.is_first else replace(options, quiet=True)
+        yield group, options
     except BaseException as error:
         group.fail(error)
         raise
@@ -69,8 +78,8 @@ def joined(options: Options) -> Iterator[tuple[Ranks, Options]]:
 
 @contextmanager
 def one_voice(arguments: list[str]) -> Iterator[None]:
-    """All ranks but the first print nothing, unless they are debugged; none ends before the
-    first has printed all.
+    """Let only the first rank print, unless --debug is given. No rank ends before the first has
+    printed everything.
     """
     with ExitStack() as stack:
         if is_used() and os.environ["RANK"] != "0" and "--debug" not in arguments:

@@ -1,4 +1,4 @@
-"""Which options somebody typed, and the refusal of those that would change nothing."""
+"""Refuses options on the command line that would have no effect."""
 
 from collections.abc import Iterable
 
@@ -9,17 +9,20 @@ from quantizer.errors import UsageError
 
 
 def was_typed(ctx: click.Context, name: str) -> bool:
-    """Whether an option comes from the command line, and not from a variable or a default."""
+    """Return whether an option was given on the command line, not by a variable or default."""
     return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def refuse_typed(names: Iterable[str], why: str) -> None:
-    """Refuse options that were typed and would change nothing.
+    """Raise `UsageError` for the first of these options that was given on the command line.
 
-    Raises:
-        UsageError: the first of them.
+    Args:
+        names: options that have no effect here.
+        why: the reason, and what to do instead.
     """
     context = click.get_current_context()
     for name in names:
-        if name in context.params and was_typed(context, name):
+        if name not in context.params:
+            continue
+        if was_typed(context, name):
             raise UsageError(f"--{name} has no effect here", help=why)

@@ -1,16 +1,16 @@
-"""`quantizer validate`: checks config files and says all that is wrong with them. Imports no
-torch.
-"""
+"""`quantizer validate`: checks config files and lists all their errors. Imports no torch."""
 
+from collections import Counter
 from difflib import unified_diff
 
 import click
 
-from quantizer.cli.options import command, write_text
+from quantizer.cli.options import command, write_output
 from quantizer.cli.render import RENDERERS, say
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.read import read_text
-from quantizer.config.load import fixed, load_config
+from quantizer.config.load import LoadResult, fixed, load_config
+from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 
 
@@ -26,14 +26,21 @@ from quantizer.errors import UsageError
 @click.option(
     "--fix",
     is_flag=True,
-    help="Write into the files what has one known answer; the rest stays as it is.",
+    help="Fix the errors that have a unique fix, in the files.",
 )
-@click.option("--diff", is_flag=True, help="Show what --fix would write, and write nothing.")
+@click.option("--diff", is_flag=True, help="Show what --fix would change, without writing.")
 @click.option("--strict", is_flag=True, help="Count warnings as errors.")
-def validate(files: tuple[str, ...], format: str, fix: bool, diff: bool, strict: bool) -> int:  # noqa: A002 - the option
+def validate(
+    files: tuple[str, ...],
+    *,
+    format: str,  # noqa: A002 - the option
+    fix: bool,
+    diff: bool,
+    strict: bool,
+) -> int:
     """Check config files and list all their errors.
 
-    Exit code 0: all are valid; 1: some are not; 2: some are not readable JSON.
+    Exit codes: 0 all are valid, 1 some have errors, 2 some are not readable JSON.
 
     \b
     quantizer validate net.json
@@ -41,61 +48,75 @@ def validate(files: tuple[str, ...], format: str, fix: bool, diff: bool, strict:
     quantizer validate --format sarif net.json > net.sarif
     """
     if diff and format != "text":
-        raise UsageError(f"--diff is not written as {format}", help="leave --format out")
+        raise UsageError(
+            f"--diff cannot be combined with --format {format}", help="leave out --format"
+        )
     names = tuple(dict.fromkeys(files))
     if diff:
         click.echo("".join(map(_difference, names)), nl=False)
-    counts = {name: _fix(name) if fix and not diff else 0 for name in names}
-    results = {name: load_config(name) for name in names}
-    diagnostics = [found for result in results.values() for found in result.diagnostics]
-    sources = {
-        name: text for result in results.values() for name, text in result.sources.items()
-    }
+    fix_counts: dict[str, int] = {}
+    results: dict[str, LoadResult] = {}
+    diagnostics: list[Diagnostic] = []
+    sources: dict[str, str] = {}
+    for name in names:
+        fix_counts[name] = _fix(name) if fix and not diff else 0
+        results[name] = load_config(name)
+        diagnostics += results[name].diagnostics
+        sources |= results[name].sources
     if diagnostics or format in ("json", "sarif"):
         click.echo(RENDERERS[format](diagnostics, sources))
     if format == "text":
         for name, result in results.items():
-            say(f"{name}: {_verdict(result.diagnostics, counts[name])}")
+            say(f"{name}: {_verdict(result.diagnostics, fix_counts[name])}")
     return max(_exit_code(result.diagnostics, strict) for result in results.values())
 
 
 def _fix(name: str) -> int:
-    """Write every known fix into the file; how many there were."""
+    """Write all known fixes into the file, and return their number."""
     try:
         text, count = fixed(read_text(name))
-    except ConfigError:  # it cannot be read, which the check says
+    except ConfigError:
+        # The check reports that the file is not readable.
         return 0
     if count:
-        write_text(name, text.text, encoding=text.encoding)
+        write_output(name, text.text, encoding=text.encoding)
     return count
 
 
 def _difference(name: str) -> str:
-    """What the fixes would change, as a unified diff."""
+    """Return a unified diff of what the fixes would change."""
     try:
         source = read_text(name)
     except ConfigError:
         return ""
-    before, after = (text.split("\n") for text in (source.text, fixed(source)[0].text))
-    return "".join(f"{line}\n" for line in unified_diff(before, after, name, name, lineterm=""))
+    before = source.text.split("\n")
+    after = fixed(source)[0].text.split("\n")
+    lines = unified_diff(before, after, name, name, lineterm="")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _verdict(diagnostics: tuple[Diagnostic, ...], fixes: int) -> str:
-    """In a few words: what was fixed, whether the file is valid, what is left, and how much of
-    it --fix would fix.
+    """Return the result in a few words: fixes, validity, errors, warnings, what --fix can
+    fix.
     """
-    counts = {
-        kind: sum(found.severity == kind for found in diagnostics)
-        for kind in ("error", "warning")
-    }
-    found = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
-    words = [f"{fixes} fixed"] if fixes else []
-    words += found if counts["error"] else ["valid", *found]
+    severities = Counter(finding.severity for finding in diagnostics)
+    words = []
+    if fixes:
+        words.append(f"{fixes} fixed")
+    if not severities["error"]:
+        words.append("valid")
+    for severity in ("error", "warning"):
+        if severities[severity]:
+            words.append(counted(severities[severity], severity))
     fixable = sum(bool(finding.fixes) for finding in diagnostics)
-    return ", ".join([*words, *([f"{fixable} fixable with --fix"] if fixable else [])])
+    if fixable:
+        words.append(f"{fixable} fixable with --fix")
+    return ", ".join(words)
 
 
 def _exit_code(diagnostics: tuple[Diagnostic, ...], strict: bool) -> int:
-    if any(found.code.startswith("QZ0") for found in diagnostics):
+    if any(finding.code.startswith("QZ0") for finding in diagnostics):
         return 2
-    return int(any(found.severity == "error" or strict for found in diagnostics))
+    if strict:
+        return int(bool(diagnostics))
+    return int(any(finding.severity == "error" for finding in diagnostics))

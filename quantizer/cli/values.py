@@ -1,4 +1,4 @@
-"""What options make of their text where click has no type for it."""
+"""Parses values of options for which click has no type."""
 
 import click
 
@@ -6,18 +6,20 @@ from quantizer.storage.process_memory import parsed
 
 
 def rows_shown(text: str) -> int | str:
-    """The value of `--top`: a whole number, or "all".
+    """Return the value of `--top`: a whole number, or "all".
 
     Raises:
         BadParameter: it is neither.
     """
-    if text != "all" and not (text.isdecimal() and int(text)):
+    if text == "all":
+        return text
+    if not text.isdecimal() or int(text) == 0:
         raise click.BadParameter(f"{text!r} is neither a number of rows nor 'all'.")
-    return text if text == "all" else int(text)
+    return int(text)
 
 
 def memory_size(text: str) -> int:
-    """The value of `--memory` and `--max_unpacked` in bytes.
+    """Return the value of `--memory` and `--max_unpacked` in bytes.
 
     Raises:
         BadParameter: it is no size.

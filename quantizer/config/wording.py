@@ -51,14 +51,15 @@ def shortened(names: Sequence[str], most: int = 5) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun.
+    """Return a number with its noun in singular or plural.
 
-    >>> counted(1, "layer"), counted(2, "layer"), counted(2, "batch", "batches")
-    ('1 layer', '2 layers', '2 batches')
+    >>> counted(1, "layer"), counted(2, "batch"), counted(0, "entry", "entries")
+    ('1 layer', '2 batches', '0 entries')
     """
     if count == 1:
         return f"1 {noun}"
-    return f"{count} {plural or noun + 's'}"
+    ending = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{count} {plural or noun + ending}"
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

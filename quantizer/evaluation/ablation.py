@@ -1,5 +1,5 @@
-"""What each quantized tensor does to the network's output: it alone quantized, and all
-quantized but it.
+"""Measures the output noise of each quantized tensor: with it alone quantized, and with
+everything quantized but it.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,140 +26,172 @@ from quantizer.sources.batches import Batch, naming_batch
 
 @dataclass(frozen=True)
 class Effect:
-    """Of one tensor, batch by batch: the noise at the output when it alone is quantized, and
-    when all others are.
+    """The output noise that one tensor causes.
+
+    Attributes:
+        key: layer and role of the tensor.
+        alone: the noise energy of each batch when only this tensor is quantized.
+        without: the noise energy of each batch when all other tensors are quantized.
     """
 
     key: Key
-    alone: tuple[float, ...]
-    without: tuple[float, ...]
+    alone: Sequence[float]
+    without: Sequence[float]
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """All tensors in execution order; `signal` and `noise` are the outputs', with everything
-    quantized, by batch.
+    """The effects of all tensors on the output.
 
-    Each output and part counts alike (`OutputMeasure`); `sqnr_db` is that of the worst, with
-    everything quantized.
+    Attributes:
+        effects: of each tensor, in execution order.
+        signal: the energy of the float outputs, per batch.
+        noise: the noise energy with everything quantized, per batch.
+        sqnr_db: of the worst output or part, with everything quantized.
     """
 
-    effects: tuple[Effect, ...]
-    signal: tuple[float, ...]
-    noise: tuple[float, ...]
+    effects: Sequence[Effect]
+    signal: Sequence[float]
+    noise: Sequence[float]
     sqnr_db: float
 
     def alone_db(self, effect: Effect) -> float:
-        """Output SQNR when this tensor alone is quantized."""
-        return decibel(math.fsum(self.signal), math.fsum(effect.alone))
+        """Return the output SQNR when only this tensor is quantized."""
+        return _ratio_db(self.signal, effect.alone)
 
     def gain_db(self, effect: Effect) -> float:
-        """By how much output SQNR rises when this tensor is left in float; below 0 where errors
-        cancel.
+        """Return by how much the output SQNR rises when this tensor stays in float.
+
+        The gain is negative where errors cancel.
         """
-        return decibel(math.fsum(self.noise), math.fsum(effect.without))
+        return _ratio_db(self.noise, effect.without)
 
     @property
     def floor_db(self) -> float | None:
-        """What differences of gains mean nothing below: how far those of two halves of the data
-        are apart, in the median over tensors; None with a single batch.
+        """Return the difference between two gains below which it means nothing.
+
+        It is the median over tensors of how far the gains on two halves of the data are apart;
+        None with a single batch.
         """
         if len(self.signal) < 2:
             return None
-        apart = [abs(self._half(effect, 0) - self._half(effect, 1)) for effect in self.effects]
-        finite = [value for value in apart if math.isfinite(value)]
-        return statistics.median(finite) if finite else None
+        differences = []
+        for effect in self.effects:
+            even = _ratio_db(self.noise[0::2], effect.without[0::2])
+            odd = _ratio_db(self.noise[1::2], effect.without[1::2])
+            if math.isfinite(even - odd):
+                differences.append(abs(even - odd))
+        return statistics.median(differences) if differences else None
 
-    def _half(self, effect: Effect, first: int) -> float:
-        return decibel(math.fsum(self.noise[first::2]), math.fsum(effect.without[first::2]))
+    @property
+    def best(self) -> tuple[Key, float] | None:
+        """Return the tensor with the largest gain, and that gain in dB; None if none was
+        measured.
+        """
+        gains = {effect.key: self.gain_db(effect) for effect in self.effects}
+        if not gains:
+            return None
+        key = max(gains, key=gains.__getitem__)
+        return key, gains[key]
+
+
+def _ratio_db(signal: Sequence[float], noise: Sequence[float]) -> float:
+    return decibel(math.fsum(signal), math.fsum(noise))
 
 
 def ablate(
     reference: Network,
     quantized: Network,
     batches: Iterable[Batch],
+    *,
     after_tensor: Callable[[], None] = lambda: None,
     keys: Collection[Key] | None = None,
     user: Network | None = None,
-    *,
     measure: OutputMeasure | None = None,
 ) -> Ablation:
-    """Measure every tensor that `quantized` quantizes, or those of `keys`; `reference` has the
-    same nodes in float.
+    """Measure the effect of each tensor that `quantized` quantizes.
 
-    For each batch and tensor what comes after it runs twice. The noise of all tensors, and of
-    all but one, is that against `user`, the model itself, where `reference` computes another
-    function; that of one alone is against `reference`, as it would be lost in what else
-    differs.
+    The nodes after a tensor run twice per batch. The noise of a tensor alone is measured
+    against `reference`, because the error of passes would mask it.
 
     Args:
-        after_tensor: called when one is done.
-        measure: what counts of the outputs; all of their parts alike, if it is None.
+        reference: the same nodes in float.
+        after_tensor: called when one tensor is done.
+        keys: the tensors to measure; all if None.
+        user: the user's model, if `reference` computes another function.
+        measure: of noise; all parts of the outputs count alike if None.
 
     Raises:
         DataError: no batch, or an output of the float network that is not finite.
     """
-    wanted = [
-        (name, role)
-        for name, role, _ in quantized.quantizers()
-        if keys is None or (name, role) in keys
-    ]
-    alone: dict[Key, list[float]] = {key: [] for key in wanted}
-    without: dict[Key, list[float]] = {key: [] for key in wanted}
-    signal, noise = list[float](), list[float]()
+    alone: dict[Key, list[float]] = {}
+    without: dict[Key, list[float]] = {}
+    for name, role, _ in quantized.quantizers():
+        if keys is None or (name, role) in keys:
+            alone[name, role] = []
+            without[name, role] = []
+    signal: list[float] = []
+    noise: list[float] = []
     compared = reference if user is None else user
-    measure = OutputMeasure(output_parts(compared.graph)) if measure is None else measure
-    passed = measure
+    if measure is None:
+        measure = OutputMeasure(output_parts(compared.graph))
+    reference_measure = measure
     if user is not None:
-        passed = measure.of(parts_named_as(reference.graph, user.graph))
+        reference_measure = measure.of(parts_named_as(reference.graph, user.graph))
     with torch.no_grad():
         for batch in batches:
             with naming_batch(len(signal)):
-                left, right = (
-                    each.start(batch.args, batch.kwargs) for each in (reference, quantized)
-                )
-                signal.append(passed.expect(left.branch()))
+                float_run = reference.start(batch.args, batch.kwargs)
+                quantized_run = quantized.start(batch.args, batch.kwargs)
+                signal.append(reference_measure.expect(float_run.branch()))
                 if user is not None:
                     signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
-                noise.append(measure.noise(right.branch(), is_counted=True))
+                noise.append(measure.noise(quantized_run.branch(), is_counted=True))
             for node in quantized.graph.nodes:
-                mine, its = reference.layers[node.name], quantized.layers[node.name]
-                for role in [role for role in its.quantizers if (node.name, role) in alone]:
-                    with _tensor_of(mine, its, role):
-                        alone[node.name, role].append(passed.noise(left.branch()))
-                    with _tensor_of(its, mine, role):
-                        without[node.name, role].append(measure.noise(right.branch()))
+                float_layer = reference.layers[node.name]
+                quantized_layer = quantized.layers[node.name]
+                for role in list(quantized_layer.quantizers):
+                    key = (node.name, role)
+                    if key not in alone:
+                        continue
+                    with _borrowed_tensor(float_layer, quantized_layer, role):
+                        alone[key].append(reference_measure.noise(float_run.branch()))
+                    with _borrowed_tensor(quantized_layer, float_layer, role):
+                        without[key].append(measure.noise(quantized_run.branch()))
                     after_tensor()
-                left.step()
-                right.step()
+                float_run.step()
+                quantized_run.step()
     if not signal:
         raise DataError(
             "the calibration data has no batches", help="check --data and --subset_len"
         )
-    effects = tuple(Effect(key, tuple(alone[key]), tuple(without[key])) for key in wanted)
-    return Ablation(effects, tuple(signal), tuple(noise), measure.sqnr_db)
+    effects = []
+    for key, noises in alone.items():
+        effects.append(Effect(key, noises, without[key]))
+    return Ablation(effects, signal, noise, measure.sqnr_db)
 
 
 @contextlib.contextmanager
-def _tensor_of(layer: Layer, other: Layer, role: str) -> Iterator[None]:
-    """A layer with one tensor as another layer has it, for a while: a parameter, or what
-    quantizes an activation.
+def _borrowed_tensor(layer: Layer, lender: Layer, role: str) -> Iterator[None]:
+    """Use the tensor of `lender` in `layer` for a while: its parameter, or its quantizer of an
+    activation.
     """
     if is_parameter(role):
         name = parameter_name(role)
-        kept, given = layer.get_parameter(name), other.get_parameter(name)
+        parameter = layer.get_parameter(name)
         try:
-            set_parameter(layer, name, given)
+            set_parameter(layer, name, lender.get_parameter(name))
             yield
         finally:
-            set_parameter(layer, name, kept)
+            set_parameter(layer, name, parameter)
         return
-    before = layer.quantizers._modules.pop(role, None)
+    quantizer = layer.quantizers._modules.pop(role, None)
+    borrowed = lender.quantizers._modules.get(role)
     try:
-        if (given_quantizer := other.quantizers._modules.get(role)) is not None:
-            layer.quantizers[role] = given_quantizer
+        if borrowed is not None:
+            layer.quantizers[role] = borrowed
         yield
     finally:
         layer.quantizers._modules.pop(role, None)
-        if before is not None:
-            layer.quantizers[role] = before
+        if quantizer is not None:
+            layer.quantizers[role] = quantizer

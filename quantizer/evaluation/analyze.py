@@ -1,6 +1,4 @@
-"""Which widths the weights of single layers may have, what each costs, and the best choice
-under a budget of size.
-"""
+"""Measures what each bit width costs each weight, and chooses widths under a size budget."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +22,7 @@ from quantizer.algorithms.sensitivity import (
 )
 from quantizer.algorithms.sensitivity import Width as Width  # for whoever asks for widths
 from quantizer.comparison.output_measure import AlikeOutputs
-from quantizer.config.model import QuantizationSpec, Role
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.errors import GateError
 from quantizer.graph.output_parts import output_parts
@@ -37,24 +35,26 @@ from quantizer.plan.size import parameter_bytes, weight_bytes
 from quantizer.sources.batches import Batch
 
 NOISE_BATCHES = 4
-"""How many batches the network's output is compared on: each costs half a pass for every layer,
-or eight gradients.
+"""Batches on which outputs are compared. Each costs half a pass per layer, or 8 gradients."""
+CURVE_POINTS = 24
+"""Budgets between the smallest and the largest widths for which a curve has the best choice."""
+NOISE_METHODS = ("network", "every", "fast")
+"""How the output noise is found: measured at the smallest width and scaled by the layer's
+error, measured at every width, or predicted from gradients.
 """
-POINTS = 24
-"""Budgets between the smallest widths and the largest, of which a curve shows the best
-choice.
-"""
-PASSES = ("network", "every", "fast")
-"""How the noise at the output is found: measured at the smallest width, measured at every
-width, or from gradients.
-"""
+
+
+Choice = Sequence[int]
+"""For each analysed weight, the index of its width."""
+GetBatches = Callable[[], Iterable[Batch]]
+"""Starts a pass over the data."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One weight.
 
-    Args:
+    Attributes:
         candidate: the layers that have it.
         values: how many values it holds.
         own: bits in the config.
@@ -67,25 +67,30 @@ class Row:
     values: int
     own: int
     own_bytes: int
-    sizes: tuple[int, ...]
-    noise: tuple[float, ...]
+    sizes: Sequence[int]
+    noise: Sequence[float]
 
     @property
     def name(self) -> str:
-        """Of the first layer."""
+        """Return the name of the first layer."""
         return self.candidate.layers[0]
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What was measured: `rows` in execution order; `kept` says why other quantized weights
-    stay as they are.
+    """The measured costs of all weights.
 
-    `energy` is that of the network's output. `rest` are the bytes of all other weights.
+    Attributes:
+        widths: the widths that were tried.
+        rows: the weights, in execution order.
+        kept: the other quantized weights, with the reason why their width is not changed.
+        energy: of the network's output.
+        rest: bytes of all other weights.
+        passes: one of `NOISE_METHODS`.
     """
 
-    widths: tuple[Width, ...]
-    rows: tuple[Row, ...]
+    widths: Sequence[Width]
+    rows: Sequence[Row]
     kept: Mapping[str, str]
     energy: float
     rest: int
@@ -93,34 +98,40 @@ class Analysis:
 
     @property
     def bits(self) -> list[int]:
-        """Of one value at each width."""
+        """Return the bits per value of each width."""
         return [width_bits(width) for width in self.widths]
 
     def db(self, noise: float) -> float:
-        """Signal to noise of the output."""
+        """Return the signal-to-noise ratio of the output in dB."""
         return decibel(self.energy, noise)
 
-    def total(self, chosen: Sequence[int]) -> float:
-        """Predicted noise of a choice: as if the layers' noises had nothing to do with each
-        other.
-        """
-        return math.fsum(row.noise[at] for row, at in zip(self.rows, chosen, strict=True))
+    def total(self, choice: Choice) -> float:
+        """Return the predicted noise of a choice, as if the layers' noises were independent."""
+        pairs = zip(self.rows, choice, strict=True)
+        return math.fsum(row.noise[index] for row, index in pairs)
 
-    def bytes(self, chosen: Sequence[int]) -> int:
-        """All weights' size."""
-        return self.rest + sum(row.sizes[at] for row, at in zip(self.rows, chosen, strict=True))
+    def bytes(self, choice: Choice) -> int:
+        """Return the size of all weights under a choice."""
+        pairs = zip(self.rows, choice, strict=True)
+        return self.rest + sum(row.sizes[index] for row, index in pairs)
 
-    def mean_bits(self, chosen: Sequence[int]) -> float:
-        """Bits per value of the weights that were analysed, without scales."""
+    def mean_bits(self, choice: Choice) -> float:
+        """Return the bits per value of the analysed weights, without scales."""
         widths = self.bits
-        bits = sum(row.values * widths[at] for row, at in zip(self.rows, chosen, strict=True))
+        bits = 0
+        for row, index in zip(self.rows, choice, strict=True):
+            bits += row.values * widths[index]
         return bits / sum(row.values for row in self.rows)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """One of: `bits` per analysed weight, without scales; `share` of all weights' size in the
-    config; `max_bytes`.
+    """A size limit. One field is set.
+
+    Attributes:
+        bits: per value of the analysed weights, without scales.
+        share: of the size that all weights have in the config.
+        max_bytes: of all weights.
     """
 
     bits: float | None = None
@@ -128,12 +139,13 @@ class Budget:
     max_bytes: int | None = None
 
 
-def analyze(
+def analyze_weights(
     plan: Plan,
     widths: Sequence[Width],
-    batches: Callable[[], Iterable[Batch]],
+    batches: GetBatches,
     passes: str,
-    after_layer: AfterLayer = lambda: None,
+    *,
+    after_layer: AfterLayer,
 ) -> Analysis:
     """Measure what rounding each weight to nearest costs at each width, the smallest first.
 
@@ -141,101 +153,125 @@ def analyze(
         GateError: the plan has no weights that could get another width.
         DataError: an input of a layer or an output of the network is not finite.
     """
-    found, kept = candidates(plan)
-    if not found:
-        first = next(
-            (f"for example {name}: {why}" for name, why in kept.items()),
-            "the config quantizes none",
-        )
+    candidates, fixed_widths = width_candidates(plan)
+    if not candidates:
+        reason = "the config quantizes no weights"
+        for name, why in list(fixed_widths.items())[:1]:
+            reason = f"for example {name}: {why}"
         raise GateError(
-            "no weight can get another width", help=f"{first}; quantizer plan shows all"
+            "no weight can get another width",
+            help=f"{reason}. `quantizer plan` shows all weights",
         )
     network = Network(plan.graph)
-    alike = _alike(network, batches)
+    outputs_of = _alike(network, batches)
+    measured_widths = widths[:1] if passes == "network" else widths
+    errors: Sequence[Sequence[float]] = ()
+    if passes == "network":
+        errors = layer_errors(network, candidates, widths, batches(), after_layer=after_layer)
+    noises: Sequence[Sequence[float]]
     if passes == "fast":
-        noise, energy = predicted_noise(
+        noises, energy = predicted_noise(
             network,
-            found,
-            widths,
+            candidates,
+            measured_widths,
             few(batches),
             after_projection=after_layer,
-            outputs_of=alike,
+            outputs_of=outputs_of,
         )
-    elif passes == "network":
-        errors = layer_errors(network, found, widths, batches(), after_layer=after_layer)
-        smallest, energy = output_noise(
-            network, found, widths[:1], few(batches), after_layer=after_layer, outputs_of=alike
-        )
-        # What was measured at the first width, times what the layer's error shrinks.
-        noise = [
-            tuple(known * error / each[0] if each[0] else 0.0 for error in each)
-            for (known,), each in zip(smallest, errors, strict=True)
-        ]
     else:
-        noise, energy = output_noise(
-            network, found, widths, few(batches), after_layer=after_layer, outputs_of=alike
+        noises, energy = output_noise(
+            network,
+            candidates,
+            measured_widths,
+            few(batches),
+            after_layer=after_layer,
+            outputs_of=outputs_of,
         )
-    rows = tuple(
-        _row(plan, candidate, widths, each)
-        for candidate, each in zip(found, noise, strict=True)
-    )
-    rest = weight_bytes(plan)[1] - sum(row.own_bytes for row in rows)
-    return Analysis(tuple(widths), rows, kept, energy, rest, passes)
+    if passes == "network":
+        noises = list(map(_scaled_noise, noises, errors))
+    rows = []
+    for candidate, noise in zip(candidates, noises, strict=True):
+        rows.append(_row(plan, candidate, widths, noise))
+    other_bytes = weight_bytes(plan)[1]
+    other_bytes -= sum(row.own_bytes for row in rows)
+    return Analysis(widths, rows, fixed_widths, energy, other_bytes, passes)
+
+
+def _scaled_noise(measured: Sequence[float], errors: Sequence[float]) -> Sequence[float]:
+    """Return the noise at each width, if it is proportional to the error of the layer.
+
+    Args:
+        measured: the noise at the first width.
+        errors: of the layer at each width.
+    """
+    if not errors[0]:
+        return [0.0] * len(errors)
+    return [measured[0] * error / errors[0] for error in errors]
 
 
 def units_of_work(passes: str, weights: int, batches: int | None) -> tuple[int, str]:
-    """How many units `analyze` reports for so many weights, and what they are."""
+    """Return how many units of work `analyze_weights` reports, and their name."""
     compared = min(batches or NOISE_BATCHES, NOISE_BATCHES)
     if passes == "fast":
         return PROJECTIONS * compared, "projections"
-    return weights * (1 + compared if passes == "network" else compared), "layers"
+    if passes == "network":
+        # The pass that measures the errors of layers.
+        compared += 1
+    return weights * compared, "layers"
 
 
 def width_bits(width: Width) -> int:
-    """Bits of one value."""
+    """Return the bits of one value."""
     return bits_of(with_width(QuantizationSpec(), width))
 
 
-def few(batches: Callable[[], Iterable[Batch]]) -> Iterable[Batch]:
-    """The batches that the network's output is compared on."""
+def few(batches: GetBatches) -> Iterable[Batch]:
+    """Return the batches on which outputs are compared."""
     return islice(iter(batches()), NOISE_BATCHES)
 
 
-def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
-    """The weights of linear and convolution layers that become integers; and why other
-    quantized ones do not count.
+def width_candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
+    """Return the weights that may get another width, in execution order, and the others.
+
+    Candidates are the integer weights of linear and convolution layers.
+
+    Returns:
+        The candidates, and for each other quantized weight the reason.
     """
-    sharing: dict[str, list[str]] = {}
+    layers_by_path: dict[str, list[str]] = {}
     for node in plan.graph.nodes:
-        for path in node.params.values():
-            sharing.setdefault(path, []).append(node.name)
-    kept: dict[str, str] = {}
-    found: dict[str, Candidate] = {}
+        for path in dict.fromkeys(node.params.values()):
+            layers_by_path.setdefault(path, []).append(node.name)
+    fixed_widths: dict[str, str] = {}
+    candidates: dict[str, Candidate] = {}
     for name, role in plan.tensors:
-        node = plan.graph.by_name[name]
         if base_role(role) != "weights":
             continue
-        layers = (
-            tuple(dict.fromkeys(sharing[node.params["weight"]]))
-            if "weight" in node.params
-            else (name,)
-        )
-        if why := _why_kept(plan, name):
-            kept[name] = why
-        elif other := next(filter(lambda other: _why_kept(plan, other), layers), None):
-            kept[name] = f"it shares the weight of {other}: {_why_kept(plan, other)}"
+        path = plan.graph.by_name[name].params.get("weight", "")
+        layers = layers_by_path.get(path, [name])
+        why = _reason_of_any(plan, name, layers)
+        if why is not None:
+            fixed_widths[name] = why
         elif layers[0] == name:
-            specs = tuple(plan.tensors[other, "weights"].spec for other in layers)
-            origins = [plan.tensors[other, "weights"].origins for other in layers]
-            implied = all(
-                each["symmetric_scale"] == each["dtype"] != "default" for each in origins
-            )
-            found[name] = Candidate(layers, specs, implied)
-    order = {node.name: at for at, node in enumerate(plan.graph.nodes)}
-    return sorted(found.values(), key=lambda candidate: order[candidate.layers[0]]), kept
+            candidates[name] = _candidate(plan, layers)
+    in_order = sorted(candidates, key=plan.graph.index.__getitem__)
+    return [candidates[name] for name in in_order], fixed_widths
 
 
-def _why_kept(plan: Plan, name: str) -> str | None:
+def _reason_of_any(plan: Plan, name: str, layers: Sequence[str]) -> str | None:
+    """Return why the width of a layer's weight, shared by `layers`, cannot change."""
+    why = _reason_to_keep(plan, name)
+    if why is not None:
+        return why
+    for other in layers:
+        why = _reason_to_keep(plan, other)
+        if why is not None:
+            return f"it shares the weight of {other}: {why}"
+    return None
+
+
+def _reason_to_keep(plan: Plan, name: str) -> str | None:
+    """Return why the width of a layer's weight cannot change; None if it can."""
     tensor = plan.tensors.get((name, "weights"))
     if not plan.graph.by_name[name].row.is_linear_or_convolution:
         return "not a linear or convolution layer"
@@ -249,139 +285,140 @@ def _why_kept(plan: Plan, name: str) -> str | None:
     return None
 
 
+def _candidate(plan: Plan, layers: Sequence[str]) -> Candidate:
+    tensors = [plan.tensors[name, "weights"] for name in layers]
+    implied = True
+    for tensor in tensors:
+        origin = tensor.origins["dtype"]
+        if origin == "default" or tensor.origins["symmetric_scale"] != origin:
+            implied = False
+    specs = tuple(tensor.spec for tensor in tensors)
+    return Candidate(tuple(layers), specs, implied)
+
+
 def _row(
-    plan: Plan, candidate: Candidate, widths: Sequence[Width], noise: tuple[float, ...]
+    plan: Plan,
+    candidate: Candidate,
+    widths: Sequence[Width],
+    noise: Sequence[float],
 ) -> Row:
-    name, spec = candidate.layers[0], candidate.specs[0]
-    values = plan.graph.tensors[plan.graph.by_name[name].params["weight"]].numel()
+    name = candidate.layers[0]
+    spec = candidate.specs[0]
+    path = plan.graph.by_name[name].params["weight"]
+    values = plan.graph.tensors[path].numel()
     scales = plan.tensors[name, "weights"].scales
-    specs = [candidate.with_width(spec, width) for width in widths]
-    sizes = tuple(
-        parameter_bytes(values, each, scales if each.is_scaled else 0) for each in specs
-    )
+    sizes = []
+    for width in widths:
+        resized = candidate.with_width(spec, width)
+        scale_count = scales if resized.is_scaled else 0
+        sizes.append(parameter_bytes(values, resized, scale_count))
     return Row(
-        candidate, values, bits_of(spec), parameter_bytes(values, spec, scales), sizes, noise
+        candidate,
+        values,
+        own=bits_of(spec),
+        own_bytes=parameter_bytes(values, spec, scales),
+        sizes=sizes,
+        noise=noise,
     )
 
 
-def chosen(found: Analysis, budget: Budget) -> tuple[int, ...]:
-    """For each row the index of its width: the least predicted noise within the budget.
+def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:
+    """Return the choice with the least predicted noise within the budget.
 
     Raises:
         GateError: the smallest widths are too large.
     """
-    costs, limit = _costs(found, budget)
-    pairs = zip(costs, found.rows, strict=True)
-    picked = choose([list(map(Option, sizes, row.noise)) for sizes, row in pairs], limit)
-    if picked is None:
-        least = [found.bits.index(min(found.bits))] * len(found.rows)
+    costs, limit = _costs(analysis, budget)
+    items = []
+    for sizes, row in zip(costs, analysis.rows, strict=True):
+        items.append(list(map(Option, sizes, row.noise)))
+    choice = choose(items, limit)
+    if choice is None:
+        bits = analysis.bits
+        smallest = [bits.index(min(bits))] * len(analysis.rows)
         raise GateError(
             "the budget cannot be met: the smallest choice takes "
-            f"{found.mean_bits(least):.4g} bits per weight, "
-            f"{found.bytes(least) / 1e6:.4g} MB with all other weights "
-            f"({found.rest / 1e6:.4g} MB) and scales",
+            f"{analysis.mean_bits(smallest):.4g} bits per weight, "
+            f"{analysis.bytes(smallest) / 1e6:.4g} MB with all other weights "
+            f"({analysis.rest / 1e6:.4g} MB) and scales",
             help="raise the budget, or give smaller widths in --choices",
         )
-    return picked
+    return choice
 
 
-def uniform(found: Analysis, budget: Budget) -> tuple[int, ...] | None:
-    """The widest single width for all weights within the budget; None if there is none."""
-    costs, limit = _costs(found, budget)
-    fitting = [
-        at for at in range(len(found.widths)) if sum(sizes[at] for sizes in costs) <= limit
-    ]
-    return (max(fitting, key=found.bits.__getitem__),) * len(found.rows) if fitting else None
-
-
-def curve(found: Analysis) -> list[tuple[int, ...]]:
-    """The best choices under ever larger budgets of bytes, from the smallest widths to the
-    largest.
+def uniform_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...] | None:
+    """Return the widest single width for all weights within the budget; None if all exceed
+    it.
     """
-    least, most = (
-        found.rest + sum(pick(row.sizes) for row in found.rows) for pick in (min, max)
-    )
-    budgets = (
-        Budget(max_bytes=least + (most - least) * at // (POINTS - 1)) for at in range(POINTS)
-    )
-    return list(dict.fromkeys(chosen(found, budget) for budget in budgets))
+    costs, limit = _costs(analysis, budget)
+    fitting = []
+    for index in range(len(analysis.widths)):
+        if sum(sizes[index] for sizes in costs) <= limit:
+            fitting.append(index)
+    if not fitting:
+        return None
+    widest = max(fitting, key=analysis.bits.__getitem__)
+    return (widest,) * len(analysis.rows)
 
 
-def _costs(found: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
-    """What each row costs at each width, and how much there is: in bits without scales, or in
-    bytes with them.
+def curve(analysis: Analysis) -> list[tuple[int, ...]]:
+    """Return the best choices under growing budgets, from the smallest to the largest
+    widths.
+    """
+    smallest = analysis.rest
+    largest = analysis.rest
+    for row in analysis.rows:
+        smallest += min(row.sizes)
+        largest += max(row.sizes)
+    span = largest - smallest
+    choices = []
+    for step in range(CURVE_POINTS):
+        max_bytes = smallest + span * step // (CURVE_POINTS - 1)
+        choices.append(best_choice(analysis, Budget(max_bytes=max_bytes)))
+    return list(dict.fromkeys(choices))
+
+
+def _costs(analysis: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
+    """Return what each row costs at each width, and the limit of their sum.
+
+    Both are in bits without scales, or in bytes with scales.
     """
     if budget.bits is not None:
-        values = sum(row.values for row in found.rows)
-        return [[row.values * bits for bits in found.bits] for row in found.rows], math.floor(
-            budget.bits * values
-        )
-    own = found.rest + sum(row.own_bytes for row in found.rows)
-    most = math.floor(budget.share * own) if budget.share is not None else budget.max_bytes or 0
-    return [list(row.sizes) for row in found.rows], most - found.rest
+        bits = analysis.bits
+        costs = []
+        for row in analysis.rows:
+            costs.append([row.values * width for width in bits])
+        values = sum(row.values for row in analysis.rows)
+        return costs, math.floor(budget.bits * values)
+    limit = budget.max_bytes or 0
+    if budget.share is not None:
+        size = analysis.rest + sum(row.own_bytes for row in analysis.rows)
+        limit = math.floor(budget.share * size)
+    return [list(row.sizes) for row in analysis.rows], limit - analysis.rest
 
 
-def measured(
-    plan: Plan, found: Analysis, picked: Sequence[int], batches: Callable[[], Iterable[Batch]]
+def measured_noise(
+    plan: Plan,
+    analysis: Analysis,
+    choice: Choice,
+    batches: GetBatches,
 ) -> float:
-    """Energy of the noise of the network's output when all weights have the widths of a choice,
-    on the few batches.
+    """Return the energy of the output noise on a few batches when all weights have their chosen
+    widths.
     """
     network = Network(plan.graph)
     weights: dict[str, Tensor] = {}
-    for row, at in zip(found.rows, picked, strict=True):
-        weights |= rounded(network, row.candidate, found.widths[at])
+    for row, index in zip(analysis.rows, choice, strict=True):
+        weights |= rounded(network, row.candidate, analysis.widths[index])
     return noise_of(network, weights, few(batches), _alike(network, batches))
 
 
-def _alike(network: Network, batches: Callable[[], Iterable[Batch]]) -> OutputsOf:
-    """Return the outputs of a run with all of their parts counting alike, as on the first
-    batch.
-    """
+def _alike(network: Network, batches: GetBatches) -> OutputsOf:
+    """Return a function from a run to its outputs, in which all parts of them count alike."""
     outputs = output_parts(network.graph)
-    leaves = [part for output in outputs for part in output.parts]
-    first = next(iter(batches()), None) if len(leaves) > 1 else None
+    part_count = sum(len(output.parts) for output in outputs)
+    first = next(iter(batches()), None) if part_count > 1 else None
     if first is None:
         return Execution.float_outputs
     with torch.no_grad():
         return AlikeOutputs(outputs, network, first)
-
-
-def specs_of(
-    plan: Plan, found: Analysis, picked: Sequence[int]
-) -> dict[str, dict[Role, QuantizationSpec]]:
-    """For each layer whose width is not the config's, the specs of all its tensors, its
-    weights' as chosen.
-    """
-    changed: dict[str, dict[Role, QuantizationSpec]] = {}
-    for row, at in zip(found.rows, picked, strict=True):
-        for name, own in zip(row.candidate.layers, row.candidate.specs, strict=True):
-            spec = row.candidate.with_width(own, found.widths[at])
-            if spec != own:
-                others = {
-                    base_role(t.role): t.spec
-                    for t in plan.tensors.values()
-                    if name in t.members
-                }
-                changed[name] = {**others, "weights": spec}
-    return changed
-
-
-def differing(
-    before: Plan, after: Plan, changed: Mapping[str, Mapping[Role, QuantizationSpec]]
-) -> list[str]:
-    """The tensors that differ after a patch and should not: all but the weights of `changed`
-    stay as they were.
-    """
-    wanted = {key: tensor.spec for key, tensor in before.tensors.items()}
-    for name, specs in changed.items():
-        wanted[name, "weights"] = specs["weights"]
-    got = {key: tensor.spec for key, tensor in after.tensors.items()}
-    for key, spec in wanted.items():
-        if not spec.is_scaled and key in got and got[key].dtype == spec.dtype:
-            wanted[key] = got[key]  # its other fields mean nothing
-    return sorted(
-        f"{role} of {name}"
-        for name, role in wanted.keys() | got.keys()
-        if wanted.get((name, role)) != got.get((name, role))
-    )

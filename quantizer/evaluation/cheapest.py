@@ -1,6 +1,4 @@
-"""Which layers have to stay in float for a metric to hold, the fewest bytes first; found by
-test runs.
-"""
+"""Finds the layers that have to stay in float for a metric to hold, at the least bytes."""
 
 from __future__ import annotations
 
@@ -13,89 +11,128 @@ from quantizer.evaluation.ablation import Ablation
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 
-PRUNED = 12
-"""Among so many layers, each is tried without, as one may have been in the way of those that
-matter.
+MAX_PRUNED = 12
+"""Up to so many chosen parts, each is tried in its quantized form again: it may only have stood
+in front of those that matter.
 """
 
 
 @dataclass(frozen=True)
-class Part:
-    """Layers that are quantized together, what their tensors cost the output, and the bytes
-    that they take in float.
+class FloatPart:
+    """Layers that are quantized together and can stay in float together.
+
+    Attributes:
+        layers: their names, in execution order.
+        noise: the output noise that their tensors cause.
+        cost: the bytes that they take more in float.
     """
 
     layers: tuple[str, ...]
     noise: float
     cost: int
 
+    def rank(self) -> tuple[float, tuple[str, ...]]:
+        """Return the sort key: most noise per byte first."""
+        per_byte = self.noise / max(1, self.cost)
+        return -per_byte, self.layers
 
-def parts(plan: Plan, found: Ablation) -> list[Part]:
-    """All that can be left in float, those first that gain most for a byte of weights and of
-    one sample's values.
+
+def float_parts(plan: Plan, ablation: Ablation) -> list[FloatPart]:
+    """Return all parts that can stay in float, those with the most noise per byte first."""
+    part_of = _parts_by_layer(plan)
+    members: dict[str, list[str]] = {}
+    for name, first in part_of.items():
+        members.setdefault(first, []).append(name)
+    total_noise = math.fsum(ablation.noise)
+    noises: dict[str, float] = {}
+    costs: dict[str, int] = {}
+    for effect in ablation.effects:
+        first = part_of[effect.key[0]]
+        noises.setdefault(first, 0.0)
+        costs.setdefault(first, 0)
+        noise = total_noise - math.fsum(effect.without)
+        noises[first] += max(0.0, noise)
+        costs[first] += _extra_bytes(plan, effect.key)
+    order = plan.graph.index
+    parts = []
+    for first, noise in noises.items():
+        layers = sorted(members[first], key=order.__getitem__)
+        parts.append(FloatPart(tuple(layers), noise, costs[first]))
+    parts.sort(key=FloatPart.rank)
+    return parts
+
+
+def _parts_by_layer(plan: Plan) -> dict[str, str]:
+    """Return for each layer the one that stands for its part: layers that share an activation's
+    quantization are one part.
     """
-    owner = {
-        name: name for key in plan.tensors for name in (key[0], *plan.tensors[key].members)
-    }
+    owner: dict[str, str] = {}
+    for name, role in plan.tensors:
+        owner[name] = name
+        for member in plan.tensors[name, role].members:
+            owner[member] = member
 
     def root(name: str) -> str:
         while owner[name] != name:
             name = owner[name]
         return name
 
-    for key, tensor in plan.tensors.items():
-        if not is_parameter(key[1]):
-            for name in tensor.members:
-                owner[root(name)] = root(key[0])
-    lost = math.fsum(found.noise)
-    gains, costs, members = dict[str, float](), dict[str, int](), dict[str, list[str]]()
-    for effect in found.effects:
-        at = root(effect.key[0])
-        gains[at] = gains.get(at, 0.0) + max(0.0, lost - math.fsum(effect.without))
-        costs[at] = costs.get(at, 0) + _bytes(plan, effect.key)
-    for name in owner:
-        members.setdefault(root(name), []).append(name)
-    order = plan.graph.index
-    made = [
-        Part(tuple(sorted(members[at], key=order.__getitem__)), gains[at], costs[at])
-        for at in gains
-    ]
-    return sorted(made, key=lambda part: (-part.noise / max(1, part.cost), part.layers))
+    for (name, role), tensor in plan.tensors.items():
+        if not is_parameter(role):
+            for member in tensor.members:
+                owner[root(member)] = root(name)
+    return {name: root(name) for name in owner}
 
 
-def cheapest(
-    candidates: Sequence[Part], holds: Callable[[Sequence[Part]], bool]
-) -> list[Part] | None:
-    """The first few candidates with which the metric holds, and of these none that it holds
-    without; None if it does not even with all.
+def cheapest_parts(
+    parts: Sequence[FloatPart],
+    holds: Callable[[Sequence[FloatPart]], bool],
+) -> list[FloatPart] | None:
+    """Return the fewest leading parts with which the metric holds, without those it does not
+    need; None if it does not hold with all of them.
 
     Args:
-        candidates: as `parts` orders them.
-        holds: a test run with these in float. It is called some log2(n) times, and once more
-            for each of a few.
+        parts: as `float_parts` orders them.
+        holds: runs a test with these parts in float. It is called about log2(n) times, and once
+            more for each of a few parts.
     """
     if holds([]):
         return []
-    if not holds(candidates):
+    if not holds(parts):
         return None
-    low, high = 0, len(candidates)  # it does not hold with `low`, and holds with `high`
+    # The metric does not hold with the first `low` parts, and holds with the first `high`.
+    low = 0
+    high = len(parts)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(candidates[:middle]) else (middle, high)
-    chosen = list(candidates[:high])
-    if len(chosen) <= PRUNED:
-        for part in sorted(chosen[:-1], key=lambda part: -part.cost):
-            without = [each for each in chosen if each is not part]
-            if holds(without):
-                chosen = without
+        if holds(parts[:middle]):
+            high = middle
+        else:
+            low = middle
+    chosen = list(parts[:high])
+    if len(chosen) > MAX_PRUNED:
+        return chosen
+    # The metric needs the last one: it did not hold without it.
+    optional = sorted(chosen[:-1], key=lambda part: -part.cost)
+    for part in optional:
+        without = [other for other in chosen if other is not part]
+        if holds(without):
+            chosen = without
     return chosen
 
 
-def _bytes(plan: Plan, key: Key) -> int:
-    """What a tensor takes more in float: a weight's values, an activation's of one sample."""
+def _extra_bytes(plan: Plan, key: Key) -> int:
+    """Return the bytes that a tensor takes more in float: of a weight, or of one sample's
+    activation.
+    """
+    tensor = plan.tensors[key]
     if is_parameter(key[1]):
         values = plan.parameter(key).numel()
     else:
-        node = plan.graph.by_name[plan.tensors[key].source]
-        values = math.prod(size for size in (node.shape or ())[1:] if size is not None)
-    return values * max(0, 32 - bits_of(plan.tensors[key].spec)) // 8
+        node = plan.graph.by_name[tensor.source]
+        values = 1
+        for size in (node.shape or ())[1:]:
+            if size is not None:
+                values *= size
+    extra_bits = max(0, 32 - bits_of(tensor.spec))
+    return values * extra_bits // 8

@@ -1,6 +1,4 @@
-"""What a run would stumble over, found before it: each finding is a fact, how bad it is, and
-the remedy.
-"""
+"""Checks machine, data, plan and memory before a run: each check has a level and a remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from quantizer.sources.batches import Batch, Fingerprint
 from quantizer.sources.data import Batches
 from quantizer.storage import process_memory
 
-Level = Literal["ok", "note", "warning", "error"]
+CheckLevel = Literal["ok", "note", "warning", "error"]
 EXTRAS = {
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "llm": ("transformers", "tokenizers", "compressed_tensors", "gguf"),
@@ -34,43 +32,40 @@ EXTRAS = {
     "plots": ("resvg_py", "tensorboard"),
 }
 """The packages of each extra that something imports."""
-READ = 64
-"""Batches that are looked at."""
-FEW = 100
-"""Samples of images; a statistic over fewer is uncertain. Texts have hundreds of tokens in
-each.
+MAX_CHECKED_BATCHES = 64
+MIN_SAMPLES = 100
+"""Images that calibration should have. Texts have hundreds of tokens in each sample."""
+MAX_INPUT_STD = 30.0
+"""Inputs with a larger standard deviation are probably not normalized as in training."""
+MAX_CHANNEL_RATIO = 10.0
+"""How many times as wide as the narrowest channel of a weight the widest may be to share a
+scale with it.
 """
-WIDE = 30.0
-"""A standard deviation beyond which inputs are probably not normalized as in training."""
-SPREAD = 10.0
-"""How many times wider than the narrowest the widest channel of a weight may be for one scale
-to serve both.
-"""
+MIN_DISK = 1 << 30
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: where, how bad, what, and what to do."""
+    """One result of a check: what was checked, how bad it is, a sentence, and a remedy."""
 
     part: str
-    level: Level
+    level: CheckLevel
     text: str
     help: str = ""
 
 
-def environment(device: str, folder: Path) -> Iterator[Check]:
-    """Processor, memory, disk, packages."""
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
-    threads, (load, *_) = torch.get_num_threads(), os.getloadavg()
+def check_machine(device: str, folder: Path) -> Iterator[Check]:
+    """Check processor, memory, disk and packages."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    threads = torch.get_num_threads()
+    load = os.getloadavg()[0]
     yield Check(
         "machine", "ok", f"torch {torch.__version__}, {threads} threads on {cores} cores"
     )
     if threads > cores:
-        text = f"torch uses {threads} threads, and this process may use {cores} cores"
+        text = f"torch uses {threads} threads, but this process may use only {cores} cores"
         yield Check("machine", "warning", text, f"set OMP_NUM_THREADS={cores}")
     if load > 0.5 * cores:
         text = (
@@ -78,183 +73,159 @@ def environment(device: str, folder: Path) -> Iterator[Check]:
         )
         yield Check("machine", "note", text, "runs take longer, and times vary")
     if torch.cuda.is_available() and device == "cpu":
-        yield Check(
-            "machine",
-            "note",
-            "there is a GPU, and the run would be on the CPU",
-            "add --device cuda",
-        )
-    free = process_memory.available()
-    if free is not None:
-        yield Check("machine", "ok", f"{process_memory.in_words(free)} of memory are free")
-    place = next(
-        each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()
-    )
-    if not os.access(place, os.W_OK):
-        yield Check(
-            "machine", "error", f"{place} cannot be written", "choose another --output_dir"
-        )
-    disk = shutil.disk_usage(place).free
-    level: Level = "warning" if disk < 1 << 30 else "ok"
-    remedy = (
-        "results and what does not fit in memory go there and to TMPDIR"
-        if level == "warning"
-        else ""
-    )
-    yield Check(
-        "machine", level, f"{process_memory.in_words(disk)} of disk are free at {place}", remedy
-    )
+        text = "there is a GPU, but this run would use the CPU"
+        yield Check("machine", "note", text, "add --device cuda")
+    memory = process_memory.available()
+    if memory is not None:
+        yield Check("machine", "ok", f"{process_memory.in_words(memory)} of memory are free")
+    yield from _check_disk(folder.absolute())
     for extra, packages in EXTRAS.items():
         missing = [name for name in packages if find_spec(name) is None]
         if missing:
-            text = f"the extra {extra} is not complete: {', '.join(missing)}"
-            yield Check("packages", "note", text, f"{pip_line(extra)} where it is needed")
+            text = f"packages of the extra {extra} are missing: {', '.join(missing)}"
+            yield Check("packages", "note", text, f"{pip_line(extra)}, if you need it")
 
 
-def data(batches: Batches) -> Iterator[Check]:
-    """How much there is, and whether it looks like what a model is fed with.
+def _check_disk(folder: Path) -> Iterator[Check]:
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK):
+        yield Check(
+            "machine", "error", f"{folder} is not writable", "choose another --output_dir"
+        )
+    free = shutil.disk_usage(folder).free
+    text = f"{process_memory.in_words(free)} of disk are free at {folder}"
+    if free < MIN_DISK:
+        remedy = "free some space: results and temporary files are written here and to TMPDIR"
+        yield Check("machine", "warning", text, remedy)
+    else:
+        yield Check("machine", "ok", text)
+
+
+def check_data(batches: Batches) -> Iterator[Check]:
+    """Check how much data there is, and whether it looks like inputs of a model.
 
     Raises:
         DataError: it cannot be read, or holds NaN.
     """
-    seen: Counter[str] = Counter()
-    samples, sizes, totals = 0, set[int](), dict[str, list[float]]()
-    for batch in islice(iter(batches), READ):
-        samples += batch.size
-        sizes.add(batch.size)
-        seen[_digest(batch)] += 1
+    digests: Counter[str] = Counter()
+    sizes: list[int] = []
+    deviations: dict[str, list[float]] = {}
+    for batch in islice(iter(batches), MAX_CHECKED_BATCHES):
+        sizes.append(batch.size)
+        digests[_digest(batch)] += 1
         for name, tensor in batch.tensors():
             if tensor.is_floating_point() and tensor.numel():
-                totals.setdefault(name, []).append(float(tensor.float().std(unbiased=False)))
-    count = seen.total()
+                deviation = float(tensor.float().std(unbiased=False))
+                deviations.setdefault(name, []).append(deviation)
+    count = len(sizes)
+    samples = sum(sizes)
     total = batches.total
-    more = "" if total is None or total <= count else f" (the first {count} of {total} batches)"
-    yield Check("data", "ok", f"{batches.label}: {samples} samples in {count} batches{more}")
+    is_complete = total is None or total <= count
+    text = f"{batches.label}: {samples} samples in {count} batches"
+    if not is_complete:
+        text += f" (the first {count} of {total} batches)"
+    yield Check("data", "ok", text)
     if batches.stands_in or batches.stamp:
-        text = (
-            "there are no data but an example input"
-            if batches.stands_in
-            else f"{batches.label} are {batches.stamp}"
-        )
-        yield Check(
-            "data",
-            "warning",
-            text,
-            "ranges of activations need data as the model will meet them: --data",
-        )
-    elif totals and samples < FEW and not more:
-        text = f"{samples} samples are few: ranges may still change with more"
-        yield Check(
-            "data",
-            "warning",
-            text,
-            f"give {FEW} or more; the report shows after how many nothing changes",
-        )
-    repeated = sum(times - 1 for times in seen.values())
+        text = f"{batches.label} are {batches.stamp}"
+        if batches.stands_in:
+            text = "there is only an example input, no data"
+        remedy = "give real data with --data: the ranges of activations depend on it"
+        yield Check("data", "warning", text, remedy)
+    elif deviations and samples < MIN_SAMPLES and is_complete:
+        text = f"{samples} samples are few: more samples may still change ranges"
+        remedy = f"give at least {MIN_SAMPLES}; the report shows when ranges stop changing"
+        yield Check("data", "warning", text, remedy)
+    repeated = count - len(digests)
     if repeated:
-        text = f"{repeated} of {count} batches are the same as another"
-        yield Check("data", "warning", text, "look at the loader: do indices or seeds repeat?")
-    if sizes == {1} and totals and count > 8:
-        yield Check(
-            "data",
-            "note",
-            "each batch has one sample",
-            "larger batches run faster: 16 or 32 images",
-        )
-    for name, spreads in totals.items():
-        if max(spreads) == 0:
-            yield Check("data", "error", f"{name} is constant", "look at the loader")
-        elif sum(spreads) / len(spreads) > WIDE:
-            text = f"{name} has a standard deviation of {sum(spreads) / len(spreads):.3g}"
-            yield Check(
-                "data",
-                "warning",
-                text,
-                "is it normalized as in training? Pixels from 0 to 255 are not",
-            )
+        text = f"{repeated} of {count} batches repeat another batch"
+        remedy = "check the loader: do its indices or seeds repeat?"
+        yield Check("data", "warning", text, remedy)
+    if set(sizes) == {1} and deviations and count > 8:
+        text = "each batch has one sample"
+        yield Check("data", "note", text, "use batches of 16 or 32 images: they run faster")
+    for name, values in deviations.items():
+        mean = sum(values) / len(values)
+        if max(values) == 0:
+            yield Check("data", "error", f"{name} is constant", "check the loader")
+        elif mean > MAX_INPUT_STD:
+            text = f"{name} has a standard deviation of {mean:.3g}"
+            remedy = "normalize it as in training; pixels from 0 to 255 are not normalized"
+            yield Check("data", "warning", text, remedy)
 
 
 def _digest(batch: Batch) -> str:
-    found = Fingerprint()
-    found.update(batch)
-    return str(found.to_json()["digest"])
+    fingerprint = Fingerprint()
+    fingerprint.update(batch)
+    return str(fingerprint.to_json()["digest"])
 
 
-def plan(found: Plan) -> Iterator[Check]:
-    """What would be left float, wrong or slow."""
-    before, after = weight_bytes(found)
-    text = (
-        f"{len(found.tensors)} tensors would be quantized, weights {before / 1e6:.2f} to "
-        f"{after / 1e6:.2f} MB"
-    )
-    yield Check(
-        "plan",
-        "ok" if found.tensors else "error",
-        text,
-        "" if found.tensors else "the config quantizes nothing",
-    )
-    unknown = Counter(
-        node.op for node in found.graph.nodes if found.floats.get(node.name) == NO_RULES
-    )
+def check_plan(plan: Plan) -> Iterator[Check]:
+    """Check what would stay in float, lose accuracy or run slowly."""
+    if not plan.tensors:
+        remedy = "quantize some: `quantizable_data_type` lists the kinds of tensors"
+        yield Check("plan", "error", "the config quantizes no tensors of this model", remedy)
+    else:
+        before, after = weight_bytes(plan)
+        text = f"{len(plan.tensors)} tensors would be quantized, "
+        text += f"weights shrink from {before / 1e6:.2f} to {after / 1e6:.2f} MB"
+        yield Check("plan", "ok", text)
+    unknown: Counter[str] = Counter()
+    for node in plan.graph.nodes:
+        if plan.floats.get(node.name) == NO_RULES:
+            unknown[node.op] += 1
     if unknown:
-        names = shortened([f"{name} ({count})" for name, count in sorted(unknown.items())])
-        yield Check(
-            "plan",
-            "note",
-            f"stay in float, as there are no rules for them: {names}",
-            "docs/operators.md",
-        )
-    shared = [name for name in _one_scale(found) if _spread(found, name) > SPREAD]
-    if shared:
-        text = (
-            f"one scale for channels whose ranges differ more than {SPREAD:g} times: weights "
-            f"of {shortened(shared, 3)}"
-        )
-        yield Check("plan", "warning", text, "per_channel: true for weights, or include_cle")
-    tokens = [node for node in found.graph.nodes if node.op == "input" and not node.is_float]
-    static = [key for key, tensor in found.tensors.items() if tensor.is_calibrated]
-    if tokens and static:
-        text = f"{len(static)} activations of a model of tokens have one range each, found once"
-        yield Check(
-            "plan",
-            "note",
-            text,
-            "a few channels are often far wider: is_dynamic, or SmoothQuant before it",
-        )
+        names = [f"{name} ({count})" for name, count in sorted(unknown.items())]
+        text = f"stay in float, because no rule covers them: {shortened(names)}"
+        yield Check("plan", "note", text, "docs/operators.md lists the operators")
+    uneven = [
+        name for name in _single_scales(plan) if _channel_ratio(plan, name) > MAX_CHANNEL_RATIO
+    ]
+    if uneven:
+        text = "one scale serves channels whose ranges differ by more than "
+        text += f"{MAX_CHANNEL_RATIO:g} times: weights of {shortened(uneven, 3)}"
+        remedy = "set per_channel: true for weights, or use include_cle"
+        yield Check("plan", "warning", text, remedy)
+    reads_tokens = any(node.op == "input" and not node.is_float for node in plan.graph.nodes)
+    static = sum(tensor.is_calibrated for tensor in plan.tensors.values())
+    if reads_tokens and static:
+        text = f"{static} activations of a language model have one static range each"
+        remedy = "use is_dynamic, or SmoothQuant first: a few channels are often far wider"
+        yield Check("plan", "note", text, remedy)
 
 
-def _one_scale(found: Plan) -> Iterator[str]:
-    """The layers whose weight has one scale for all channels."""
-    for (name, role), tensor in found.tensors.items():
-        if role == "weights" and (tensor.spec.qscheme, tensor.spec.dtype) == (
-            "per_tensor",
-            "int",
-        ):
+def _single_scales(plan: Plan) -> Iterator[str]:
+    """Yield the layers whose weight has one scale for all channels."""
+    for (name, role), tensor in plan.tensors.items():
+        spec = tensor.spec
+        if role == "weights" and spec.qscheme == "per_tensor" and spec.dtype == "int":
             yield name
 
 
-def _spread(found: Plan, name: str) -> float:
-    """The widest range of an output channel of a weight, as a multiple of the narrowest that is
+def _channel_ratio(plan: Plan, name: str) -> float:
+    """Return the widest range of an output channel of a weight over the narrowest one that is
     not zero.
     """
-    node = found.graph.by_name[name]
+    node = plan.graph.by_name[name]
     if not node.row.is_linear_or_convolution:
         return 1.0
-    weight = found.parameter((name, "weights")).detach().float()
-    widths = by_channel(node, weight).abs().amax((2, 3))
-    widths = widths[widths > 0]
-    return float(widths.max() / widths.min()) if len(widths) else 1.0
+    weight = plan.parameter((name, "weights")).detach().float()
+    ranges = by_channel(node, weight).abs().amax((2, 3))
+    ranges = ranges[ranges > 0]
+    return float(ranges.max() / ranges.min()) if len(ranges) else 1.0
 
 
-def room(peaks: Iterable[tuple[str, int | None]]) -> Iterator[Check]:
-    """Whether what is free is enough for the peaks that are predicted."""
-    free, now = process_memory.available(), process_memory.resident() or 0
+def check_memory(peaks: Iterable[tuple[str, int | None]]) -> Iterator[Check]:
+    """Check whether the free memory is enough for the predicted peaks, in bytes."""
+    free = process_memory.available()
+    used = process_memory.resident() or 0
     for mode, peak in peaks:
         if peak is None or free is None:
             continue
-        fits = peak - now <= free
-        text = f"{mode} mode takes about {process_memory.in_words(peak)}" + (
-            "" if fits else f", and {process_memory.in_words(free)} are free"
-        )
-        remedy = "" if fits else "use a smaller --batch_size, or --memory"
-        yield Check("memory", "ok" if fits else "error", text, remedy)
+        text = f"{mode} mode takes about {process_memory.in_words(peak)}"
+        if peak - used <= free:
+            yield Check("memory", "ok", text)
+        else:
+            text += f", but only {process_memory.in_words(free)} are free"
+            remedy = "use a smaller --batch_size, or limit it with --memory"
+            yield Check("memory", "error", text, remedy)

@@ -1,11 +1,10 @@
-"""Float and quantized network on the same batches, node by node: what each tensor and the
-output lose.
-"""
+"""Compares a float and a quantized network on the same batches, tensor by tensor."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,20 +30,26 @@ from quantizer.distributed import ALONE, Ranks, in_turn
 from quantizer.errors import DataError, ModelError
 from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
-from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch, naming_batch
 from quantizer.storage.deferred_tensor import loaded
 
-APART = 16
-"""Batches of a rank between two exchanges."""
+_BATCHES_BETWEEN_EXCHANGES = 16
+"""Batches of a rank."""
 
 
 @dataclass
 class LayerNoise:
-    """`local`: only this tensor is quantized; `accumulated`: the whole network is.
+    """The noise of one quantized tensor.
 
-    Where far values set the range of a batch, both are about the others; but not where they are
-    the ends of a function that saturates (`is_bounded`).
+    Values far outside the range of the others are left out, unless the tensor is the output of
+    a function that saturates.
+
+    Attributes:
+        layer: its name.
+        role: of the tensor in the layer.
+        local: the noise when only this tensor is quantized.
+        accumulated: the noise when the whole network is quantized; None for weights and biases.
+        is_bounded: whether the tensor is the output of a function that saturates.
     """
 
     layer: str
@@ -54,19 +59,19 @@ class LayerNoise:
     is_bounded: bool = False
 
     def add(self, x: Tensor, local: Tensor, accumulated: Tensor | None = None) -> None:
-        """Take in one batch of the exact values, with those that either quantization makes of
-        them.
-        """
+        """Add one batch of float values and their two quantized versions."""
         others = None if self.is_bounded else beside_far_values(x)
         if others is not None:
-            x, local = x[others], local[others]
-            accumulated = None if accumulated is None else accumulated[others]
+            x = x[others]
+            local = local[others]
+            if accumulated is not None:
+                accumulated = accumulated[others]
         self.local.add(x, local)
         if self.accumulated is not None and accumulated is not None:
             self.accumulated.add(x, accumulated)
 
     def merge(self, other: LayerNoise) -> None:
-        """Take in other batches."""
+        """Add the batches of another one."""
         self.local.merge(other.local)
         if self.accumulated is not None and other.accumulated is not None:
             self.accumulated.merge(other.accumulated)
@@ -74,46 +79,56 @@ class LayerNoise:
 
 @dataclass
 class Score:
-    """What targets say of one network: how many samples it ranks right, or how well it predicts
-    tokens.
-    """
+    """How well one network predicts its targets: classes, or the next tokens of a text."""
 
     labelled: int = 0
     correct: int = 0
     loss: TokenLoss = field(default_factory=TokenLoss)
 
     def add(self, output: Tensor, batch: Batch) -> None:
-        """Take in one batch; an output that does not fit its targets says nothing."""
+        """Add one batch. An output that does not fit its targets is ignored."""
         target = batch.target
         if target is not None and output.dim() == 2 and target.shape == output.shape[:1]:
+            hits = output.argmax(1) == target.to(output.device)
             self.labelled += len(target)
-            self.correct += int((output.argmax(1) == target.to(output.device)).sum())
+            self.correct += int(hits.sum())
         following = next_tokens(batch) if output.dim() == 3 else None
         if following is not None and following.shape == output.shape[:2]:
             self.loss.add(output, following)
 
     def merge(self, other: Score) -> None:
-        """Take in other batches."""
+        """Add the batches of another one."""
         self.labelled += other.labelled
         self.correct += other.correct
         self.loss.nll += other.loss.nll
         self.loss.tokens += other.loss.tokens
 
     def metrics(self) -> dict[str, float]:
-        """Top-1 accuracy on labelled samples, perplexity on text."""
-        found = {"top1": self.correct / self.labelled} if self.labelled else {}
-        return found | ({"perplexity": self.loss.perplexity} if self.loss.tokens else {})
+        """Return top-1 accuracy on labelled samples, perplexity on text."""
+        metrics: dict[str, float] = {}
+        if self.labelled:
+            metrics["top1"] = self.correct / self.labelled
+        if self.loss.tokens:
+            metrics["perplexity"] = self.loss.perplexity
+        return metrics
 
 
 @dataclass
 class Comparison:
-    """What a paired run found; figures about classes are absent when the output or the data has
-    none.
+    """The result of running a float and a quantized network on the same batches.
 
-    `outputs` has the figures of each output and of its parts. `quantization` has those against
-    the float network that was quantized, where outputs are compared with another one, the
-    user's model. `spoiled` is the first batch where the quantized network alone gives NaN or
-    infinity.
+    Attributes:
+        layers: the noise of each quantized tensor.
+        outputs: the figures of each output and of its parts.
+        quantization: the same against the float network that was quantized, if `outputs` are
+            compared with the user's model instead.
+        spoiled: the first batch where only the quantized network gives NaN or infinity.
+        batches: how many were compared.
+        samples: how many were ranked by both networks.
+        agreeing: on how many of them both rank the same class first.
+        rankable: whether the first output has classes in all batches.
+        float_score: how well the float network predicts the targets.
+        quantized_score: how well the quantized network does.
     """
 
     layers: list[LayerNoise]
@@ -124,108 +139,103 @@ class Comparison:
     samples: int = 0
     agreeing: int = 0
     rankable: bool = True
-    scores: tuple[Score, Score] = field(default_factory=lambda: (Score(), Score()))
+    float_score: Score = field(default_factory=Score)
+    quantized_score: Score = field(default_factory=Score)
 
     def merge(self, other: Comparison) -> None:
-        """Take in other batches, in which the same tensors were compared."""
-        for mine, its in zip(self.layers, other.layers, strict=True):
-            mine.merge(its)
-        for output, its_output in zip(self.outputs, other.outputs, strict=True):
-            output.merge(its_output)
-        for output, its_output in zip(self.quantization, other.quantization, strict=True):
-            output.merge(its_output)
+        """Add the batches of another one, in which the same tensors were compared."""
+        for noise, other_noise in zip(self.layers, other.layers, strict=True):
+            noise.merge(other_noise)
+        _merge_figures(self.outputs, other.outputs)
+        _merge_figures(self.quantization, other.quantization)
         if self.spoiled is None and other.spoiled is not None:
             self.spoiled = self.batches + other.spoiled
         self.batches += other.batches
         self.samples += other.samples
         self.agreeing += other.agreeing
         self.rankable &= other.rankable
-        for score, its_score in zip(self.scores, other.scores, strict=True):
-            score.merge(its_score)
+        self.float_score.merge(other.float_score)
+        self.quantized_score.merge(other.quantized_score)
 
     def metrics(self) -> dict[str, float]:
-        """The figures that gates and reports use; of outputs that are no numbers there are
-        none.
+        """Return the figures that gates and reports use.
 
-        SQNR and cosine are the lowest of all outputs and parts; those together have a "pooled"
-        one. Of integers there is the lowest share of equal values, and of constants, where no
-        output has an SQNR.
+        SQNR and cosine are the lowest of all floating-point outputs and parts. Integer outputs
+        have the lowest share of equal values instead, and so have constants if no output has an
+        SQNR.
         """
-        found: dict[str, float] = {}
-        lowest, cosine = worst(self.outputs), lowest_cosine(self.outputs)
-        if lowest is not None and lowest.sqnr_db is not None and cosine is not None:
-            found = {
-                "sqnr_db": lowest.sqnr_db,
-                "cosine": cosine,
-                POOLED_FIGURE: self.output.sqnr_db,
-            }
-        kinds = ("integer",) if lowest is not None else ("integer", "constant")
-        shares: list[float] = []
+        metrics: dict[str, float] = {}
+        kinds = ["integer"]
+        lowest = worst(self.outputs)
+        cosine = lowest_cosine(self.outputs)
+        if lowest is None:
+            kinds.append("constant")
+        elif lowest.sqnr_db is not None and cosine is not None:
+            metrics["sqnr_db"] = lowest.sqnr_db
+            metrics["cosine"] = cosine
+            metrics[POOLED_FIGURE] = self.output.sqnr_db
+        equal_shares: list[float] = []
+        order_shares: list[float] = []
         for output in self.outputs:
             share = output.whole.equal_share
-            if output.whole.kind in kinds and share is not None:
-                shares.append(share)
-        if shares:
-            found["equal_outputs"] = min(shares)
-        orders = [
-            output.order.share
-            for output in self.outputs
-            if output.order is not None and output.order.rows
-        ]
-        if orders:
-            found[ROWS_KEPT] = min(orders)
+            if share is not None and output.whole.kind in kinds:
+                equal_shares.append(share)
+            if output.order is not None and output.order.rows:
+                order_shares.append(output.order.share)
+        if equal_shares:
+            metrics["equal_outputs"] = min(equal_shares)
+        if order_shares:
+            metrics[ROWS_KEPT] = min(order_shares)
         if self.rankable and self.samples:
-            found["top1_agreement"] = self.agreeing / self.samples
-        return found
+            metrics["top1_agreement"] = self.agreeing / self.samples
+        return metrics
 
     def named_metrics(self) -> dict[str, float]:
-        """The figures of each output and part, as `sqnr_db[0.boxes]`."""
+        """Return the figures of each output and part, as `sqnr_db[0.boxes]`."""
         return named_metrics(self.outputs)
 
     @property
     def losses(self) -> list[OutputFigures]:
-        """What quantization costs each output, without what passes have changed."""
+        """Return what quantization costs each output, without what passes have changed."""
         return self.quantization or self.outputs
 
     @property
     def output(self) -> Noise:
-        """The noise of all floating-point outputs together."""
+        """Return the noise of all floating-point outputs together."""
         return pooled(self.outputs)
 
     @property
-    def floats(self) -> int:
-        """How many floating-point values were compared."""
-        return sum(output.whole.count for output in self.outputs if output.whole.is_float)
-
-    @property
     def first_spoiled(self) -> str | None:
-        """The first layer whose values quantization makes NaN or infinity, if they are
-        compared.
-        """
+        """Return the first layer that quantization makes NaN or infinity; None if unknown."""
         for row in self.layers:
             if row.accumulated is not None and not math.isfinite(row.accumulated.error):
                 return row.layer
         return None
 
     def pairs(self) -> dict[str, dict[str, float]]:
-        """Top-1 accuracy or perplexity of both networks, where the data has labels or is
-        text.
-        """
-        before, after = (score.metrics() for score in self.scores)
-        return {
-            name: {"float": value, "quantized": after[name]} for name, value in before.items()
-        }
+        """Return top-1 accuracy or perplexity of both networks, if the data has targets."""
+        before = self.float_score.metrics()
+        after = self.quantized_score.metrics()
+        pairs = {}
+        for name, value in before.items():
+            pairs[name] = {"float": value, "quantized": after[name]}
+        return pairs
+
+
+def _merge_figures(figures: Sequence[OutputFigures], others: Sequence[OutputFigures]) -> None:
+    for output, other in zip(figures, others, strict=True):
+        output.merge(other)
 
 
 def target_metrics(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
-    """Top-1 accuracy of one model on labelled batches, perplexity on text; nothing when the
-    data has no targets.
+    """Return top-1 accuracy of one model on labelled batches, or perplexity on text; nothing if
+    the data has no targets.
     """
     score = Score()
     for batch in batches:
-        output = pytree.tree_leaves(model(*batch.args, **batch.kwargs))[0]
-        if isinstance(output, Tensor):
-            score.add(output, batch)
+        outputs = pytree.tree_leaves(model(*batch.args, **batch.kwargs))
+        if isinstance(outputs[0], Tensor):
+            score.add(outputs[0], batch)
     return score.metrics()
 
 
@@ -235,13 +245,17 @@ def over_batches(
     ranks: Ranks = ALONE,
     exchange: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Run something on each batch of this rank's share, without gradients.
+    """Call `run` with each batch of this rank's share, without gradients.
 
-    `exchange` is called on all ranks alike, now and then and at the end, with the number of
-    batches that are done.
+    Args:
+        batches: of all ranks.
+        run: called with one batch.
+        ranks: who share the batches.
+        exchange: called by all ranks together, every few batches and at the end, with the
+            number of batches so far.
 
     Raises:
-        DataError: there is no batch; or `run` says so, and the batch is named.
+        DataError: there is no batch; or `run` raises it, and the batch is named.
     """
     count = 0
     with torch.no_grad():
@@ -249,7 +263,7 @@ def over_batches(
             if ranks.owns(count - 1):
                 with naming_batch(count - 1):
                     run(batch)
-            if count % (APART * ranks.world_size) == 0:
+            if count % (_BATCHES_BETWEEN_EXCHANGES * ranks.world_size) == 0:
                 exchange(count)
     if not count:
         raise DataError(
@@ -263,152 +277,158 @@ def compare(
     quantized: Network,
     batches: Iterable[Batch],
     ranks: Ranks = ALONE,
-    user: Network | None = None,
     *,
+    user: Network | None = None,
     outputs: Sequence[Output] | None = None,
 ) -> Comparison:
-    """Run both networks on each batch, once, on the rank that it belongs to.
+    """Run both networks once on each batch, each rank on its share.
 
-    What is found is added up batch by batch in their order, so the number of ranks cannot be
-    seen.
+    Results are added up in the order of the batches, so they do not depend on the number of
+    ranks.
 
     Args:
         reference: the float network, with the nodes of the quantized one.
         quantized: what is compared with it.
         batches: of data, on the networks' device.
         ranks: who share the batches.
-        user: the model itself, where `reference` computes another function. Outputs are
-            compared with those of this network then.
-        outputs: of the network that outputs are compared with, by name; as its graph names
-            them, if None.
+        user: the user's model, if `reference` computes another function; outputs are compared
+            with it then.
+        outputs: the names of the outputs that are compared; those of the graph if None.
 
     Raises:
         DataError: no batch at all, or an output that is not finite.
         ModelError: the networks make tensors of other sizes.
         RankError: the ranks do not have the same batches.
     """
-    activations, taps = _taps(quantized)
-    found = list[Comparison]()
+    no_noise, taps = _taps(quantized)
     compared = ComparedNetworks(reference, user, outputs)
+    results: list[Comparison] = []
 
-    def nothing() -> Comparison:
-        return Comparison(_silent_rows(quantized, activations), *compared.empty())
+    def empty() -> Comparison:
+        return Comparison(deepcopy(no_noise), *compared.empty())
 
-    def one_batch(batch: Batch) -> None:
-        """Both networks in step, so that each pair of values is compared while it exists."""
-        found.append(nothing())
-        left, right = (
-            reference.start(batch.args, batch.kwargs),
-            quantized.start(batch.args, batch.kwargs),
-        )
+    def run(batch: Batch) -> None:
+        # Both networks run in step, so that each pair of values is compared while it exists.
+        result = empty()
+        float_run = reference.start(batch.args, batch.kwargs)
+        quantized_run = quantized.start(batch.args, batch.kwargs)
         recorders = compared.recorders()
-        for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
+        steps = zip(float_run.steps(), quantized_run.steps(), strict=True)
+        for (name, x), (_, y) in steps:
             recorders[0].see(name, x)
             recorders[1].see(name, y)
-            for quantizer, at in taps.get(name, ()):
+            for quantizer, index in taps.get(name, ()):
                 _require_same_shape(name, x, y)
-                noise = found[-1].layers[at]
-                # What the quantizer hands on: a layer quantizes its own input after the value
-                # that both networks made.
-                handed_on = y if noise.layer == name else quantizer(y.clone())
-                noise.add(x, quantizer(x.clone()), handed_on)  # a copy, which it may overwrite
-        expected, outputs, passed = compared.figures((left, right), recorders, batch)
-        found[-1].outputs, found[-1].quantization = outputs, passed
-        _classes(found[-1], batch, expected, right.outputs())
+                noise = result.layers[index]
+                # A layer quantizes its input itself, after the value that both networks have.
+                is_output = noise.layer == name
+                accumulated = y if is_output else quantizer(y.clone())
+                # A quantizer may overwrite its input.
+                noise.add(x, quantizer(x.clone()), accumulated)
+        expected, result.outputs, result.quantization = compared.figures(
+            (float_run, quantized_run), recorders, batch
+        )
+        _rank_classes(result, batch, expected, quantized_run.outputs())
+        results.append(result)
 
-    result = nothing()
+    total = empty()
 
     def exchange(count: int) -> None:
-        for batch in in_turn(ranks.gather(found, f"the comparison of {count} batches")):
-            result.merge(batch)
-        found.clear()
+        gathered = ranks.gather(results, f"the comparison of {count} batches")
+        for result in in_turn(gathered):
+            total.merge(result)
+        results.clear()
 
-    over_batches(batches, one_batch, ranks, exchange)
-    return replace(result, layers=[*_parameters(reference, quantized), *result.layers])
+    over_batches(batches, run, ranks, exchange)
+    parameters = _parameter_noise(reference, quantized)
+    return replace(total, layers=parameters + total.layers)
 
 
-def _silent_rows(quantized: Network, activations: Sequence[Key]) -> list[LayerNoise]:
-    """Return the rows of quantized activations before any batch was compared."""
+_Taps = dict[str, list[tuple[nn.Module, int]]]
+"""For each node whose value is quantized, the quantizers with the index of their row."""
+
+
+def _taps(quantized: Network) -> tuple[list[LayerNoise], _Taps]:
+    """Return a row for each activation that a network quantizes, and where their values are."""
     rows: list[LayerNoise] = []
-    for layer, role in activations:
-        is_bounded = quantized.graph.by_name[layer].row.kind == "nonlinear"
-        rows.append(LayerNoise(layer, role, accumulated=Noise(), is_bounded=is_bounded))
-    return rows
-
-
-def _taps(quantized: Network) -> tuple[list[Key], dict[str, list[tuple[nn.Module, int]]]]:
-    """Return the activations that a network quantizes, and for each node whose value is one of
-    them what quantizes it, with its number."""
-    activations: list[Key] = []
-    taps: dict[str, list[tuple[nn.Module, int]]] = {}
+    taps: _Taps = {}
     for name, role, quantizer in quantized.quantizers():
-        if not is_parameter(role):
-            node = quantized.graph.by_name[name]
-            # A layer's input is quantized where the value is that it reads.
-            is_own = role == "activation" or node.op == "input"
-            source = name if is_own else node.input_roles()[role]
-            taps.setdefault(source, []).append((quantizer, len(activations)))
-            activations.append((name, role))
-    return activations, taps
+        if is_parameter(role):
+            continue
+        node = quantized.graph.by_name[name]
+        source = name
+        if role != "activation" and node.op != "input":
+            # The input of a layer is the value of another node.
+            source = node.input_roles()[role]
+        tap = (quantizer, len(rows))
+        taps.setdefault(source, []).append(tap)
+        is_bounded = node.row.kind == "nonlinear"
+        row = LayerNoise(name, role, accumulated=Noise(), is_bounded=is_bounded)
+        rows.append(row)
+    return rows, taps
 
 
-def _require_same_shape(what: str, x: Tensor, y: Tensor) -> None:
-    """Refuse values of which quantization changes how many there are, as it does behind
+def _require_same_shape(name: str, x: Tensor, y: Tensor) -> None:
+    """Raise `ModelError` if quantization changes how many values there are, as after
     `nonzero`.
     """
     if x.shape != y.shape:
         raise ModelError(
-            f"{what}: the float network makes {list(x.shape)}, the quantized one "
-            f"{list(y.shape)}: sizes that depend on values leave nothing to compare",
+            f"{name}: its shape is {list(x.shape)} in the float network and {list(y.shape)} in "
+            "the quantized one; sizes that depend on values cannot be compared",
             help="quantize the model up to the layer that selects, and select outside of it",
         )
 
 
-def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
-    """The noise of weights and biases, which needs no data. A correction of a bias is no noise,
-    so it is left out.
+def _parameter_noise(reference: Network, quantized: Network) -> list[LayerNoise]:
+    """Return the noise of weights and biases, which needs no data.
+
+    A bias is compared with its own rounding, because bias correction changes it on purpose.
     """
     rows = []
     for name, role, quantizer in quantized.quantizers():
-        if is_parameter(role):
-            key = parameter_name(role)
-            row, exact = (
-                LayerNoise(name, role),
-                loaded(reference.layers[name].get_parameter(key)),
-            )
-            is_bias = base_role(role) == "bias"
-            other = (
-                quantizer(exact.clone())
-                if is_bias
-                else loaded(quantized.layers[name].get_parameter(key))
-            )
-            row.add(exact, other)
-            rows.append(row)
+        if not is_parameter(role):
+            continue
+        key = parameter_name(role)
+        exact = loaded(reference.layers[name].get_parameter(key))
+        if base_role(role) == "bias":
+            rounded = quantizer(exact.clone())
+        else:
+            rounded = loaded(quantized.layers[name].get_parameter(key))
+        row = LayerNoise(name, role)
+        row.add(exact, rounded)
+        rows.append(row)
     return rows
 
 
-def _classes(
+def _rank_classes(
     result: Comparison,
     batch: Batch,
     reference: Sequence[Tensor],
     quantized: Sequence[Tensor],
 ) -> None:
-    """Find which classes the first floating-point output ranks highest, and whether the
-    quantized one is finite.
+    """Compare the classes of one batch that the first floating-point output ranks first, and
+    note whether the quantized outputs are finite.
     """
     result.batches = 1
-    pairs = [(x, y) for x, y in zip(reference, quantized, strict=True) if x.is_floating_point()]
     for part in leaves(result.outputs):
         if part.is_float and not math.isfinite(part.noise.error):
             result.spoiled = 0
-    shape = pairs[0][0].shape if pairs else ()
-    is_ranking = len(shape) == 2 and shape[1] > 1
+    pairs = list(zip(reference, quantized, strict=True))
+    floats = [pair for pair in pairs if pair[0].is_floating_point()]
+    if not floats:
+        result.rankable = False
+        return
+    x, y = floats[0]
+    is_ranking = x.dim() == 2 and x.shape[1] > 1
     result.rankable &= is_ranking
     if is_ranking:
-        classes, quantized_classes = (output.argmax(1) for output in pairs[0])
+        classes = x.argmax(1)
         result.samples += len(classes)
-        result.agreeing += int((classes == quantized_classes).sum())
-    is_index = batch.target is not None and not batch.target.is_floating_point()
-    if is_index and (is_ranking or len(shape) == 3):
-        for score, output in zip(result.scores, pairs[0], strict=True):
-            score.add(output, batch)
+        is_same = classes == y.argmax(1)
+        result.agreeing += int(is_same.sum())
+    target = batch.target
+    is_index = target is not None and not target.is_floating_point()
+    if is_index and (is_ranking or x.dim() == 3):
+        result.float_score.add(x, batch)
+        result.quantized_score.add(y, batch)

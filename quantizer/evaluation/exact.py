@@ -1,11 +1,9 @@
-"""Runs a calibrated network in the DPU's integers beside the float simulation, and compares
-them code for code.
+"""Runs a calibrated network in the DPU's integers and compares each code with the simulation.
 
-Codes, int32 accumulators, shifts with the rounding of each tensor's spec. It executes and
-compares; it decides nothing.
+Integers are codes, int32 accumulators, and shifts that round as each tensor's spec says.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +15,7 @@ from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.errors import UsageError
 from quantizer.evaluation.compare import over_batches
-from quantizer.evaluation.exact_layers import Fixed, IntegerCall, rule_of
+from quantizer.evaluation.exact_layers import Arguments, Fixed, IntegerCall, integer_rule
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.execution import Execution, arguments
 from quantizer.nn.network import Network
@@ -28,10 +26,15 @@ from quantizer.sources.batches import Batch
 
 @dataclass
 class LayerCodes:
-    """One tensor's codes against the simulation's: how many, how many differ, and by at most
-    how many steps.
+    """How the codes of one tensor differ from those of the simulation.
 
-    `position` is the fix position of codes of the DPU.
+    Attributes:
+        layer: its name.
+        role: of the tensor in the layer.
+        position: the fix position of the DPU's codes.
+        codes: how many were compared.
+        differing: how many differ.
+        most_steps: the largest difference.
     """
 
     layer: str
@@ -43,21 +46,27 @@ class LayerCodes:
 
     @property
     def equal(self) -> float:
-        """The share of codes that are equal; 1 if there are none."""
-        return 1 - self.differing / self.codes if self.codes else 1.0
+        """Return the share of equal codes; 1 if there are none."""
+        return _equal_share(self.codes, self.differing)
 
-    def add(self, found: Tensor, simulated: Tensor) -> None:
-        """Take in one batch; both hold integers."""
-        distance = (found - simulated).abs()
+    def add(self, codes: Tensor, simulated: Tensor) -> None:
+        """Add one batch of codes; both tensors hold integers."""
+        distance = (codes - simulated).abs()
         self.codes += distance.numel()
-        self.differing += int((distance > 0).sum())
-        self.most_steps = max(self.most_steps, int(distance.max()) if distance.numel() else 0)
+        self.differing += int(distance.count_nonzero())
+        if distance.numel():
+            most_steps = int(distance.max())
+            self.most_steps = max(self.most_steps, most_steps)
 
 
 @dataclass
 class ExactComparison:
-    """What a run in integers found: why layers ran in float, and the first batch in which an
-    accumulator overflowed.
+    """The result of a run in integers.
+
+    Attributes:
+        layers: the compared tensors.
+        floats: the layers that ran in float, with the reason.
+        overflows: the layers whose accumulator overflowed, with the first such batch.
     """
 
     layers: list[LayerCodes] = field(default_factory=list)
@@ -66,175 +75,217 @@ class ExactComparison:
 
     @property
     def equal(self) -> float:
-        """The share of codes that are those of the simulation; 1 if all are."""
-        codes = sum(layer.codes for layer in self.layers)
-        return 1 - sum(layer.differing for layer in self.layers) / codes if codes else 1.0
+        """Return the share of codes that equal those of the simulation."""
+        codes = 0
+        differing = 0
+        for layer in self.layers:
+            codes += layer.codes
+            differing += layer.differing
+        return _equal_share(codes, differing)
+
+
+def _equal_share(codes: int, differing: int) -> float:
+    return 1 - differing / codes if codes else 1.0
 
 
 def compare_exact(
     graph: Graph, solution: Solution, batches: Iterable[Batch]
 ) -> ExactComparison:
-    """Run every batch in integers and in simulation, and compare all codes of activations.
+    """Run each batch in integers and in simulation, and compare all codes of activations.
 
     Raises:
         DataError: there is no batch.
         UsageError: a layer to compare computes in half precision.
     """
     require_wide(graph, solution)
-    result = ExactComparison()
-    network = _IntegerNetwork(graph, solution, result)
-    keys = [
-        (node.name, "input" if node.op == "input" else "activation") for node in graph.nodes
-    ]
-    rows = {
-        key: LayerCodes(*key, network.positions[key])
-        for key in keys
-        if key in network.positions
-    }
+    network = _IntegerNetwork(graph, solution)
+    rows: dict[str, LayerCodes] = {}
+    for node in graph.nodes:
+        name, role = _output_key(node)
+        if (name, role) in network.positions:
+            position = network.positions[name, role]
+            rows[name] = LayerCodes(name, role, position)
 
-    def one_batch(batch: Batch) -> None:
+    def run(batch: Batch) -> None:
         inputs = network.simulation.inputs(batch.args, batch.kwargs)
-        integers, simulated = Execution(network, inputs), Execution(network.simulation, inputs)
-        for (name, value), (_, other) in zip(integers.steps(), simulated.steps(), strict=True):
-            for role in ("activation", "input"):
-                if (name, role) in rows and isinstance(value, Fixed):
-                    rows[name, role].add(value.codes, other.double() * 2.0**value.position)
+        integer_run = Execution(network, inputs)
+        simulated_run = Execution(network.simulation, inputs)
+        simulated_steps = simulated_run.steps()
+        for name, value in integer_run.steps():
+            _, simulated = next(simulated_steps)
+            if name not in rows:
+                continue
+            if isinstance(value, Fixed):
+                expected = Fixed.of(simulated, value.position)
+                rows[name].add(value.codes, expected.codes)
         network.batch += 1
 
-    over_batches(batches, one_batch)
-    result.layers = list(rows.values())
-    return result
+    over_batches(batches, run)
+    network.result.layers = list(rows.values())
+    return network.result
 
 
 def require_wide(graph: Graph, solution: Solution) -> None:
-    """Refuse half precision: it rounds a sum to 11 or 8 bits before its quantizer does, so
-    integers cannot follow.
+    """Raise `UsageError` if a quantized layer computes in half precision.
 
-    Raises:
-        UsageError: naming the first such layer.
+    It rounds a sum to 11 or 8 bits before the quantizer does, so integers cannot follow.
     """
     for name, _ in solution.tensors:
         dtype = graph.by_name[name].dtype
         if dtype in (torch.float16, torch.bfloat16):
             raise UsageError(
-                f"--exact compares codes, and {name} computes in "
+                f"--exact cannot compare {name}: it computes in "
                 f"{str(dtype).removeprefix('torch.')}, which rounds sums before they are "
                 "quantized",
                 help="--exact needs a float32 model: calibrate and test model.float()",
             )
 
 
+def _output_key(node: Node) -> Key:
+    """Return the key of the tensor that a node's value is."""
+    return node.name, "input" if node.op == "input" else "activation"
+
+
 class _IntegerNetwork:
-    """The graph in integers: `plain` computes on codes in float64, `simulation` runs what has
-    no integer form.
+    """A graph that runs in integers where it can, and otherwise in simulation.
+
+    Attributes:
+        plain: the layers that compute on codes in float64.
+        simulation: the layers that run what has no integer form.
+        result: which layers ran in float, or overflowed.
     """
 
-    def __init__(self, graph: Graph, solution: Solution, result: ExactComparison) -> None:
-        graph, solution = graph.on(torch.device("cpu")).in_memory(), solution.in_memory()
-        self.graph, self.solution, self.result = graph, solution, result
-        self.simulation = quantized_network(graph, solution)
+    def __init__(self, graph: Graph, solution: Solution) -> None:
+        cpu = torch.device("cpu")
+        self.graph = graph.on(cpu).in_memory()
+        self.solution = solution.in_memory()
+        self.result = ExactComparison()
+        self.simulation = quantized_network(self.graph, self.solution)
         self.last_uses = self.simulation.last_uses
         self.overwritten: Collection[str] = self.simulation.overwritten
-        self.plain = Network(graph).double()
-        self.positions = solution.positions
+        self.plain = Network(self.graph).double()
+        self.positions = self.solution.positions
         self.biases: dict[str, Fixed] = {}
         self.batch = 0
-        for key, position in self.positions.items():
-            if is_parameter(key[1]):
-                self._put_codes(*key, position)
+        for (name, role), position in self.positions.items():
+            if is_parameter(role):
+                self._put_codes(name, parameter_name(role), position)
 
-    def _put_codes(self, name: str, role: str, position: int) -> None:
-        """Weight codes in the plain layer; the bias beside it, as it is added at a position of
-        its own.
+    def _put_codes(
+        self,
+        name: str,
+        parameter: str,
+        position: int,
+    ) -> None:
+        """Put the codes of a weight into the plain layer. A bias is kept apart, because it is
+        added at another position.
         """
-        layer, key = self.plain.layers[name], parameter_name(role)
-        codes = (
-            self.simulation.layers[name].get_parameter(key).detach().double() * 2.0**position
-        )
-        if key == "bias":
-            self.biases[name] = Fixed(codes, position)
+        values = self.simulation.layers[name].get_parameter(parameter)
+        fixed = Fixed.of(values.detach(), position)
+        layer = self.plain.layers[name]
+        if parameter == "bias":
+            self.biases[name] = fixed
             layer.register_parameter("bias", None)
         else:
-            layer.register_parameter(key, nn.Parameter(codes, requires_grad=False))
+            codes = nn.Parameter(fixed.codes, requires_grad=False)
+            layer.register_parameter(parameter, codes)
 
-    def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
-        """Its value, in integers or in float where it has no integer form: `Fixed` where it has
-        codes.
-        """
+    def run_node(self, node: Node, values: Arguments) -> Any:
+        """Return the value of a node: `Fixed` if it has codes, floats otherwise."""
+        output = _output_key(node)
         if node.op == "input":
-            return self._codes_of((node.name, "input"), self.simulation.run_node(node, values))
-        output, rule, why = (node.name, "activation"), rule_of(node), self._why_float(node)
-        if rule is not None and not why:
-            inputs = self._own_codes(node, arguments(node, values))
-            weight, bias = (
-                self.positions.get((node.name, "weights")),
-                self.biases.get(node.name),
-            )
-            step = IntegerCall(node, self.plain.layers[node.name], inputs, weight, bias)
-            wide = rule(step)
-            if step.overflowed:
-                self.result.overflows.setdefault(node.name, self.batch)
-            if wide is not None:
-                return (
-                    self._shift(wide, output)
-                    if isinstance(wide, Fixed) and output in self.positions
-                    else wide
-                )
+            value = self.simulation.run_node(node, values)
+            return self._to_codes(output, value)
+        why = self._reason_for_float(node)
+        if not why:
+            value = self._run_in_integers(node, values)
+            if isinstance(value, Fixed) and output in self.positions:
+                return self._shift(value, output)
+            if value is not None:
+                return value
         if node.row.kind not in ("structural", "passthrough"):
-            self.result.floats.setdefault(node.name, why or "what it reads has no codes")
-        floats = {
-            name: _floats(values[name], self.graph.by_name[name].dtype) for name in node.refs()
-        }
-        return self._codes_of(output, self.simulation.run_node(node, floats))
+            why = why or "what it reads has no codes"
+            self.result.floats.setdefault(node.name, why)
+        floats = {}
+        for name in node.refs():
+            dtype = self.graph.by_name[name].dtype
+            floats[name] = _to_floats(values[name], dtype)
+        value = self.simulation.run_node(node, floats)
+        return self._to_codes(output, value)
 
-    def _why_float(self, node: Node) -> str:
-        """Why the layer cannot run in integers, whatever it reads."""
-        if rule_of(node) is None:
+    def _run_in_integers(self, node: Node, values: Arguments) -> Any:
+        """Return the wide result of a node; None if its inputs have no codes."""
+        inputs = arguments(node, values)
+        call = IntegerCall(
+            node,
+            self.plain.layers[node.name],
+            self._quantized_inputs(node, inputs),
+            self.positions.get((node.name, "weights")),
+            self.biases.get(node.name),
+        )
+        rule = integer_rule(node)
+        assert rule is not None
+        wide = rule(call)
+        if call.overflowed:
+            self.result.overflows.setdefault(node.name, self.batch)
+        return wide
+
+    def _reason_for_float(self, node: Node) -> str:
+        """Return why the layer cannot run in integers, whatever it reads; "" if it can."""
+        if integer_rule(node) is None:
             return f"{node.op} has no integer form here"
         if node.row.weight:
-            missing = [
-                key
-                for key in node.params
-                if (node.name, parameter_role(key)) not in self.positions
-            ]
-            if missing or set(node.inputs) & {"weight", "bias"}:
+            is_fixed = "weight" not in node.inputs and "bias" not in node.inputs
+            for parameter in node.params:
+                key = (node.name, parameter_role(parameter))
+                is_fixed = is_fixed and key in self.positions
+            if not is_fixed:
                 return "its parameters have no single power-of-two scale"
         output = (node.name, "activation")
-        has_position = output in self.positions or output not in self.solution.tensors
-        return "" if has_position else "its output has no single power-of-two scale"
+        is_fixed = output in self.positions
+        if output in self.solution.tensors and not is_fixed:
+            return "its output has no single power-of-two scale"
+        return ""
 
-    def _own_codes(self, node: Node, call: Mapping[str, Any]) -> dict[str, Any]:
-        """The layer's own view of what it reads, where the config quantizes "input" on its
-        own.
+    def _quantized_inputs(self, node: Node, call: Arguments) -> dict[str, Any]:
+        """Return the arguments of a layer, with the codes of the inputs that it quantizes
+        itself.
         """
-        found = {}
+        inputs = dict(call)
         for index, (name, value) in enumerate(call.items()):
-            key = (node.name, f"input_{index}" if index else "input")
-            found[name] = (
-                self._shift(value, key)
-                if isinstance(value, Fixed) and key in self.positions
-                else value
-            )
-        return found
+            role = f"input_{index}" if index else "input"
+            key = (node.name, role)
+            if isinstance(value, Fixed) and key in self.positions:
+                inputs[name] = self._shift(value, key)
+        return inputs
 
     def _shift(self, wide: Fixed, key: Key) -> Fixed:
-        spec, position = self.solution.tensors[key].spec, self.positions[key]
-        shift = wide.position - position
-        return Fixed(
-            requantize(
-                wide.codes, shift, spec.quant_min, spec.quant_max, round_mode=spec.round_mode
-            ),
-            position,
+        """Return a result with the codes of a tensor."""
+        spec = self.solution.tensors[key].spec
+        position = self.positions[key]
+        codes = requantize(
+            wide.codes,
+            wide.position - position,
+            spec.quant_min,
+            spec.quant_max,
+            round_mode=spec.round_mode,
         )
+        return Fixed(codes, position)
 
-    def _codes_of(self, key: Key, value: Any) -> Any:
-        """The codes of a value that a quantizer of the simulation has made."""
+    def _to_codes(self, key: Key, value: Any) -> Any:
+        """Return the codes of a value that a quantizer of the simulation has rounded."""
         position = self.positions.get(key)
-        return value if position is None else Fixed(value.double() * 2.0**position, position)
+        if position is None:
+            return value
+        return Fixed.of(value, position)
 
 
-def _floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """A node's value as the simulation has it; several outputs stay several."""
-    return pytree.tree_map(
-        lambda leaf: leaf.float(dtype) if isinstance(leaf, Fixed) else leaf, value
-    )
+def _to_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return the value of a node, or its several values, as the simulation has them."""
+
+    def to_float(leaf: Any) -> Any:
+        if isinstance(leaf, Fixed):
+            return leaf.float(dtype)
+        return leaf
+
+    return pytree.tree_map(to_float, value)

@@ -1,9 +1,10 @@
-"""What each layer is in integers: from codes and positions to a wide result, before it is
+"""Computes each layer in integers: from codes and positions to a wide result, which is then
 shifted to the layer's codes.
 
-An operator without a row here, and one whose tensors have no power-of-two scale, runs in float.
-Values are exact; only hardswish rounds inside, as the device does.
+Results are exact; only hardswish rounds inside, as the device does.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,95 +24,118 @@ from quantizer.numerics.integer import (
     wrap_int32,
 )
 
-FINEST_CONSTANT = 24
+Arguments = Mapping[str, Any]
+"""The arguments of a layer by name."""
+_FINEST_CONSTANT = 24
+"""The largest position of a constant."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A tensor codes * 2^-position: integers held in float64."""
+    """A tensor of value codes * 2^-position, with integer codes in float64."""
 
     codes: Tensor
     position: int
 
+    @classmethod
+    def of(cls, values: Tensor, position: int) -> Fixed:
+        """Return values that are multiples of 2^-position."""
+        return cls(values.double() * 2.0**position, position)
+
     def at(self, position: int) -> Tensor:
-        """The codes at another position; exact for a finer one."""
+        """Return the codes at another position; exact for a finer one."""
         return self.codes * 2.0 ** (position - self.position)
 
     def float(self, dtype: torch.dtype | None) -> Tensor:
-        """The values in the dtype that the simulation has them in, float32 if it is not
-        known.
-        """
-        return (self.codes * 2.0**-self.position).to(dtype or torch.float32)
+        """Return the values in a dtype; in float32 if it is None."""
+        values = self.codes * 2.0**-self.position
+        return values.to(dtype or torch.float32)
 
 
 @dataclass
 class IntegerCall:
-    """One layer about to run: `layer` computes in float64 and has codes as its weight and no
-    bias.
+    """One layer that is about to run.
 
-    `inputs` are the arguments, with `Fixed` for what has codes; `bias` the codes of the bias.
-    `overflowed` is set when an accumulator leaves int32, which then wraps as a register does.
+    Attributes:
+        node: of the layer.
+        layer: computes in float64 with the codes of the weight, and without bias.
+        inputs: the arguments; those with codes are `Fixed`.
+        weight_position: of the codes of the weight.
+        bias: its codes.
+        overflowed: set when an accumulator exceeds int32, which then wraps around.
     """
 
     node: Node
     layer: Layer
-    inputs: Mapping[str, Any]
+    inputs: Arguments
     weight_position: int | None = None
     bias: Fixed | None = None
     overflowed: bool = field(default=False, init=False)
 
     def operand(self, name: str) -> Fixed | None:
-        """An argument that has codes, or a constant that is one: a few binary digits."""
+        """Return an argument or constant as codes; None if it has none."""
         value = self.inputs.get(name, self.node.attrs.get(name))
-        return value if isinstance(value, Fixed) else _constant(value)
+        if isinstance(value, Fixed):
+            return value
+        return _constant(value)
 
     def accumulated(self, codes: Tensor, position: int) -> Fixed:
-        """A sum in an int32 register."""
-        if codes.numel() and float(codes.abs().max()) >= INT32:
+        """Return a sum as an int32 register holds it."""
+        largest = codes.abs().max() if codes.numel() else 0
+        if largest >= INT32:
             self.overflowed = True
             codes = wrap_int32(codes)
         return Fixed(codes, position)
 
 
+_Rule = Callable[..., Fixed | None]
 IntegerRule = Callable[[IntegerCall], Any]
-"""From a layer about to run to its wide result, or None where it has no integer form."""
+"""Returns the wide result of a layer; None if its inputs have no codes."""
 
 
-def rule_of(node: Node) -> IntegerRule | None:
-    """How the operator runs in integers; None if there is no row for it at all."""
-    by_kind: dict[str, IntegerRule] = {"passthrough": _moved, "structural": lambda step: None}
-    return _RULES.get(node.target) or _RULES.get(node.op) or by_kind.get(node.row.kind)
+def integer_rule(node: Node) -> IntegerRule | None:
+    """Return how an operator runs in integers; None if it has no integer form."""
+    for name in (node.target, node.op):
+        if name in _RULES:
+            return _RULES[name]
+    if node.row.kind == "passthrough":
+        return _move
+    if node.row.kind == "structural":
+        return lambda step: None
+    return None
 
 
-def _reads(*names: str) -> Callable[[Callable[..., Fixed | None]], IntegerRule]:
-    """The rule is given these operands, and there is no result if one of them has no codes."""
+def _reads(*names: str) -> Callable[[_Rule], IntegerRule]:
+    """Call a rule with these operands, if all of them have codes."""
 
-    def wrapped(rule: Callable[..., Fixed | None]) -> IntegerRule:
+    def decorate(rule: _Rule) -> IntegerRule:
         def run(step: IntegerCall) -> Fixed | None:
             operands = [step.operand(name) for name in names]
-            return None if any(each is None for each in operands) else rule(step, *operands)
+            if None in operands:
+                return None
+            return rule(step, *operands)
 
         return run
 
-    return wrapped
+    return decorate
 
 
 def _accumulate(step: IntegerCall) -> Fixed | None:
-    """Products at position fw + fi, the bias shifted to it; the finer of the two positions
-    keeps both exact.
-    """
+    """Return products at position fw + fi plus the bias, at the finer of their positions."""
     x = step.inputs.get("input")
     if not isinstance(x, Fixed) or step.weight_position is None:
         return None
-    products = step.layer(**{**step.inputs, "input": x.codes})
+    inputs = {**step.inputs, "input": x.codes}
+    products = step.layer(**inputs)
     position = step.weight_position + x.position
     if step.bias is None:
         return step.accumulated(products, position)
     finest = max(position, step.bias.position)
-    bias = step.bias.at(finest).reshape(
-        -1, *[1] * (step.layer.get_parameter("weight").ndim - 2)
-    )
-    return step.accumulated(products * 2.0 ** (finest - position) + bias, finest)
+    spatial = step.layer.get_parameter("weight").ndim - 2
+    shape = (-1, *[1] * spatial)
+    bias = step.bias.at(finest).reshape(shape)
+    products = products * 2.0 ** (finest - position)
+    return step.accumulated(products + bias, finest)
 
 
 @_reads("input", "other")
@@ -119,52 +143,65 @@ def _add(step: IntegerCall, a: Fixed, b: Fixed) -> Fixed | None:
     if step.node.attrs.get("alpha", 1) != 1:
         return None
     finest = max(a.position, b.position)
-    sign = -1 if step.node.op == "sub" else 1
-    return step.accumulated(a.at(finest) + sign * b.at(finest), finest)
+    codes = b.at(finest)
+    if step.node.op == "sub":
+        codes = -codes
+    return step.accumulated(a.at(finest) + codes, finest)
 
 
 @_reads("input", "other")
 def _multiply(step: IntegerCall, a: Fixed, b: Fixed) -> Fixed:
-    return step.accumulated(a.codes * b.codes, a.position + b.position)
+    codes = a.codes * b.codes
+    return step.accumulated(codes, a.position + b.position)
 
 
 def _join(step: IntegerCall) -> Fixed | None:
-    """Every part shifted to the finest position of all; the shift to the output's position
-    rounds each as it would.
+    """Return the joined parts at the finest of their positions.
+
+    The later shift to the output's position rounds each part as its own shift would.
     """
     parts = step.inputs.get("tensors", [])
     if not all(isinstance(part, Fixed) for part in parts):
         return None
     finest = max(part.position for part in parts)
-    return Fixed(step.layer(tensors=[part.at(finest) for part in parts]), finest)
+    codes = [part.at(finest) for part in parts]
+    return Fixed(step.layer(tensors=codes), finest)
 
 
-def _moved(step: IntegerCall) -> Any:
-    """Operators that move or select codes, or take the largest; several outputs stay
-    several.
+def _move(step: IntegerCall) -> Any:
+    """Return the result, or results, of an operator that moves or selects codes, such as a
+    maximum.
     """
-    fixed = [value for value in step.inputs.values() if isinstance(value, Fixed)]
-    if len(fixed) != 1 or (step.node.op == "pad" and step.node.attrs.get("value")):
+    if step.node.op == "pad" and step.node.attrs.get("value"):
         return None
-    inputs = {
-        key: value.codes if isinstance(value, Fixed) else value
-        for key, value in step.inputs.items()
-    }
-    found, position = step.layer(**inputs), fixed[0].position
-    if isinstance(found, Tensor):
-        return Fixed(found, position)
-    # Indices have no codes
-    return [Fixed(part, position) if part.is_floating_point() else part for part in found]
+    inputs = dict(step.inputs)
+    positions = []
+    for name, value in inputs.items():
+        if isinstance(value, Fixed):
+            inputs[name] = value.codes
+            positions.append(value.position)
+    if len(positions) != 1:
+        return None
+    result = step.layer(**inputs)
+    if isinstance(result, Tensor):
+        return Fixed(result, positions[0])
+    results = []
+    for part in result:
+        if part.is_floating_point():
+            part = Fixed(part, positions[0])
+        results.append(part)
+    return results
 
 
 def _pick(step: IntegerCall) -> Any:
-    """One of several outputs."""
-    several, index = (value for _, value in sorted({**step.inputs, **step.node.attrs}.items()))
-    return (
-        several[index]
-        if isinstance(several, list) and isinstance(several[index], Fixed)
-        else None
-    )
+    """Return one of several outputs."""
+    call = {**step.inputs, **step.node.attrs}
+    # The names are "index" and "input", or "indices" and "input": sorted, the sequence is last.
+    sequence, index = (call[name] for name in sorted(call))
+    if not isinstance(sequence, list):
+        return None
+    value = sequence[index]
+    return value if isinstance(value, Fixed) else None
 
 
 @_reads("input")
@@ -175,13 +212,12 @@ def _relu(step: IntegerCall, x: Fixed) -> Fixed:
 @_reads("input")
 def _relu6(step: IntegerCall, x: Fixed) -> Fixed | None:
     attrs = step.node.attrs
-    bounds = (
-        attrs.get("min_val", attrs.get("min", 0)),
-        attrs.get("max_val", attrs.get("max", 6)),
-    )
-    if step.node.op == "relu6" or bounds == (0, 6):
-        return Fixed(x.codes.clamp(0, 6 * 2.0**x.position), x.position)
-    return None
+    low = attrs.get("min_val", attrs.get("min", 0))
+    high = attrs.get("max_val", attrs.get("max", 6))
+    if step.node.op != "relu6" and (low, high) != (0, 6):
+        return None
+    six = 6 * 2.0**x.position
+    return Fixed(x.codes.clamp(0, six), x.position)
 
 
 @_reads("input")
@@ -189,46 +225,50 @@ def _leaky_relu(step: IntegerCall, x: Fixed) -> Fixed | None:
     multiplier, shift = LEAKY_SLOPE
     if step.node.attrs.get("negative_slope") != multiplier / 2**shift:
         return None
-    return Fixed(
-        torch.where(x.codes < 0, x.codes * multiplier, x.codes * 2.0**shift), x.position + shift
-    )
+    positive = x.codes * 2.0**shift
+    negative = x.codes * multiplier
+    codes = torch.where(x.codes < 0, negative, positive)
+    return Fixed(codes, x.position + shift)
 
 
 @_reads("input")
 def _average(step: IntegerCall, x: Fixed) -> Fixed:
-    # The layer's own factor is m / 2^s: in float64 it makes the sum times m at s more fraction
-    # bits.
+    # The layer multiplies the sum by m / 2^s, which is exact in float64.
     shift = int(step.node.attrs["shift"])
-    return step.accumulated(step.layer(input=x.codes) * 2.0**shift, x.position + shift)
-
-
-@_reads("input")
-def _hardsigmoid(step: IntegerCall, x: Fixed) -> Fixed:
-    return _sixths(x)
+    codes = step.layer(input=x.codes) * 2.0**shift
+    return step.accumulated(codes, x.position + shift)
 
 
 @_reads("input")
 def _hardswish(step: IntegerCall, x: Fixed) -> Fixed:
-    wide = _sixths(x)
-    gate = requantize(
-        wide.codes, wide.position - HARDSWISH_POSITION, -128, 127, round_mode="half_up"
-    )
+    wide = _relu6_sixth(x)
+    shift = wide.position - HARDSWISH_POSITION
+    gate = requantize(wide.codes, shift, -128, 127, round_mode="half_up")
     return Fixed(x.codes * gate, x.position + HARDSWISH_POSITION)
 
 
-def _sixths(x: Fixed) -> Fixed:
-    """relu6(x + 3) / 6."""
+@_reads("input")
+def _hardsigmoid(step: IntegerCall, x: Fixed) -> Fixed:
+    return _relu6_sixth(x)
+
+
+def _relu6_sixth(x: Fixed) -> Fixed:
+    """Return relu6(x + 3) / 6."""
     multiplier, shift = SIXTH
     one = 2.0**x.position
-    return Fixed((x.codes + 3 * one).clamp(0, 6 * one) * multiplier, x.position + shift)
+    codes = x.codes + 3 * one
+    codes = codes.clamp(0, 6 * one)
+    return Fixed(codes * multiplier, x.position + shift)
 
 
 def _constant(value: Any) -> Fixed | None:
+    """Return the codes of a number with few binary digits; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    for position in range(FINEST_CONSTANT + 1):
+    for position in range(_FINEST_CONSTANT + 1):
         if float(value * 2**position).is_integer():
-            return Fixed(torch.tensor(value * 2.0**position, dtype=torch.float64), position)
+            exact = torch.tensor(value, dtype=torch.float64)
+            return Fixed.of(exact, position)
     return None
 
 
@@ -258,4 +298,4 @@ _RULES: dict[str, IntegerRule] = {
     "dpu.hardsigmoid": _hardsigmoid,
     "dpu.hardswish": _hardswish,
 }
-"""By operator, or by what runs it."""
+"""Rules by operator, or by target."""

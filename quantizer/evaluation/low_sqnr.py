@@ -1,9 +1,8 @@
-"""What to say of a quantized network that is far from its float one: where the loss begins, and
-what helps most.
-"""
+"""Explains a low output SQNR: where the loss begins, and which tensor to leave in float."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from quantizer.comparison.output_figures import leaves, worst
@@ -12,96 +11,85 @@ from quantizer.evaluation.compare import Comparison, LayerNoise
 from quantizer.evaluation.pass_loss import PassLoss
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.nn.network import Network
-from quantizer.plan.model import Key
 
 LOW_DB = 15.0
-"""Output SQNR below which no network here kept its accuracy."""
-TRIED = 8
-"""Tensors that are tried in float on one batch: each costs what comes after it. First those of
-what the first layer below LOW_DB reads, whose own SQNR is high if a few values are far larger
-than the others, then those of the lowest.
-"""
-LEAST_DB = 0.1
-"""What is gained by less is not worth a word."""
+"""No network that was tried kept its accuracy below this output SQNR."""
+_MAX_TRIED = 8
+"""Tensors that are tried in float on one batch. Each costs a run of the nodes after it."""
+_MIN_GAIN_DB = 0.1
+"""A smaller gain is not reported."""
 
 
 def lost_to_passes(passes: PassLoss | None) -> frozenset[str]:
-    """Return the outputs and parts of which passes alone leave less than LOW_DB."""
-    ratios = {} if passes is None else passes.by_output
-    return frozenset(name for name, ratio in ratios.items() if ratio < LOW_DB)
+    """Return the outputs and parts that passes alone leave below LOW_DB."""
+    if passes is None:
+        return frozenset()
+    ratios = passes.by_output.items()
+    return frozenset(name for name, ratio in ratios if ratio < LOW_DB)
 
 
 def remark_on_passes(passes: PassLoss | None) -> str | None:
-    """Return a sentence on passes that alone leave less than LOW_DB of an output; None if they
-    do not.
-    """
+    """Return a sentence if passes alone leave an output below LOW_DB, else None."""
     if passes is None or passes.passes.db >= LOW_DB:
         return None
-    names = ", ".join(passes.names)
-    output = (
-        "the model's output"
-        if passes.passes.name is None
-        else f"the model's output {passes.passes.name}"
-    )
+    output = "the model's output"
+    if passes.passes.name is not None:
+        output += f" {passes.passes.name}"
     return (
-        f"before anything is quantized, {names} leave {passes.passes.db:.1f} dB of {output} "
-        "on one batch: switch them off, or train the model with what they put in"
+        f"before anything is quantized, {', '.join(passes.names)} reduce {output} to "
+        f"{passes.passes.db:.1f} dB on one batch: switch them off, or train the model with the "
+        "functions that they insert"
     )
 
 
 def remark(compared: Comparison, networks: Networks) -> str | None:
-    """A sentence on an output SQNR below LOW_DB: the first tensor, in execution order, that has
-    less, and which one to leave in float.
+    """Return sentences on an output SQNR below LOW_DB: where it begins, and which tensor to
+    leave in float. Return None if no output is that low.
 
     Args:
-        compared: what the test found.
-        networks: what it compared.
+        compared: the result of the test.
+        networks: what was compared.
     """
     lowest = worst(compared.outputs)
     if lowest is None or compared.spoiled is not None or (lowest.sqnr_db or 0.0) >= LOW_DB:
         return None
-    what = (
-        "the output's SQNR"
-        if len(list(leaves(compared.outputs))) == 1
-        else f"the SQNR of {lowest.name}"
-    )
-    said = f"{what} is {lowest.sqnr_db:.1f} dB, and below {LOW_DB:g} few networks are of use"
-    first = next((noise for noise in compared.layers if _reached(noise) < LOW_DB), None)
-    if first is not None:
-        said += (
-            f". It is below that from the {first.role} of {first.layer} on "
-            f"({_reached(first):.1f} dB)"
-        )
-    sources = (
-        set(_sources(first.layer, networks.reference, compared)) if first is not None else set()
-    )
-    tried = sorted(
+    is_only = len(list(leaves(compared.outputs))) == 1
+    subject = "the output's SQNR" if is_only else f"the SQNR of {lowest.name}"
+    sentences = [
+        f"{subject} is {lowest.sqnr_db:.1f} dB; below {LOW_DB:g} dB few networks are usable"
+    ]
+    sources: set[str] = set()
+    for noise in compared.layers:
+        if _accumulated_db(noise) < LOW_DB:
+            sentences.append(
+                f"The first tensor below that is the {noise.role} of {noise.layer} "
+                f"({_accumulated_db(noise):.1f} dB)"
+            )
+            sources = set(_sources(noise.layer, networks.reference, compared))
+            break
+    # The inputs of that layer come first: their own SQNR is high if a few of their values are
+    # far larger than the others.
+    candidates = sorted(
         compared.layers, key=lambda noise: (noise.layer not in sources, noise.local.sqnr_db)
-    )[:TRIED]
-    best = _most_helpful(tried, networks)
-    if best is not None:
-        (layer, role), gain = best
-        said += (
-            f". Of {len(tried)} tensors that were tried in float, the {role} of {layer} helps "
-            f"most: {gain:.1f} dB more on the first batch"
-        )
-    return (
-        said + ". `quantizer analyze` measures all tensors, and with --metric what has to stay "
-        "in float"
     )
+    sentences += _most_helpful(candidates[:_MAX_TRIED], networks)
+    sentences.append(
+        "`quantizer analyze --tensors` measures all tensors; with --metric it finds the layers "
+        "that have to stay in float"
+    )
+    return ". ".join(sentences)
 
 
-def _reached(noise: LayerNoise) -> float:
-    """What is left at this tensor, where the whole network is quantized; weights have no such
-    figure.
-    """
-    return noise.accumulated.sqnr_db if noise.accumulated is not None else float("inf")
+def _accumulated_db(noise: LayerNoise) -> float:
+    """Return the SQNR of a tensor in the quantized network; weights have none."""
+    return math.inf if noise.accumulated is None else noise.accumulated.sqnr_db
 
 
 def _sources(layer: str, reference: Network, compared: Comparison) -> Iterator[str]:
-    """The layer, and the nearest ones before it that have tensors of their own."""
+    """Yield the layer, and the nearest layers before it that have quantized tensors."""
     yield layer
-    measured, seen = {noise.layer for noise in compared.layers}, {layer}
+    measured = {noise.layer for noise in compared.layers}
+    seen = {layer}
     pending = [*reference.graph.by_name[layer].refs()]
     while pending:
         name = pending.pop()
@@ -112,13 +100,21 @@ def _sources(layer: str, reference: Network, compared: Comparison) -> Iterator[s
         seen.add(name)
 
 
-def _most_helpful(tried: list[LayerNoise], networks: Networks) -> tuple[Key, float] | None:
-    """The tensor that the output gains most from when it is left in float, and how much, in dB;
-    None if none helps.
-    """
-    keys = {(noise.layer, noise.role) for noise in tried}
-    pair = networks.reference, networks.quantized
-    found = ablate(*pair, [networks.first], keys=keys, user=networks.user)
-    gains = {effect.key: found.gain_db(effect) for effect in found.effects}
-    key = max(gains, key=gains.__getitem__, default=None)
-    return (key, gains[key]) if key is not None and gains[key] >= LEAST_DB else None
+def _most_helpful(candidates: list[LayerNoise], networks: Networks) -> Iterator[str]:
+    """Yield a sentence on the tensor that helps most when it stays in float, if any helps."""
+    keys = {(noise.layer, noise.role) for noise in candidates}
+    ablation = ablate(
+        networks.reference,
+        networks.quantized,
+        [networks.first],
+        keys=keys,
+        user=networks.user,
+    )
+    if ablation.best is None:
+        return
+    (layer, role), gain = ablation.best
+    if gain >= _MIN_GAIN_DB:
+        yield (
+            f"Of {len(candidates)} tensors that were tried in float, the {role} of {layer} "
+            f"helps most: {gain:.1f} dB more on the first batch"
+        )

@@ -1,5 +1,6 @@
-"""What outputs lose that the figures of others would hide: each loss is named, with the
-tensor that is to blame."""
+"""Warns of single outputs and parts that lose much more than the others, and names the tensor
+that causes the loss.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +20,27 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output
 from quantizer.plan.model import Key
 
-BELOW_DB = 20.0
-"""So far below all other outputs and parts together, a part has lost more than they do."""
-ENOUGH_DB = 40.0
-"""An error of a hundredth is rounding, however good the others are."""
-TRIED = 8
-"""Tensors that are tried in float on one batch to find the one that is to blame."""
-HELPS_DB = 3.0
-"""What is to blame for a loss gives back half of it, or more."""
-SHOWN = 4
-"""Channels that are named, of more."""
+_MAX_BELOW_DB = 20.0
+"""A part that is further below all other outputs and parts together gets a warning."""
+_HIGH_DB = 40.0
+"""A part with a higher SQNR gets no warning, however good the others are."""
+_MAX_TRIED_TENSORS = 8
+"""Tensors that are tried in float on one batch to find the cause of a loss."""
+_MIN_CAUSE_DB = 3.0
+"""The cause of a loss gives back at least half of it."""
+_MAX_NAMED_CHANNELS = 4
 
 
 @dataclass(frozen=True)
 class OutputWarning:
-    """One loss.
+    """A warning about one output or part.
 
     Attributes:
         kind: "constant", "below", "channels", "varies", "rows" or "unmatched".
-        output: the output or part that loses.
+        output: the name of the output or part.
         text: a sentence for people.
-        layer: what is to blame, "" if that is not known; `tensor` is the role of the tensor in
-            it.
+        layer: the one that causes the loss; "" if it is not known.
+        tensor: the role of the tensor in that layer.
     """
 
     kind: str
@@ -59,12 +59,12 @@ def output_warnings(
     networks: Networks,
     explained: Collection[str] = (),
 ) -> list[OutputWarning]:
-    """Return what outputs and parts lose that is not seen in the figures of all together.
+    """Return the warnings about single outputs and parts.
 
     Args:
-        compared: what the test found.
-        networks: what it compared.
-        explained: outputs and parts whose loss has been said to come from somewhere else.
+        compared: the result of the test.
+        networks: what was compared.
+        explained: outputs and parts whose loss has another, reported cause.
     """
     if compared.spoiled is not None:
         return []
@@ -75,36 +75,38 @@ def output_warnings(
         open_parts = [part for part in figures.leaves if part.name not in explained]
         lost = [part for part in open_parts if loss_of(part, compared.outputs) is not None]
         for part in lost:
-            warnings.append(_with_blame(part, output, compared, networks))
+            warnings.append(_with_cause(part, output, compared, networks))
         for part in open_parts:
             if part.appears:
-                warnings.append(_of_varying(part))
+                warnings.append(_about_varying_part(part))
         if not any(part.collapses for part in lost):
-            warnings += _of_channels(figures)
-        warnings += _of_rows(figures)
+            warnings += _about_channels(figures)
+        warnings += _about_rows(figures)
     return warnings
 
 
 def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, str] | None:
-    """Return the kind of loss of a part, and a sentence on it; None if it loses no more than
-    the others."""
+    """Return the kind of loss of a part and a sentence; None if it loses no more than the
+    others.
+    """
     sqnr = part.sqnr_db
     if sqnr is None:
         return None
     if part.collapses:
         value = f"{part.other.low:.3g} everywhere in the quantized network"
-        spread = f"from {part.reference.low:.3g} to {part.reference.high:.3g}"
-        return "constant", f"{part.name} is {value}; in the float one it goes {spread}"
-    others_db = _of_others(part, outputs)
-    if others_db is None or sqnr >= ENOUGH_DB or sqnr > others_db - BELOW_DB:
+        spread = f"{part.reference.low:.3g} to {part.reference.high:.3g}"
+        return (
+            "constant",
+            f"{part.name} is {value}; in the float network it ranges from {spread}",
+        )
+    others_db = _sqnr_of_others(part, outputs)
+    if others_db is None or sqnr >= _HIGH_DB or sqnr > others_db - _MAX_BELOW_DB:
         return None
-    others = f"where the other outputs have {others_db:.1f} dB"
-    return "below", f"{part.name} has {sqnr:.1f} dB {others}"
+    return "below", f"{part.name} has {sqnr:.1f} dB; the other outputs have {others_db:.1f} dB"
 
 
-def _of_others(part: PartFigures, outputs: Sequence[OutputFigures]) -> float | None:
-    """Return the SQNR of all other parts and outputs together; None if there is none with an
-    error."""
+def _sqnr_of_others(part: PartFigures, outputs: Sequence[OutputFigures]) -> float | None:
+    """Return the SQNR of all other parts and outputs together; None if they have no error."""
     noise = Noise()
     for output in outputs:
         for other in output.leaves:
@@ -113,30 +115,33 @@ def _of_others(part: PartFigures, outputs: Sequence[OutputFigures]) -> float | N
     return noise.sqnr_db if noise.error > 0 else None
 
 
-def _with_blame(
+def _with_cause(
     part: PartFigures,
     output: Output,
     compared: Comparison,
     networks: Networks,
 ) -> OutputWarning:
-    """Return the warning on a part that has lost, with the tensor that gives it back when it
-    is left in float."""
+    """Return the warning about a part that has lost, with the tensor that causes the loss."""
     loss = loss_of(part, compared.outputs)
-    assert loss is not None  # only such parts are asked for
+    # Only such parts are passed.
+    assert loss is not None
     kind, text = loss
-    keys = list(islice(_suspects(part, output, compared, networks.reference.graph), TRIED))
-    measure = OutputMeasure(networks.outputs, only=part.name)
-    pair = networks.reference, networks.quantized
-    ablation = ablate(*pair, [networks.first], keys=keys, user=networks.user, measure=measure)
-    gains = {effect.key: ablation.gain_db(effect) for effect in ablation.effects}
-    key = max(gains, key=gains.__getitem__, default=None)
-    if key is None or not gains[key] >= HELPS_DB:
-        text += f"; {part.layer} makes it"
+    suspects = _suspects(part, output, compared, networks.reference.graph)
+    ablation = ablate(
+        networks.reference,
+        networks.quantized,
+        [networks.first],
+        keys=list(islice(suspects, _MAX_TRIED_TENSORS)),
+        user=networks.user,
+        measure=OutputMeasure(networks.outputs, only=part.name),
+    )
+    if ablation.best is None or not ablation.best[1] >= _MIN_CAUSE_DB:
+        text += f"; it is computed by {part.layer}"
         return OutputWarning(kind, part.name, text, part.layer, "activation")
-    layer, role = key
-    gained = "all of it" if math.isinf(gains[key]) else f"{gains[key]:.1f} dB more"
-    text += f". The {role} of {layer} is to blame: "
-    text += f"in float, it gives {gained} on the first batch"
+    (layer, role), gain = ablation.best
+    effect = "restores it" if math.isinf(gain) else f"gives {gain:.1f} dB more"
+    text += f". The cause is the {role} of {layer}: "
+    text += f"leaving it in float {effect} on the first batch"
     return OutputWarning(kind, part.name, text, layer, role)
 
 
@@ -146,7 +151,7 @@ def _suspects(
     compared: Comparison,
     graph: Graph,
 ) -> Iterator[Key]:
-    """Yield the tensors that a part goes through, from the output back."""
+    """Yield the tensors that a part depends on, from the output backwards."""
     measured: dict[str, list[Key]] = {}
     for noise in sorted(compared.layers, key=lambda noise: noise.local.sqnr_db):
         measured.setdefault(noise.layer, []).append((noise.layer, noise.role))
@@ -167,45 +172,43 @@ def _suspects(
             pending += graph.by_name[name].refs()
 
 
-def _of_varying(part: PartFigures) -> OutputWarning:
-    """Return the warning on what is one value in float alone."""
-    spread = f"goes from {part.other.low:.3g} to {part.other.high:.3g} in the quantized network"
-    text = f"{part.name} {spread}; in the float one it is {part.reference.low:.3g} everywhere"
+def _about_varying_part(part: PartFigures) -> OutputWarning:
+    """Return the warning about a part that is constant in the float network only."""
+    spread = f"{part.other.low:.3g} to {part.other.high:.3g} in the quantized network"
+    text = f"{part.name} ranges from {spread}; "
+    text += f"in the float network it is {part.reference.low:.3g} everywhere"
     return OutputWarning("varies", part.name, text, part.layer, "activation")
 
 
-def _of_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
-    """Yield the warning on channels that quantization makes one value, if there are any."""
+def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
+    """Yield the warning about channels that only the quantized network makes constant."""
     channels = figures.channels
-    lost = [] if channels is None else channels.collapsed
-    if channels is None or not lost:
+    if channels is None or not channels.collapsed:
         return
-    rank_of_channels = ", ".join([":"] * channels.axis)
-    named = [f"{figures.whole.name}[{rank_of_channels}, {channel}]" for channel in lost]
-    name, layer = figures.whole.name, figures.whole.layer
-    count = f"{len(lost)} of {len(channels.low)} channels of {name}"
-    text = f"{count} are one value in the quantized network and not in the float one: "
-    text += f"{shortened(named, SHOWN)}; {layer} makes them"
+    name = figures.whole.name
+    layer = figures.whole.layer
+    axes = ", ".join([":"] * channels.axis)
+    named = [f"{name}[{axes}, {channel}]" for channel in channels.collapsed]
+    text = f"{len(named)} of {len(channels.low)} channels of {name} are constant in the "
+    text += f"quantized network only: {shortened(named, _MAX_NAMED_CHANNELS)}; "
+    text += f"{layer} computes them"
     yield OutputWarning("channels", name, text, layer, "activation")
 
 
-def _of_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
-    """Yield what is to be said of rows that have changed their order, or may have."""
+def _about_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
+    """Yield the warnings about rows that have changed their order, or may have."""
     order = figures.order
-    name, layer = figures.whole.name, figures.whole.layer
-    if order is not None and order.unmatched:
-        text = (
-            f"{name}: {order.unmatched} rows that are selected by values cannot be matched "
-            "with those of the float "
-        )
-        text += (
-            "network, as it is not known where they were; its figures compare them by place, "
-        )
-        text += "so that another order counts as an error"
-        yield OutputWarning("unmatched", name, text, layer)
-    if order is None or not (order.moved or order.exchanged):
+    if order is None:
         return
-    text = f"{name}: of {order.rows} rows that the float network selects, "
-    text += f"{order.moved} are in another order in the quantized one, "
-    text += f"and {order.exchanged} are others; its figures are of rows that both select"
-    yield OutputWarning("rows", name, text, layer)
+    name = figures.whole.name
+    layer = figures.whole.layer
+    if order.unmatched:
+        text = f"{name}: {order.unmatched} rows that are selected by value cannot be matched "
+        text += "with the rows of the float network, because their origin is unknown. "
+        text += "They are compared by position, so a changed order counts as an error"
+        yield OutputWarning("unmatched", name, text, layer)
+    if order.moved or order.exchanged:
+        text = f"{name}: of {order.rows} rows that the float network selects, the quantized "
+        text += f"network has {order.moved} at another position and does not select "
+        text += f"{order.exchanged}. Only rows that both select are compared"
+        yield OutputWarning("rows", name, text, layer)

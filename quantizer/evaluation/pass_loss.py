@@ -1,6 +1,4 @@
-"""Measures what passes that change the float function cost, apart from what quantization
-costs.
-"""
+"""Measures the loss of passes that change the float function, apart from quantization's."""
 
 from __future__ import annotations
 
@@ -20,44 +18,45 @@ from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
 
-LEAST_DB = -999.0
+_NOT_COMPARABLE_DB = -999.0
 """The SQNR of outputs that are not finite or have other shapes."""
-SAME_DB = 100.0
-"""The SQNR from which on a difference is that of float arithmetic, and the function is the
-same.
-"""
-FIGURES = ("passes_db", "quantization_db", "together_db")
+_SAME_DB = 100.0
+"""At a higher SQNR the function is the same, except for the rounding of floats."""
+_FIGURES = ("passes_db", "quantization_db", "together_db")
 """The names of the figures in files."""
 
 
 @dataclass(frozen=True)
 class WorstOutput:
-    """The SQNR, in dB, of the output or part that a change costs most; infinite where there is
-    no difference.
+    """The output or part that a change costs most.
 
-    `name` is that of the output or part, where there are several and one can be told.
+    Attributes:
+        db: its SQNR; infinite if there is no difference.
+        name: None if there is only one, or no difference.
     """
 
     db: float
     name: str | None = None
 
     def to_json(self) -> float | None:
-        """Return the figure as JSON can hold it: null where there is no difference."""
-        return None if self.db == math.inf else max(LEAST_DB, self.db)
+        """Return the SQNR for JSON: null if there is no difference."""
+        if self.db == math.inf:
+            return None
+        return max(_NOT_COMPARABLE_DB, self.db)
 
 
 @dataclass(frozen=True)
 class PassLoss:
-    """What passes and quantization cost on one batch, each by the output or part that loses
-    most.
+    """The loss of passes and of quantization on one batch.
 
-    Args:
+    Attributes:
         names: the passes that have changed the function.
-        passes: of the float network after all passes against the user's model.
-        quantization: of the quantized network against that float network.
-        together: of the quantized network against the user's model.
-        by_output: the SQNR of each output and part of `passes`, in dB; of an output with parts,
-            its best one.
+        passes: the worst output of the float network after all passes, against the user's
+            model.
+        quantization: the worst output of the quantized network against that float network.
+        together: the worst output of the quantized network against the user's model.
+        by_output: the SQNR in dB of each output and part of `passes`; for an output with parts,
+            that of its best part.
     """
 
     names: tuple[str, ...]
@@ -68,23 +67,23 @@ class PassLoss:
 
     @property
     def line(self) -> str:
-        """Return all three figures as a sentence."""
+        """Return the three figures in one line."""
         return sentence(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """Return what report.json and run.json say, infinite figures as null."""
-        figures = dict(
-            zip(FIGURES, (self.passes, self.quantization, self.together), strict=True)
-        )
+        """Return the figures for report.json and run.json, infinite ones as null."""
         content: dict[str, Any] = {"names": list(self.names)}
-        for key, figure in figures.items():
+        outputs = {}
+        figures = (self.passes, self.quantization, self.together)
+        for key, figure in zip(_FIGURES, figures, strict=True):
             content[key] = figure.to_json()
-        content["outputs"] = {key: figure.name for key, figure in figures.items()}
+            outputs[key] = figure.name
+        content["outputs"] = outputs
         return content
 
 
 def sentence(figures: Mapping[str, Any]) -> str:
-    """Return a sentence on figures as report.json has them.
+    """Return one line on the figures of report.json.
 
     >>> figures = {
     ...     "names": ["a_pass"],
@@ -100,10 +99,12 @@ def sentence(figures: Mapping[str, Any]) -> str:
     """
     outputs = figures.get("outputs", {})
     words: list[str] = []
-    for key in FIGURES:
+    for key in _FIGURES:
         output = outputs.get(key)
         ratio = _in_words(figures[key])
-        words.append(ratio if output is None else f"{ratio} ({output})")
+        if output is not None:
+            ratio += f" ({output})"
+        words.append(ratio)
     passes, quantization, together = words
     names = ", ".join(figures["names"])
     ratios = f"passes: {passes}, quantization: {quantization}, together {together}"
@@ -111,10 +112,10 @@ def sentence(figures: Mapping[str, Any]) -> str:
 
 
 def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassLoss | None:
-    """Return what passes cost, or None if none changes the function of this model on the batch.
+    """Return the loss of passes; None if no pass changes the function on the batch.
 
     Args:
-        calibrated: the model, and what passes have made of it.
+        calibrated: the model with its graph after passes.
         quantized: its quantized network.
         batch: one batch of data, on the networks' device.
     """
@@ -129,7 +130,7 @@ def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassL
     rounded = _Run(quantized, batch, watched)
     of_passes = _compared(user_outputs, user, passed)
     worst_of_passes = _worst(of_passes)
-    if worst_of_passes.db >= SAME_DB:
+    if worst_of_passes.db >= _SAME_DB:
         return None
     return PassLoss(
         graph.deviations,
@@ -141,7 +142,7 @@ def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassL
 
 
 class _Run:
-    """What a network returns for a batch, and what tells the parts of it apart."""
+    """The outputs of a network for a batch, and the values that locate their parts."""
 
     def __init__(self, network: Network, batch: Batch, watched: Sequence[Output]) -> None:
         self.recorder = Recorder(watched)
@@ -155,9 +156,7 @@ class _Run:
 def _compared(
     outputs: Sequence[Output], reference: _Run, other: _Run
 ) -> list[OutputFigures] | None:
-    """Return the figures of outputs; None if they cannot be compared, as they are not finite or
-    have other shapes.
-    """
+    """Return the figures of outputs; None if they are not finite or have other shapes."""
     comparison = OutputComparison(outputs)
     try:
         return comparison.figures(
@@ -168,35 +167,36 @@ def _compared(
 
 
 def _worst(figures: Sequence[OutputFigures] | None) -> WorstOutput:
-    """Return the output or part with the lowest SQNR; of those that are one value in float,
-    what they lose together.
+    """Return the output or part with the lowest SQNR. If all are constant in float, return
+    their common SQNR.
     """
     if figures is None:
-        return WorstOutput(LEAST_DB)
+        return WorstOutput(_NOT_COMPARABLE_DB)
     lowest = worst(figures)
     if lowest is None or lowest.sqnr_db is None:
         return WorstOutput(pooled(figures).sqnr_db)
     is_only = len(list(leaves(figures))) == 1
-    name = None if is_only or lowest.sqnr_db == math.inf else lowest.name
-    return WorstOutput(lowest.sqnr_db, name)
+    if is_only or lowest.sqnr_db == math.inf:
+        return WorstOutput(lowest.sqnr_db)
+    return WorstOutput(lowest.sqnr_db, lowest.name)
 
 
 def _by_output(
     figures: Sequence[OutputFigures] | None, outputs: Sequence[Output]
 ) -> dict[str, float]:
-    """Return the SQNR of each output and part; of an output with parts, the highest of
-    these.
-    """
+    """Return the SQNR of each output and part. An output with parts has that of its best."""
     if figures is None:
         names = [output.name for output in outputs]
         for output in outputs:
             names += [part.name for part in output.parts]
-        return dict.fromkeys(names, LEAST_DB)
+        return dict.fromkeys(names, _NOT_COMPARABLE_DB)
     ratios: dict[str, float] = {}
     for measured in figures:
         highest = -math.inf
         for part in measured.leaves:
-            ratio = math.inf if part.sqnr_db is None else part.sqnr_db
+            ratio = part.sqnr_db
+            if ratio is None:
+                ratio = math.inf
             ratios[part.name] = ratio
             highest = max(highest, ratio)
         ratios[measured.whole.name] = highest

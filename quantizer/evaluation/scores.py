@@ -1,5 +1,5 @@
-"""Test mode: the quantized network against the float one on the same batches, and the user's
-own metrics of both.
+"""Tests a calibrated network: compares it with the float one, and measures the user's metrics
+of both.
 """
 
 import logging
@@ -28,24 +28,26 @@ from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
 from quantizer.sources.user_code import user_errors, was_called
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
-HELD = 0.01
-"""A metric that changes by no more than this share is held."""
-DROP, RATIO = "_drop", "_ratio"
-"""What the names of a metric's loss of quality end in: its difference, and of perplexity its
-factor.
-"""
+_MAX_CHANGE = 0.01
+"""A metric that gets worse by no more than this share counts as unchanged."""
+DROP = "_drop"
+"""Ends the name of the loss of a metric."""
+RATIO = "_ratio"
+"""Ends the name of the factor by which perplexity rises."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both
-    networks.
+    """The result of a test.
 
-    `directions` says which metrics are better when they are lower, as far as the user declares
-    it; `passes` what passes cost the outputs, if they change the function of the model.
-    `warnings` say what single outputs and parts lose, if they were asked for.
+    Attributes:
+        comparison: of the networks, tensor by tensor.
+        pairs: each metric of both networks.
+        directions: which metrics are better when they are lower, as the user declares it.
+        passes: the loss of passes, if they change the function of the model.
+        warnings: about single outputs and parts, if they were requested.
     """
 
     comparison: Comparison
@@ -56,18 +58,18 @@ class Scores:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All figures by the names that gates have for them."""
+        """Return all figures, by the names that gates use."""
         return self.comparison.metrics() | paired(self.pairs, self.directions)
 
     @property
     def gated(self) -> dict[str, float]:
-        """The same with the figures of each output and part."""
+        """Return all figures, also those of each output and part."""
         return self.metrics | self.comparison.named_metrics()
 
     @property
     def quantization(self) -> dict[str, float]:
-        """The SQNR of each output and part, and of the worst, against the float network that
-        was quantized.
+        """Return the SQNR of each output and part against the float network that was quantized,
+        and that of the worst as `sqnr_db`.
         """
         losses = self.comparison.losses
         figures = named_metrics(losses)
@@ -78,70 +80,81 @@ class Scores:
 
     @property
     def lost(self) -> list[str]:
-        """Sentences on the outputs and parts that have lost."""
-        return [
-            warning.text
-            for warning in self.warnings
-            if warning.kind not in ("rows", "unmatched")
-        ]
+        """Return the warnings about outputs and parts that have lost."""
+        texts = []
+        for warning in self.warnings:
+            if warning.kind not in ("rows", "unmatched"):
+                texts.append(warning.text)
+        return texts
 
     @property
     def is_task_held(self) -> bool:
-        """Whether there are metrics of the task, and the quantized network has the float
-        one's.
+        """Return whether the quantized network keeps all metrics of the task; False if there
+        are none.
         """
         return bool(self.pairs) and all(map(self._is_held, self.pairs))
 
     def _is_held(self, name: str) -> bool:
-        """Whether a metric has lost no more than a hundredth, or changed where its direction is
-        unknown.
+        """Return whether a metric gets no worse than by 1 %. A metric without a direction may
+        not change by more.
         """
-        before, after = self.pairs[name]["float"], self.pairs[name]["quantized"]
-        reserve = HELD * abs(before)
+        before = self.pairs[name]["float"]
+        after = self.pairs[name]["quantized"]
+        reserve = _MAX_CHANGE * abs(before)
         is_lower_better = self.directions.lower_is_better(name)
         if is_lower_better is None:
             return abs(after - before) <= reserve
-        return after <= before + reserve if is_lower_better else after >= before - reserve
+        if is_lower_better:
+            return after <= before + reserve
+        return after >= before - reserve
 
     @property
     def fault(self) -> str | None:
-        """Why no figure can stand for the quantized network: it gives what is no number, or
-        nothing to compare.
+        """Return why the test is not valid: values that are not finite, or nothing to
+        compare. Return None if it is valid.
         """
         compared = self.comparison
         if compared.spoiled is not None:
+            text = f"batch {compared.spoiled}: only the quantized network gives NaN or infinity"
             layer = compared.first_spoiled
-            where = f"; {layer} is the first layer with such values" if layer else ""
-            text = "the quantized network gives NaN or infinity, and the float one does not"
-            return f"batch {compared.spoiled}: {text}{where}"
+            if layer is not None:
+                text += f"; {layer} is the first layer with such values"
+            return text
         for name, pair in self.pairs.items():
             if math.isnan(pair["quantized"]) and not math.isnan(pair["float"]):
-                return f"the metric {name} of the quantized network is no number"
-        return (
-            None
-            if self.metrics
-            else "the model returns no tensors, and there is no evaluate(): nothing is compared"
-        )
+                return f"the metric {name} of the quantized network is NaN"
+        if not self.metrics:
+            return (
+                "nothing can be compared: the model returns no tensors, and there is no "
+                "evaluate()"
+            )
+        return None
 
 
 def paired(
     pairs: Mapping[str, Mapping[str, float]], directions: Directions = BY_NAME
 ) -> dict[str, float]:
-    """Return the metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single
-    names.
+    """Return the metrics of both networks by single names.
 
-    `X_drop` is what X has lost in quality, whichever way X is good; there is none if that is
-    unknown.
+    For a metric X, `X` is that of the quantized network, `X_float` that of the float network,
+    and `X_drop` the loss of quality, positive if X gets worse. There is no `X_drop` if the
+    direction of X is unknown.
+
+    Args:
+        pairs: as `{"top1": {"float": …, "quantized": …}}`.
+        directions: of the metrics.
     """
     metrics: dict[str, float] = {}
     for name, pair in pairs.items():
-        before, after = pair["float"], pair["quantized"]
+        before = pair["float"]
+        after = pair["quantized"]
         metrics[f"{name}_float"] = before
         metrics[name] = after
         loss = directions.loss(name, before, after)
         if loss is not None:
             metrics[f"{name}{DROP}"] = loss
-        if name == "perplexity" and before:  # it multiplies where other metrics lose
+        # Losses of perplexity multiply.
+        if name == "perplexity" and before:
             metrics[f"{name}{RATIO}"] = after / before
     return metrics
 
@@ -151,33 +164,38 @@ def score(
     module: nn.Module,
     batches: Batches,
     events: Events,
+    *,
     function: Evaluate | None = None,
     check: Callable[[Collection[str]], None] = lambda metrics: None,
     ranks: Ranks = ALONE,
-    *,
     explained: bool = False,
 ) -> Scores:
     """Run both networks on all batches.
 
     Args:
+        calibrated: the model and its calibration.
         module: the float model, for `function`.
-        function: the user's `evaluate(model, data)`; without it, what targets allow is
-            measured: top-1 or perplexity.
+        batches: of evaluation data.
+        events: progress is reported there.
+        function: the user's `evaluate(model, data)`, which rank 0 runs on all data; without it,
+            top-1 or perplexity is measured if the data has targets.
         check: called with the names of the user's metrics before the networks are compared; it
             may raise.
-        explained: whether a low SQNR is explained in a warning, which costs some runs of one
-            batch.
-        ranks: who share the batches; `function` is for one process, so rank 0 runs it on all
-            data.
+        ranks: who share the batches.
+        explained: whether warnings explain a low SQNR, which takes some runs of one batch.
 
     Raises:
         DataError: no batch, or an output that is not finite.
     """
-    device, quantized = calibrated.original.device, calibrated.network()
+    device = calibrated.original.device
+    quantized = calibrated.network()
     before: Mapping[str, float] = {}
-    function = function if ranks.is_first else None
+    if not ranks.is_first:
+        function = None
     if function is not None:
-        before = measure(module, batches, device, events, "evaluate float", function)
+        before = measure(
+            module, batches, device, events, label="evaluate float", function=function
+        )
         check(before.keys())
         _warn_of_unknown(function.directions, before)
     reference = Network(calibrated.float_graph)
@@ -185,21 +203,22 @@ def score(
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
         outputs = calibrated.outputs
-        compared = compare(reference, quantized, on_device, ranks, user, outputs=outputs)
+        compared = compare(reference, quantized, on_device, ranks, user=user, outputs=outputs)
     batches.require_same(ranks)
-    passes = (
-        pass_loss(calibrated, quantized, batches.first().to(device)) if ranks.is_first else None
-    )
+    passes = None
+    if ranks.is_first:
+        passes = pass_loss(calibrated, quantized, batches.first().to(device))
     pairs: Mapping[str, Mapping[str, float]] = compared.pairs()
     directions = BY_NAME
     if function is not None:
         directions = function.directions
-        after = measure(quantized, batches, device, events, "evaluate quantized", function)
-        pairs = {
-            name: {"float": value, "quantized": after[name]}
-            for name, value in before.items()
-            if name in after
-        }
+        after = measure(
+            quantized, batches, device, events, label="evaluate quantized", function=function
+        )
+        pairs = {}
+        for name, value in before.items():
+            if name in after:
+                pairs[name] = {"float": value, "quantized": after[name]}
     scores = Scores(compared, pairs, directions, passes)
     if not explained or not ranks.is_first:
         return scores
@@ -208,41 +227,42 @@ def score(
 
 
 def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
-    """Find what outputs lose, and why, and log it."""
+    """Return the warnings about outputs, and log them."""
     remark_on_passes = low_sqnr.remark_on_passes(scores.passes)
     if remark_on_passes is not None:
-        logger.warning("%s", remark_on_passes)
+        _logger.warning("%s", remark_on_passes)
     lost_to_passes = low_sqnr.lost_to_passes(scores.passes)
     warnings = tuple(output_warnings(scores.comparison, networks, lost_to_passes))
     for warning in warnings:
-        logger.log(
-            logging.INFO if warning.kind == "rows" else logging.WARNING, "%s", warning.text
-        )
+        level = logging.INFO if warning.kind == "rows" else logging.WARNING
+        _logger.log(level, "%s", warning.text)
     is_named = any(warning.kind in ("constant", "below") for warning in warnings)
     if is_named or scores.is_task_held or remark_on_passes is not None:
         return warnings
     remark = low_sqnr.remark(scores.comparison, networks)
     if remark is not None:
-        logger.warning("%s", remark)
+        _logger.warning("%s", remark)
     return warnings
 
 
 def _warn_of_unknown(directions: Directions, metrics: Mapping[str, float]) -> None:
-    """Warn of names that a file declares and no metric has, as a misspelt one."""
+    """Warn if a direction is declared for a metric that `evaluate()` does not return."""
     unknown = sorted(directions.declared - metrics.keys())
     if unknown:
         names = ", ".join(map(quoted, unknown))
-        logger.warning("evaluate() gives no metric %s, whose direction is declared", names)
+        _logger.warning(
+            "a direction is declared for %s, which evaluate() does not return", names
+        )
 
 
 def _evaluated(
     function: Evaluate, model: Callable[..., Any], data: Iterable[Any]
 ) -> dict[str, float]:
-    """Return what the user's `evaluate(model, data)` does.
+    """Return the metrics of the user's `evaluate(model, data)`.
 
     Raises:
         DataError: it fails.
-        ModelError: the model fails when it is called there.
+        ModelError: the model fails when `evaluate` calls it.
     """
     try:
         with user_errors("evaluate()", DataError):
@@ -259,10 +279,13 @@ def measure(
     batches: Batches,
     device: torch.device,
     events: Events,
+    *,
     label: str,
     function: Evaluate | None,
 ) -> dict[str, float]:
-    """The metrics of one model: the user's, or without `function` what the targets allow."""
+    """Return the metrics of one model: the user's, or without `function` those of the
+    targets.
+    """
     with Stage(events, label, batches.total) as stage, torch.no_grad():
         counted = stage.counted(batch.to(device) for batch in batches)
         if function is not None:

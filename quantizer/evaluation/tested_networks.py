@@ -1,4 +1,4 @@
-"""Two networks that were compared, and a batch to find out why they differ."""
+"""Holds the networks of a test, and a batch to find out why their outputs differ."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,15 @@ from quantizer.sources.data import Batches
 
 @dataclass(frozen=True)
 class Networks:
-    """The float network and the quantized one, and the `user`'s model where outputs are
-    compared with that.
+    """The networks that a test compares.
 
-    `outputs` are those of the network that outputs are compared with; `device` is where all
-    are.
+    Attributes:
+        reference: the float network.
+        quantized: the quantized network.
+        user: the user's model, if outputs are compared with it instead of `reference`.
+        batches: of the test.
+        device: of all networks.
+        outputs: of the network that outputs are compared with.
     """
 
     reference: Network
@@ -30,12 +34,12 @@ class Networks:
 
     @cached_property
     def float_outputs(self) -> Sequence[Output]:
-        """The outputs of the float network, by the same names."""
+        """Return the outputs of `reference`, with the names of the user's model."""
         if self.user is None:
             return self.outputs
         return parts_named_as(self.reference.graph, self.user.graph)
 
     @cached_property
     def first(self) -> Batch:
-        """The first batch, read once and only when it is asked for."""
+        """Return the first batch, which is read once, on demand."""
         return next(iter(self.batches)).to(self.device)

@@ -125,7 +125,11 @@ def test_what_cannot_be_compared_is_said(
             "the first is of Net",
         ),
         "no results": ([folder, str(tmp_path)], 5, "quant_info.json does not exist"),
-        "no judge": ([config, config, "--fail-on", "worse"], 2, "do not tell which is worse"),
+        "no judge": (
+            [config, config, "--fail-on", "worse"],
+            2,
+            "cannot judge two configs alone",
+        ),
     }[what]
     capsys.readouterr()
     assert run_command(["diff", *given]) == code

@@ -62,14 +62,21 @@ def test_a_sound_run_has_nothing_to_warn_of_and_is_left_untouched(
 @pytest.mark.parametrize(
     ("config", "net", "part", "level", "text", "remedy"),
     [
-        (document(), {"count": 3}, "data", "warning", "48 samples are few", "give 100 or more"),
+        (
+            document(),
+            {"count": 3},
+            "data",
+            "warning",
+            "48 samples are few",
+            "give at least 100",
+        ),
         (
             document(),
             {"batch": "torch.ones(16, 3, 8, 8)"},
             "data",
             "error",
             "is constant",
-            "look at the loader",
+            "check the loader",
         ),
         (
             document(),
@@ -77,7 +84,7 @@ def test_a_sound_run_has_nothing_to_warn_of_and_is_left_untouched(
             "data",
             "warning",
             "has a standard deviation of 7",
-            "is it normalized as in training?",
+            "normalize it as in training",
         ),
         (
             document(),
@@ -95,15 +102,15 @@ def test_a_sound_run_has_nothing_to_warn_of_and_is_left_untouched(
             },
             "data",
             "warning",
-            "4 of 8 batches are the same as another",
-            "do indices or seeds repeat?",
+            "4 of 8 batches repeat another batch",
+            "do its indices or seeds repeat?",
         ),
         (
             document(),
             {"widen": 40},
             "plan",
             "warning",
-            "one scale for channels",
+            "one scale serves channels",
             "per_channel: true",
         ),
         (document(bit_widht=8), {}, "config", "error", "bit_widht", "known keys here"),

@@ -90,7 +90,7 @@ def test_it_is_refused_elsewhere(tmp_path: Path, capsys: Capture) -> None:
     )
     words = ["--dpu_accuracy", "high", "--model", SKEWED]
     assert run_command(["--quant_mode", "float", *words]) == 2
-    assert "--dpu_accuracy goes with calib mode" in capsys.readouterr().err
+    assert "--dpu_accuracy needs calib mode" in capsys.readouterr().err
     assert run_command(["plan", "--config_file", CPU, *words]) == 2
     assert calibrate(tmp_path / "out", model=SKEWED, config=DPU) == 0
     assert check(tmp_path / "out", "--dpu_accuracy", "high", model=SKEWED) == 5

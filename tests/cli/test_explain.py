@@ -111,7 +111,7 @@ EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"global_quant_config": BLOCKS},
         ["input_tensors", "dtype mx q.json", "mx_element_dtype fp4 q.json", "dynamic true q.json", "axis -1 q.json"],
     ),
-    "off": (OFF, ["weight: float, as q.json"]),
+    "off": (OFF, ["weight: float, set by q.json"]),
 }  # fmt: skip
 """A config, and words of the lines that explain a linear layer under it, places without their
 numbers.

@@ -141,5 +141,6 @@ def test_a_quantized_network_that_gives_infinity_fails_without_a_gate(
     assert calibrate(tmp_path / "out", model=path, config=str(config)) == 0
     assert check(tmp_path / "out", model=path) == 1
     assert (
-        "error: batch 0: the quantized network gives NaN or infinity" in capsys.readouterr().err
+        "error: batch 0: only the quantized network gives NaN or infinity"
+        in capsys.readouterr().err
     )

@@ -71,7 +71,7 @@ def test_a_lost_part_is_said_everywhere(
     assert re.search(r"^sqnr_db_pooled 4\d\.", shown.out, re.MULTILINE)
     assert re.search(r"^0\.scores +0\[4:7\] +float +0\.00", shown.out, re.MULTILINE)
     assert f"\n{LOST}" in f"\n{shown.err}"
-    blame = "The activation of Detector::Detector/cat is to blame"
+    blame = "The cause is the activation of Detector::Detector/cat"
     assert re.search(rf"^::warning .*title=quantizer::{LOST}.*{blame}", shown.err, re.MULTILINE)
     report, run = read(folder, "report.json"), read(folder, "run.json")
     [warning] = report["warnings"]
@@ -187,7 +187,7 @@ def test_a_low_sqnr_needs_no_sentence_where_the_task_is_held(
     assert check(tmp_path / "two", model=str(path)) == 0
     metrics = read(tmp_path / "two", "report.json")["metrics"]
     assert metrics["sqnr_db"] < 15
-    assert ("few networks are of use" in capsys.readouterr().err) is is_said
+    assert ("few networks are usable" in capsys.readouterr().err) is is_said
 
 
 def test_analyze_finds_what_has_to_stay_in_float_for_one_part(

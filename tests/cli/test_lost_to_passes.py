@@ -91,7 +91,7 @@ def test_a_pass_that_ruins_a_small_output_is_seen_beside_a_large_one(
     )
     assert line in " ".join(shown.out.split())
     assert line in (folder / "report.html").read_text()
-    assert f"dB of the model's output {scores} on one batch" in " ".join(shown.err.split())
+    assert f"reduce the model's output {scores} to" in " ".join(shown.err.split())
 
 
 def test_names_of_outputs_are_text_in_a_notebook() -> None:
@@ -128,4 +128,4 @@ def test_what_quantization_costs_another_output_is_still_said(
         ).test()
     assert tested.passes.passes.name == "scores"
     assert {warning["output"] for warning in tested.to_json()["warnings"]} == {"large.small"}
-    assert "dB of the model's output scores on one batch" in caplog.text
+    assert "reduce the model's output scores to" in caplog.text

@@ -161,7 +161,7 @@ def test_a_declared_name_that_no_metric_has_is_a_warning(
     assert (
         check(folder, model=evaluated(tmp_path, ["ripple"], 'LOWER_IS_BETTER = {"riple"}')) == 0
     )
-    assert 'evaluate() gives no metric "riple"' in capsys.readouterr().err
+    assert 'a direction is declared for "riple"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_declared_name_that_no_metric_has_is_a_warning(
         ),
         ("riple<=0.1", 'did you mean "ripple"?'),
         ("top1>=0.5", "there is no metric 'top1'"),
-        ("equal_outputs>=0.5", "is not measured: all that the model returns"),
+        ("equal_outputs>=0.5", "is not measured: the model returns only"),
     ],
 )
 @pytest.mark.parametrize("command", ["test", "analyze"])
@@ -204,12 +204,12 @@ DATA = {
 @pytest.mark.parametrize(
     ("data", "gate", "said"),
     [
-        ("none", "top1>=0.5", "the data have no targets"),
-        ("none", "top1_drop<=0.1", "the data have no targets"),
-        ("regression", "top1_float>=0.5", "the targets are no classes"),
-        ("labels", "perplexity<=9", "the targets are no tokens"),
-        ("labels", "perplexity_ratio<=1.1", "the targets are no tokens"),
-        ("labels", "equal_outputs>=0.5", "all that the model returns"),
+        ("none", "top1>=0.5", "the data has no targets"),
+        ("none", "top1_drop<=0.1", "the data has no targets"),
+        ("regression", "top1_float>=0.5", "the targets are not one class"),
+        ("labels", "perplexity<=9", "the targets are not the tokens"),
+        ("labels", "perplexity_ratio<=1.1", "the targets are not the tokens"),
+        ("labels", "equal_outputs>=0.5", "the model returns only"),
     ],
 )
 def test_without_evaluate_it_ends_before_any_network_runs(
@@ -232,7 +232,7 @@ def test_float_mode_without_targets_ends_before_the_model_runs(
         run_command(["--quant_mode", "float", "--model", str(model), "--gate", "top1>=0.5"])
         == 2
     )
-    assert "is not measured: the data have no targets" in capsys.readouterr().err
+    assert "is not measured: the data has no targets" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["float", "test"])

@@ -75,7 +75,7 @@ def test_results_that_may_only_be_read_are_tested(
     told = capsys.readouterr()
     assert figures(told.out) == figures(expected)
     assert f"cannot use {folder} for results: {os.strerror(number)}" in told.err
-    assert "no report is written: --report_dir DIR writes it elsewhere" in told.err
+    assert "no report is written; --report_dir DIR writes it elsewhere" in told.err
     assert contents(folder) == before
     assert check(folder, "--report_dir", str(tmp_path / "to"), model=net) == 0
     assert contents(folder) == before
@@ -98,7 +98,7 @@ def test_exports_of_results_that_may_only_be_read_need_a_place(
     before = contents(folder)
     read_only(folder, errno.EROFS, monkeypatch)
     assert check(folder, "--deploy", "safetensors", model=net) == 5
-    assert "add --report_dir DIR: exports go there, too" in capsys.readouterr().err
+    assert "add --report_dir DIR: exports are written there too" in capsys.readouterr().err
     elsewhere = ["--report_dir", str(tmp_path / "to")]
     assert check(folder, "--deploy", "safetensors", *elsewhere, model=net) == 0
     assert {path.name for path in (tmp_path / "to" / "export").iterdir()} == {
@@ -139,4 +139,4 @@ def test_a_report_is_not_written_among_other_results(
     assert f"{other} holds the results of a calibration" in capsys.readouterr().err
     assert contents(other) == before
     assert calibrate(folder, "--report_dir", str(tmp_path / "to"), model=net, config=None) == 2
-    assert "--report_dir goes with test mode" in capsys.readouterr().err
+    assert "--report_dir needs test mode" in capsys.readouterr().err

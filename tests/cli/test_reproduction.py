@@ -19,7 +19,7 @@ from support.runs import ROOT
 import quantizer
 from quantizer.cli.main import run_command
 from quantizer.cli.options import RUN, Options, word_of
-from quantizer.cli.reproduction import CHANGES_NOTHING, ONLY_CHECKED, words_of
+from quantizer.cli.reproduction import ONLY_CHECKED, WITHOUT_EFFECT, words_of
 from quantizer.results.folder import open_results
 
 MODEL = """
@@ -301,4 +301,4 @@ def test_an_option_is_shown_unless_it_is_known_to_change_nothing(mode: str) -> N
         value: Any = ("value",) if option.default == () else "value"
         given = Options(**{"quant_mode": mode, option.name: True if is_flag else value})
         shown = f"--{word_of(option.name)}" in words_of(given)
-        assert shown == (option.name not in CHANGES_NOTHING | ONLY_CHECKED[mode]), option.name
+        assert shown == (option.name not in WITHOUT_EFFECT | ONLY_CHECKED[mode]), option.name

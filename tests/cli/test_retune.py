@@ -161,7 +161,7 @@ def test_it_is_a_calibration_with_the_changed_config(
         ),
         ("maxmin", ["--method", "percentile"], 5, "percentile needs a histogram of each batch"),
         ("maxmin", ["--method", "maxmin"], 2, "nothing changes"),
-        ("maxmin", [], 2, "nothing is changed"),
+        ("maxmin", [], 2, "there is nothing to change"),
         (
             "percentile",
             ["--method", "maxmin", "--percentage", "99"],

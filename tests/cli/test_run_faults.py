@@ -163,7 +163,7 @@ def test_infinite_activations_name_the_layer_and_the_batch(
         (["--quant_mode", "float", "--model", DIGITS, "--subset_len", "0"], "subset_len"),
         (
             ["--quant_mode", "test", "--model", DIGITS, "--memory", "1GB"],
-            "--memory goes with calib mode",
+            "--memory needs calib mode",
         ),
         (
             ["--quant_mode", "calib", "--model", DIGITS, "--memory", "lots"],
@@ -410,7 +410,7 @@ def test_resuming_goes_with_calibration(
         "--resume",
     ]
     assert run_command(run) == 2
-    assert "--resume goes with calib mode" in one_sentence(capsys)
+    assert "--resume needs calib mode" in one_sentence(capsys)
 
 
 def test_resume_without_a_checkpoint_says_so(toy: Toy, tmp_path: Path, capsys: Capture) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from quantizer import __version__
 from quantizer.cli import main as entry
-from quantizer.cli.main import COMMANDS, run_command
+from quantizer.cli.main import SUBCOMMANDS, run_command
 from quantizer.cli.options import Options
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.errors import (
@@ -43,7 +43,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_help_lists_every_command_and_exit_code() -> None:
     done = run("-h")
     assert done.returncode == 0
-    assert all(name in done.stdout for name in COMMANDS)
+    assert all(name in done.stdout for name in SUBCOMMANDS)
     assert all(f"{code} " in done.stdout for code in (0, 1, 2, 6, 70, 130))
     assert run("--version").stdout.split()[-1] == __version__
 
@@ -176,7 +176,7 @@ def test_no_more_memory_is_exit_code_6(
         assert run_command(["--quant_mode", "calib"]) == 6
         told = capsys.readouterr().err.splitlines()
         assert [line.partition(":")[0] for line in told] == ["error", "help"]
-        assert told[0].startswith("error: there is no more memory; this process had ")
+        assert told[0].startswith("error: out of memory; this process used up to ")
         assert "--batch_size" in told[1]
 
 
@@ -198,7 +198,7 @@ def test_a_limit_of_memory_ends_in_a_sentence(tmp_path: Path) -> None:
         command, cwd=tmp_path, capture_output=True, text=True, check=False, preexec_fn=limited
     )
     assert done.returncode == 6, done.stderr
-    assert "error: there is no more memory" in done.stderr
+    assert "error: out of memory" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -282,6 +282,6 @@ def test_sigterm_is_exit_code_143(tmp_path: Path) -> None:
 def test_every_command_in_the_table_has_an_import_path() -> None:
     assert all(
         target.startswith("quantizer.cli.") and help_text.endswith(".")
-        for target, help_text in COMMANDS.values()
+        for target, help_text in SUBCOMMANDS.values()
     )
-    assert entry.MODES == "quantizer.cli.run:run"
+    assert entry._RUN == "quantizer.cli.run:run"

@@ -81,7 +81,7 @@ def test_calibration_does_not_start(folder: Path, capsys: pytest.CaptureFixture[
     run = json.loads((folder / "quantize_result" / "run.json").read_text())
     assert run["options"]["for"] == ["compressed-tensors"]
     assert run_command(["--quant_mode", "test", "--model", "net.py", "--for", "onnx"]) == 2
-    assert "--for goes with calib mode" in capsys.readouterr().err
+    assert "--for needs calib mode" in capsys.readouterr().err
 
 
 def test_checkpoints_are_for_models_of_transformers(

@@ -170,4 +170,4 @@ def test_every_format_takes_a_finding_without_a_place(form: str) -> None:
 
 def test_a_diff_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["validate", "--diff", "--format", "json", BROKEN]) == 2
-    assert "--diff is not written as json" in capsys.readouterr().err
+    assert "--diff cannot be combined with --format json" in capsys.readouterr().err

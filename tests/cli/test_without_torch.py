@@ -55,7 +55,7 @@ def test_a_missing_torch_is_one_sentence(arguments: list[str]) -> None:
     done = run(BLOCKED, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: this command needs torch, which this Python does not have\nhelp: pip install "
+        "error: this command needs the package torch, which is not installed\nhelp: pip install "
         "'quantizer-torch[torch]'\n"
     )
 

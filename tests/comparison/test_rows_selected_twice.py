@@ -264,7 +264,7 @@ def test_rows_that_cannot_be_matched_are_said(select: Select) -> None:
     warnings = {warning.output: warning for warning in output_warnings(found, networks)}
     assert {warning.kind for warning in warnings.values()} == {"unmatched"}
     assert warnings["boxes"].text.startswith(
-        f"boxes: {9 * 8} rows that are selected by values cannot be matched"
+        f"boxes: {9 * 8} rows that are selected by value cannot be matched"
     )
     assert [
         output.order.to_json()["unmatched"]

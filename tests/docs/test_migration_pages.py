@@ -28,7 +28,7 @@ import torch
 
 import quantizer
 from quantizer.api.result import Result
-from quantizer.cli.main import COMMANDS, cli, run_command
+from quantizer.cli.main import SUBCOMMANDS, cli, run_command
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document, load_config
@@ -205,7 +205,7 @@ def _is_command(word: str) -> bool:
         } <= _options(command)
     every = {
         option
-        for name in COMMANDS
+        for name in SUBCOMMANDS
         for option in _options(cli.get_command(click.Context(cli), name))
     }
     return {each for each in words if each.startswith("--")} <= every | _options(cli)

@@ -87,7 +87,7 @@ def test_exact_is_for_test_mode_and_for_the_dpu(
         in (capsys.readouterr().err)
     )
     assert calibrate(tmp_path, "--exact") == 2
-    assert "--exact goes with test mode" in capsys.readouterr().err
+    assert "--exact needs test mode" in capsys.readouterr().err
 
 
 COARSE = """

@@ -156,7 +156,7 @@ def test_what_quantization_makes_infinite_is_told_with_its_batch_and_layer() -> 
     assert found.metrics()["sqnr_db"] == -math.inf
     fault = Scores(found, {}).fault
     assert fault is not None
-    assert fault.startswith("batch 2: the quantized network gives NaN or infinity")
+    assert fault.startswith("batch 2: only the quantized network gives NaN or infinity")
     assert Scores(compare(Network(graph), quantized, batches(good)), {}).fault is None
 
 
@@ -174,7 +174,7 @@ def test_outputs_of_which_quantization_changes_the_count_are_refused_with_both_s
         match=r"the output: the float network makes \[3\], the quantized one \[2\]: sizes",
     ):
         compare(Network(graph), quantized, batches(x))
-    assert compare(Network(graph), quantized, batches(x + 1)).floats == 3
+    assert compare(Network(graph), quantized, batches(x + 1)).outputs[0].whole.count == 3
 
 
 def test_metrics_that_are_no_numbers_are_a_fault() -> None:

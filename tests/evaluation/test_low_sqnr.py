@@ -56,8 +56,8 @@ def test_the_first_layer_and_the_best_change_are_named(
     sqnr, said = compared(1e4, caplog, config)
     assert sqnr < 15
     assert (
-        "It is below that from the activation of Outlier::Outlier/Linear[second]/linear on"
-        in said
+        "The first tensor below that is the activation of "
+        "Outlier::Outlier/Linear[second]/linear" in said
     )
     assert "the activation of Outlier::Outlier/Linear[second]/linear helps most" in said
 

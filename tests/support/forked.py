@@ -82,7 +82,7 @@ def _fork(
             "LOCAL_RANK": rank,
         }
         os.environ.update({name: str(value) for name, value in names.items()})
-        torchrun.URL = f"file://{meeting}?rank={rank}&world_size={count}"
+        torchrun._URL = f"file://{meeting}?rank={rank}&world_size={count}"
         torch.set_num_threads(1)
         before(rank)
         code = run_command(list(arguments))
