@@ -16,6 +16,7 @@ from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.forms.layered import FIELDS
 from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.pages import key_names, key_page, rules_page
+from quantizer.errors import QuantizerError
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"
@@ -183,6 +184,10 @@ def _ref(name: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for path, text in generated().items():
+    try:
+        files = generated()
+    except QuantizerError as error:
+        raise SystemExit(str(error)) from None
+    for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", newline="\n")

@@ -1,6 +1,4 @@
-"""Small words of messages: how a value is quoted, what is closest to a misspelt word. No rules,
-no places.
-"""
+"""Format parts of messages, and find the known word that a misspelt one is closest to."""
 
 import difflib
 import json
@@ -8,21 +6,24 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-MAX_QUOTED = 60
+_MAX_QUOTED = 60
+_SHORT = 4
+_LONG = 8
+"""Words of at least so many letters may have one slip of typing, and two."""
 
 
 def quoted(value: Any) -> str:
-    """A value as JSON, cut so that it never floods a message.
+    """Return a value as JSON, cut so that it never floods a message.
 
     >>> quoted("half_up"), quoted(True)
     ('"half_up"', 'true')
     """
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
+    return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 1] + "…"
 
 
 def listed(words: Iterable[Any]) -> str:
-    """Words in a row.
+    """Return words with commas between them.
 
     >>> listed(["max", "mean"])
     'max, mean'
@@ -31,27 +32,29 @@ def listed(words: Iterable[Any]) -> str:
 
 
 def a_kind(value: object) -> str:
-    """A value's type with its article.
+    """Return a value's type with its article.
 
     >>> a_kind(3), a_kind([])
     ('an int', 'a list')
     """
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+    article = "an" if name[0] in "aeioAEIO" else "a"
+    return f"{article} {name}"
 
 
 def shortened(names: Sequence[str], most: int = 5) -> str:
-    """The first `most` names in a row, and how many there are besides.
+    """Return the first `most` names, and how many more there are.
 
     >>> shortened(["q", "k", "v"], most=2)
     'q, k and 1 more'
     """
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    text = ", ".join(names[:most])
+    more = len(names) - most
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word nearest to a misspelt one, whatever its case; None if none is near.
+    """Return the known word nearest to a misspelt one, whatever its case; None if none is near.
 
     >>> closest("bit_widht", ["method", "bit_width"])
     'bit_width'
@@ -62,58 +65,53 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def misspelt(word: str, known: Iterable[str]) -> str | None:
-    """The one known word that differs from `word` in case and punctuation, or in a slip of
-    typing; None if none does.
+    """Return the one known word that differs from `word` in case and punctuation, or in a slip
+    of typing; None if none does.
 
     A slip is a letter added, left out, replaced or swapped with its neighbour; a long word may
     have two. Another digit is another word, and so is an unsigned format.
 
-    >>> (
-    ...     misspelt("bit_widht", ["bit_width"]),
-    ...     misspelt("cpu", ["CPU", "GPU"]),
-    ...     misspelt("int7", ["int8"]),
-    ... )
-    ('bit_width', 'CPU', None)
-    >>> misspelt("uint2", ["int2"]) is None
-    True
+    >>> misspelt("bit_widht", ["bit_width"]), misspelt("cpu", ["CPU", "GPU"])
+    ('bit_width', 'CPU')
+    >>> misspelt("int7", ["int8"]), misspelt("uint2", ["int2"])
+    (None, None)
     """
     letters = _letters(word[:100])
-    slips = {
-        name: _slips(letters, _letters(name))
-        for name in known
-        if _format(name) == _format(word)
-    }
+    slips: dict[str, int] = {}
+    for name in known:
+        if _format_marks(name) == _format_marks(word):
+            slips[name] = _count_slips(letters, _letters(name))
     least = min(slips.values(), default=math.inf)
-    near = [name for name, count in slips.items() if count == least]
-    may_have = (len(letters) >= _SHORT) + (len(letters) >= _LONG)
-    return near[0] if len(near) == 1 and least <= may_have else None
-
-
-_SHORT, _LONG = 4, 8
-"""Words of so many letters may have one slip, and two."""
+    nearest = [name for name, count in slips.items() if count == least]
+    max_slips = (len(letters) >= _SHORT) + (len(letters) >= _LONG)
+    return nearest[0] if len(nearest) == 1 and least <= max_slips else None
 
 
 def _letters(word: str) -> str:
     return "".join(filter(str.isalnum, word)).lower()
 
 
-def _format(word: str) -> tuple[str, bool]:
-    """What makes another number format of a word: its digits, and whether it begins with the u
-    of unsigned.
+def _format_marks(word: str) -> tuple[str, bool]:
+    """Return what makes another number format of a word: its digits, and whether it begins
+    with the u of unsigned.
     """
     return "".join(filter(str.isdigit, word)), word[:1] in "uU"
 
 
-def _slips(word: str, known: str) -> int:
-    """Letters to add, leave out, replace or swap with a neighbour (the optimal string alignment
-    distance).
+def _count_slips(word: str, known: str) -> int:
+    """Return the letters to add, leave out, replace or swap with a neighbour: the optimal
+    string alignment distance.
     """
     rows = [list(range(len(known) + 1))]
     for i, letter in enumerate(word):
         row = [i + 1]
         for j, other in enumerate(known):
-            row.append(min(rows[i][j + 1] + 1, row[j] + 1, rows[i][j] + (letter != other)))
+            added = row[j] + 1
+            left_out = rows[i][j + 1] + 1
+            replaced = rows[i][j] + (letter != other)
+            slips = min(added, left_out, replaced)
             if i and j and (letter, word[i - 1]) == (known[j - 1], other):
-                row[-1] = min(row[-1], rows[i - 1][j - 1] + 1)
+                slips = min(slips, rows[i - 1][j - 1] + 1)
+            row.append(slips)
         rows.append(row)
     return rows[-1][-1]
