@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from quantizer.config.algorithm_settings import AlgoConfig, Setting, settings_of
 from quantizer.config.algorithms import entry_kinds
 from quantizer.config.forms.form import Form, block_of
+from quantizer.config.json_types import JsonMapping, JsonObject
 
 _COMMENTS = {
     "patternProperties": {"^//": {"description": "A comment."}},
@@ -28,7 +29,7 @@ _OF_ITEMS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "help
 """Keywords of a setting that hold for each item where it is a list."""
 
 
-def form_schema(form: Form) -> Mapping[str, Any]:
+def form_schema(form: Form) -> JsonMapping:
     """Return the schema of a form with every algorithm of the table in it; shared, so never to
     be changed.
     """
@@ -36,12 +37,12 @@ def form_schema(form: Form) -> Mapping[str, Any]:
 
 
 @cache
-def _form_schema(form: Form, names: tuple[str, ...]) -> Mapping[str, Any]:
+def _form_schema(form: Form, names: tuple[str, ...]) -> JsonMapping:
     schema = block_of(form)
     shipped = schema["definitions"]
     shipped_names = shipped["algorithm"]["properties"]["name"]["enum"]
     generated = {"algorithm", "scaling_layer", *shipped_names}
-    definitions: dict[str, Any] = {}
+    definitions: JsonObject = {}
     for name, entry in shipped.items():
         if name not in generated:
             definitions[name] = entry
@@ -52,9 +53,9 @@ def _form_schema(form: Form, names: tuple[str, ...]) -> Mapping[str, Any]:
     return {**schema, "definitions": definitions}
 
 
-def _any_algorithm(names: tuple[str, ...]) -> dict[str, Any]:
+def _any_algorithm(names: tuple[str, ...]) -> JsonObject:
     """Return the schema of an entry, whose name decides which algorithm's schema holds."""
-    choices: list[dict[str, Any]] = []
+    choices: list[JsonObject] = []
     for name in names:
         condition = {
             "type": "object",
@@ -77,13 +78,13 @@ def _any_algorithm(names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def algorithm_schema(kind: type[AlgoConfig]) -> Mapping[str, Any]:
+def algorithm_schema(kind: type[AlgoConfig]) -> JsonMapping:
     """Return what an entry of one algorithm may hold; its description is the first paragraph of
     the docstring.
     """
     hints = get_type_hints(kind)
     defaults = {declared.name: declared.default for declared in fields(kind)}
-    properties: dict[str, Any] = {
+    properties: JsonObject = {
         "name": {
             "title": "algorithm",
             "const": kind.name,
@@ -102,7 +103,7 @@ def algorithm_schema(kind: type[AlgoConfig]) -> Mapping[str, Any]:
     }
 
 
-def _entry(key: str, hint: Any, default: Any, setting: Setting) -> dict[str, Any]:
+def _entry(key: str, hint: Any, default: Any, setting: Setting) -> JsonObject:
     """Return the entry of one setting.
 
     >>> _entry("steps", int | None, None, Setting("How many.", keywords={"minimum": 1}))["type"]
@@ -111,7 +112,7 @@ def _entry(key: str, hint: Any, default: Any, setting: Setting) -> dict[str, Any
     is_union = get_origin(hint) in (Union, types.UnionType)
     members = get_args(hint) if is_union else (hint,)
     kinds = [_json_type(member) for member in members]
-    entry: dict[str, Any] = {
+    entry: JsonObject = {
         "title": key.replace("_", " "),
         "default": default,
         "type": kinds if len(kinds) > 1 else kinds[0],

@@ -72,6 +72,9 @@ class Diagnostic:
     fixes: Iterable[Fix] = field(default=(), compare=False, repr=False)
 
 
+Diagnostics = Iterator[Diagnostic]
+
+
 def related_to(place: Place | None, remark: str) -> tuple[tuple[Place, str], ...]:
     """Return `Diagnostic.related` for one place; nothing without a place."""
     return ((place, remark),) if place else ()

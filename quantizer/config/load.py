@@ -7,10 +7,10 @@ conflicts.
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from quantizer.config.diagnostics import ConfigError, Diagnostic, merged_by_cause
+from quantizer.config.diagnostics import ConfigError, Diagnostic, Diagnostics, merged_by_cause
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.fixes import apply_fixes, with_sound_fixes
 from quantizer.config.document.read import parse_document, read_text
@@ -92,7 +92,9 @@ def fixed(source: Text) -> tuple[Text, int]:
     """
     count = 0
     while True:
-        fixes = [fix for finding in load_text(source).diagnostics for fix in finding.fixes]
+        fixes: list[Fix] = []
+        for finding in load_text(source).diagnostics:
+            fixes += finding.fixes
         if not fixes:
             return source, count
         first_turn = min(fix.turn for fix in fixes)
@@ -156,7 +158,7 @@ def _check_meaning(
     return hierarchical.config, check_hierarchical(hierarchical)
 
 
-def _wrong_patterns(rules: Iterable[ConfigRule]) -> Iterator[Diagnostic]:
+def _wrong_patterns(rules: Iterable[ConfigRule]) -> Diagnostics:
     """Yield a finding for each selector that is no regular expression and should be one."""
     for rule in rules:
         selector = rule.selector

@@ -15,8 +15,8 @@ from quantizer.config.algorithm_settings import (
     settings_of,
 )
 from quantizer.config.diagnostics import Place
-from quantizer.config.document.document import JsonPath
 from quantizer.config.forms.form import Form
+from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.resources import load_resource
 
 Role = Literal["input", "weights", "bias", "activation"]
@@ -28,7 +28,9 @@ ScaleMode = Literal["floor", "even", "ceil"]
 SymmetricScale = Literal["quant_max", "half_range"]
 
 if TYPE_CHECKING:
-    _RangeMethod = _RoundMode = _Statistic = str
+    _RangeMethod = str
+    _RoundMode = str
+    _Statistic = str
 else:
     # These words name functions of registries. The schema is their only list in this package
     _SPEC_FIELDS = load_resource("schemas", "quantization_spec.schema.json")["properties"]
@@ -155,7 +157,7 @@ class QuantizationSpec:
         """Return whether the tensor has a scale."""
         return self.dtype not in CAST_ONLY
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the fields as a JSON object."""
         return asdict(self)
 
@@ -324,7 +326,7 @@ class Algorithm:
     @property
     def names(self) -> Names:
         """Return the parts of the model that it names."""
-        values: dict[str, Any] = {}
+        values: JsonObject = {}
         places: dict[str, Place] = {}
         for key, name in _NAMES.items():
             sourced = self.stated.get(key)
@@ -338,9 +340,7 @@ class Algorithm:
             values["scaling"] = self._scaling_layers(values["scaling"])
         return Names(**values, places=places)
 
-    def _scaling_layers(
-        self, groups: tuple[Mapping[str, Any], ...]
-    ) -> tuple[ScalingLayer, ...]:
+    def _scaling_layers(self, groups: tuple[JsonMapping, ...]) -> tuple[ScalingLayer, ...]:
         scaling_layers: list[ScalingLayer] = []
         for group, place in zip(groups, self.groups, strict=True):
             layers = tuple(group.get("layers", ()))
@@ -362,7 +362,7 @@ class Config:
     settings: Settings
     rules: tuple[ConfigRule, ...]
     source: str = "<built-in default>"
-    document: Mapping[str, Any] = field(default_factory=dict)
+    document: JsonMapping = field(default_factory=dict)
     form: Form = "layered"
     algorithms: tuple[Algorithm, ...] = ()
     text: str = ""

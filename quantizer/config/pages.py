@@ -5,7 +5,6 @@ docs/rules.md hold them.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 from quantizer.config.algorithm_schema import algorithm_schema
 from quantizer.config.algorithm_settings import finds_codes
@@ -15,6 +14,7 @@ from quantizer.config.document.suggestions import TYPE_WORDS, bounds
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.forms.layered import FIELDS
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import load_resource
 from quantizer.config.rules.spec_rules import all_codes, spec_rules
 from quantizer.errors import QuantizerError
@@ -143,7 +143,7 @@ def _key_sections(key: str, form: Form) -> Iterator[str]:
     yield from _worked_example(_example_name(key, form))
 
 
-def _options(key: str, form: Form, entry: Mapping[str, Any]) -> Iterator[str]:
+def _options(key: str, form: Form, entry: JsonMapping) -> Iterator[str]:
     """Yield a line for each option of a key, with its description."""
     options = entry["enum"]
     descriptions = entry["enumDescriptions"]
@@ -157,7 +157,7 @@ def _options(key: str, form: Form, entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"- `{json.dumps(option)}`: {description}"
 
 
-def _example(key: str, entry: Mapping[str, Any]) -> str:
+def _example(key: str, entry: JsonMapping) -> str:
     """Return the first example of a key as a member of a file, without the braces."""
     text = json.dumps({key: entry["examples"][0]}, indent=2, ensure_ascii=False)
     return text[2:-2].replace("\n  ", "\n").strip()
@@ -183,13 +183,13 @@ def _algorithm_sections(name: str) -> Iterator[str]:
     yield from _worked_example(name)
 
 
-def _settings(name: str) -> Mapping[str, Any]:
+def _settings(name: str) -> JsonMapping:
     settings = dict(algorithm_schema(entry_kinds("hierarchical")[name])["properties"])
     del settings["name"]
     return settings
 
 
-def _values(entry: Mapping[str, Any]) -> str:
+def _values(entry: JsonMapping) -> str:
     """Return the types of a setting in words, or its options, and its range; the one value that
     is supported.
     """
@@ -263,10 +263,10 @@ def _code_section(code: str) -> str:
     return "\n\n".join(sections)
 
 
-def _rules_of(key: str, form: Form) -> Mapping[str, Mapping[str, Any]]:
+def _rules_of(key: str, form: Form) -> Mapping[str, JsonMapping]:
     """Return the rules that are about a key; a rule beside another is about no device."""
     field = _FIELDS[form].get(key, key)
-    rules: dict[str, Mapping[str, Any]] = {}
+    rules: dict[str, JsonMapping] = {}
     for code, rule in spec_rules().items():
         fields = rule["then"]["properties"] | rule["if"]["properties"]
         is_of_form = rule.get("form", form) == form
@@ -277,12 +277,12 @@ def _rules_of(key: str, form: Form) -> Mapping[str, Mapping[str, Any]]:
 
 
 @cache
-def _keys(form: Form) -> Mapping[str, tuple[Mapping[str, Any], str]]:
+def _keys(form: Form) -> Mapping[str, tuple[JsonMapping, str]]:
     """Return the keys of a form that have a page: each with its entry in the schema, and in
     words where it may stand.
     """
     definitions = block_of(form)["definitions"]
-    keys: dict[str, tuple[Mapping[str, Any], str]] = {}
+    keys: dict[str, tuple[JsonMapping, str]] = {}
     for place, block in _PLACES[form].items():
         for key, entry in block_of(form, block)["properties"].items():
             definition = entry.get("$ref", "").rpartition("/")[2]

@@ -54,11 +54,12 @@ def check(instance: Any) -> None:
     Raises:
         UsageError: a field's value is not of its type.
     """
-    for name, hint in _fields(type(instance)).items():
+    kind: type = type(instance)
+    for name, hint in _fields(kind).items():
         value = getattr(instance, name)
         if fits(value, hint):
             continue
-        label = f"{type(instance).__name__}.{name}"
+        label = f"{kind.__name__}.{name}"
         if get_origin(hint) is dict and isinstance(value, dict):
             label, value, hint = _wrong_item(label, value, hint)
         shown = repr(value)

@@ -28,7 +28,11 @@ def listed(words: Iterable[Any]) -> str:
     >>> listed(["max", "mean"])
     'max, mean'
     """
-    return ", ".join(word if isinstance(word, str) else json.dumps(word) for word in words)
+    return ", ".join(map(_unquoted, words))
+
+
+def _unquoted(word: Any) -> str:
+    return word if isinstance(word, str) else json.dumps(word)
 
 
 def a_kind(value: object) -> str:

@@ -1,6 +1,6 @@
 """Convert a config of either file form to a document of the other form."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from quantizer.config.conversion.findings import (
@@ -11,7 +11,7 @@ from quantizer.config.conversion.findings import (
 )
 from quantizer.config.conversion.to_hierarchical import to_hierarchical
 from quantizer.config.conversion.to_layered import to_layered
-from quantizer.config.diagnostics import Diagnostic, Place, by_place
+from quantizer.config.diagnostics import Diagnostics, Place, by_place
 from quantizer.config.document.document import Document
 from quantizer.config.forms.form import Form
 from quantizer.config.load import check_document
@@ -37,7 +37,7 @@ def converted(config: Config, form: Form) -> Converted:
     return replace(conversion, findings=by_place(one_per_reason(findings)))
 
 
-def _refused(config: Config, form: Form, conversion: Converted) -> Iterator[Diagnostic]:
+def _refused(config: Config, form: Form, conversion: Converted) -> Diagnostics:
     """Yield the errors of a file of the form with this document, at the places of the
     source.
     """

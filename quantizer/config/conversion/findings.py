@@ -2,12 +2,12 @@
 the same layers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place
 from quantizer.config.effective import effective
+from quantizer.config.json_types import JsonObject
 from quantizer.config.model import ROLES, ConfigRule, Fields, QuantizationSpec, Role, Selector
 from quantizer.config.wording import listed
 
@@ -46,7 +46,7 @@ class Converted:
     the document, by pointer.
     """
 
-    document: dict[str, Any]
+    document: JsonObject
     findings: tuple[Diagnostic, ...]
     origins: Mapping[str, Place | None] = field(default_factory=dict)
 
@@ -117,7 +117,7 @@ def overlapping(
     rules: Sequence[ConfigRule],
     merged: Callable[[Sequence[ConfigRule]], _Specs],
     keys: Mapping[Role, str],
-) -> Iterator[Diagnostic]:
+) -> Diagnostics:
     """Yield rules that state less of a layer than a weaker rule that may select it, too.
 
     In the other form entries are complete, so nothing is inherited there.
@@ -144,7 +144,7 @@ def overlapping(
 
 
 def _content(rule: ConfigRule) -> str:
-    fields: dict[Role, dict[str, Any]] = {}
+    fields: dict[Role, JsonObject] = {}
     for role, stated in rule.fields.items():
         fields[role] = {name: sourced.value for name, sourced in stated.items()}
     return repr((fields, sorted(rule.roles or ()), sorted(rule.adds)))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.conversion.findings import (
@@ -20,7 +19,7 @@ from quantizer.config.conversion.findings import (
     residual_stream_differs,
     specs_by_role,
 )
-from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.algorithm_words import written
 from quantizer.config.forms.dtypes import dtype_word, integer_word
@@ -32,6 +31,7 @@ from quantizer.config.forms.hierarchical_spec import (
     usual_statistic,
 )
 from quantizer.config.forms.layered import FIELDS
+from quantizer.config.json_types import JsonObject
 from quantizer.config.model import (
     ROLES,
     Config,
@@ -62,7 +62,7 @@ class _Entry:
 
     block: str
     text: str
-    level: dict[str, Any] | None
+    level: JsonObject | None
     place: Place | None
 
 
@@ -76,8 +76,8 @@ def to_hierarchical(config: Config) -> Converted:
     file = _Layered(config)
     everywhere = _level(file.everywhere)
     everywhere["target_device"] = config.settings.target_device
-    document: dict[str, Any] = {"global_quant_config": everywhere}
-    blocks: dict[str, dict[str, Any]] = {block: {} for block in _BLOCKS.values()}
+    document: JsonObject = {"global_quant_config": everywhere}
+    blocks: dict[str, JsonObject] = {block: {} for block in _BLOCKS.values()}
     excluded: dict[str, Place | None] = {}
     origins: dict[str, Place | None] = {}
     for entry in file.converted_entries():
@@ -89,11 +89,11 @@ def to_hierarchical(config: Config) -> Converted:
         block.pop(entry.text, None)
         block[entry.text] = entry.level
         origins[pointer_to(entry.block, entry.text)] = entry.place
-    passes: list[dict[str, Any]] = []
+    passes: list[JsonObject] = []
     for switch, name in _PASSES.items():
         if getattr(config.settings, switch):
             passes.append({"name": name})
-    optional: dict[str, Any] = {
+    optional: JsonObject = {
         **blocks,
         "exclude": [*excluded],
         "pre_quant_opt_config": passes,
@@ -209,14 +209,14 @@ class _Layered:
         return flowing if by_type or not flowing else dict(top)
 
 
-def _level(stated: Mapping[Role, Fields]) -> dict[str, Any]:
-    level: dict[str, Any] = {}
+def _level(stated: Mapping[Role, Fields]) -> JsonObject:
+    level: JsonObject = {}
     for role, spec in specs_by_role(stated).items():
         level[KEY_OF[role]] = specification(spec)
     return level
 
 
-def _findings(file: _Layered) -> Iterator[Diagnostic]:
+def _findings(file: _Layered) -> Diagnostics:
     yield from _settings(file.config.settings)
     yield from _not_hierarchical(file.everywhere)
     yield from _not_hierarchical(file.network)
@@ -244,7 +244,7 @@ def _findings(file: _Layered) -> Iterator[Diagnostic]:
             yield concatenation_differs(rule.selector.place)
 
 
-def _settings(settings: Settings) -> Iterator[Diagnostic]:
+def _settings(settings: Settings) -> Diagnostics:
     """Yield switches that do something, and the DPU."""
     expressible = {"places", "target_device", *_PASSES}
     for setting in fields(Settings):
@@ -257,7 +257,7 @@ def _settings(settings: Settings) -> Iterator[Diagnostic]:
         yield inexpressible(text, settings.places.get("target_device"), _KEEP)
 
 
-def _selectors(file: _Layered) -> Iterator[Diagnostic]:
+def _selectors(file: _Layered) -> Diagnostics:
     """Yield entries that the form has no selectors for."""
     network = specs_by_role(file.network).get("activation")
     for rule in file.entries:
@@ -278,7 +278,7 @@ def _selectors(file: _Layered) -> Iterator[Diagnostic]:
             yield inexpressible(text, selector.place, help_)
 
 
-def _not_hierarchical(stated: Mapping[Role, Fields]) -> Iterator[Diagnostic]:
+def _not_hierarchical(stated: Mapping[Role, Fields]) -> Diagnostics:
     for role, spec in specs_by_role(stated).items():
         if spec.dtype != "int":
             continue

@@ -1,6 +1,6 @@
 """Write a config of the hierarchical form as a document of the layered form."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quantizer.config.conversion.findings import (
@@ -18,12 +18,13 @@ from quantizer.config.conversion.findings import (
     specificity,
     specs_by_role,
 )
-from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import path_of, pointer_to, value_at
 from quantizer.config.forms.algorithm_words import written
 from quantizer.config.forms.form import block_of
 from quantizer.config.forms.hierarchical import KEY_OF
 from quantizer.config.forms.layered import entry, parameters
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import (
     CAST_ONLY,
     POOLED,
@@ -69,7 +70,7 @@ _LIMITS: Mapping[str, tuple[Callable[[Any, Role], bool], str]] = {
 and why it cannot.
 """
 
-_NOTHING: Mapping[str, Any] = {
+_NOTHING: JsonMapping = {
     "quantizable_data_type": [],
     "overall_quantize_config": parameters(QuantizationSpec()),
 }
@@ -83,7 +84,7 @@ def to_layered(config: Config) -> Converted:
     [everywhere] = [rule for rule in rules if rule.selector.kind == "weighted"]
     layers = [rule for rule in rules if rule.selector.kind in ("type", "name")]
     excluded = [rule for rule in rules if rule.selector.kind == "exclude"]
-    document: dict[str, Any] = {}
+    document: JsonObject = {}
     for key in block_of("layered")["required"]:
         if hasattr(config.settings, key):
             document[key] = getattr(config.settings, key)
@@ -108,10 +109,9 @@ def to_layered(config: Config) -> Converted:
 
 def _merged(*rules: ConfigRule) -> dict[Role, Fields]:
     """Return the fields of each role that one of the rules quantizes, the widest rule first."""
-    adds = {role for rule in rules for role in rule.adds}
     merged: dict[Role, Fields] = {}
     for role in ROLES:
-        if role in adds:
+        if any(role in rule.adds for rule in rules):
             fields: dict[str, Sourced] = {}
             for rule in rules:
                 fields |= rule.fields.get(role, {})
@@ -121,9 +121,9 @@ def _merged(*rules: ConfigRule) -> dict[Role, Fields]:
 
 def _entries(
     everywhere: ConfigRule, layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]
-) -> tuple[list[dict[str, Any]], dict[str, Place | None]]:
+) -> tuple[list[JsonObject], dict[str, Place | None]]:
     """Return the layer entries, and where in the source each comes from."""
-    selected: list[tuple[dict[str, Any], ConfigRule]] = []
+    selected: list[tuple[JsonObject, ConfigRule]] = []
     for word in WEIGHTED:
         selected.append(({"layer_type": word, "required": False}, everywhere))
     for rule in layers:
@@ -136,7 +136,7 @@ def _entries(
         all_specs += specs.values()
     explicit = _explicit_words(all_specs)
 
-    entries: list[dict[str, Any]] = []
+    entries: list[JsonObject] = []
     rules: list[ConfigRule] = []
     for (selector, rule), specs in zip(selected, specs_of_entries, strict=True):
         if specs:
@@ -165,7 +165,7 @@ def _explicit_words(specs: Sequence[QuantizationSpec]) -> set[str]:
     return words
 
 
-def _device(config: Config) -> Iterator[Diagnostic]:
+def _device(config: Config) -> Diagnostics:
     device = config.settings.target_device
     if device not in ("CPU", "GPU"):
         place = config.settings.places.get("target_device")
@@ -173,7 +173,7 @@ def _device(config: Config) -> Iterator[Diagnostic]:
         yield inexpressible(text, place, "write CPU or GPU")
 
 
-def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Iterator[Diagnostic]:
+def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Diagnostics:
     for role, fields in merged.items():
         yield from _limits(config, role, fields)
         statistic = fields.get("statistic")
@@ -187,10 +187,11 @@ def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Iterator[Diag
             )
             yield may_differ(text, axis.place)
         if role == "activation":
-            yield concatenation_differs(fields["dtype"].place if "dtype" in fields else None)
+            dtype = fields.get("dtype")
+            yield concatenation_differs(dtype and dtype.place)
 
 
-def _limits(config: Config, role: Role, fields: Fields) -> Iterator[Diagnostic]:
+def _limits(config: Config, role: Role, fields: Fields) -> Diagnostics:
     """Yield the fields with a value that the layered form lacks, one for each place."""
     places: list[Place | None] = []
     for name, (is_expressible, reason) in _LIMITS.items():
@@ -218,9 +219,7 @@ def _written(config: Config, name: str, stated: Sourced) -> str:
     return f"{key} {value if isinstance(value, str) else quoted(value)}"
 
 
-def _overridden(
-    layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]
-) -> Iterator[Diagnostic]:
+def _overridden(layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]) -> Diagnostics:
     """Yield excluded patterns, which in the layered form an exact name overrides."""
     for rule in excluded:
         text = rule.selector.text
@@ -234,7 +233,7 @@ def _overridden(
                 yield inexpressible(message, rule.selector.place, help_)
 
 
-def _inherited(everywhere: ConfigRule, layers: Sequence[ConfigRule]) -> Iterator[Diagnostic]:
+def _inherited(everywhere: ConfigRule, layers: Sequence[ConfigRule]) -> Diagnostics:
     """Yield what an entry inherits from the global block, which is about layers with weights
     alone.
     """

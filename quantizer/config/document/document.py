@@ -10,10 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from quantizer.config.diagnostics import Place
+from quantizer.config.json_types import JsonMapping, JsonPath
 
 Span = tuple[int, int]
-JsonPath = tuple[str | int, ...]
-"""The keys and indices that lead to a value."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,8 @@ class Text:
 
     @cached_property
     def _line_starts(self) -> list[int]:
-        starts = [0]
-        for index, character in enumerate(self.text):
-            if character == "\n":
-                starts.append(index + 1)
-        return starts
+        line_ends = [index for index, letter in enumerate(self.text) if letter == "\n"]
+        return [0, *(end + 1 for end in line_ends)]
 
     def place(self, span: Span, pointer: str = "") -> Place:
         """Return the place of the characters `span[0]` to `span[1]`, cut at the line's end."""
@@ -63,16 +59,17 @@ class Document:
     dotted: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, value: Mapping[str, Any], name: str) -> Document:
+    def of(cls, value: JsonMapping, name: str) -> Document:
         """Return a document of a Python value, whose places print as `name.key.key`.
 
         >>> document = Document.of({"layer_quant_config": {"fc.0": 1}}, "Config")
         >>> str(document.place("/layer_quant_config/fc.0"))
         'Config.layer_quant_config["fc.0"]'
         """
-        dotted: dict[str, str] = {}
-        for path in _paths(value):
-            dotted[pointer_to(*path)] = name + "".join(map(_dotted_part, path))
+        paths = {pointer_to(*path): path for path in _paths(value)}
+        dotted = {
+            pointer: name + "".join(map(_dotted_part, path)) for pointer, path in paths.items()
+        }
         nowhere: dict[str, Span] = dict.fromkeys(dotted, (0, 0))
         return cls(Text(name, ""), value, nowhere, nowhere, dotted)
 

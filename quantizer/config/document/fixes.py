@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from quantizer.config.diagnostics import Diagnostic, Fix
+from quantizer.config.diagnostics import Diagnostic, Edit, Fix
 from quantizer.config.document.document import Text
 
 FileCheck = Callable[[Text], Sequence[Diagnostic]]
@@ -48,10 +48,13 @@ def with_sound_fixes(
 
 def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:
     """Return the text with all the fixes in it; nothing else of it changes."""
-    edits = [edit for fix in fixes for edit in fix.edits]
+    edits: list[Edit] = []
+    for fix in fixes:
+        edits += fix.edits
+    edits.sort(key=lambda edit: (edit.start, edit.end))
     pieces: list[str] = []
     end = 0
-    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
+    for edit in edits:
         pieces += [source.text[end : edit.start], edit.text]
         end = edit.end
     pieces.append(source.text[end:])

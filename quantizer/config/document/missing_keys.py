@@ -4,14 +4,15 @@ ones and have their layout.
 
 import json
 from collections import ChainMap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quantizer.config.algorithms import ALGORITHMS, entry_kinds
 from quantizer.config.diagnostics import Edit, Fix
-from quantizer.config.document.document import Document, JsonPath, pointer_to, value_at
+from quantizer.config.document.document import Document, pointer_to, value_at
 from quantizer.config.forms.form import block_of, form_of
-from quantizer.config.model import CAST_ONLY, ROLES
+from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
+from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest, listed
 
@@ -34,28 +35,26 @@ _ENTRIES_TURN = 2
 top.
 """
 
-_Members = dict[str, Any]
 
-
-def missing_keys(value: Mapping[str, Any], path: JsonPath) -> tuple[str, ...]:
-    """Return the required keys that the object at `path` lacks.
+def missing_keys(members: JsonMapping, schema: JsonMapping) -> list[str]:
+    """Return the keys that an object lacks and its block of the schema requires.
 
     A misspelt key counts as present: it is reported as unknown.
     """
-    members = value_at(value, path)
-    required, known = _required_and_known_keys(value, path)
-    missing = [key for key in required if key not in members]
-    misspelt: set[str | None] = set()
-    for key in members:
-        if key not in known and not key.startswith("//"):
-            misspelt.add(closest(key, missing))
-    return tuple(key for key in missing if key not in misspelt)
+    missing = [key for key in schema["required"] if key not in members]
+    # Unknown keys of an algorithm are reported only once its name is known
+    if missing == ["name"]:
+        return missing
+    # The condition that requires the keys of an overall block does not list them all
+    known = schema.get("properties") or block_of("layered", "parameters")["properties"]
+    unknown = [key for key in members if key not in known and not key.startswith("//")]
+    misspelt = {closest(key, missing) for key in unknown}
+    return [key for key in missing if key not in misspelt]
 
 
-def completions(document: Document, path: JsonPath) -> Iterator[Fix]:
+def completions(document: Document, path: JsonPath, missing: Sequence[str]) -> Iterator[Fix]:
     """Yield what to write for the keys that the object at `path` lacks, the likeliest first."""
     form = form_of(document.value)
-    missing = missing_keys(document.value, path)
     if form == "layered" and path[:1] != ("algorithms",):
         yield _layered_completion(document, path, missing)
         return
@@ -68,7 +67,7 @@ def completions(document: Document, path: JsonPath) -> Iterator[Fix]:
         yield Fix(text, edits, is_known, turn=_DEFAULTS_TURN)
 
 
-def paste(members: Mapping[str, Any]) -> str:
+def paste(members: JsonMapping) -> str:
     """Return members as they are written inside an object.
 
     >>> paste({"signed": True, "bit_width": 8})
@@ -77,36 +76,13 @@ def paste(members: Mapping[str, Any]) -> str:
     return json.dumps(members, ensure_ascii=False)[1:-1]
 
 
-def _required_and_known_keys(
-    value: Mapping[str, Any], path: JsonPath
-) -> tuple[Sequence[str], Collection[str]]:
-    """Return the keys that the object at `path` must have, and all that it may have."""
-    form = form_of(value)
-    schema = block_of(form)
-    blocks = schema["definitions"]
-    if path and path[0] in _ALGORITHMS:
-        is_group = "scaling_layers" in path
-        block = blocks["scaling_layer" if is_group else "algorithm"]
-        known: set[str] = set()
-        for name in ("scaling_layer", *entry_kinds(form)):
-            known.update(blocks[name]["properties"])
-        return block["required"], known
-    if path[-1:] == (_OVERALL,):
-        _, integers = blocks["complete_parameters"]["allOf"]
-        return integers["then"]["required"], blocks["parameters"]["properties"]
-    block = schema
-    if path:
-        block = blocks.get("layer_entry") or blocks["spec"]
-    return block["required"], block["properties"]
-
-
 def _layered_completion(document: Document, path: JsonPath, missing: Sequence[str]) -> Fix:
     """Return what completes the top, a layer entry or an overall block of the layered form."""
     value = document.value
     is_overall = path[-1:] == (_OVERALL,)
     level_path = path[:-1] if is_overall else path
     level = value_at(value, level_path)
-    members: _Members = {}
+    members: JsonObject = {}
     if is_overall:
         members = _parameters(value, level, missing)
         text = paste(members[_OVERALL])
@@ -118,26 +94,23 @@ def _layered_completion(document: Document, path: JsonPath, missing: Sequence[st
             if key != _OVERALL:
                 members[key] = value.get(key, preset[key])
         if _OVERALL in missing:
-            required, _ = _required_and_known_keys(value, (_OVERALL,))
-            members |= _parameters(value, level, required)
+            _, integers = block_of("layered", "complete_parameters")["allOf"]
+            members |= _parameters(value, level, integers["then"]["required"])
         text = paste(members)
     edits = _insertions(document, level_path, members)
     turn = _ENTRIES_TURN if level_path else _DEFAULTS_TURN
     return Fix(f"paste {text}", edits, turn=turn)
 
 
-def _preset(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _preset(value: JsonMapping) -> JsonMapping:
     """Return the ready config of the device that the file names."""
     is_dpu = str(value.get("target_device")).upper() == "DPU"
-    preset: Mapping[str, Any] = load_resource(
-        "configs", "dpu.json" if is_dpu else "default.json"
-    )
+    name = "dpu.json" if is_dpu else "default.json"
+    preset: JsonMapping = load_resource("configs", name)
     return preset
 
 
-def _parameters(
-    value: Mapping[str, Any], level: Mapping[str, Any], missing: Sequence[str]
-) -> _Members:
+def _parameters(value: JsonMapping, level: JsonMapping, missing: Sequence[str]) -> JsonObject:
     """Return what to add to `level`, the file or one of its layer entries, so that its overall
     block states what is missing.
 
@@ -149,11 +122,11 @@ def _parameters(
         sources.insert(0, _blocks(value))
     overalls = [overall for overall, _ in sources]
     wide = ChainMap({}, *overalls, {"datatype": "int"})
-    by_role: dict[str, Mapping[str, Any]] = {}
+    by_role: dict[Role, JsonMapping] = {}
     roles = level.get("quantizable_data_type", value.get("quantizable_data_type"))
     for role in ROLES:
         if not isinstance(roles, list) or role in roles:
-            parts: list[_Members] = []
+            parts: list[JsonObject] = []
             for overall, tensors in sources:
                 parts += [tensors.get(role, {}), overall]
             by_role[role] = ChainMap({}, *parts, wide)
@@ -165,7 +138,7 @@ def _parameters(
     if stated.get("symmetry") is False and not tensors_are_symmetric:
         # Asymmetric quantization reads neither
         added |= dict.fromkeys({"signed", "narrow_range"} & added.keys(), False)
-    added_tensors: dict[str, _Members] = {}
+    added_tensors: dict[str, JsonObject] = {}
     for role, words in by_role.items():
         stated_words = stated_tensors.get(role, {})
         block = _tensor_block(added, words, wide, stated_words)
@@ -178,10 +151,10 @@ def _parameters(
 
 def _overall(
     missing: Sequence[str],
-    stated: _Members,
-    wide: Mapping[str, Any],
+    stated: JsonObject,
+    wide: JsonMapping,
     datatypes: Sequence[Any],
-) -> _Members:
+) -> JsonObject:
     """Return the members that complete an overall block.
 
     Under a floating-point datatype of the top an empty block repeats that datatype, and one
@@ -189,7 +162,7 @@ def _overall(
     """
     if _is_cast(wide["datatype"]) and not stated:
         return {"datatype": wide["datatype"]}
-    members: _Members = {}
+    members: JsonObject = {}
     if "datatype" not in stated and any(map(_is_cast, datatypes)):
         members["datatype"] = "int"
     for word in missing:
@@ -203,34 +176,33 @@ def _is_cast(datatype: Any) -> bool:
 
 
 def _tensor_block(
-    overall: _Members, words: Mapping[str, Any], wide: Mapping[str, Any], stated: _Members
-) -> _Members:
+    overall: JsonObject, words: JsonMapping, wide: JsonMapping, stated: JsonObject
+) -> JsonObject:
     """Return what a role's block has to state, so that the values of `overall` do not replace
     what holds for the role.
     """
-    block: _Members = {}
-    for word in overall:
-        is_read = words["datatype"] == "int" or word == "datatype"
-        if is_read and word not in stated and words[word] != wide[word]:
-            block[word] = words[word]
-    return block
+    read = overall if words["datatype"] == "int" else ["datatype"]
+    unstated = [word for word in overall if word in read and word not in stated]
+    return {word: words[word] for word in unstated if words[word] != wide[word]}
 
 
-def _blocks(level: Mapping[str, Any]) -> tuple[_Members, dict[str, _Members]]:
+def _blocks(level: JsonMapping) -> tuple[JsonObject, dict[str, JsonObject]]:
     """Return the overall block, and the blocks of tensor roles, as far as they are there."""
     overall = level.get(_OVERALL)
     tensors = level.get(_TENSOR)
-    blocks: dict[str, _Members] = {}
+    blocks: dict[str, JsonObject] = {}
     if isinstance(tensors, dict):
         for role, block in tensors.items():
             if isinstance(block, dict):
                 blocks[role] = block
-    return overall if isinstance(overall, dict) else {}, blocks
+    if not isinstance(overall, dict):
+        overall = {}
+    return overall, blocks
 
 
 def _examples(
-    value: Mapping[str, Any], path: JsonPath, key: str
-) -> Iterator[tuple[_Members, bool]]:
+    value: JsonMapping, path: JsonPath, key: str
+) -> Iterator[tuple[JsonObject, bool]]:
     """Yield values for a key of the hierarchical form or of an algorithm, and whether each is
     known to be meant, as all wider levels state it.
     """
@@ -250,7 +222,7 @@ def _examples(
         yield {key: {"weight": {"dtype": "int8"}}}, False
 
 
-def _wider_dtypes(value: Mapping[str, Any], path: JsonPath) -> tuple[str, ...]:
+def _wider_dtypes(value: JsonMapping, path: JsonPath) -> tuple[str, ...]:
     """Return the dtypes that wider levels state for the tensor at `path`: the global level,
     and for a name all types.
     """
@@ -270,22 +242,18 @@ def _wider_dtypes(value: Mapping[str, Any], path: JsonPath) -> tuple[str, ...]:
     return tuple(dtypes)
 
 
-def _insertions(
-    document: Document, path: JsonPath, members: Mapping[str, Any]
-) -> tuple[Edit, ...]:
+def _insertions(document: Document, path: JsonPath, members: JsonMapping) -> tuple[Edit, ...]:
     """Return the edits that add members to the object at `path` and to blocks in it."""
     present = value_at(document.value, path)
     new = {key: member for key, member in members.items() if key not in present}
-    edits: list[Edit] = []
-    if new:
-        edits.append(_insertion(document, path, new))
+    edits = [_insertion(document, path, new)] if new else []
     for key, member in members.items():
         if key not in new and isinstance(present[key], dict):
             edits += _insertions(document, (*path, key), member)
     return tuple(edits)
 
 
-def _insertion(document: Document, path: JsonPath, members: Mapping[str, Any]) -> Edit:
+def _insertion(document: Document, path: JsonPath, members: JsonMapping) -> Edit:
     """Return the edit that writes members after the last one, laid out as it is."""
     text = document.source.text
     pointer = pointer_to(*path)
@@ -308,7 +276,7 @@ def _insertion(document: Document, path: JsonPath, members: Mapping[str, Any]) -
     return Edit(end, end, added)
 
 
-def _written(members: Mapping[str, Any], indent: str) -> list[str]:
+def _written(members: JsonMapping, indent: str) -> list[str]:
     return [f"{json.dumps(key)}: {_dumped(value, indent)}" for key, value in members.items()]
 
 

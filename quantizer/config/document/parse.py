@@ -8,7 +8,8 @@ import re
 from typing import Any, NoReturn
 
 from quantizer.config.diagnostics import Diagnostic, Edit, Fix
-from quantizer.config.document.document import JsonPath, Span, Text, pointer_to
+from quantizer.config.document.document import Span, Text, pointer_to
+from quantizer.config.json_types import JsonObject, JsonPath
 
 MAX_DEPTH = 64
 MAX_PROBLEMS = 1000
@@ -16,7 +17,7 @@ MAX_PROBLEMS = 1000
 _SPACE = re.compile(r"[ \t\r\n]*")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _NUMBER_LIKE = re.compile(r"[-+.0-9](?:[-+.0-9A-Za-z_])*")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 _SINGLE_QUOTED = re.compile(r"'([^'\"\\\x00-\x1f]*)'(?=\s*[:,}\]])")
 _BARE_KEY = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)(?=\s*:)")
@@ -37,7 +38,7 @@ class _StopError(Exception):
 class Parser:
     """One parse of one text; `problems`, `values` and `keys` fill as it goes.
 
-    Methods take the index of a character and return the index after what they have read.
+    `_index` is the character to read next.
     """
 
     def __init__(self, source: Text) -> None:
@@ -47,26 +48,34 @@ class Parser:
         self.problems: list[Diagnostic] = []
         self.values: dict[str, Span] = {}
         self.keys: dict[str, Span] = {}
+        self._index = 0
         self._decoder = json.JSONDecoder()
 
     def parse(self) -> Any:
         """Return the value, or None if `problems` say why there is none."""
         try:
-            self.start = self._space(0)
-            if self.start == len(self.text):
+            self._skip_space()
+            self.start = self._index
+            if not self._next():
                 remedy = "`quantizer init` writes a config to start from"
-                self._fail("the file is empty", self.start, remedy, code="QZ009")
-            value, end = self._value(self.start, (), 0)
-            end = self._space(end)
-            if end < len(self.text):
+                self._fail("the file is empty", remedy, code="QZ009")
+            value = self._value(())
+            self._skip_space()
+            if self._next():
                 message = "there is text after the end of the JSON value"
-                self._fail(message, end, "check the brackets above it")
+                self._fail(message, "check the brackets above it")
         except _StopError:
             return None
         return value
 
     def report(
-        self, code: str, message: str, span: Span, remedy: str, *, instead: str | None = None
+        self,
+        code: str,
+        message: str,
+        span: Span,
+        remedy: str,
+        *,
+        instead: str | None = None,
     ) -> None:
         """Note a problem and go on, unless there are so many that the file is something else.
 
@@ -86,119 +95,141 @@ class Parser:
     def _fail(
         self,
         message: str,
-        start: int,
         remedy: str,
         *,
-        end: int = 0,
+        span: Span | None = None,
         code: str = "QZ004",
         instead: str | None = None,
     ) -> NoReturn:
-        self.report(code, message, (start, end or start + 1), remedy, instead=instead)
+        """Report a problem at `span`, or at the next character, and stop."""
+        span = span or (self._index, self._index + 1)
+        self.report(code, message, span, remedy, instead=instead)
         raise _StopError
 
-    def _space(self, index: int) -> int:
+    def _next(self) -> str:
+        """Return the next character, or "" at the end."""
+        return self.text[self._index : self._index + 1]
+
+    def _skip_space(self) -> None:
         """Skip white space, and report comments."""
         while True:
-            index = self._match(_SPACE, index)
-            comment = _COMMENT.match(self.text, index)
+            self._index = self._end_of(_SPACE)
+            comment = _COMMENT.match(self.text, self._index)
             if not comment:
-                return index
+                return
             remedy = 'remove it, or make it a key: "// note": "…"'
             self.report("QZ005", "JSON has no comments", comment.span(), remedy)
-            index = comment.end()
+            self._index = comment.end()
 
-    def _match(self, pattern: re.Pattern[str], index: int) -> int:
-        match = pattern.match(self.text, index)
-        return match.end() if match else index
+    def _end_of(self, pattern: re.Pattern[str]) -> int:
+        """Return where a match of a pattern at the next character ends."""
+        match = pattern.match(self.text, self._index)
+        return match.end() if match else self._index
 
-    def _value(self, start: int, path: JsonPath, depth: int) -> tuple[Any, int]:
-        if depth > MAX_DEPTH:
+    def _value(self, path: JsonPath) -> Any:
+        start = self._index
+        if len(path) > MAX_DEPTH:
             message = f"values are nested more than {MAX_DEPTH} levels deep"
-            self._fail(message, start, "a config needs 5 levels", code="QZ003")
+            self._fail(message, "a config needs 5 levels", code="QZ003")
         value: Any
-        match self.text[start : start + 1]:
+        match self._next():
             case "{":
-                value, end = self._object(start, path, depth)
+                value = self._object(path)
             case "[":
-                value, end = self._array(start, path, depth)
+                value = self._array(path)
             case '"':
-                value, end = self._string(start)
+                value = self._string()
             case _:
-                value, end = self._scalar(start)
-        self.values[pointer_to(*path)] = (start, end)
-        return value, end
+                value = self._scalar()
+        self.values[pointer_to(*path)] = (start, self._index)
+        return value
 
-    def _object(self, start: int, path: JsonPath, depth: int) -> tuple[dict[str, Any], int]:
-        members: dict[str, Any] = {}
-        index = self._space(start + 1)
-        while self.text[index : index + 1] != "}":
-            self._require_more(index, start, "}")
-            key_start = index
-            key, key_end = self._key(key_start)
+    def _object(self, path: JsonPath) -> JsonObject:
+        members: JsonObject = {}
+        start = self._open()
+        while self._next() != "}":
+            self._require_more(start, "}")
+            key_start = self._index
+            key = self._key()
+            span = (key_start, self._index)
             pointer = pointer_to(*path, key)
             if key in members:
-                self._duplicate(key, self.keys[pointer], (key_start, key_end))
+                self._duplicate(key, self.keys[pointer], span)
             else:
-                self.keys[pointer] = (key_start, key_end)
-            colon = self._space(key_end)
-            if self.text[colon : colon + 1] != ":":
+                self.keys[pointer] = span
+            self._skip_space()
+            if self._next() != ":":
                 message = "a colon is missing after this key"
-                self._fail(message, key_start, 'write "key": value', end=colon)
-            value_start = self._space(colon + 1)
-            members[key], value_end = self._value(value_start, (*path, key), depth + 1)
-            index = self._separator(value_end, "}", start)
-        return members, index + 1
+                self._fail(message, 'write "key": value', span=(key_start, self._index))
+            self._index += 1
+            self._skip_space()
+            members[key] = self._value((*path, key))
+            self._separator(start, "}")
+        self._index += 1
+        return members
 
-    def _array(self, start: int, path: JsonPath, depth: int) -> tuple[list[Any], int]:
+    def _array(self, path: JsonPath) -> list[Any]:
         items: list[Any] = []
-        index = self._space(start + 1)
-        while self.text[index : index + 1] != "]":
-            self._require_more(index, start, "]")
-            item, value_end = self._value(index, (*path, len(items)), depth + 1)
-            items.append(item)
-            index = self._separator(value_end, "]", start)
-        return items, index + 1
+        start = self._open()
+        while self._next() != "]":
+            self._require_more(start, "]")
+            items.append(self._value((*path, len(items))))
+            self._separator(start, "]")
+        self._index += 1
+        return items
 
-    def _separator(self, value_end: int, close: str, start: int) -> int:
+    def _open(self) -> int:
+        """Read an opening bracket, and return where it is."""
+        start = self._index
+        self._index += 1
+        self._skip_space()
+        return start
+
+    def _separator(self, start: int, close: str) -> None:
         """Read the comma between two members; stop at the closing bracket."""
-        index = self._space(value_end)
-        self._require_more(index, start, close)
-        if self.text[index] == close:
-            return index
-        if self.text[index] != ",":
+        value_end = self._index
+        self._skip_space()
+        self._require_more(start, close)
+        if self._next() == close:
+            return
+        if self._next() != ",":
             message = f'a comma or a "{close}" is missing after this value'
-            self._fail(message, value_end - 1, "write a comma between members")
-        following = self._space(index + 1)
-        if self.text[following : following + 1] == close:
+            span = (value_end - 1, value_end)
+            self._fail(message, "write a comma between members", span=span)
+        comma = (self._index, self._index + 1)
+        self._index += 1
+        self._skip_space()
+        if self._next() == close:
             message = "JSON has no trailing commas"
             remedy = f'remove the comma before "{close}"'
-            self.report("QZ006", message, (index, index + 1), remedy, instead="")
-        return following
+            self.report("QZ006", message, comma, remedy, instead="")
 
-    def _require_more(self, index: int, start: int, close: str) -> None:
+    def _require_more(self, start: int, close: str) -> None:
         """Stop if the text ends before the bracket at `start` is closed."""
-        if index >= len(self.text):
+        if not self._next():
             message = f'this bracket is never closed: a "{close}" is missing'
-            self._fail(message, start, "is the file cut off?")
+            self._fail(message, "is the file cut off?", span=(start, start + 1))
 
-    def _key(self, start: int) -> tuple[str, int]:
-        if self.text[start] == "'":
-            self._single_quoted(start)
-        if self.text[start] != '"':
-            end = max(self._match(_WORD, start), start + 1)
-            word = self.text[start:end]
-            remedy = "remove it" if word == "," else "put the key in double quotes"
-            message = f"expected a key in double quotes, not {word[:40]}"
-            instead = f'"{word}"' if _BARE_KEY.match(self.text, start) else None
-            self._fail(message, start, remedy, end=end, instead=instead)
-        return self._string(start)
+    def _key(self) -> str:
+        if self._next() == "'":
+            self._single_quoted()
+        if self._next() == '"':
+            return self._string()
+        end = max(self._end_of(_WORD), self._index + 1)
+        word = self.text[self._index : end]
+        remedy = "remove it" if word == "," else "put the key in double quotes"
+        message = f"expected a key in double quotes, not {word[:40]}"
+        is_bare = _BARE_KEY.match(self.text, self._index)
+        instead = f'"{word}"' if is_bare else None
+        self._fail(message, remedy, span=(self._index, end), instead=instead)
 
-    def _single_quoted(self, start: int) -> NoReturn:
+    def _single_quoted(self) -> NoReturn:
         message = "JSON strings are in double quotes"
-        string = _SINGLE_QUOTED.match(self.text, start)
+        remedy = 'write "…"'
+        string = _SINGLE_QUOTED.match(self.text, self._index)
         if string is None:
-            self._fail(message, start, 'write "…"')
-        self._fail(message, start, 'write "…"', end=string.end(), instead=f'"{string[1]}"')
+            self._fail(message, remedy)
+        self._fail(message, remedy, span=string.span(), instead=f'"{string[1]}"')
 
     def _duplicate(self, key: str, first: Span, second: Span) -> None:
         place = self.source.place(first)
@@ -206,14 +237,19 @@ class Parser:
         lines = f"on line {repeated.line}"
         if place.line != repeated.line:
             lines = f"on lines {place.line} and {repeated.line}"
-        message = f'the key "{key[:60]}" appears twice, {lines}'
-        related = ((place, "first here"),)
-        help_ = "keep one of the two"
-        self._note(Diagnostic("QZ007", message, repeated, help=help_, related=related))
+        problem = Diagnostic(
+            code="QZ007",
+            message=f'the key "{key[:60]}" appears twice, {lines}',
+            place=repeated,
+            help="keep one of the two",
+            related=((place, "first here"),),
+        )
+        self._note(problem)
 
-    def _string(self, start: int) -> tuple[str, int]:
+    def _string(self) -> str:
+        start = self._index
         try:
-            value, end = self._decoder.raw_decode(self.text, start)
+            value, self._index = self._decoder.raw_decode(self.text, start)
         except json.JSONDecodeError as error:
             if error.msg.startswith("Unterminated"):
                 message = "this string is never closed"
@@ -223,43 +259,51 @@ class Parser:
                 message = (
                     "this string is not closed on its line, or contains a control character"
                 )
-            self._fail(message, error.pos, 'inside a string write \\n, \\t, \\\\ and \\"')
+            remedy = 'inside a string write \\n, \\t, \\\\ and \\"'
+            self._fail(message, remedy, span=(error.pos, error.pos + 1))
         if _SURROGATE.search(value):
+            message = "this string contains half of a surrogate pair"
             remedy = "write the character itself, or both halves"
-            self._fail("this string contains half of a surrogate pair", start, remedy, end=end)
-        return str(value), end
+            self._fail(message, remedy, span=(start, self._index))
+        return str(value)
 
-    def _scalar(self, start: int) -> tuple[Any, int]:
-        end = max(self._match(_NUMBER_LIKE, start), self._match(_WORD, start))
-        word = self.text[start:end]
-        number = _NUMBER.fullmatch(word)
-        if number:
-            return self._number(number, (start, end)), end
-        if word[:1].isdecimal() or word[:1] == ".":
+    def _scalar(self) -> Any:
+        end = max(self._end_of(_NUMBER_LIKE), self._end_of(_WORD))
+        span = (self._index, end)
+        word = self.text[self._index : end]
+        if _NUMBER.fullmatch(word):
+            value = self._number(word, span)
+        elif word[:1].isdecimal() or word[:1] == ".":
             message = f"{word[:40]} is not a JSON number"
-            self._fail(message, start, "write it like 8, -1 or 99.99", end=end)
-        if word in _LITERALS:
-            return _LITERALS[word], end
+            self._fail(message, "write it like 8, -1 or 99.99", span=span)
+        elif word in _LITERALS:
+            value = _LITERALS[word]
+        else:
+            self._foreign(word, span)
+            value = None
+        self._index = end
+        return value
+
+    def _foreign(self, word: str, span: Span) -> None:
+        """Report what is no JSON; stop if nobody knows where it ends."""
+        message = f"JSON has no {word}"
         literal = _FOREIGN_LITERALS.get(word)
         if word in _NOT_FINITE:
-            self.report("QZ008", f"JSON has no {word}", (start, end), "write a finite number")
+            self.report("QZ008", message, span, "write a finite number")
         elif literal:
-            remedy = f"write {literal}"
-            self.report("QZ004", f"JSON has no {word}", (start, end), remedy, instead=literal)
-        elif self.text[start : start + 1] == "'":
-            self._single_quoted(start)
+            self.report("QZ004", message, span, f"write {literal}", instead=literal)
+        elif self._next() == "'":
+            self._single_quoted()
         else:
-            shown = word[:40] or self.text[start : start + 1] or "the end of the file"
+            shown = word[:40] or self._next() or "the end of the file"
             message = f"expected a value, not {shown}"
-            self._fail(message, start, 'text goes in double quotes: "…"', end=end)
-        return None, end
+            start, end = span
+            span = (start, max(end, start + 1))
+            self._fail(message, 'text goes in double quotes: "…"', span=span)
 
-    def _number(self, number: re.Match[str], span: Span) -> int | float | None:
-        text = number.group()
+    def _number(self, text: str, span: Span) -> int | float | None:
         if not math.isfinite(float(text)):
             message = f"the number {text[:20]}… is out of range"
             self.report("QZ008", message, span, "write a smaller number")
             return None
-        fraction, exponent = number.groups()
-        is_whole = fraction is None and exponent is None
-        return int(text) if is_whole else float(text)
+        return float(text) if set(text) & {".", "e", "E"} else int(text)

@@ -10,8 +10,9 @@ from typing import Any
 from quantizer.config.algorithm_settings import settings_of
 from quantizer.config.algorithms import SWITCHES, entry_kinds
 from quantizer.config.diagnostics import Edit, Fix
-from quantizer.config.document.document import Document, JsonPath, pointer_to, value_at
+from quantizer.config.document.document import Document, pointer_to, value_at
 from quantizer.config.forms.form import HIERARCHICAL_KEYS, Form, block_of, form_of
+from quantizer.config.json_types import JsonMapping, JsonPath
 from quantizer.config.wording import closest, listed, misspelt, quoted
 
 TYPE_WORDS = {
@@ -76,7 +77,7 @@ _SWITCHES = {
 """What other tools list among their algorithms."""
 
 
-def bounds(schema: Mapping[str, Any]) -> list[str]:
+def bounds(schema: JsonMapping) -> list[str]:
     """Return the range of a number in words.
 
     >>> bounds({"exclusiveMinimum": 0, "maximum": 1})
@@ -114,7 +115,7 @@ def _is_switch(key: str, value: Any) -> bool:
     return key == "name" and isinstance(value, str) and value in _SWITCHES
 
 
-def value_fixes(document: Document, path: JsonPath, schema: Mapping[str, Any]) -> Iterator[Fix]:
+def value_fixes(document: Document, path: JsonPath, schema: JsonMapping) -> Iterator[Fix]:
     """Yield what to write for the value at `path`, whose entry in the schema is `schema`: what
     it means, then examples.
     """
@@ -203,7 +204,7 @@ def _synonym(value: str, words: Collection[str]) -> str | None:
 
 
 def _literals(
-    document: Document, path: JsonPath, schema: Mapping[str, Any]
+    document: Document, path: JsonPath, schema: JsonMapping
 ) -> Iterator[tuple[str, tuple[Edit, ...]]]:
     """Yield the literal of the wanted type that a value of another type means, as it is shown
     and as it is written.

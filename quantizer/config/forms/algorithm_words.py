@@ -6,7 +6,8 @@ from typing import Any, get_args, get_type_hints
 from quantizer.config.algorithm_settings import AlgoConfig, read_keys, settings_of
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.diagnostics import Place
-from quantizer.config.document.document import JsonPath, ValidDocument
+from quantizer.config.document.document import ValidDocument
+from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import Algorithm, Sourced
 
 _GROUP_KEYS = ("prev_op", "layers", "inp")
@@ -33,14 +34,14 @@ def read_names(document: ValidDocument, *blocks: str) -> tuple[tuple[str, Place 
     return tuple(names)
 
 
-def written(settings: AlgoConfig) -> dict[str, Any]:
+def written(settings: AlgoConfig) -> JsonObject:
     """Return the entry of a file that means the same as settings, with every default that
     something reads.
 
     >>> written(ALGORITHMS["rotation"](seed=3))
     {'name': 'rotation', 'residual': True, 'values': True, 'online': True, 'seed': 3}
     """
-    entry: dict[str, Any] = {"name": settings.name}
+    entry: JsonObject = {"name": settings.name}
     for key in read_keys(type(settings)):
         value = getattr(settings, key)
         if value is not None:
@@ -106,7 +107,7 @@ def _valid_part(document: ValidDocument, *path: str | int) -> Any:
     if isinstance(value, list):
         return [_valid_part(document, *item) for item in _items(document, *path)]
     if isinstance(value, dict):
-        members: dict[str, Any] = {}
+        members: JsonObject = {}
         for key in _GROUP_KEYS:
             member = _valid_part(document, *path, key)
             if member:

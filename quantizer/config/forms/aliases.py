@@ -5,9 +5,10 @@ from typing import Any, TypeVar
 
 from quantizer.config.algorithm_settings import ALIASES
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.document.document import Document, JsonPath, pointer_to
+from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.forms.hierarchical import ROLE_OF
 from quantizer.config.forms.hierarchical_spec import OBSERVERS
+from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.wording import quoted
 
 _T = TypeVar("_T")
@@ -100,14 +101,11 @@ class _CanonicalCopy:
 
     def moved(self, by_pointer: Mapping[str, _T]) -> dict[str, _T]:
         """Return what a mapping has for old pointers by the new ones."""
-        moved: dict[str, _T] = {}
-        for new, old in self._old_pointers.items():
-            if old in by_pointer:
-                moved[new] = by_pointer[old]
-        return moved
+        pointers = self._old_pointers.items()
+        return {new: by_pointer[old] for new, old in pointers if old in by_pointer}
 
-    def _object(self, value: dict[str, Any], old: JsonPath, new: JsonPath) -> dict[str, Any]:
-        members: dict[str, Any] = {}
+    def _object(self, value: JsonObject, old: JsonPath, new: JsonPath) -> JsonObject:
+        members: JsonObject = {}
         for key, item in value.items():
             word = other_spelling(key, new)
             # With both spellings, each stays

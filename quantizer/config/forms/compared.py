@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quantizer.config.document.document import JsonPath, pointer_to
+from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.resolved import resolved_document
+from quantizer.config.json_types import JsonPath
 from quantizer.config.model import Config
 
 _SELECTOR_KEYS = ("layer_name", "layer_type")

@@ -1,9 +1,9 @@
 """Tell the two file forms apart by their keys, and return the blocks of their schemas."""
 
-from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest
 
@@ -27,7 +27,7 @@ _LAYERED_BLOCKS = frozenset(
 """Source: Vitis AI, quantization configuration."""
 
 
-def form_of(value: Mapping[str, Any]) -> Form:
+def form_of(value: JsonMapping) -> Form:
     """Return the form of a file: hierarchical with a key of that form, or its required key
     misspelt, and no overall block.
 
@@ -49,7 +49,7 @@ def _form_of(keys: frozenset[str]) -> Form:
     return "hierarchical" if "global_quant_config" in meant else "layered"
 
 
-def block_of(form: Form, name: str = "") -> Mapping[str, Any]:
+def block_of(form: Form, name: str = "") -> JsonMapping:
     """Return a block by its name in the form's schema; without a name, the file itself."""
-    schema: Mapping[str, Any] = load_resource("schemas", f"{form}.schema.json")
+    schema: JsonMapping = load_resource("schemas", f"{form}.schema.json")
     return schema["definitions"][name] if name else schema

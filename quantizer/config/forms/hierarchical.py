@@ -2,14 +2,15 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Place
-from quantizer.config.document.document import Document, JsonPath, ValidDocument
+from quantizer.config.document.document import Document, ValidDocument
 from quantizer.config.forms.algorithm_words import read_algorithms, read_names
 from quantizer.config.forms.form import block_of
 from quantizer.config.forms.hierarchical_spec import Words
+from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import (
     Config,
     ConfigRule,
@@ -144,7 +145,7 @@ class _Translator(ValidDocument):
     """A document whose parts are read by one method each."""
 
     def settings(self, listed: Sequence[tuple[str, Place | None]]) -> Settings:
-        stated: dict[str, Any] = {}
+        stated: JsonObject = {}
         places: dict[str, Place] = {}
         path = ("global_quant_config", "target_device")
         device = self.get(*path)

@@ -16,6 +16,7 @@ from quantizer.config.forms.dtypes import (
     dtype_word,
 )
 from quantizer.config.forms.types import RoundType, ScaleType
+from quantizer.config.json_types import JsonObject
 from quantizer.config.model import (
     CAST_ONLY,
     POOLED,
@@ -77,7 +78,7 @@ def observer_word(spec: QuantizationSpec) -> str | None:
     return None
 
 
-def specification(spec: QuantizationSpec) -> dict[str, Any]:
+def specification(spec: QuantizationSpec) -> JsonObject:
     """Return the spec in the form's words, with every key, so that nothing is inherited from a
     wider level.
 
@@ -86,7 +87,7 @@ def specification(spec: QuantizationSpec) -> dict[str, Any]:
     """
     if spec.dtype in CAST_ONLY:
         return {"dtype": spec.dtype}
-    words: dict[str, Any] = {
+    words: JsonObject = {
         "dtype": dtype_word(spec) if spec.dtype == "int" else spec.dtype,
         "observer_cls": observer_word(spec),
     }

@@ -5,11 +5,12 @@ into its words.
 import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from quantizer.config.diagnostics import Place
-from quantizer.config.document.document import Document, JsonPath, ValidDocument
+from quantizer.config.document.document import Document, ValidDocument
 from quantizer.config.forms.algorithm_words import read_algorithms
+from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.model import (
     CAST_ONLY,
     POOLED,
@@ -53,7 +54,7 @@ _SELECTOR_KINDS: Mapping[str, Literal["type", "name"]] = {
     "layer_type": "type",
     "layer_name": "name",
 }
-_SETTINGS = frozenset(field.name for field in fields(Settings)) - {"places"}
+_SETTINGS = tuple(field.name for field in fields(Settings) if field.name != "places")
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class _Translator(ValidDocument):
     """A document whose parts are read by one method each."""
 
     def settings(self) -> Settings:
-        stated: dict[str, Any] = {}
+        stated: JsonObject = {}
         places: dict[str, Place] = {}
         for name in _SETTINGS:
             value = self.get(name)
@@ -156,24 +157,29 @@ class _Translator(ValidDocument):
 
     def level(self, selector: Selector, label: str, path: JsonPath) -> LayeredLevel:
         weights = self._block(*path, "overall_quantize_config")
-        others: dict[str, Sourced] = {}
-        for name, sourced in weights.items():
-            if sourced.value != "per_channel":
-                others[name] = sourced
+        # Other roles have one scale per tensor
+        others = dict(weights)
+        if "qscheme" in others and others["qscheme"].value == "per_channel":
+            del others["qscheme"]
+        overall: dict[Role, Fields] = dict.fromkeys(ROLES, others)
+        overall["weights"] = weights
         tensor: dict[Role, Fields] = {}
         for role in ROLES:
             block = self._block(*path, "tensor_quantize_config", role)
             if block:
                 tensor[role] = block
-        roles = self._roles(*path, "quantizable_data_type")
-        roles_place = self.place(*path, "quantizable_data_type")
+        roles_path = (*path, "quantizable_data_type")
+        roles = self._roles(*roles_path)
+        roles_place = None
+        if roles is not None:
+            roles_place = self.place(*roles_path)
         return LayeredLevel(
             selector=selector,
             label=label,
             pointer=path,
             roles=roles,
-            roles_place=None if roles is None else roles_place,
-            overall={role: weights if role == "weights" else others for role in ROLES},
+            roles_place=roles_place,
+            overall=overall,
             tensor=tensor,
         )
 
@@ -202,7 +208,7 @@ class _Translator(ValidDocument):
         return block
 
 
-def parameters(spec: QuantizationSpec, explicit: Collection[str] = ()) -> dict[str, Any]:
+def parameters(spec: QuantizationSpec, explicit: Collection[str] = ()) -> JsonObject:
     """Return a complete block that means the same as a spec of integers, or one without a
     scale.
 
@@ -227,14 +233,14 @@ def parameters(spec: QuantizationSpec, explicit: Collection[str] = ()) -> dict[s
 
 
 def entry(
-    selector: Mapping[str, Any],
+    selector: JsonMapping,
     specs: Mapping[Role, QuantizationSpec],
     explicit: Collection[str] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return a complete layer entry: an overall block, and what differs from it for single
     roles; `explicit` as in `parameters`.
     """
-    by_role: dict[str, dict[str, Any]] = {}
+    by_role: dict[Role, JsonObject] = {}
     for role in ROLES:
         if role in specs:
             by_role[role] = parameters(specs[role], explicit)
@@ -245,9 +251,9 @@ def entry(
         overall.pop(word, None)
     if "per_channel" in overall:
         overall["per_channel"] = False
-    tensors: dict[str, Any] = {}
+    tensors: JsonObject = {}
     for role, block in by_role.items():
-        differing: dict[str, Any] = {}
+        differing: JsonObject = {}
         for word, value in block.items():
             if overall.get(word) != value:
                 differing[word] = value
@@ -261,17 +267,15 @@ def entry(
     }
 
 
-def with_entries(
-    document: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+def with_entries(document: JsonMapping, entries: Mapping[str, JsonMapping]) -> JsonObject:
     """Return a copy of the document with these layer entries, by the name of their layer.
 
     They replace entries of the same names, whose comments ("//" keys) stay, and stand behind
     all others.
     """
     changed = copy.deepcopy(dict(document))
-    layer_entries: list[dict[str, Any]] = []
-    replaced: dict[str, dict[str, Any]] = {}
+    layer_entries: list[JsonObject] = []
+    replaced: dict[str, JsonObject] = {}
     for old in changed.get("layer_quantize_config") or []:
         name = old.get("layer_name")
         if name in entries:
@@ -279,7 +283,7 @@ def with_entries(
         else:
             layer_entries.append(old)
     for name, new in entries.items():
-        layer_entry: dict[str, Any] = {}
+        layer_entry: JsonObject = {}
         for key, value in replaced.get(name, {}).items():
             if key.startswith("//"):
                 layer_entry[key] = value
@@ -288,9 +292,7 @@ def with_entries(
     return changed | {"layer_quantize_config": layer_entries}
 
 
-def specified(
-    document: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec]
-) -> dict[str, Any]:
+def specified(document: JsonMapping, specs: Mapping[Role, QuantizationSpec]) -> JsonObject:
     """Return what an entry of this document states to give a layer's tensors these specs,
     whatever wider blocks state.
     """

@@ -1,14 +1,14 @@
 """Leave single layers in float in a config's document, in the file's own form."""
 
 import copy
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.layered import with_entries
+from quantizer.config.json_types import JsonMapping, JsonObject
 
 
-def with_float(document: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any]:
+def with_float(document: JsonMapping, layers: Collection[str]) -> JsonObject:
     """Return the document with these layers in float: an empty list of types in the layered
     form, `exclude` in the other.
     """

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.config.document.document import Document, JsonPath
+from quantizer.config.document.document import Document
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical import KEY_OF
 from quantizer.config.forms.hierarchical_spec import observer_word, specification
 from quantizer.config.forms.layered import FIELDS, specified, with_entries
+from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.roles import base_role
 
@@ -44,18 +45,16 @@ class Restated:
     @property
     def changes(self) -> list[str]:
         """Return the fields that differ."""
-        changes: list[str] = []
-        for field in _RANGE_FIELDS:
-            if getattr(self.before, field) != getattr(self.after, field):
-                changes.append(field)
-        return changes
+        before = self.before.to_json()
+        after = self.after.to_json()
+        return [field for field in _RANGE_FIELDS if before[field] != after[field]]
 
 
 def in_place(
     document: Document,
     changed: Mapping[_TensorKey, Restated],
     others: Iterable[tuple[str, Mapping[str, str]]],
-) -> tuple[dict[str, Any], Paths] | None:
+) -> tuple[JsonObject, Paths] | None:
     """Return the document with the new words at the levels that state the old ones, and the
     path of each new word.
 
@@ -89,7 +88,8 @@ def in_place(
         percentage_path = (*block, "percentage")
         _set(value, observer_path, observer_word(after))
         has_percentage = after.method == "percentile"
-        _set(value, percentage_path, after.percentage if has_percentage else None)
+        percentage = after.percentage if has_percentage else None
+        _set(value, percentage_path, percentage)
         paths[layer, role, "percentage"] = percentage_path if has_percentage else None
         if field != "percentage":
             paths[layer, role, field] = observer_path
@@ -97,10 +97,10 @@ def in_place(
 
 
 def by_layer(
-    document: Mapping[str, Any],
+    document: JsonMapping,
     layers: Mapping[str, Mapping[Role, QuantizationSpec]],
     changed: Mapping[_TensorKey, Restated],
-) -> tuple[dict[str, Any], Paths]:
+) -> tuple[JsonObject, Paths]:
     """Return the document with an entry of its own for each of `layers`, which has the specs of
     all its tensors, and the path of each new word.
     """
@@ -120,8 +120,8 @@ def by_layer(
 
 
 def _layered_entries(
-    document: Mapping[str, Any], layers: Mapping[str, Mapping[Role, QuantizationSpec]]
-) -> tuple[dict[str, Any], Paths]:
+    document: JsonMapping, layers: Mapping[str, Mapping[Role, QuantizationSpec]]
+) -> tuple[JsonObject, Paths]:
     paths: dict[_FieldKey, JsonPath | None] = {}
     entries = {name: specified(document, specs) for name, specs in layers.items()}
     value = with_entries(document, entries)

@@ -9,9 +9,10 @@ from typing import Any
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.forms.algorithm_words import written
 from quantizer.config.forms.hierarchical import ALGORITHM_LISTS, ROLE_OF, SPEC_KEYS
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, Config, Settings
 
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: JsonMapping = {
     "layer_type_quant_config": {},
     "layer_quant_config": {},
     "exclude": [],
@@ -23,7 +24,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _SPEC_DEFAULTS = {"is_dynamic": False, "round_method": "half_even", "scale_type": "float"}
 
 
-def resolved_document(config: Config) -> dict[str, Any]:
+def resolved_document(config: Config) -> JsonObject:
     """Return a document that means the same as `config` and leaves nothing to defaults.
 
     Blocks of the layered form are complete in a valid file, so only the switches are filled
@@ -34,18 +35,18 @@ def resolved_document(config: Config) -> dict[str, Any]:
     if config.form == "hierarchical":
         resolved = _hierarchical(document, config.settings)
         return resolved | _algorithm_lists(config, *ALGORITHM_LISTS)
-    switches: dict[str, Any] = {}
+    switches: JsonObject = {}
     for setting in fields(Settings):
         if setting.name != "places":
             switches[setting.name] = getattr(config.settings, setting.name)
     return {**switches, **document, **_algorithm_lists(config, "algorithms")}
 
 
-def _algorithm_lists(config: Config, *keys: str) -> dict[str, Any]:
+def _algorithm_lists(config: Config, *keys: str) -> JsonObject:
     """Return the lists of algorithms that are not empty, each with all its settings as they
     took effect.
     """
-    lists: dict[str, Any] = {}
+    lists: JsonObject = {}
     for key in keys:
         entries = _passes(config.document.get(key))
         for algorithm in config.algorithms:
@@ -56,20 +57,20 @@ def _algorithm_lists(config: Config, *keys: str) -> dict[str, Any]:
     return lists
 
 
-def _passes(entries: Any) -> list[dict[str, Any]]:
+def _passes(entries: Any) -> list[JsonObject]:
     """Return the passes over the graph among the entries of a list, or the one that stands
     without a list.
     """
     if isinstance(entries, Mapping):
         entries = [entries]
-    passes: list[dict[str, Any]] = []
+    passes: list[JsonObject] = []
     for entry in entries or ():
         if entry["name"] in SWITCHES:
             passes.append(written(SWITCHES[entry["name"]]()))
     return passes
 
 
-def _hierarchical(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
+def _hierarchical(document: JsonObject, settings: Settings) -> JsonObject:
     """Return every level with every key of every spec; at the global level with the defaults
     that hold there.
     """
@@ -78,15 +79,15 @@ def _hierarchical(document: dict[str, Any], settings: Settings) -> dict[str, Any
     everywhere["target_device"] = settings.target_device
     resolved["global_quant_config"] = everywhere
     for block in ("layer_type_quant_config", "layer_quant_config"):
-        levels: dict[str, Any] = {}
+        levels: JsonObject = {}
         for selector, level in resolved[block].items():
             levels[selector] = _level(level, is_global=False)
         resolved[block] = levels
     return resolved
 
 
-def _level(level: Mapping[str, Any], *, is_global: bool) -> dict[str, Any]:
-    specs: dict[str, Any] = {}
+def _level(level: JsonMapping, *, is_global: bool) -> JsonObject:
+    specs: JsonObject = {}
     for key in ROLE_OF:
         spec = level.get(key)
         specs[key] = _spec(spec, is_global) if spec else None
@@ -94,7 +95,7 @@ def _level(level: Mapping[str, Any], *, is_global: bool) -> dict[str, Any]:
     return specs
 
 
-def _spec(spec: Mapping[str, Any], is_global: bool) -> dict[str, Any]:
+def _spec(spec: JsonMapping, is_global: bool) -> JsonObject:
     """Return all keys. A default that follows from other keys stays null, or narrower levels
     would inherit it.
     """
@@ -109,7 +110,7 @@ def _spec(spec: Mapping[str, Any], is_global: bool) -> dict[str, Any]:
 def _without_comments(value: Any) -> Any:
     """Return a value without `$schema` and the keys that begin with `//`."""
     if isinstance(value, Mapping):
-        members: dict[str, Any] = {}
+        members: JsonObject = {}
         for key, item in value.items():
             if key != "$schema" and not key.startswith("//"):
                 members[key] = _without_comments(item)

@@ -4,19 +4,19 @@ form.
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
 from quantizer.config.forms.dtypes import INTEGERS, dtype_word, integer_word
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.forms.layered import specified, with_entries
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.errors import UsageError
 
 _LayerSpecs = Mapping[Role, QuantizationSpec]
 
 
-def patched(document: Mapping[str, Any], layers: Mapping[str, _LayerSpecs]) -> dict[str, Any]:
+def patched(document: JsonMapping, layers: Mapping[str, _LayerSpecs]) -> JsonObject:
     """Return the document with an entry for each of `layers`. Comments ("//" keys) stay.
 
     The layered form needs complete entries, so there the other tensors are repeated; in the
@@ -43,7 +43,7 @@ def patched(document: Mapping[str, Any], layers: Mapping[str, _LayerSpecs]) -> d
     return changed
 
 
-def _weight(stated: Mapping[str, Any], spec: QuantizationSpec) -> dict[str, Any]:
+def _weight(stated: JsonMapping, spec: QuantizationSpec) -> JsonObject:
     """Return what a level states of a weight, with the dtype of `spec`."""
     if spec.dtype in CAST_ONLY:
         return {"dtype": spec.dtype}

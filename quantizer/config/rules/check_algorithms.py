@@ -4,16 +4,16 @@ other.
 No algorithm is known here by name: what there is to check of one is in its settings.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quantizer.config.algorithm_settings import finds_codes, settings_of
-from quantizer.config.diagnostics import Diagnostic, related_to
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, related_to
 from quantizer.config.model import Algorithm, Config, Fields, QuantizationSpec, Role, Sourced
 from quantizer.config.wording import listed, quoted
 
 
-def check_algorithms(config: Config) -> Iterator[Diagnostic]:
+def check_algorithms(config: Config) -> Diagnostics:
     """Yield the findings on the algorithms of a config, in the order in which they run."""
     algorithms = config.algorithms
     yield from _order([entry for entry in algorithms if not _is_misplaced(entry)])
@@ -33,7 +33,7 @@ def check_algorithms(config: Config) -> Iterator[Diagnostic]:
         yield from _for_nothing(algorithm, config)
 
 
-def _on_dpu(algorithm: Algorithm, config: Config) -> Iterator[Diagnostic]:
+def _on_dpu(algorithm: Algorithm, config: Config) -> Diagnostics:
     if config.settings.target_device == "DPU":
         text = (
             f"{algorithm.name} is not for the DPU: after calibration its scales are moved "
@@ -44,7 +44,7 @@ def _on_dpu(algorithm: Algorithm, config: Config) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ210", text, algorithm.place, help=help_, related=related)
 
 
-def _order(algorithms: Sequence[Algorithm]) -> Iterator[Diagnostic]:
+def _order(algorithms: Sequence[Algorithm]) -> Diagnostics:
     """Yield each algorithm that rounds again, and each that rescales after the weights were
     rounded, or after ranges of the scaled weights were found.
     """
@@ -72,7 +72,7 @@ def _order(algorithms: Sequence[Algorithm]) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ330", text, algorithm.place, help=help_, related=related)
 
 
-def _repeated(algorithms: Sequence[Algorithm]) -> Iterator[Diagnostic]:
+def _repeated(algorithms: Sequence[Algorithm]) -> Diagnostics:
     """Warn of parts that an algorithm before has done: two rotations spread an outlier no
     better than one.
     """
@@ -98,7 +98,7 @@ def _is_misplaced(algorithm: Algorithm) -> bool:
     return algorithm.path[0] == "pre_quant_opt_config" and finds_codes(algorithm.kind)
 
 
-def _switched(algorithm: Algorithm) -> Iterator[Diagnostic]:
+def _switched(algorithm: Algorithm) -> Diagnostics:
     """Yield switches that are on by default or in the file, and need one that is off."""
     for key, setting in settings_of(algorithm.kind).items():
         needed = setting.needs
@@ -119,7 +119,7 @@ def _switched(algorithm: Algorithm) -> Iterator[Diagnostic]:
             yield Diagnostic("QZ126", text, source.place, "note", help=help_)
 
 
-def _decided_elsewhere(algorithm: Algorithm, weights: Fields) -> Iterator[Diagnostic]:
+def _decided_elsewhere(algorithm: Algorithm, weights: Fields) -> Diagnostics:
     """Warn of stated keys that disagree with the weights' specification, which decides."""
     if not weights or _value(weights, "dtype") != "int":
         return
@@ -141,12 +141,12 @@ def _decided_elsewhere(algorithm: Algorithm, weights: Fields) -> Iterator[Diagno
         if actual == -1 and "qscheme" in weights:
             source = weights["qscheme"]
         remark = f"here it is {quoted(actual)}"
-        related = related_to(source.place if source else None, remark)
+        related = related_to(source and source.place, remark)
         help_ = "remove the key"
         yield Diagnostic("QZ127", text, stated.place, "warning", help=help_, related=related)
 
 
-def _idle(algorithm: Algorithm, config: Config) -> Iterator[Diagnostic]:
+def _idle(algorithm: Algorithm, config: Config) -> Diagnostics:
     """Warn of rounding where no weights are quantized, and of an algorithm with all its parts
     off.
     """
@@ -168,7 +168,7 @@ def _idle(algorithm: Algorithm, config: Config) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ128", text, place, "warning", help=help_, related=related)
 
 
-def _for_nothing(algorithm: Algorithm, config: Config) -> Iterator[Diagnostic]:
+def _for_nothing(algorithm: Algorithm, config: Config) -> Diagnostics:
     """Warn of weights made harder to round for the sake of activations that stay float."""
     if not algorithm.kind.eases_activations:
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from quantizer.config.algorithms import SWITCHES
-from quantizer.config.diagnostics import Diagnostic, Place, Severity, related_to
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severity, related_to
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.dtypes import BLOCK_FORMATS
 from quantizer.config.forms.hierarchical import ROLE_OF, Hierarchical
@@ -17,7 +17,7 @@ from quantizer.config.rules.spec_rules import Conflict, conflicts
 _PERCENTILE = "PerTensorPercentileObserver"
 
 
-def check_hierarchical(levels: Hierarchical) -> Iterator[Diagnostic]:
+def check_hierarchical(levels: Hierarchical) -> Diagnostics:
     """Yield the findings on the valid part of a file."""
     scopes = list(_scopes(levels))
     for scope in scopes:
@@ -82,7 +82,7 @@ def _scopes(levels: Hierarchical) -> Iterator[_Scope]:
             yield _Scope(role, level.merged(role).raw, stated, level.inherited(role))
 
 
-def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
+def _broken_rules(levels: Hierarchical, scope: _Scope) -> Diagnostics:
     """Yield the rules that a scope breaks, at the value that asks for a missing one."""
     merged = scope.fields()
     wider_codes = {rule.code for rule in _conflicts(levels, scope, scope.wider.fields())}
@@ -107,7 +107,7 @@ def _conflicts(levels: Hierarchical, scope: _Scope, fields: Fields) -> tuple[Con
     return conflicts(QuantizationSpec.of(fields), scope.role, device, "hierarchical")
 
 
-def _observer(scope: _Scope) -> Iterator[Diagnostic]:
+def _observer(scope: _Scope) -> Diagnostics:
     """Yield an observer for another granularity, or none for a format that needs one."""
     observer = scope.observer
     if observer is None or scope.dtype in CAST_ONLY:
@@ -131,7 +131,7 @@ def _observer(scope: _Scope) -> Iterator[Diagnostic]:
     yield scope.conflict("QZ117", text, places, help_=help_)
 
 
-def _elements(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
+def _elements(levels: Hierarchical, scope: _Scope) -> Diagnostics:
     """Yield an mx dtype without the format of its elements."""
     key = "mx_element_dtype"
     if scope.dtype == "mx" and key not in scope.raw and not levels.is_wrong(key):
@@ -139,7 +139,7 @@ def _elements(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
         yield scope.finding("QZ105", text, "dtype", help_=f'for example "{key}": "fp4"')
 
 
-def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
+def _read_otherwise(scope: _Scope) -> Diagnostics:
     """Yield words that have another meaning here than they seem to have."""
     if scope.dtype in CAST_ONLY:
         return
@@ -159,7 +159,7 @@ def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
         yield from _groups_of_channels(scope)
 
 
-def _groups_of_channels(scope: _Scope) -> Iterator[Diagnostic]:
+def _groups_of_channels(scope: _Scope) -> Diagnostics:
     """Yield what PerChannelMinMaxObserver means for groups: `ch_axis` is that of the channels
     which are cut into groups.
     """
@@ -186,7 +186,7 @@ def _groups_of_channels(scope: _Scope) -> Iterator[Diagnostic]:
         yield scope.finding("QZ104", text, "ch_axis", help_=help_)
 
 
-def _idle(scopes: list[_Scope]) -> Iterator[Diagnostic]:
+def _idle(scopes: list[_Scope]) -> Diagnostics:
     """Yield keys that no level reads; what is read at one level has an effect."""
     reasons = [_unread(scope) for scope in scopes]
     used: set[Place | None] = set()
@@ -238,7 +238,7 @@ def _unread(scope: _Scope) -> dict[str, str]:
     return {key: reason for key, reason in unread.items() if key in scope.raw}
 
 
-def _devices(levels: Hierarchical) -> Iterator[Diagnostic]:
+def _devices(levels: Hierarchical) -> Diagnostics:
     """Yield each layer's target_device that is not the model's."""
     document = levels.document
     settings = levels.config.settings
@@ -254,7 +254,7 @@ def _devices(levels: Hierarchical) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ119", text, place, help=help_, related=related)
 
 
-def _passes(levels: Hierarchical) -> Iterator[Diagnostic]:
+def _passes(levels: Hierarchical) -> Diagnostics:
     """Yield passes over the graph that are listed after an algorithm, as they run before all,
     or twice.
     """
@@ -280,7 +280,7 @@ def _passes(levels: Hierarchical) -> Iterator[Diagnostic]:
         seen.add(name)
 
 
-def _nothing(levels: Hierarchical) -> Iterator[Diagnostic]:
+def _nothing(levels: Hierarchical) -> Diagnostics:
     """Warn of a file without any spec, right or wrong."""
     place = levels.levels[0].selector.place
     if not place:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from quantizer.config.diagnostics import Diagnostic, Place, related_to
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, related_to
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.layered import OPTIONAL, Layered, LayeredLevel
 from quantizer.config.model import Fields, QuantizationSpec, Role, Settings, Sourced
@@ -19,7 +19,7 @@ _LEAST_PERCENTAGE = 50
 """A smaller percentage is most likely a slip."""
 
 
-def check_layered(layered: Layered) -> Iterator[Diagnostic]:
+def check_layered(layered: Layered) -> Diagnostics:
     """Yield the findings on the valid part of a file."""
     scopes = list(_scopes(layered))
     settings = layered.config.settings
@@ -85,7 +85,7 @@ def _scopes(layered: Layered) -> Iterator[_Scope]:
 
 def _conflict(
     conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None
-) -> Iterator[Diagnostic]:
+) -> Diagnostics:
     """Yield an error at the value written last, or a warning at the idle value; nothing if a
     value is missing, which is reported.
     """
@@ -141,7 +141,7 @@ def refused_under_float(block: Fields, dtype: Sourced) -> Diagnostic | None:
     return Diagnostic("QZ306", text, min(places), help=help_, related=related)
 
 
-def _small_percentage(scope: _Scope) -> Iterator[Diagnostic]:
+def _small_percentage(scope: _Scope) -> Diagnostics:
     """Warn of a percentage that clips more than half of the values: most likely a fraction was
     meant.
     """
@@ -156,7 +156,7 @@ def _small_percentage(scope: _Scope) -> Iterator[Diagnostic]:
     yield Diagnostic("QZ113", text, stated.place, "warning", help=help_)
 
 
-def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:
+def _dpu_only(settings: Settings) -> Diagnostics:
     device = settings.places.get("target_device")
     if device is None or settings.target_device == "DPU":
         return
@@ -168,7 +168,7 @@ def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:
             yield Diagnostic("QZ115", text, place, "warning", help=help_, related=related)
 
 
-def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
+def _unused(layered: Layered, scopes: list[_Scope]) -> Diagnostics:
     """Yield a finding for each block with parameters that no spec reads. An overall block has
     to be complete, read or not.
     """
@@ -187,9 +187,7 @@ def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
                 yield from _unused_in(block, used, is_complete=False)
 
 
-def _unused_in(
-    block: Fields, used: set[Place | None], *, is_complete: bool
-) -> Iterator[Diagnostic]:
+def _unused_in(block: Fields, used: set[Place | None], *, is_complete: bool) -> Diagnostics:
     is_float = "dtype" in block and block["dtype"].value != "int"
     places: list[Place] = []
     for name, sourced in block.items():
@@ -208,7 +206,7 @@ def _unused_in(
     yield Diagnostic("QZ111", message, min(places), "warning", help=help_)
 
 
-def _overall_per_channel(level: LayeredLevel) -> Iterator[Diagnostic]:
+def _overall_per_channel(level: LayeredLevel) -> Diagnostics:
     qscheme = level.overall["weights"].get("qscheme")
     others = [role for role in level.quantized if role != "weights"]
     if qscheme and qscheme.value == "per_channel" and others:
@@ -217,7 +215,7 @@ def _overall_per_channel(level: LayeredLevel) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ112", text, qscheme.place, "warning", help=help_)
 
 
-def _unlisted(layered: Layered, level: LayeredLevel) -> Iterator[Diagnostic]:
+def _unlisted(layered: Layered, level: LayeredLevel) -> Diagnostics:
     """Yield the tensor blocks for roles that are not quantized; at the top a layer entry may
     still quantize them.
     """
@@ -236,7 +234,7 @@ def _unlisted(layered: Layered, level: LayeredLevel) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ108", text, place, help=help_, related=related)
 
 
-def _repeated(levels: Iterable[LayeredLevel]) -> Iterator[Diagnostic]:
+def _repeated(levels: Iterable[LayeredLevel]) -> Diagnostics:
     """Warn of two entries with the same selector."""
     first: dict[tuple[str, str], Place | None] = {}
     for level in levels:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.config.diagnostics import Diagnostic, Edit, Fix
-from quantizer.config.document.document import Document, JsonPath, pointer_to
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Edit, Fix
+from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.document.missing_keys import HELP_FOR_MISSING, completions, missing_keys
 from quantizer.config.document.suggestions import (
     TYPE_WORDS,
@@ -26,6 +26,7 @@ from quantizer.config.document.suggestions import (
 )
 from quantizer.config.forms.aliases import other_spelling
 from quantizer.config.forms.form import Form, form_of
+from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.wording import listed, quoted
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _unique_items(
         seen.add(text)
 
 
-def _explain(document: Document, error: ValidationError) -> Iterator[Diagnostic]:
+def _explain(document: Document, error: ValidationError) -> Diagnostics:
     schema = error.schema if isinstance(error.schema, dict) else {}
     path = tuple(error.absolute_path)
     if "code" in schema:
@@ -100,16 +101,14 @@ def _explain(document: Document, error: ValidationError) -> Iterator[Diagnostic]
             if key not in schema["properties"] and not key.startswith("//"):
                 yield _unknown_key(document, (*path, key), schema)
     elif error.validator == "required":
-        yield from _missing(document, path)
+        yield from _missing(document, path, schema)
     elif error.validator == "uniqueItems":
         yield _repeated_item(document, path, error.instance, schema)
     else:
         yield _wrong_value(document, error, schema)
 
 
-def _wrong_value(
-    document: Document, error: ValidationError, schema: dict[str, Any]
-) -> Diagnostic:
+def _wrong_value(document: Document, error: ValidationError, schema: JsonObject) -> Diagnostic:
     path = tuple(error.absolute_path)
     key = last_key(path)
     keyword = str(error.validator)
@@ -138,7 +137,7 @@ def _wrong_value(
 
 
 def _repeated_item(
-    document: Document, path: JsonPath, item: Any, schema: dict[str, Any]
+    document: Document, path: JsonPath, item: Any, schema: JsonObject
 ) -> Diagnostic:
     *list_path, index = path
     pointer = pointer_to(*path)
@@ -150,7 +149,7 @@ def _repeated_item(
     return Diagnostic("QZ107", message, document.place(pointer), help=remedy, fixes=fixes)
 
 
-def _unknown_key(document: Document, path: JsonPath, schema: dict[str, Any]) -> Diagnostic:
+def _unknown_key(document: Document, path: JsonPath, schema: JsonObject) -> Diagnostic:
     *block_path, key = path
     key = str(key)
     form = form_of(document.value)
@@ -169,13 +168,13 @@ def _unknown_key(document: Document, path: JsonPath, schema: dict[str, Any]) -> 
     return Diagnostic("QZ102", f"unknown key {quoted(key)}", place, help=remedy, fixes=fixes)
 
 
-def _missing(document: Document, path: JsonPath) -> Iterator[Diagnostic]:
-    missing = missing_keys(document.value, path)
+def _missing(document: Document, path: JsonPath, schema: JsonObject) -> Diagnostics:
+    missing = missing_keys(document.at(*path), schema)
     if missing:
         count = "a key is" if len(missing) == 1 else f"{len(missing)} keys are"
         message = f"{count} missing here: {listed(missing)}"
         place = document.place(pointer_to(*path), key=True)
-        fixes = completions(document, path)
+        fixes = completions(document, path, missing)
         yield Diagnostic("QZ105", message, place, help=HELP_FOR_MISSING, fixes=fixes)
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quantizer.config.diagnostics import Severity
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.resources import load_resource
 
@@ -37,7 +38,7 @@ class Conflict:
 
 
 @cache
-def spec_rules() -> Mapping[str, Mapping[str, Any]]:
+def spec_rules() -> Mapping[str, JsonMapping]:
     """Return the rules of the spec schema by code, each with `title`, `description`, `help`,
     `if` and `then`.
 
@@ -48,7 +49,7 @@ def spec_rules() -> Mapping[str, Mapping[str, Any]]:
 
 
 @cache
-def all_codes() -> Mapping[str, Mapping[str, Any]]:
+def all_codes() -> Mapping[str, JsonMapping]:
     """Return every code in order, with `title`, `description` and `help`: the rules, and the
     codes of schemas/codes.json.
     """
@@ -82,9 +83,7 @@ def conflicts(
 
 
 @cache
-def _validators(
-    integers: bool, form: str
-) -> tuple[tuple[Mapping[str, Any], Draft7Validator], ...]:
+def _validators(integers: bool, form: str) -> tuple[tuple[JsonMapping, Draft7Validator], ...]:
     """Return the rules about this kind of format and this form, compiled."""
     # Importing jsonschema takes a fifteenth of the time of importing torch
     from jsonschema import Draft7Validator
@@ -92,7 +91,7 @@ def _validators(
     schema = load_resource("schemas", "quantization_spec.schema.json")
     rules = [*schema["then"]["allOf"]] if integers else []
     rules += schema["allOf"]
-    validators: list[tuple[Mapping[str, Any], Draft7Validator]] = []
+    validators: list[tuple[JsonMapping, Draft7Validator]] = []
     for rule in rules:
         if rule.get("form", form) == form:
             condition = {"if": rule["if"], "then": rule["then"]}
@@ -100,7 +99,7 @@ def _validators(
     return tuple(validators)
 
 
-def _conflict(rule: Mapping[str, Any], message: str, form: str) -> Conflict:
+def _conflict(rule: JsonMapping, message: str, form: str) -> Conflict:
     severity = rule.get("severity", "error")
     names = (*rule["then"]["properties"], *rule["if"]["properties"])
     return Conflict(
