@@ -75,7 +75,10 @@ class Diagnostic:
 Diagnostics = Iterator[Diagnostic]
 
 
-def related_to(place: Place | None, remark: str) -> tuple[tuple[Place, str], ...]:
+def related_to(
+    place: Place | None,
+    remark: str,
+) -> tuple[tuple[Place, str], ...]:
     """Return `Diagnostic.related` for one place; nothing without a place."""
     return ((place, remark),) if place else ()
 
@@ -86,7 +89,9 @@ class ConfigError(UsageError):
     """
 
     def __init__(
-        self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None
+        self,
+        diagnostics: Sequence[Diagnostic],
+        sources: Mapping[str, str] | None = None,
     ) -> None:
         errors = [finding for finding in diagnostics if finding.severity == "error"]
         *others, last = errors or diagnostics[:1]

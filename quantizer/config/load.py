@@ -10,7 +10,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from quantizer.config.diagnostics import ConfigError, Diagnostic, Diagnostics, merged_by_cause
+from quantizer.config.diagnostics import (
+    ConfigError,
+    Diagnostic,
+    Diagnostics,
+    Fix,
+    merged_by_cause,
+)
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.fixes import apply_fixes, with_sound_fixes
 from quantizer.config.document.read import parse_document, read_text
@@ -78,10 +84,20 @@ def check_document(document: Document) -> LoadResult:
     """
     config, findings = _translate(document)
     if document.dotted:
-        return LoadResult(config, _with_tried_helps(document, findings), {}, document)
+        return LoadResult(
+            config,
+            _with_tried_helps(document, findings),
+            {},
+            document,
+        )
     source = document.source
     findings = with_sound_fixes(source, findings, _findings)
-    return LoadResult(config, findings, {source.name: source.text}, document)
+    return LoadResult(
+        config,
+        findings,
+        {source.name: source.text},
+        document,
+    )
 
 
 def fixed(source: Text) -> tuple[Text, int]:
@@ -120,7 +136,12 @@ def default_config() -> Config:
     value["overall_quantize_config"] = value["overall_quantize_config"] | {
         "narrow_range": False
     }
-    document = Document(Text("<built-in default>", ""), value, values={}, keys={})
+    document = Document(
+        Text("<built-in default>", ""),
+        value,
+        values={},
+        keys={},
+    )
     return translate_layered(document).config
 
 
@@ -148,7 +169,9 @@ def _translate(document: Document) -> tuple[Config | None, _Findings]:
 
 
 def _check_meaning(
-    form: Form, document: Document, invalid: Collection[str]
+    form: Form,
+    document: Document,
+    invalid: Collection[str],
 ) -> tuple[Config, Iterable[Diagnostic]]:
     """Translate the valid values, and check them for conflicts."""
     if form == "layered":
@@ -169,7 +192,12 @@ def _wrong_patterns(rules: Iterable[ConfigRule]) -> Diagnostics:
         except (re.error, RecursionError, OverflowError) as error:
             message = f"this is not a regular expression: {error}"
             help_ = "the syntax is that of Python's re module"
-            yield Diagnostic("QZ104", message, selector.place, help=help_)
+            yield Diagnostic(
+                "QZ104",
+                message,
+                selector.place,
+                help=help_,
+            )
 
 
 def _findings(source: Text) -> _Findings:
@@ -180,7 +208,10 @@ def _findings(source: Text) -> _Findings:
     return findings
 
 
-def _with_tried_helps(document: Document, findings: _Findings) -> _Findings:
+def _with_tried_helps(
+    document: Document,
+    findings: _Findings,
+) -> _Findings:
     """Return the findings on a document without text, with the helps of the same document
     written as a text: there fixes can be tried.
     """

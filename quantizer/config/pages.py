@@ -114,13 +114,19 @@ def example_names() -> tuple[str, ...]:
     return (*names, *entry_kinds("hierarchical"))
 
 
-def _example_name(key: str, form: Form) -> str:
+def _example_name(
+    key: str,
+    form: Form,
+) -> str:
     """Return the name of the key's worked example; a key of both forms has two."""
     is_second = form == "hierarchical" and key in _keys("layered")
     return f"{key} {form}" if is_second else key
 
 
-def _key_sections(key: str, form: Form) -> Iterator[str]:
+def _key_sections(
+    key: str,
+    form: Form,
+) -> Iterator[str]:
     entry, place = _keys(form)[key]
     for part in ("description", "examples"):
         if part not in entry:
@@ -143,7 +149,11 @@ def _key_sections(key: str, form: Form) -> Iterator[str]:
     yield from _worked_example(_example_name(key, form))
 
 
-def _options(key: str, form: Form, entry: JsonMapping) -> Iterator[str]:
+def _options(
+    key: str,
+    form: Form,
+    entry: JsonMapping,
+) -> Iterator[str]:
     """Yield a line for each option of a key, with its description."""
     options = entry["enum"]
     descriptions = entry["enumDescriptions"]
@@ -157,7 +167,10 @@ def _options(key: str, form: Form, entry: JsonMapping) -> Iterator[str]:
         yield f"- `{json.dumps(option)}`: {description}"
 
 
-def _example(key: str, entry: JsonMapping) -> str:
+def _example(
+    key: str,
+    entry: JsonMapping,
+) -> str:
     """Return the first example of a key as a member of a file, without the braces."""
     text = json.dumps({key: entry["examples"][0]}, indent=2, ensure_ascii=False)
     return text[2:-2].replace("\n  ", "\n").strip()
@@ -248,7 +261,10 @@ def _worked_example(name: str) -> Iterator[str]:
         yield example["note"]
 
 
-def _block(language: str, lines: Sequence[str]) -> str:
+def _block(
+    language: str,
+    lines: Sequence[str],
+) -> str:
     return "\n".join([f"```{language}", *lines, "```"])
 
 
@@ -263,7 +279,10 @@ def _code_section(code: str) -> str:
     return "\n\n".join(sections)
 
 
-def _rules_of(key: str, form: Form) -> Mapping[str, JsonMapping]:
+def _rules_of(
+    key: str,
+    form: Form,
+) -> Mapping[str, JsonMapping]:
     """Return the rules that are about a key; a rule beside another is about no device."""
     field = _FIELDS[form].get(key, key)
     rules: dict[str, JsonMapping] = {}

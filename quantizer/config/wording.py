@@ -46,7 +46,10 @@ def a_kind(value: object) -> str:
     return f"{article} {name}"
 
 
-def shortened(names: Sequence[str], most: int = 5) -> str:
+def shortened(
+    names: Sequence[str],
+    most: int = 5,
+) -> str:
     """Return the first `most` names, and how many more there are.
 
     >>> shortened(["q", "k", "v"], most=2)
@@ -57,7 +60,10 @@ def shortened(names: Sequence[str], most: int = 5) -> str:
     return f"{text} and {more} more" if more > 0 else text
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
+def closest(
+    word: str,
+    known: Iterable[str],
+) -> str | None:
     """Return the known word nearest to a misspelt one, whatever its case; None if none is near.
 
     >>> closest("bit_widht", ["method", "bit_width"])
@@ -68,7 +74,10 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     return by_lower[matches[0]] if matches else None
 
 
-def misspelt(word: str, known: Iterable[str]) -> str | None:
+def misspelt(
+    word: str,
+    known: Iterable[str],
+) -> str | None:
     """Return the one known word that differs from `word` in case and punctuation, or in a slip
     of typing; None if none does.
 
@@ -102,7 +111,10 @@ def _format_marks(word: str) -> tuple[str, bool]:
     return "".join(filter(str.isdigit, word)), word[:1] in "uU"
 
 
-def _count_slips(word: str, known: str) -> int:
+def _count_slips(
+    word: str,
+    known: str,
+) -> int:
     """Return the letters to add, leave out, replace or swap with a neighbour: the optimal
     string alignment distance.
     """

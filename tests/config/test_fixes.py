@@ -376,6 +376,17 @@ def test_a_misspelt_block_is_renamed_whatever_is_wrong_in_it() -> None:
     assert [found.code for found in findings(written)] == ["QZ101"]
 
 
+@pytest.mark.parametrize("form", ["algo_config", "algorithms"])
+def test_the_misspelt_name_of_an_algorithm_is_an_error(form: str) -> None:
+    value = {form: [{"nae": "gptq", "bit": 4}]}
+    if form == "algo_config":
+        value |= {"global_quant_config": {"weight": {"dtype": "int4"}}}
+    else:
+        value = layered(**value)
+    [finding] = findings(json.dumps(value))
+    assert (finding.code, finding.help) == ("QZ102", 'did you mean "name"?')
+
+
 @pytest.mark.parametrize(
     ("levels", "dtype"),
     [

@@ -37,7 +37,11 @@ def converted(config: Config, form: Form) -> Converted:
     return replace(conversion, findings=by_place(one_per_reason(findings)))
 
 
-def _refused(config: Config, form: Form, conversion: Converted) -> Diagnostics:
+def _refused(
+    config: Config,
+    form: Form,
+    conversion: Converted,
+) -> Diagnostics:
     """Yield the errors of a file of the form with this document, at the places of the
     source.
     """
@@ -49,7 +53,11 @@ def _refused(config: Config, form: Form, conversion: Converted) -> Diagnostics:
             yield inexpressible(text, place, error.help or "change it")
 
 
-def _origin(config: Config, conversion: Converted, place: Place | None) -> Place | None:
+def _origin(
+    config: Config,
+    conversion: Converted,
+    place: Place | None,
+) -> Place | None:
     """Return where in the source the value at a place of the document comes from; the first
     rule, if that is not known.
     """

@@ -51,7 +51,11 @@ class Converted:
     origins: Mapping[str, Place | None] = field(default_factory=dict)
 
 
-def inexpressible(text: str, place: Place | None, help_: str) -> Diagnostic:
+def inexpressible(
+    text: str,
+    place: Place | None,
+    help_: str,
+) -> Diagnostic:
     """Return the error for what the other form has no words for."""
     return Diagnostic("QZ124", text, place, help=help_)
 
@@ -151,7 +155,9 @@ def _content(rule: ConfigRule) -> str:
 
 
 def _inherited_roles(
-    merged: Callable[[Sequence[ConfigRule]], _Specs], wider: ConfigRule, rule: ConfigRule
+    merged: Callable[[Sequence[ConfigRule]], _Specs],
+    wider: ConfigRule,
+    rule: ConfigRule,
 ) -> list[Role]:
     """Return the roles whose specs change where the rule is merged with a wider one."""
     alone = merged([rule])

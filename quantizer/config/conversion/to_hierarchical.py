@@ -102,7 +102,11 @@ def to_hierarchical(config: Config) -> Converted:
     document |= {key: value for key, value in optional.items() if value}
     for index, place in enumerate(excluded.values()):
         origins[pointer_to("exclude", index)] = place
-    return Converted(document, one_per_reason(_findings(file)), origins)
+    return Converted(
+        document,
+        one_per_reason(_findings(file)),
+        origins,
+    )
 
 
 class _Layered:

@@ -187,8 +187,8 @@ def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Diagnostics:
             )
             yield may_differ(text, axis.place)
         if role == "activation":
-            dtype = fields.get("dtype")
-            yield concatenation_differs(dtype and dtype.place)
+            dtype = fields.get("dtype", Sourced(None))
+            yield concatenation_differs(dtype.place)
 
 
 def _limits(config: Config, role: Role, fields: Fields) -> Diagnostics:

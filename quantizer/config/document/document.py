@@ -31,7 +31,11 @@ class Text:
         line_ends = [index for index, letter in enumerate(self.text) if letter == "\n"]
         return [0, *(end + 1 for end in line_ends)]
 
-    def place(self, span: Span, pointer: str = "") -> Place:
+    def place(
+        self,
+        span: Span,
+        pointer: str = "",
+    ) -> Place:
         """Return the place of the characters `span[0]` to `span[1]`, cut at the line's end."""
         start, end = span
         line = bisect_right(self._line_starts, start)
@@ -59,7 +63,11 @@ class Document:
     dotted: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, value: JsonMapping, name: str) -> Document:
+    def of(
+        cls,
+        value: JsonMapping,
+        name: str,
+    ) -> Document:
         """Return a document of a Python value, whose places print as `name.key.key`.
 
         >>> document = Document.of({"layer_quant_config": {"fc.0": 1}}, "Config")
@@ -73,7 +81,12 @@ class Document:
         nowhere: dict[str, Span] = dict.fromkeys(dotted, (0, 0))
         return cls(Text(name, ""), value, nowhere, nowhere, dotted)
 
-    def place(self, pointer: str, *, key: bool = False) -> Place:
+    def place(
+        self,
+        pointer: str,
+        *,
+        key: bool = False,
+    ) -> Place:
         """Return where the value (or the key) of `pointer` stands.
 
         An array's item has no key, so its value is taken.
@@ -130,7 +143,11 @@ class ValidDocument:
             return []
         return [index for index in range(len(items)) if self.get(*path, index) is not None]
 
-    def place(self, *path: str | int, key: bool = False) -> Place | None:
+    def place(
+        self,
+        *path: str | int,
+        key: bool = False,
+    ) -> Place | None:
         """Return where the value (or the key) at `path` stands, if it is there."""
         pointer = pointer_to(*path)
         return self.document.place(pointer, key=key) if pointer in self.document else None
@@ -159,7 +176,10 @@ def path_of(pointer: str) -> list[str]:
     return [part.replace("~1", "/").replace("~0", "~") for part in parts]
 
 
-def value_at(value: Any, path: Iterable[str | int]) -> Any:
+def value_at(
+    value: Any,
+    path: Iterable[str | int],
+) -> Any:
     """Return the member of a JSON value at a path that is there.
 
     >>> value_at({"exclude": ["stem", "fc"]}, ("exclude", 1))
@@ -170,7 +190,10 @@ def value_at(value: Any, path: Iterable[str | int]) -> Any:
     return value
 
 
-def _paths(value: Any, path: JsonPath = ()) -> Iterator[JsonPath]:
+def _paths(
+    value: Any,
+    path: JsonPath = (),
+) -> Iterator[JsonPath]:
     yield path
     members: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):

@@ -16,7 +16,9 @@ MAX_TRIED_CHARACTERS = 1_000_000
 
 
 def with_sound_fixes(
-    source: Text, findings: Sequence[Diagnostic], check: FileCheck
+    source: Text,
+    findings: Sequence[Diagnostic],
+    check: FileCheck,
 ) -> tuple[Diagnostic, ...]:
     """Return the findings, each with its known fix if that leaves fewer errors in the file.
 
@@ -46,7 +48,10 @@ def with_sound_fixes(
     return tuple(checked)
 
 
-def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:
+def apply_fixes(
+    source: Text,
+    fixes: Iterable[Fix],
+) -> Text:
     """Return the text with all the fixes in it; nothing else of it changes."""
     edits: list[Edit] = []
     for fix in fixes:
@@ -75,7 +80,10 @@ def _order(fix: Fix) -> tuple[bool, int, int]:
     return not fix.is_known, fix.turn, fix.edits[0].start
 
 
-def _count_errors(findings: Iterable[Diagnostic], applied: Iterable[Fix] = ()) -> float:
+def _count_errors(
+    findings: Iterable[Diagnostic],
+    applied: Iterable[Fix] = (),
+) -> float:
     """Return the number of errors that the file had before the fixes, as far as they are left,
     or has because of them.
 
@@ -93,7 +101,10 @@ def _count_errors(findings: Iterable[Diagnostic], applied: Iterable[Fix] = ()) -
     return count
 
 
-def _is_uncovered(finding: Diagnostic, members: Collection[str]) -> bool:
+def _is_uncovered(
+    finding: Diagnostic,
+    members: Collection[str],
+) -> bool:
     """Return whether an error is inside a member that a fix made readable, or is its value."""
     places = [finding.place, *(place for place, _ in finding.related)]
     pointers = [place.pointer for place in places if place]

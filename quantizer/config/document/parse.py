@@ -213,15 +213,15 @@ class Parser:
     def _key(self) -> str:
         if self._next() == "'":
             self._single_quoted()
-        if self._next() == '"':
-            return self._string()
-        end = max(self._end_of(_WORD), self._index + 1)
-        word = self.text[self._index : end]
-        remedy = "remove it" if word == "," else "put the key in double quotes"
-        message = f"expected a key in double quotes, not {word[:40]}"
-        is_bare = _BARE_KEY.match(self.text, self._index)
-        instead = f'"{word}"' if is_bare else None
-        self._fail(message, remedy, span=(self._index, end), instead=instead)
+        if self._next() != '"':
+            end = max(self._end_of(_WORD), self._index + 1)
+            word = self.text[self._index : end]
+            remedy = "remove it" if word == "," else "put the key in double quotes"
+            message = f"expected a key in double quotes, not {word[:40]}"
+            is_bare = _BARE_KEY.match(self.text, self._index)
+            instead = f'"{word}"' if is_bare else None
+            self._fail(message, remedy, span=(self._index, end), instead=instead)
+        return self._string()
 
     def _single_quoted(self) -> NoReturn:
         message = "JSON strings are in double quotes"

@@ -14,7 +14,10 @@ _GROUP_KEYS = ("prev_op", "layers", "inp")
 """The members of a group of layers that something reads."""
 
 
-def read_algorithms(document: ValidDocument, *blocks: str) -> tuple[Algorithm, ...]:
+def read_algorithms(
+    document: ValidDocument,
+    *blocks: str,
+) -> tuple[Algorithm, ...]:
     """Return the algorithms of the blocks, in order; unknown ones are left out."""
     algorithms: list[Algorithm] = []
     for path in _entries(document, *blocks):
@@ -24,7 +27,10 @@ def read_algorithms(document: ValidDocument, *blocks: str) -> tuple[Algorithm, .
     return tuple(algorithms)
 
 
-def read_names(document: ValidDocument, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
+def read_names(
+    document: ValidDocument,
+    *blocks: str,
+) -> tuple[tuple[str, Place | None], ...]:
     """Return the name of every entry of the blocks, in order, and where it stands."""
     names: list[tuple[str, Place | None]] = []
     for path in _entries(document, *blocks):
@@ -49,7 +55,10 @@ def written(settings: AlgoConfig) -> JsonObject:
     return entry
 
 
-def _entries(document: ValidDocument, *blocks: str) -> list[JsonPath]:
+def _entries(
+    document: ValidDocument,
+    *blocks: str,
+) -> list[JsonPath]:
     """Return the paths of the entries of the blocks; one entry may stand without a list."""
     paths: list[JsonPath] = []
     for block in blocks:
@@ -60,11 +69,18 @@ def _entries(document: ValidDocument, *blocks: str) -> list[JsonPath]:
     return paths
 
 
-def _items(document: ValidDocument, *path: str | int) -> list[JsonPath]:
+def _items(
+    document: ValidDocument,
+    *path: str | int,
+) -> list[JsonPath]:
     return [(*path, index) for index in document.items(*path)]
 
 
-def _read_entry(document: ValidDocument, path: JsonPath, kind: type[AlgoConfig]) -> Algorithm:
+def _read_entry(
+    document: ValidDocument,
+    path: JsonPath,
+    kind: type[AlgoConfig],
+) -> Algorithm:
     hints = get_type_hints(kind)
     stated: dict[str, Sourced] = {}
     for key in settings_of(kind):
@@ -85,7 +101,9 @@ def _read_entry(document: ValidDocument, path: JsonPath, kind: type[AlgoConfig])
 
 
 def _unread(
-    document: ValidDocument, path: JsonPath, kind: type[AlgoConfig]
+    document: ValidDocument,
+    path: JsonPath,
+    kind: type[AlgoConfig],
 ) -> Iterator[tuple[str, tuple[str, Place | None]]]:
     """Yield the stated keys that nothing reads, each with the reason and its first place."""
     for key, setting in settings_of(kind).items():
@@ -99,7 +117,10 @@ def _unread(
             return
 
 
-def _valid_part(document: ValidDocument, *path: str | int) -> Any:
+def _valid_part(
+    document: ValidDocument,
+    *path: str | int,
+) -> Any:
     """Return a value without the invalid items of a list, and of a group of layers the members
     that something reads.
     """
@@ -116,7 +137,10 @@ def _valid_part(document: ValidDocument, *path: str | int) -> Any:
     return value
 
 
-def _typed(hint: Any, value: Any) -> Any:
+def _typed(
+    hint: Any,
+    value: Any,
+) -> Any:
     """Return a value with its numbers as int or float: JSON has one kind of numbers."""
     if isinstance(value, list):
         return [_typed(hint, item) for item in value]

@@ -12,7 +12,10 @@ _SELECTOR_KEYS = ("layer_name", "layer_type")
 """What an entry of a list is for; such entries are compared by it, wherever they stand."""
 
 
-def compared(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
+def compared(
+    first: Config,
+    second: Config,
+) -> dict[str, tuple[Any, Any]]:
     """Return the values that differ once both files are complete, by JSON pointer; None stands
     for a missing value.
 
@@ -33,7 +36,10 @@ def compared(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
     return differences
 
 
-def _leaves(value: Any, path: JsonPath = ()) -> Iterator[tuple[str, Any]]:
+def _leaves(
+    value: Any,
+    path: JsonPath = (),
+) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(item, (*path, key))
@@ -44,7 +50,10 @@ def _leaves(value: Any, path: JsonPath = ()) -> Iterator[tuple[str, Any]]:
         yield pointer_to(*path), value
 
 
-def _item_name(item: Any, index: int) -> str | int:
+def _item_name(
+    item: Any,
+    index: int,
+) -> str | int:
     if isinstance(item, Mapping):
         for key in _SELECTOR_KEYS:
             if item.get(key):

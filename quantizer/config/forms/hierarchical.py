@@ -117,7 +117,10 @@ class Hierarchical:
         return any(pointer.endswith(f"/{key}") for pointer in self.ignored)
 
 
-def translate_hierarchical(document: Document, ignored: Collection[str] = ()) -> Hierarchical:
+def translate_hierarchical(
+    document: Document,
+    ignored: Collection[str] = (),
+) -> Hierarchical:
     """Translate a document in the form's own words.
 
     `ignored` are pointers whose values are wrong: they are left out, so that the valid part can
@@ -138,7 +141,13 @@ def translate_hierarchical(document: Document, ignored: Collection[str] = ()) ->
         algorithms=read_algorithms(file, *ALGORITHM_LISTS),
         text=document.source.text,
     )
-    return Hierarchical(document, config, levels, listed, file.ignored)
+    return Hierarchical(
+        document,
+        config,
+        levels,
+        listed,
+        file.ignored,
+    )
 
 
 class _Translator(ValidDocument):
@@ -167,7 +176,13 @@ class _Translator(ValidDocument):
         name = "global_quant_config"
         everywhere = self._specs(name)
         selector = Selector("weighted", place=self.place(name, key=True))
-        yield HierarchicalLevel(selector, name, (name,), everywhere, {})
+        yield HierarchicalLevel(
+            selector,
+            name,
+            (name,),
+            everywhere,
+            {},
+        )
         for block, kind in _LEVEL_KINDS.items():
             members = self.get(block)
             for text in members if isinstance(members, dict) else ():
@@ -176,7 +191,13 @@ class _Translator(ValidDocument):
                 path = (block, text)
                 selector = Selector(kind, text, self.place(*path, key=True))
                 label = f'{block}["{text}"]'
-                yield HierarchicalLevel(selector, label, path, self._specs(*path), everywhere)
+                yield HierarchicalLevel(
+                    selector,
+                    label,
+                    path,
+                    self._specs(*path),
+                    everywhere,
+                )
 
     def excludes(self) -> Iterator[ConfigRule]:
         for number, index in enumerate(self.items("exclude")):

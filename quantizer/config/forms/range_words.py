@@ -120,7 +120,8 @@ def by_layer(
 
 
 def _layered_entries(
-    document: JsonMapping, layers: Mapping[str, Mapping[Role, QuantizationSpec]]
+    document: JsonMapping,
+    layers: Mapping[str, Mapping[Role, QuantizationSpec]],
 ) -> tuple[JsonObject, Paths]:
     paths: dict[_FieldKey, JsonPath | None] = {}
     entries = {name: specified(document, specs) for name, specs in layers.items()}
@@ -138,7 +139,11 @@ def _layered_entries(
     return value, paths
 
 
-def _level(document: Document, tensor: Restated, field: str) -> JsonPath:
+def _level(
+    document: Document,
+    tensor: Restated,
+    field: str,
+) -> JsonPath:
     """Return the level that states a field, or where none does, the method or the dtype; the
     top if all is by default.
     """
@@ -149,14 +154,21 @@ def _level(document: Document, tensor: Restated, field: str) -> JsonPath:
     return ()
 
 
-def _level_of(document: Document, origin: str) -> JsonPath | None:
+def _level_of(
+    document: Document,
+    origin: str,
+) -> JsonPath | None:
     path = document.paths_at.get(origin)
     if not path:
         return path
     return path[: _LEVEL_DEPTHS.get(str(path[0]), 0)]
 
 
-def _set(value: Any, path: JsonPath, word: Any) -> None:
+def _set(
+    value: Any,
+    path: JsonPath,
+    word: Any,
+) -> None:
     """Write a word at a path, or with None remove it."""
     *before, last = path
     for part in before:

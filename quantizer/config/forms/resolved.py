@@ -42,7 +42,10 @@ def resolved_document(config: Config) -> JsonObject:
     return {**switches, **document, **_algorithm_lists(config, "algorithms")}
 
 
-def _algorithm_lists(config: Config, *keys: str) -> JsonObject:
+def _algorithm_lists(
+    config: Config,
+    *keys: str,
+) -> JsonObject:
     """Return the lists of algorithms that are not empty, each with all its settings as they
     took effect.
     """
@@ -70,7 +73,10 @@ def _passes(entries: Any) -> list[JsonObject]:
     return passes
 
 
-def _hierarchical(document: JsonObject, settings: Settings) -> JsonObject:
+def _hierarchical(
+    document: JsonObject,
+    settings: Settings,
+) -> JsonObject:
     """Return every level with every key of every spec; at the global level with the defaults
     that hold there.
     """
@@ -86,7 +92,11 @@ def _hierarchical(document: JsonObject, settings: Settings) -> JsonObject:
     return resolved
 
 
-def _level(level: JsonMapping, *, is_global: bool) -> JsonObject:
+def _level(
+    level: JsonMapping,
+    *,
+    is_global: bool,
+) -> JsonObject:
     specs: JsonObject = {}
     for key in ROLE_OF:
         spec = level.get(key)
@@ -95,7 +105,10 @@ def _level(level: JsonMapping, *, is_global: bool) -> JsonObject:
     return specs
 
 
-def _spec(spec: JsonMapping, is_global: bool) -> JsonObject:
+def _spec(
+    spec: JsonMapping,
+    is_global: bool,
+) -> JsonObject:
     """Return all keys. A default that follows from other keys stays null, or narrower levels
     would inherit it.
     """

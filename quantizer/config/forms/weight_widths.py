@@ -16,7 +16,10 @@ from quantizer.errors import UsageError
 _LayerSpecs = Mapping[Role, QuantizationSpec]
 
 
-def patched(document: JsonMapping, layers: Mapping[str, _LayerSpecs]) -> JsonObject:
+def patched(
+    document: JsonMapping,
+    layers: Mapping[str, _LayerSpecs],
+) -> JsonObject:
     """Return the document with an entry for each of `layers`. Comments ("//" keys) stay.
 
     The layered form needs complete entries, so there the other tensors are repeated; in the
@@ -43,7 +46,10 @@ def patched(document: JsonMapping, layers: Mapping[str, _LayerSpecs]) -> JsonObj
     return changed
 
 
-def _weight(stated: JsonMapping, spec: QuantizationSpec) -> JsonObject:
+def _weight(
+    stated: JsonMapping,
+    spec: QuantizationSpec,
+) -> JsonObject:
     """Return what a level states of a weight, with the dtype of `spec`."""
     if spec.dtype in CAST_ONLY:
         return {"dtype": spec.dtype}

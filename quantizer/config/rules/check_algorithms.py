@@ -33,7 +33,10 @@ def check_algorithms(config: Config) -> Diagnostics:
         yield from _for_nothing(algorithm, config)
 
 
-def _on_dpu(algorithm: Algorithm, config: Config) -> Diagnostics:
+def _on_dpu(
+    algorithm: Algorithm,
+    config: Config,
+) -> Diagnostics:
     if config.settings.target_device == "DPU":
         text = (
             f"{algorithm.name} is not for the DPU: after calibration its scales are moved "
@@ -119,7 +122,10 @@ def _switched(algorithm: Algorithm) -> Diagnostics:
             yield Diagnostic("QZ126", text, source.place, "note", help=help_)
 
 
-def _decided_elsewhere(algorithm: Algorithm, weights: Fields) -> Diagnostics:
+def _decided_elsewhere(
+    algorithm: Algorithm,
+    weights: Fields,
+) -> Diagnostics:
     """Warn of stated keys that disagree with the weights' specification, which decides."""
     if not weights or _value(weights, "dtype") != "int":
         return
@@ -137,16 +143,19 @@ def _decided_elsewhere(algorithm: Algorithm, weights: Fields) -> Diagnostics:
             f"{key} {quoted(stated.value)} is not what the weights' specification says: "
             "it decides"
         )
-        source = weights.get(name)
+        source = weights.get(name, Sourced(None))
         if actual == -1 and "qscheme" in weights:
             source = weights["qscheme"]
         remark = f"here it is {quoted(actual)}"
-        related = related_to(source and source.place, remark)
+        related = related_to(source.place, remark)
         help_ = "remove the key"
         yield Diagnostic("QZ127", text, stated.place, "warning", help=help_, related=related)
 
 
-def _idle(algorithm: Algorithm, config: Config) -> Diagnostics:
+def _idle(
+    algorithm: Algorithm,
+    config: Config,
+) -> Diagnostics:
     """Warn of rounding where no weights are quantized, and of an algorithm with all its parts
     off.
     """
@@ -168,7 +177,10 @@ def _idle(algorithm: Algorithm, config: Config) -> Diagnostics:
         yield Diagnostic("QZ128", text, place, "warning", help=help_, related=related)
 
 
-def _for_nothing(algorithm: Algorithm, config: Config) -> Diagnostics:
+def _for_nothing(
+    algorithm: Algorithm,
+    config: Config,
+) -> Diagnostics:
     """Warn of weights made harder to round for the sake of activations that stay float."""
     if not algorithm.kind.eases_activations:
         return
@@ -191,7 +203,10 @@ def _parts(algorithm: Algorithm) -> list[str]:
     return [key for key, setting in settings.items() if setting.is_part]
 
 
-def _quantizes(config: Config, role: Role) -> bool:
+def _quantizes(
+    config: Config,
+    role: Role,
+) -> bool:
     """Return whether some tensor of a role gets a format with a scale."""
     inherited = _everywhere(config, role)
     for rule in config.rules:
@@ -202,7 +217,10 @@ def _quantizes(config: Config, role: Role) -> bool:
     return False
 
 
-def _everywhere(config: Config, role: Role) -> dict[str, Sourced]:
+def _everywhere(
+    config: Config,
+    role: Role,
+) -> dict[str, Sourced]:
     """Return what holds for a role in all layers; nothing where it is not quantized
     everywhere.
     """
@@ -215,5 +233,8 @@ def _everywhere(config: Config, role: Role) -> dict[str, Sourced]:
     return merged if is_quantized else {}
 
 
-def _value(weights: Fields, name: str) -> Any:
+def _value(
+    weights: Fields,
+    name: str,
+) -> Any:
     return weights[name].value if name in weights else getattr(QuantizationSpec, name)

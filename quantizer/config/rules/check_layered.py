@@ -84,7 +84,9 @@ def _scopes(layered: Layered) -> Iterator[_Scope]:
 
 
 def _conflict(
-    conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None
+    conflict: Conflict,
+    merged: Mapping[str, Sourced],
+    device: Place | None,
 ) -> Diagnostics:
     """Yield an error at the value written last, or a warning at the idle value; nothing if a
     value is missing, which is reported.
@@ -187,7 +189,12 @@ def _unused(layered: Layered, scopes: list[_Scope]) -> Diagnostics:
                 yield from _unused_in(block, used, is_complete=False)
 
 
-def _unused_in(block: Fields, used: set[Place | None], *, is_complete: bool) -> Diagnostics:
+def _unused_in(
+    block: Fields,
+    used: set[Place | None],
+    *,
+    is_complete: bool,
+) -> Diagnostics:
     is_float = "dtype" in block and block["dtype"].value != "int"
     places: list[Place] = []
     for name, sourced in block.items():

@@ -27,7 +27,7 @@ from quantizer.config.document.suggestions import (
 from quantizer.config.forms.aliases import other_spelling
 from quantizer.config.forms.form import Form, form_of
 from quantizer.config.json_types import JsonObject, JsonPath
-from quantizer.config.wording import listed, quoted
+from quantizer.config.wording import closest, listed, quoted
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -72,7 +72,10 @@ def _validator(form: Form, algorithms: tuple[str, ...]) -> Validator:
 
 
 def _unique_items(
-    _: Validator, wanted: bool, items: Any, schema: Any
+    _: Validator,
+    wanted: bool,
+    items: Any,
+    schema: Any,
 ) -> Iterator[ValidationError]:
     """Yield each repeated item. jsonschema's own check compares all pairs, which takes minutes
     for a long list.
@@ -108,7 +111,11 @@ def _explain(document: Document, error: ValidationError) -> Diagnostics:
         yield _wrong_value(document, error, schema)
 
 
-def _wrong_value(document: Document, error: ValidationError, schema: JsonObject) -> Diagnostic:
+def _wrong_value(
+    document: Document,
+    error: ValidationError,
+    schema: JsonObject,
+) -> Diagnostic:
     path = tuple(error.absolute_path)
     key = last_key(path)
     keyword = str(error.validator)
@@ -137,7 +144,10 @@ def _wrong_value(document: Document, error: ValidationError, schema: JsonObject)
 
 
 def _repeated_item(
-    document: Document, path: JsonPath, item: Any, schema: JsonObject
+    document: Document,
+    path: JsonPath,
+    item: Any,
+    schema: JsonObject,
 ) -> Diagnostic:
     *list_path, index = path
     pointer = pointer_to(*path)
@@ -149,7 +159,11 @@ def _repeated_item(
     return Diagnostic("QZ107", message, document.place(pointer), help=remedy, fixes=fixes)
 
 
-def _unknown_key(document: Document, path: JsonPath, schema: JsonObject) -> Diagnostic:
+def _unknown_key(
+    document: Document,
+    path: JsonPath,
+    schema: JsonObject,
+) -> Diagnostic:
     *block_path, key = path
     key = str(key)
     form = form_of(document.value)
@@ -168,7 +182,11 @@ def _unknown_key(document: Document, path: JsonPath, schema: JsonObject) -> Diag
     return Diagnostic("QZ102", f"unknown key {quoted(key)}", place, help=remedy, fixes=fixes)
 
 
-def _missing(document: Document, path: JsonPath, schema: JsonObject) -> Diagnostics:
+def _missing(
+    document: Document,
+    path: JsonPath,
+    schema: JsonObject,
+) -> Diagnostics:
     missing = missing_keys(document.at(*path), schema)
     if missing:
         count = "a key is" if len(missing) == 1 else f"{len(missing)} keys are"
@@ -176,6 +194,13 @@ def _missing(document: Document, path: JsonPath, schema: JsonObject) -> Diagnost
         place = document.place(pointer_to(*path), key=True)
         fixes = completions(document, path, missing)
         yield Diagnostic("QZ105", message, place, help=HELP_FOR_MISSING, fixes=fixes)
+    elif schema["required"] == ["name"]:
+        # The name decides which other keys are known, so no other check reports this one
+        key = closest("name", document.at(*path)) or ""
+        place = document.place(pointer_to(*path, key), key=True)
+        message = f"unknown key {quoted(key)}"
+        fixes = key_fixes(document, (*path, key), ["name"])
+        yield Diagnostic("QZ102", message, place, help='did you mean "name"?', fixes=fixes)
 
 
 def _kind(value: Any) -> str:
