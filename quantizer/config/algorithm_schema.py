@@ -42,10 +42,7 @@ def _form_schema(form: Form, names: tuple[str, ...]) -> JsonMapping:
     shipped = schema["definitions"]
     shipped_names = shipped["algorithm"]["properties"]["name"]["enum"]
     generated = {"algorithm", "scaling_layer", *shipped_names}
-    definitions: JsonObject = {}
-    for name, entry in shipped.items():
-        if name not in generated:
-            definitions[name] = entry
+    definitions = {name: entry for name, entry in shipped.items() if name not in generated}
     definitions["scaling_layer"] = block_of("hierarchical", "scaling_layer")
     definitions["algorithm"] = _any_algorithm(names)
     for name in names:

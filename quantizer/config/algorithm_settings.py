@@ -175,11 +175,8 @@ def settings_of(kind: type[AlgoConfig]) -> dict[str, Setting]:
 
 def read_keys(kind: type[AlgoConfig]) -> list[str]:
     """Return the settings that something reads."""
-    keys: list[str] = []
-    for key, setting in settings_of(kind).items():
-        if not setting.unread and not setting.decided_by:
-            keys.append(key)
-    return keys
+    settings = settings_of(kind).items()
+    return [key for key, setting in settings if not setting.unread and not setting.decided_by]
 
 
 def finds_codes(kind: type[AlgoConfig]) -> bool:

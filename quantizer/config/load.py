@@ -156,10 +156,8 @@ def _translate(document: Document) -> tuple[Config | None, _Findings]:
     structure = [*notes, *check_structure(document)]
     if len(structure) > _MANY_ERRORS:
         return None, merged_by_cause(structure)
-    invalid: set[str] = set()
-    for finding in structure:
-        if finding.place and finding.code not in _HARMLESS:
-            invalid.add(finding.place.pointer)
+    places = [finding.place for finding in structure if finding.code not in _HARMLESS]
+    invalid = {place.pointer for place in places if place}
     config, conflicts = _check_meaning(form, document, invalid)
     findings = merged_by_cause(
         (*structure, *conflicts, *check_algorithms(config), *_wrong_patterns(config.rules))
@@ -218,9 +216,7 @@ def _with_tried_helps(
     if not any(finding.fixes for finding in findings):
         return findings
     source = Text(document.source.name, json.dumps(document.value, default=str))
-    helps: dict[tuple[str, str | None], str | None] = {}
-    for finding in load_text(source).diagnostics:
-        helps[_cause(finding)] = finding.help
+    helps = {_cause(finding): finding.help for finding in load_text(source).diagnostics}
     return tuple(
         replace(finding, help=helps.get(_cause(finding)), fixes=()) for finding in findings
     )

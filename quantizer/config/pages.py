@@ -141,9 +141,10 @@ def _key_sections(
     if "default" in entry:
         yield f"Default: `{json.dumps(entry['default'])}`."
     yield f"Example:\n\n```json\n{_example(key, entry)}\n```"
-    rules: list[str] = []
-    for code, rule in _rules_of(key, form).items():
-        rules.append(f"- [{code}](../rules.md#{code.lower()}): {rule['title']}")
+    rules = [
+        f"- [{code}](../rules.md#{code.lower()}): {rule['title']}"
+        for code, rule in _rules_of(key, form).items()
+    ]
     if rules:
         yield "Restrictions and conflicts:\n\n" + "\n".join(rules)
     yield from _worked_example(_example_name(key, form))
@@ -210,10 +211,7 @@ def _values(entry: JsonMapping) -> str:
         return json.dumps(entry["default"])
     types = entry["type"] if isinstance(entry["type"], list) else [entry["type"]]
     options = entry.get("enum", entry.get("then", {}).get("enum", ()))
-    words: list[str] = []
-    for kind in types:
-        if kind != "string" or not options:
-            words.append(TYPE_WORDS[kind])
+    words = [TYPE_WORDS[kind] for kind in types if kind != "string" or not options]
     words += map(json.dumps, options)
     return ", ".join([" or ".join(words), *bounds(entry)])
 

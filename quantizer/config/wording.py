@@ -90,10 +90,8 @@ def misspelt(
     (None, None)
     """
     letters = _letters(word[:100])
-    slips: dict[str, int] = {}
-    for name in known:
-        if _format_marks(name) == _format_marks(word):
-            slips[name] = _count_slips(letters, _letters(name))
+    candidates = [name for name in known if _format_marks(name) == _format_marks(word)]
+    slips = {name: _count_slips(letters, _letters(name)) for name in candidates}
     least = min(slips.values(), default=math.inf)
     nearest = [name for name, count in slips.items() if count == least]
     max_slips = (len(letters) >= _SHORT) + (len(letters) >= _LONG)

@@ -89,14 +89,11 @@ def to_hierarchical(config: Config) -> Converted:
         block.pop(entry.text, None)
         block[entry.text] = entry.level
         origins[pointer_to(entry.block, entry.text)] = entry.place
-    passes: list[JsonObject] = []
-    for switch, name in _PASSES.items():
-        if getattr(config.settings, switch):
-            passes.append({"name": name})
+    switches = [switch for switch in _PASSES if getattr(config.settings, switch)]
     optional: JsonObject = {
         **blocks,
         "exclude": [*excluded],
-        "pre_quant_opt_config": passes,
+        "pre_quant_opt_config": [{"name": _PASSES[switch]} for switch in switches],
         "algo_config": [written(algorithm.settings) for algorithm in config.algorithms],
     }
     document |= {key: value for key, value in optional.items() if value}
@@ -127,10 +124,8 @@ class _Layered:
         self.network = self._for_network(top)
         if for_all_weighted:
             top = self.merged(for_all_weighted[:1])
-        self.everywhere: dict[Role, Fields] = {}
-        for role, stated in top.items():
-            if role not in self.network:
-                self.everywhere[role] = stated
+        weighted = [role for role in top if role not in self.network]
+        self.everywhere = {role: top[role] for role in weighted}
         quantized: set[Role] = {*self.everywhere, *self.network}
         for rule in self.entries:
             quantized.update(rule.roles or ())
@@ -214,10 +209,8 @@ class _Layered:
 
 
 def _level(stated: Mapping[Role, Fields]) -> JsonObject:
-    level: JsonObject = {}
-    for role, spec in specs_by_role(stated).items():
-        level[KEY_OF[role]] = specification(spec)
-    return level
+    specs = specs_by_role(stated)
+    return {KEY_OF[role]: specification(spec) for role, spec in specs.items()}
 
 
 def _findings(file: _Layered) -> Diagnostics:

@@ -84,10 +84,9 @@ def to_layered(config: Config) -> Converted:
     [everywhere] = [rule for rule in rules if rule.selector.kind == "weighted"]
     layers = [rule for rule in rules if rule.selector.kind in ("type", "name")]
     excluded = [rule for rule in rules if rule.selector.kind == "exclude"]
-    document: JsonObject = {}
-    for key in block_of("layered")["required"]:
-        if hasattr(config.settings, key):
-            document[key] = getattr(config.settings, key)
+    settings = vars(config.settings)
+    required = block_of("layered")["required"]
+    document: JsonObject = {key: settings[key] for key in required if key in settings}
     entries, origins = _entries(everywhere, layers, excluded)
     document |= {**_NOTHING, "layer_quantize_config": entries}
     if config.algorithms:

@@ -315,12 +315,10 @@ def _dumped(
     value: Any,
     indent: str,
 ) -> str:
-    if not isinstance(value, dict) or not indent:
+    if not isinstance(value, dict) or not indent or not value:
         return json.dumps(value, ensure_ascii=False)
-    members: list[str] = []
-    for key, item in value.items():
-        members.append(f"{indent}  {json.dumps(key)}: {json.dumps(item)}")
-    return "{" + ",".join(members) + indent + "}"
+    inner = indent + "  "
+    return "{" + inner + ("," + inner).join(_written(value, "")) + indent + "}"
 
 
 def _indent(

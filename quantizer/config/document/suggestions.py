@@ -287,18 +287,19 @@ def _keys_by_option(form: Form) -> Mapping[str, str]:
     return owners
 
 
-def _keys_by_block(form: Form) -> Mapping[str, frozenset[str]]:
+def _keys_by_block(form: Form) -> Mapping[str, Collection[str]]:
     """Return each block of the form and its keys; those of the other form are named as such."""
-    homes: dict[str, frozenset[str]] = {}
-    for home, block in _BLOCKS[form].items():
-        homes[home] = frozenset(block_of(form, block)["properties"])
+    blocks = dict(_BLOCKS[form])
+    other_form = "the layered form, and a file has one form"
+    keys_of_other = block_of("layered")["properties"].keys() - {"target_device"}
+    if form == "layered":
+        blocks |= _ENTRIES
+        other_form = "the hierarchical form, and a file has one form"
+        keys_of_other = HIERARCHICAL_KEYS
+    homes: dict[str, Collection[str]] = {}
+    for home, block in blocks.items():
+        homes[home] = block_of(form, block)["properties"]
     for name, kind in entry_kinds(form).items():
-        homes[f"the algorithm {name}"] = frozenset(settings_of(kind))
-    if form == "hierarchical":
-        layered = frozenset(block_of("layered")["properties"]) - {"target_device"}
-        homes["the layered form, and a file has one form"] = layered
-        return homes
-    for home, block in _ENTRIES.items():
-        homes[home] = frozenset(block_of(form, block)["properties"])
-    homes["the hierarchical form, and a file has one form"] = HIERARCHICAL_KEYS
+        homes[f"the algorithm {name}"] = settings_of(kind)
+    homes[other_form] = keys_of_other
     return homes

@@ -301,10 +301,8 @@ class Words:
             foreign = _FORMAT_KEYS
         if wider.observer == "PlaceholderObserver" and united.dtype not in CAST_ONLY:
             foreign |= {"observer_cls"}
-        merged: dict[str, Sourced] = {}
-        for key, sourced in united.raw.items():
-            if key in self.raw or key not in foreign:
-                merged[key] = sourced
+        shared = [key for key in united.raw if key in self.raw or key not in foreign]
+        merged = {key: united.raw[key] for key in shared}
         if "ch_axis" in wider.raw and "ch_axis" not in self.raw:
             wider_meaning = wider._axis
             meaning = Words(self.role, merged)._axis

@@ -240,10 +240,8 @@ def entry(
     """Return a complete layer entry: an overall block, and what differs from it for single
     roles; `explicit` as in `parameters`.
     """
-    by_role: dict[Role, JsonObject] = {}
-    for role in ROLES:
-        if role in specs:
-            by_role[role] = parameters(specs[role], explicit)
+    roles = [role for role in ROLES if role in specs]
+    by_role = {role: parameters(specs[role], explicit) for role in roles}
     blocks = [*by_role.values()]
     overall = next((block for block in blocks if "bit_width" in block), blocks[0]).copy()
     # The roles that read these words state them themselves
@@ -253,15 +251,12 @@ def entry(
         overall["per_channel"] = False
     tensors: JsonObject = {}
     for role, block in by_role.items():
-        differing: JsonObject = {}
-        for word, value in block.items():
-            if overall.get(word) != value:
-                differing[word] = value
-        if differing:
-            tensors[role] = differing
+        words = [word for word in block if overall.get(word) != block[word]]
+        if words:
+            tensors[role] = {word: block[word] for word in words}
     return {
         **selector,
-        "quantizable_data_type": list(by_role),
+        "quantizable_data_type": roles,
         "overall_quantize_config": overall,
         "tensor_quantize_config": tensors,
     }
@@ -283,12 +278,10 @@ def with_entries(document: JsonMapping, entries: Mapping[str, JsonMapping]) -> J
         else:
             layer_entries.append(old)
     for name, new in entries.items():
-        layer_entry: JsonObject = {}
-        for key, value in replaced.get(name, {}).items():
-            if key.startswith("//"):
-                layer_entry[key] = value
-        layer_entry |= {"layer_type": None, "layer_name": name, **copy.deepcopy(dict(new))}
-        layer_entries.append(layer_entry)
+        old = replaced.get(name, {})
+        comments = {key: value for key, value in old.items() if key.startswith("//")}
+        selector = {"layer_type": None, "layer_name": name}
+        layer_entries.append({**comments, **selector, **copy.deepcopy(dict(new))})
     return changed | {"layer_quantize_config": layer_entries}
 
 

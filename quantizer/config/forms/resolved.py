@@ -3,7 +3,6 @@ without comments.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from quantizer.config.algorithms import SWITCHES
@@ -35,10 +34,8 @@ def resolved_document(config: Config) -> JsonObject:
     if config.form == "hierarchical":
         resolved = _hierarchical(document, config.settings)
         return resolved | _algorithm_lists(config, *ALGORITHM_LISTS)
-    switches: JsonObject = {}
-    for setting in fields(Settings):
-        if setting.name != "places":
-            switches[setting.name] = getattr(config.settings, setting.name)
+    switches = vars(config.settings).copy()
+    del switches["places"]
     return {**switches, **document, **_algorithm_lists(config, "algorithms")}
 
 
@@ -66,11 +63,8 @@ def _passes(entries: Any) -> list[JsonObject]:
     """
     if isinstance(entries, Mapping):
         entries = [entries]
-    passes: list[JsonObject] = []
-    for entry in entries or ():
-        if entry["name"] in SWITCHES:
-            passes.append(written(SWITCHES[entry["name"]]()))
-    return passes
+    names = [entry["name"] for entry in entries or ()]
+    return [written(SWITCHES[name]()) for name in names if name in SWITCHES]
 
 
 def _hierarchical(
@@ -85,10 +79,8 @@ def _hierarchical(
     everywhere["target_device"] = settings.target_device
     resolved["global_quant_config"] = everywhere
     for block in ("layer_type_quant_config", "layer_quant_config"):
-        levels: JsonObject = {}
-        for selector, level in resolved[block].items():
-            levels[selector] = _level(level, is_global=False)
-        resolved[block] = levels
+        levels = resolved[block].items()
+        resolved[block] = {text: _level(level, is_global=False) for text, level in levels}
     return resolved
 
 
@@ -123,11 +115,8 @@ def _spec(
 def _without_comments(value: Any) -> Any:
     """Return a value without `$schema` and the keys that begin with `//`."""
     if isinstance(value, Mapping):
-        members: JsonObject = {}
-        for key, item in value.items():
-            if key != "$schema" and not key.startswith("//"):
-                members[key] = _without_comments(item)
-        return members
+        keys = [key for key in value if key != "$schema" and not key.startswith("//")]
+        return {key: _without_comments(value[key]) for key in keys}
     if isinstance(value, (list, tuple)):
         return [_without_comments(item) for item in value]
     return value

@@ -121,12 +121,13 @@ def _observer(scope: _Scope) -> Diagnostics:
     _, supported = OBSERVERS[observer]
     if scheme in supported:
         return
-    fitting: list[str] = []
-    for name, (method, schemes) in OBSERVERS.items():
-        if scheme in schemes and method == "maxmin":
-            fitting.append(name)
+    fitting = next(
+        name
+        for name, (method, schemes) in OBSERVERS.items()
+        if scheme in schemes and method == "maxmin"
+    )
     text = f"{observer} does not support {scheme}"
-    help_ = f'write "observer_cls": "{fitting[0]}", or "qscheme": "{supported[0]}"'
+    help_ = f'write "observer_cls": "{fitting}", or "qscheme": "{supported[0]}"'
     places = [scope.place("observer_cls"), scope.place("qscheme")]
     yield scope.conflict("QZ117", text, places, help_=help_)
 
