@@ -188,13 +188,11 @@ def _wrong_patterns(rules: Iterable[ConfigRule]) -> Diagnostics:
         try:
             re.compile(selector.text.removeprefix("re:"))
         except (re.error, RecursionError, OverflowError) as error:
-            message = f"this is not a regular expression: {error}"
-            help_ = "the syntax is that of Python's re module"
             yield Diagnostic(
                 "QZ104",
-                message,
+                f"this is not a regular expression: {error}",
                 selector.place,
-                help=help_,
+                help="the syntax is that of Python's re module",
             )
 
 

@@ -48,9 +48,11 @@ def _refused(
     document = Document.of(conversion.document, config.source)
     for error in check_document(document).diagnostics:
         if error.severity == "error":
-            text = f"the {form} form would refuse it, {error.code}: {error.message}"
-            place = _origin(config, conversion, error.place)
-            yield inexpressible(text, place, error.help or "change it")
+            yield inexpressible(
+                f"the {form} form would refuse it, {error.code}: {error.message}",
+                _origin(config, conversion, error.place),
+                error.help or "change it",
+            )
 
 
 def _origin(

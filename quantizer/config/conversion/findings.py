@@ -62,38 +62,41 @@ def inexpressible(
 
 def may_differ(text: str, place: Place | None) -> Diagnostic:
     """Return the warning for files that mean the same for some models or data only."""
-    help_ = "compare `quantizer plan` with both files"
-    return Diagnostic("QZ125", text, place, "warning", help=help_)
+    return Diagnostic(
+        "QZ125", text, place, "warning", help="compare `quantizer plan` with both files"
+    )
 
 
 def range_of_batches_differs(role: Role, place: Place | None) -> Diagnostic:
     """Return the warning for a range of several batches, which the forms find in different
     ways.
     """
-    text = (
+    return Diagnostic(
+        "QZ125",
         f"from several batches of {role}, the layered form takes the largest range, the "
-        "hierarchical form finds one range for all of them"
+        "hierarchical form finds one range for all of them",
+        place,
+        "warning",
+        help="with a MinMax observer they are the same",
     )
-    help_ = "with a MinMax observer they are the same"
-    return Diagnostic("QZ125", text, place, "warning", help=help_)
 
 
 def concatenation_differs(place: Place | None) -> Diagnostic:
     """Return the warning for an output that only a concatenation reads."""
-    text = (
+    return may_differ(
         "an output that only a concatenation reads is quantized before it in the "
-        "hierarchical form, and in the layered form only where the concatenation is"
+        "hierarchical form, and in the layered form only where the concatenation is",
+        place,
     )
-    return may_differ(text, place)
 
 
 def residual_stream_differs(place: Place | None) -> Diagnostic:
     """Return the warning for a residual stream, which only one form quantizes."""
-    text = (
+    return may_differ(
         "sums that normalizations alone read, the residual stream of a transformer, stay "
-        "float in the layered form, and are quantized in the hierarchical form"
+        "float in the layered form, and are quantized in the hierarchical form",
+        place,
     )
-    return may_differ(text, place)
 
 
 def one_per_reason(findings: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
@@ -192,8 +195,11 @@ def _first_inherits(
         )
         if apart:
             return may_differ(text, rule.selector.place)
-        help_ = "write all keys of these tensors in the layer's configuration as well"
-        return inexpressible(text, rule.selector.place, help_)
+        return inexpressible(
+            text,
+            rule.selector.place,
+            "write all keys of these tensors in the layer's configuration as well",
+        )
     return None
 
 

@@ -228,11 +228,11 @@ def _findings(file: _Layered) -> Diagnostics:
     yield from overlapping(by_strength(file.entries), merged, words)
     top_place = file.overall.roles_place
     if file.overall.roles and not PARAMETERS.isdisjoint(file.everywhere):
-        text = (
+        yield may_differ(
             "global_quant_config applies to layers with weights of their own: norms that "
-            "cannot be folded, and trained tensors in expressions, stay in float"
+            "cannot be folded, and trained tensors in expressions, stay in float",
+            top_place,
         )
-        yield may_differ(text, top_place)
     activation = specs_by_role(file.network).get("activation")
     if activation and activation.is_scaled:
         yield residual_stream_differs(top_place)
@@ -247,11 +247,17 @@ def _settings(settings: Settings) -> Diagnostics:
     for setting in fields(Settings):
         name = setting.name
         if name not in expressible and getattr(settings, name) != setting.default:
-            text = f"{name}: the hierarchical form has no key for it"
-            yield inexpressible(text, settings.places.get(name), _KEEP)
+            yield inexpressible(
+                f"{name}: the hierarchical form has no key for it",
+                settings.places.get(name),
+                _KEEP,
+            )
     if settings.target_device == "DPU":
-        text = "target_device DPU: the hierarchical form has CPU, GPU and IPU"
-        yield inexpressible(text, settings.places.get("target_device"), _KEEP)
+        yield inexpressible(
+            "target_device DPU: the hierarchical form has CPU, GPU and IPU",
+            settings.places.get("target_device"),
+            _KEEP,
+        )
 
 
 def _selectors(file: _Layered) -> Diagnostics:
@@ -260,19 +266,21 @@ def _selectors(file: _Layered) -> Diagnostics:
     for rule in file.entries:
         selector = rule.selector
         if not selector.required:
-            text = "required false: in the hierarchical form every selector must match"
-            help_ = "remove the entry if the model does not have these layers"
-            yield inexpressible(text, selector.place, help_)
+            yield inexpressible(
+                "required false: in the hierarchical form every selector must match",
+                selector.place,
+                "remove the entry if the model does not have these layers",
+            )
         if selector.kind != "type" or network is None:
             continue
         activation = specs_by_role(file.merged([rule])).get("activation")
         if not alike(network, activation):
-            text = (
+            yield inexpressible(
                 "layer_type: what the top of the file says of activation becomes a pattern "
-                "for all names, which overrides types"
+                "for all names, which overrides types",
+                selector.place,
+                "select these layers by their names, or say the same of activation",
             )
-            help_ = "select these layers by their names, or say the same of activation"
-            yield inexpressible(text, selector.place, help_)
 
 
 def _not_hierarchical(stated: Mapping[Role, Fields]) -> Diagnostics:

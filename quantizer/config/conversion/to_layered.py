@@ -167,9 +167,11 @@ def _explicit_words(specs: Sequence[QuantizationSpec]) -> set[str]:
 def _device(config: Config) -> Diagnostics:
     device = config.settings.target_device
     if device not in ("CPU", "GPU"):
-        place = config.settings.places.get("target_device")
-        text = f"target_device {device}: the layered form has CPU and GPU"
-        yield inexpressible(text, place, "write CPU or GPU")
+        yield inexpressible(
+            f"target_device {device}: the layered form has CPU and GPU",
+            config.settings.places.get("target_device"),
+            "write CPU or GPU",
+        )
 
 
 def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Diagnostics:
@@ -180,11 +182,11 @@ def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Diagnostics:
             yield range_of_batches_differs(role, statistic.place)
         axis = fields.get("ch_axis")
         if axis and axis.value == 0 and fields["qscheme"].value == "per_channel":
-            text = (
+            yield may_differ(
                 "per_channel means output channels, which in transposed convolutions are "
-                "axis 1, not 0"
+                "axis 1, not 0",
+                axis.place,
             )
-            yield may_differ(text, axis.place)
         if role == "activation":
             dtype = fields.get("dtype", Sourced(None))
             yield concatenation_differs(dtype.place)
@@ -200,8 +202,7 @@ def _limits(config: Config, role: Role, fields: Fields) -> Diagnostics:
         if is_expressible(stated.value, role) or stated.place in places:
             continue
         places.append(stated.place)
-        text = f"{_written(config, name, stated)}: {reason}"
-        yield inexpressible(text, stated.place, _KEEP)
+        yield inexpressible(f"{_written(config, name, stated)}: {reason}", stated.place, _KEEP)
         if name == "qscheme":
             # The axis is that of the groups
             return
@@ -227,9 +228,11 @@ def _overridden(layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]) ->
             if other.selector.kind != "name":
                 continue
             if specificity(name) > specificity(text) or name.startswith(f"{text}."):
-                message = f"in the layered form, {other.label} would override {rule.label}"
-                help_ = "exclude the layers by their exact names"
-                yield inexpressible(message, rule.selector.place, help_)
+                yield inexpressible(
+                    f"in the layered form, {other.label} would override {rule.label}",
+                    rule.selector.place,
+                    "exclude the layers by their exact names",
+                )
 
 
 def _inherited(everywhere: ConfigRule, layers: Sequence[ConfigRule]) -> Diagnostics:
@@ -244,8 +247,8 @@ def _inherited(everywhere: ConfigRule, layers: Sequence[ConfigRule]) -> Diagnost
         roles = [role for role in both if not alike(both[role], alone.get(role))]
         if roles:
             keys = listed(KEY_OF[role] for role in roles)
-            text = (
+            yield may_differ(
                 f"{everywhere.label} is about layers with weights of their own; the layered "
-                f"form gives its {keys} to all layers that this selects"
+                f"form gives its {keys} to all layers that this selects",
+                rule.selector.place,
             )
-            yield may_differ(text, rule.selector.place)

@@ -57,13 +57,18 @@ class Parser:
             self._skip_space()
             self.start = self._index
             if not self._next():
-                remedy = "`quantizer init` writes a config to start from"
-                self._fail("the file is empty", remedy, code="QZ009")
+                self._fail(
+                    "the file is empty",
+                    "`quantizer init` writes a config to start from",
+                    code="QZ009",
+                )
             value = self._value(())
             self._skip_space()
             if self._next():
-                message = "there is text after the end of the JSON value"
-                self._fail(message, "check the brackets above it")
+                self._fail(
+                    "there is text after the end of the JSON value",
+                    "check the brackets above it",
+                )
         except _StopError:
             return None
         return value
@@ -117,8 +122,12 @@ class Parser:
             comment = _COMMENT.match(self.text, self._index)
             if not comment:
                 return
-            remedy = 'remove it, or make it a key: "// note": "…"'
-            self.report("QZ005", "JSON has no comments", comment.span(), remedy)
+            self.report(
+                "QZ005",
+                "JSON has no comments",
+                comment.span(),
+                'remove it, or make it a key: "// note": "…"',
+            )
             self._index = comment.end()
 
     def _end_of(self, pattern: re.Pattern[str]) -> int:
@@ -129,8 +138,11 @@ class Parser:
     def _value(self, path: JsonPath) -> Any:
         start = self._index
         if len(path) > MAX_DEPTH:
-            message = f"values are nested more than {MAX_DEPTH} levels deep"
-            self._fail(message, "a config needs 5 levels", code="QZ003")
+            self._fail(
+                f"values are nested more than {MAX_DEPTH} levels deep",
+                "a config needs 5 levels",
+                code="QZ003",
+            )
         value: Any
         match self._next():
             case "{":
@@ -159,8 +171,11 @@ class Parser:
                 self.keys[pointer] = span
             self._skip_space()
             if self._next() != ":":
-                message = "a colon is missing after this key"
-                self._fail(message, 'write "key": value', span=(key_start, self._index))
+                self._fail(
+                    "a colon is missing after this key",
+                    'write "key": value',
+                    span=(key_start, self._index),
+                )
             self._index += 1
             self._skip_space()
             members[key] = self._value((*path, key))
@@ -193,22 +208,32 @@ class Parser:
         if self._next() == close:
             return
         if self._next() != ",":
-            message = f'a comma or a "{close}" is missing after this value'
             span = (value_end - 1, value_end)
-            self._fail(message, "write a comma between members", span=span)
+            self._fail(
+                f'a comma or a "{close}" is missing after this value',
+                "write a comma between members",
+                span=span,
+            )
         comma = (self._index, self._index + 1)
         self._index += 1
         self._skip_space()
         if self._next() == close:
-            message = "JSON has no trailing commas"
-            remedy = f'remove the comma before "{close}"'
-            self.report("QZ006", message, comma, remedy, instead="")
+            self.report(
+                "QZ006",
+                "JSON has no trailing commas",
+                comma,
+                f'remove the comma before "{close}"',
+                instead="",
+            )
 
     def _require_more(self, start: int, close: str) -> None:
         """Stop if the text ends before the bracket at `start` is closed."""
         if not self._next():
-            message = f'this bracket is never closed: a "{close}" is missing'
-            self._fail(message, "is the file cut off?", span=(start, start + 1))
+            self._fail(
+                f'this bracket is never closed: a "{close}" is missing',
+                "is the file cut off?",
+                span=(start, start + 1),
+            )
 
     def _key(self) -> str:
         if self._next() == "'":
@@ -217,10 +242,14 @@ class Parser:
             end = max(self._end_of(_WORD), self._index + 1)
             word = self.text[self._index : end]
             remedy = "remove it" if word == "," else "put the key in double quotes"
-            message = f"expected a key in double quotes, not {word[:40]}"
             is_bare = _BARE_KEY.match(self.text, self._index)
             instead = f'"{word}"' if is_bare else None
-            self._fail(message, remedy, span=(self._index, end), instead=instead)
+            self._fail(
+                f"expected a key in double quotes, not {word[:40]}",
+                remedy,
+                span=(self._index, end),
+                instead=instead,
+            )
         return self._string()
 
     def _single_quoted(self) -> NoReturn:
@@ -259,12 +288,16 @@ class Parser:
                 message = (
                     "this string is not closed on its line, or contains a control character"
                 )
-            remedy = 'inside a string write \\n, \\t, \\\\ and \\"'
-            self._fail(message, remedy, span=(error.pos, error.pos + 1))
+            self._fail(
+                message,
+                'inside a string write \\n, \\t, \\\\ and \\"',
+                span=(error.pos, error.pos + 1),
+            )
         if _SURROGATE.search(value):
             message = "this string contains half of a surrogate pair"
-            remedy = "write the character itself, or both halves"
-            self._fail(message, remedy, span=(start, self._index))
+            self._fail(
+                message, "write the character itself, or both halves", span=(start, self._index)
+            )
         return str(value)
 
     def _scalar(self) -> Any:
@@ -274,8 +307,9 @@ class Parser:
         if _NUMBER.fullmatch(word):
             value = self._number(word, span)
         elif word[:1].isdecimal() or word[:1] == ".":
-            message = f"{word[:40]} is not a JSON number"
-            self._fail(message, "write it like 8, -1 or 99.99", span=span)
+            self._fail(
+                f"{word[:40]} is not a JSON number", "write it like 8, -1 or 99.99", span=span
+            )
         elif word in _LITERALS:
             value = _LITERALS[word]
         else:
@@ -303,7 +337,11 @@ class Parser:
 
     def _number(self, text: str, span: Span) -> int | float | None:
         if not math.isfinite(float(text)):
-            message = f"the number {text[:20]}… is out of range"
-            self.report("QZ008", message, span, "write a smaller number")
+            self.report(
+                "QZ008",
+                f"the number {text[:20]}… is out of range",
+                span,
+                "write a smaller number",
+            )
             return None
         return float(text) if set(text) & {".", "e", "E"} else int(text)

@@ -22,13 +22,18 @@ def check_algorithms(config: Config) -> Diagnostics:
     for algorithm in algorithms:
         yield from _on_dpu(algorithm, config)
         if _is_misplaced(algorithm):
-            text = f"{algorithm.name} finds weight codes, and this is about what happens before"
-            yield Diagnostic("QZ332", text, algorithm.place, help="write it in algo_config")
+            yield Diagnostic(
+                "QZ332",
+                f"{algorithm.name} finds weight codes, and this is about what happens before",
+                algorithm.place,
+                help="write it in algo_config",
+            )
         yield from _switched(algorithm)
         yield from _decided_elsewhere(algorithm, weights)
         for key, (reason, place) in algorithm.unread.items():
-            text = f"{key} has no effect: {reason}"
-            yield Diagnostic("QZ111", text, place, "note", help="remove the key")
+            yield Diagnostic(
+                "QZ111", f"{key} has no effect: {reason}", place, "note", help="remove the key"
+            )
         yield from _idle(algorithm, config)
         yield from _for_nothing(algorithm, config)
 
@@ -38,13 +43,14 @@ def _on_dpu(
     config: Config,
 ) -> Diagnostics:
     if config.settings.target_device == "DPU":
-        text = (
+        yield Diagnostic(
+            "QZ210",
             f"{algorithm.name} is not for the DPU: after calibration its scales are moved "
-            "into the limits of shifters, which would undo what the algorithm found"
+            "into the limits of shifters, which would undo what the algorithm found",
+            algorithm.place,
+            help="remove it, or write another target_device",
+            related=related_to(config.settings.places.get("target_device"), "for this device"),
         )
-        help_ = "remove it, or write another target_device"
-        related = related_to(config.settings.places.get("target_device"), "for this device")
-        yield Diagnostic("QZ210", text, algorithm.place, help=help_, related=related)
 
 
 def _order(algorithms: Sequence[Algorithm]) -> Diagnostics:
@@ -63,16 +69,24 @@ def _order(algorithms: Sequence[Algorithm]) -> Diagnostics:
         related = related_to(earlier.place, remark)
         help_ = "keep one of the two"
         if rounds:
-            text = (
-                f"{earlier.name} rounds the weights already, and {name} would round them again"
+            yield Diagnostic(
+                "QZ331",
+                f"{earlier.name} rounds the weights already, and {name} would round them again",
+                algorithm.place,
+                help=help_,
+                related=related,
             )
-            yield Diagnostic("QZ331", text, algorithm.place, help=help_, related=related)
             continue
         if name != earlier.name:
             help_ = f"write {name} before {earlier.name}"
         done = "rounded them" if rounded_before else "found their ranges"
-        text = f"{name} scales weights, and {earlier.name} has {done} by then"
-        yield Diagnostic("QZ330", text, algorithm.place, help=help_, related=related)
+        yield Diagnostic(
+            "QZ330",
+            f"{name} scales weights, and {earlier.name} has {done} by then",
+            algorithm.place,
+            help=help_,
+            related=related,
+        )
 
 
 def _repeated(algorithms: Sequence[Algorithm]) -> Diagnostics:
@@ -85,14 +99,15 @@ def _repeated(algorithms: Sequence[Algorithm]) -> Diagnostics:
         repeated = [part for part in parts if part in first]
         if repeated:
             keys = listed(key for _, key in repeated)
-            text = (
+            yield Diagnostic(
+                "QZ128",
                 f"{keys} of {algorithm.name} is done by an entry before, and nothing is gained "
-                "by doing it again"
+                "by doing it again",
+                algorithm.place,
+                "warning",
+                help="keep one of the two",
+                related=related_to(first[repeated[0]].place, "done here"),
             )
-            related = related_to(first[repeated[0]].place, "done here")
-            help_ = "keep one of the two"
-            place = algorithm.place
-            yield Diagnostic("QZ128", text, place, "warning", help=help_, related=related)
         for part in parts:
             first.setdefault(part, algorithm)
 
@@ -110,16 +125,23 @@ def _switched(algorithm: Algorithm) -> Diagnostics:
         stated = algorithm.stated.get(key)
         stated_needed = algorithm.stated.get(needed)
         if stated and stated_needed:
-            text = f"{key} is on and needs {needed}, which is off: it has no effect"
-            help_ = f'write "{needed}": true, or "{key}": false'
-            related = related_to(stated.place, "because of this")
-            place = stated_needed.place
-            yield Diagnostic("QZ333", text, place, "warning", help=help_, related=related)
+            yield Diagnostic(
+                "QZ333",
+                f"{key} is on and needs {needed}, which is off: it has no effect",
+                stated_needed.place,
+                "warning",
+                help=f'write "{needed}": true, or "{key}": false',
+                related=related_to(stated.place, "because of this"),
+            )
         else:
             source = stated or stated_needed or Sourced(None, algorithm.place)
-            text = f"{key} is off here, as it needs {needed}"
-            help_ = f'to say the same: "{key}": false'
-            yield Diagnostic("QZ126", text, source.place, "note", help=help_)
+            yield Diagnostic(
+                "QZ126",
+                f"{key} is off here, as it needs {needed}",
+                source.place,
+                "note",
+                help=f'to say the same: "{key}": false',
+            )
 
 
 def _decided_elsewhere(
@@ -147,9 +169,14 @@ def _decided_elsewhere(
         if actual == -1 and "qscheme" in weights:
             source = weights["qscheme"]
         remark = f"here it is {quoted(actual)}"
-        related = related_to(source.place, remark)
-        help_ = "remove the key"
-        yield Diagnostic("QZ127", text, stated.place, "warning", help=help_, related=related)
+        yield Diagnostic(
+            "QZ127",
+            text,
+            stated.place,
+            "warning",
+            help="remove the key",
+            related=related_to(source.place, remark),
+        )
 
 
 def _idle(
@@ -162,9 +189,13 @@ def _idle(
     name = algorithm.name
     parts = _parts(algorithm)
     if finds_codes(algorithm.kind) and not _quantizes(config, "weights"):
-        text = f"no weights are quantized to a format with a scale, so {name} has nothing to do"
-        help_ = "quantize weights, or remove the algorithm"
-        yield Diagnostic("QZ128", text, algorithm.place, "warning", help=help_)
+        yield Diagnostic(
+            "QZ128",
+            f"no weights are quantized to a format with a scale, so {name} has nothing to do",
+            algorithm.place,
+            "warning",
+            help="quantize weights, or remove the algorithm",
+        )
     elif parts and not any(map(algorithm.value, parts)):
         effect = "does nothing"
         if finds_codes(algorithm.kind):
@@ -190,12 +221,14 @@ def _for_nothing(
             return
     if _quantizes(config, "input") or _quantizes(config, "activation"):
         return
-    text = (
+    yield Diagnostic(
+        "QZ334",
         f"{algorithm.name} makes activations easier to quantize and weights harder, and no "
-        "activations are quantized: it costs a pass over the data and cannot help"
+        "activations are quantized: it costs a pass over the data and cannot help",
+        algorithm.place,
+        "warning",
+        help="remove it, or quantize activations; awq scales channels for the sake of weights",
     )
-    help_ = "remove it, or quantize activations; awq scales channels for the sake of weights"
-    yield Diagnostic("QZ334", text, algorithm.place, "warning", help=help_)
 
 
 def _parts(algorithm: Algorithm) -> list[str]:

@@ -113,9 +113,12 @@ def _observer(scope: _Scope) -> Diagnostics:
     if observer is None or scope.dtype in CAST_ONLY:
         return
     if observer not in OBSERVERS:
-        text = f"{observer} finds no range, and {scope.dtype} needs one"
-        help_ = "remove the key: a MinMax observer is the default"
-        yield scope.finding("QZ117", text, "observer_cls", help_=help_)
+        yield scope.finding(
+            "QZ117",
+            f"{observer} finds no range, and {scope.dtype} needs one",
+            "observer_cls",
+            help_="remove the key: a MinMax observer is the default",
+        )
         return
     scheme = scope.scheme
     _, supported = OBSERVERS[observer]
@@ -126,18 +129,25 @@ def _observer(scope: _Scope) -> Diagnostics:
         for name, (method, schemes) in OBSERVERS.items()
         if scheme in schemes and method == "maxmin"
     )
-    text = f"{observer} does not support {scheme}"
-    help_ = f'write "observer_cls": "{fitting}", or "qscheme": "{supported[0]}"'
     places = [scope.place("observer_cls"), scope.place("qscheme")]
-    yield scope.conflict("QZ117", text, places, help_=help_)
+    yield scope.conflict(
+        "QZ117",
+        f"{observer} does not support {scheme}",
+        places,
+        help_=f'write "observer_cls": "{fitting}", or "qscheme": "{supported[0]}"',
+    )
 
 
 def _elements(levels: Hierarchical, scope: _Scope) -> Diagnostics:
     """Yield an mx dtype without the format of its elements."""
     key = "mx_element_dtype"
     if scope.dtype == "mx" and key not in scope.raw and not levels.is_wrong(key):
-        text = f"a key is missing here: {key}"
-        yield scope.finding("QZ105", text, "dtype", help_=f'for example "{key}": "fp4"')
+        yield scope.finding(
+            "QZ105",
+            f"a key is missing here: {key}",
+            "dtype",
+            help_=f'for example "{key}": "fp4"',
+        )
 
 
 def _read_otherwise(scope: _Scope) -> Diagnostics:
@@ -145,17 +155,23 @@ def _read_otherwise(scope: _Scope) -> Diagnostics:
     if scope.dtype in CAST_ONLY:
         return
     if scope.role in PARAMETERS and scope.value("is_dynamic") is True:
-        text = "weights and biases are quantized ahead of time, so is_dynamic has no effect"
-        help_ = 'write "is_dynamic": false'
-        yield scope.finding("QZ122", text, "is_dynamic", help_=help_, severity="note")
-    if scope.scheme == "per_channel" and scope.is_per_token:
-        text = (
-            "dynamic per_channel is read as per_token: each row (for convolutions, each "
-            "sample) has a scale"
+        yield scope.finding(
+            "QZ122",
+            "weights and biases are quantized ahead of time, so is_dynamic has no effect",
+            "is_dynamic",
+            help_='write "is_dynamic": false',
+            severity="note",
         )
-        help_ = 'write "qscheme": "per_token"'
+    if scope.scheme == "per_channel" and scope.is_per_token:
         keys = ("qscheme", "observer_cls")
-        yield scope.finding("QZ122", text, *keys, help_=help_, severity="note")
+        yield scope.finding(
+            "QZ122",
+            "dynamic per_channel is read as per_token: each row (for convolutions, each "
+            "sample) has a scale",
+            *keys,
+            help_='write "qscheme": "per_token"',
+            severity="note",
+        )
     if scope.scheme == "per_group" and scope.observer == "PerChannelMinMaxObserver":
         yield from _groups_of_channels(scope)
 
@@ -167,24 +183,29 @@ def _groups_of_channels(scope: _Scope) -> Diagnostics:
     axis = scope.value("ch_axis")
     instead = '"observer_cls": "PerGroupMinMaxObserver"'
     if not scope.is_channel_axis:
-        text = (
+        yield scope.finding(
+            "QZ117",
             "PerChannelMinMaxObserver divides the channels of weights into groups; it cannot "
-            "group activations"
+            "group activations",
+            "observer_cls",
+            help_=f"write {instead}",
         )
-        yield scope.finding("QZ117", text, "observer_cls", help_=f"write {instead}")
     elif axis in (0, 1) and "ch_axis" in scope.stated:
-        text = (
+        yield scope.finding(
+            "QZ122",
             f"with PerChannelMinMaxObserver, ch_axis {axis} is the channel axis: groups run "
-            f"along axis {1 - axis}"
+            f"along axis {1 - axis}",
+            "ch_axis",
+            help_=f'write {instead}, "ch_axis": {1 - axis}',
+            severity="note",
         )
-        help_ = f'write {instead}, "ch_axis": {1 - axis}'
-        yield scope.finding("QZ122", text, "ch_axis", help_=help_, severity="note")
     elif axis not in (None, 0, 1):
-        text = (
-            "with PerChannelMinMaxObserver, ch_axis is the channel axis, so it must be 0 or 1"
+        yield scope.finding(
+            "QZ104",
+            "with PerChannelMinMaxObserver, ch_axis is the channel axis, so it must be 0 or 1",
+            "ch_axis",
+            help_=f"write 0 or 1, or {instead} with the axis along which groups run",
         )
-        help_ = f"write 0 or 1, or {instead} with the axis along which groups run"
-        yield scope.finding("QZ104", text, "ch_axis", help_=help_)
 
 
 def _idle(scopes: list[_Scope]) -> Diagnostics:
@@ -198,9 +219,13 @@ def _idle(scopes: list[_Scope]) -> Diagnostics:
     for scope, unread in zip(scopes, reasons, strict=True):
         for key, reason in unread.items():
             if scope.raw[key].place not in used:
-                text = f"{key} has no effect"
-                help_ = f"remove: {reason}"
-                yield scope.finding("QZ111", text, key, help_=help_, severity="warning")
+                yield scope.finding(
+                    "QZ111",
+                    f"{key} has no effect",
+                    key,
+                    help_=f"remove: {reason}",
+                    severity="warning",
+                )
 
 
 def _unread(scope: _Scope) -> dict[str, str]:
@@ -248,11 +273,13 @@ def _devices(levels: Hierarchical) -> Diagnostics:
         stated = document.at(*level.pointer).get("target_device")
         if not isinstance(stated, str) or stated == device:
             continue
-        place = document.place(pointer_to(*level.pointer, "target_device"))
-        text = f"the model's device is {device}; a layer cannot have another one"
-        help_ = "remove the key, and write it in global_quant_config"
-        related = related_to(settings.places.get("target_device"), "the model's device")
-        yield Diagnostic("QZ119", text, place, help=help_, related=related)
+        yield Diagnostic(
+            "QZ119",
+            f"the model's device is {device}; a layer cannot have another one",
+            document.place(pointer_to(*level.pointer, "target_device")),
+            help="remove the key, and write it in global_quant_config",
+            related=related_to(settings.places.get("target_device"), "the model's device"),
+        )
 
 
 def _passes(levels: Hierarchical) -> Diagnostics:
@@ -268,16 +295,22 @@ def _passes(levels: Hierarchical) -> Diagnostics:
                 algorithm = name
                 algorithm_place = place
         elif algorithm is not None:
-            text = (
+            yield Diagnostic(
+                "QZ330",
                 f"{name} changes the float network before all algorithms, and here it comes "
-                f"after {algorithm}"
+                f"after {algorithm}",
+                place,
+                help=f"write {name} before {algorithm}",
+                related=related_to(algorithm_place, "comes first here"),
             )
-            help_ = f"write {name} before {algorithm}"
-            related = related_to(algorithm_place, "comes first here")
-            yield Diagnostic("QZ330", text, place, help=help_, related=related)
         elif name in seen:
-            text = f"{name} is listed twice, and nothing is gained by doing it again"
-            yield Diagnostic("QZ128", text, place, "warning", help="keep one of the two")
+            yield Diagnostic(
+                "QZ128",
+                f"{name} is listed twice, and nothing is gained by doing it again",
+                place,
+                "warning",
+                help="keep one of the two",
+            )
         seen.add(name)
 
 
@@ -293,6 +326,10 @@ def _nothing(levels: Hierarchical) -> Diagnostics:
         for key in ROLE_OF:
             if block.get(key) is not None:
                 return
-    text = "no tensor has a specification, so nothing is quantized"
-    help_ = 'for example "weight": {"dtype": "int8"}'
-    yield Diagnostic("QZ123", text, place, "warning", help=help_)
+    yield Diagnostic(
+        "QZ123",
+        "no tensor has a specification, so nothing is quantized",
+        place,
+        "warning",
+        help='for example "weight": {"dtype": "int8"}',
+    )

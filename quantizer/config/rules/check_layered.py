@@ -137,10 +137,13 @@ def refused_under_float(block: Fields, dtype: Sourced) -> Diagnostic | None:
     places = [sourced.place for sourced in block.values() if sourced.place]
     if not places or not dtype.place:
         return None
-    text = f"these parameters would have no effect: the datatype is {dtype.value}"
-    help_ = 'write "datatype": "int" next to them, or remove them'
-    related = related_to(dtype.place, "inherited from here")
-    return Diagnostic("QZ306", text, min(places), help=help_, related=related)
+    return Diagnostic(
+        "QZ306",
+        f"these parameters would have no effect: the datatype is {dtype.value}",
+        min(places),
+        help='write "datatype": "int" next to them, or remove them',
+        related=related_to(dtype.place, "inherited from here"),
+    )
 
 
 def _small_percentage(scope: _Scope) -> Diagnostics:
@@ -154,8 +157,13 @@ def _small_percentage(scope: _Scope) -> Diagnostics:
     help_ = 'for example "percentage": 99.9'
     if _LEAST_PERCENTAGE <= percentage * 100 <= 100:
         help_ = f'did you mean "percentage": {percentage * 100:.10g}?'
-    text = f"this keeps {percentage:.10g} % of the values and clips the rest"
-    yield Diagnostic("QZ113", text, stated.place, "warning", help=help_)
+    yield Diagnostic(
+        "QZ113",
+        f"this keeps {percentage:.10g} % of the values and clips the rest",
+        stated.place,
+        "warning",
+        help=help_,
+    )
 
 
 def _dpu_only(settings: Settings) -> Diagnostics:
@@ -164,10 +172,14 @@ def _dpu_only(settings: Settings) -> Diagnostics:
         return
     for name, place in settings.places.items():
         if name in _DPU_ONLY and getattr(settings, name):
-            text = f"{name} has no effect: only the DPU has fix positions"
-            help_ = "remove it, or set it to false"
-            related = related_to(device, "for this device")
-            yield Diagnostic("QZ115", text, place, "warning", help=help_, related=related)
+            yield Diagnostic(
+                "QZ115",
+                f"{name} has no effect: only the DPU has fix positions",
+                place,
+                "warning",
+                help="remove it, or set it to false",
+                related=related_to(device, "for this device"),
+            )
 
 
 def _unused(layered: Layered, scopes: list[_Scope]) -> Diagnostics:
@@ -209,17 +221,20 @@ def _unused_in(
     reasons = "a floating-point datatype reads no other parameter"
     if not is_float:
         reasons = "; ".join(OPTIONAL[word] for word in words)
-    help_ = f"remove: {reasons}"
-    yield Diagnostic("QZ111", message, min(places), "warning", help=help_)
+    yield Diagnostic("QZ111", message, min(places), "warning", help=f"remove: {reasons}")
 
 
 def _overall_per_channel(level: LayeredLevel) -> Diagnostics:
     qscheme = level.overall["weights"].get("qscheme")
     others = [role for role in level.quantized if role != "weights"]
     if qscheme and qscheme.value == "per_channel" and others:
-        text = f"per_channel applies to weights only; {', '.join(others)} stay per tensor"
-        help_ = 'write "weights": {"per_channel": true} in tensor_quantize_config'
-        yield Diagnostic("QZ112", text, qscheme.place, "warning", help=help_)
+        yield Diagnostic(
+            "QZ112",
+            f"per_channel applies to weights only; {', '.join(others)} stay per tensor",
+            qscheme.place,
+            "warning",
+            help='write "weights": {"per_channel": true} in tensor_quantize_config',
+        )
 
 
 def _unlisted(layered: Layered, level: LayeredLevel) -> Diagnostics:
@@ -234,11 +249,13 @@ def _unlisted(layered: Layered, level: LayeredLevel) -> Diagnostics:
         if role in quantized:
             continue
         pointer = pointer_to(*level.pointer, "tensor_quantize_config", role)
-        place = layered.document.place(pointer, key=True)
-        text = f"{role} is not quantized, so nothing reads these parameters"
-        help_ = f'add "{role}" to quantizable_data_type, or remove the block'
-        related = related_to(level.roles_place, "not listed here")
-        yield Diagnostic("QZ108", text, place, help=help_, related=related)
+        yield Diagnostic(
+            "QZ108",
+            f"{role} is not quantized, so nothing reads these parameters",
+            layered.document.place(pointer, key=True),
+            help=f'add "{role}" to quantizable_data_type, or remove the block',
+            related=related_to(level.roles_place, "not listed here"),
+        )
 
 
 def _repeated(levels: Iterable[LayeredLevel]) -> Diagnostics:
@@ -251,11 +268,12 @@ def _repeated(levels: Iterable[LayeredLevel]) -> Diagnostics:
         if key not in first:
             first[key] = selector.place
         elif selector.place and earlier:
-            text = (
+            yield Diagnostic(
+                "QZ109",
                 f'this is a second entry for "{selector.text[:60]}", which overrides the '
-                "first, key by key"
+                "first, key by key",
+                selector.place,
+                "warning",
+                help="merge the two entries",
+                related=related_to(earlier, "first here"),
             )
-            related = related_to(earlier, "first here")
-            help_ = "merge the two entries"
-            place = selector.place
-            yield Diagnostic("QZ109", text, place, "warning", help=help_, related=related)

@@ -96,9 +96,12 @@ def _explain(document: Document, error: ValidationError) -> Diagnostics:
     schema = error.schema if isinstance(error.schema, dict) else {}
     path = tuple(error.absolute_path)
     if "code" in schema:
-        remedy = schema.get("help") or _selector_help(error.instance)
-        place = document.place(pointer_to(*path))
-        yield Diagnostic(schema["code"], schema["errorMessage"], place, help=remedy)
+        yield Diagnostic(
+            schema["code"],
+            schema["errorMessage"],
+            document.place(pointer_to(*path)),
+            help=schema.get("help") or _selector_help(error.instance),
+        )
     elif error.validator == "additionalProperties":
         for key in error.instance if isinstance(error.instance, dict) else ():
             if key not in schema["properties"] and not key.startswith("//"):
@@ -138,9 +141,15 @@ def _wrong_value(
     place = document.place(pointer_to(*path))
     if "help" in schema:
         return Diagnostic(code, message, place, remark=remark, help=schema["help"])
-    remedy = help_for_value(key, value, form_of(document.value))
     fixes = value_fixes(document, path, schema)
-    return Diagnostic(code, message, place, remark=remark, help=remedy, fixes=fixes)
+    return Diagnostic(
+        code,
+        message,
+        place,
+        remark=remark,
+        help=help_for_value(key, value, form_of(document.value)),
+        fixes=fixes,
+    )
 
 
 def _repeated_item(
@@ -155,8 +164,13 @@ def _repeated_item(
     _, end = document.values[pointer]
     remedy = f"name each {schema['items']['title']} once"
     fixes = (Fix(remedy, (Edit(previous_end, end, ""),)),)
-    message = f"{quoted(item)} is listed twice"
-    return Diagnostic("QZ107", message, document.place(pointer), help=remedy, fixes=fixes)
+    return Diagnostic(
+        "QZ107",
+        f"{quoted(item)} is listed twice",
+        document.place(pointer),
+        help=remedy,
+        fixes=fixes,
+    )
 
 
 def _unknown_key(
@@ -171,15 +185,24 @@ def _unknown_key(
     place = document.place(pointer_to(*path), key=True)
     word = other_spelling(key, block_path) if form == "hierarchical" else key
     if word != key and word in siblings:
-        text = f"{quoted(key)} is another spelling of {quoted(word)}, which is here, too"
         first = document.place(pointer_to(*block_path, word), key=True)
-        related = ((first, "the same key"),)
-        return Diagnostic("QZ102", text, place, help="remove one of the two", related=related)
+        return Diagnostic(
+            "QZ102",
+            f"{quoted(key)} is another spelling of {quoted(word)}, which is here, too",
+            place,
+            help="remove one of the two",
+            related=((first, "the same key"),),
+        )
     # Keys with a code are accepted and do nothing, so they are not offered
     known = [name for name, entry in schema["properties"].items() if "code" not in entry]
-    remedy = help_for_key(key, known, siblings, form)
     fixes = key_fixes(document, path, known)
-    return Diagnostic("QZ102", f"unknown key {quoted(key)}", place, help=remedy, fixes=fixes)
+    return Diagnostic(
+        "QZ102",
+        f"unknown key {quoted(key)}",
+        place,
+        help=help_for_key(key, known, siblings, form),
+        fixes=fixes,
+    )
 
 
 def _missing(
@@ -190,17 +213,25 @@ def _missing(
     missing = missing_keys(document.at(*path), schema)
     if missing:
         count = "a key is" if len(missing) == 1 else f"{len(missing)} keys are"
-        message = f"{count} missing here: {listed(missing)}"
-        place = document.place(pointer_to(*path), key=True)
         fixes = completions(document, path, missing)
-        yield Diagnostic("QZ105", message, place, help=HELP_FOR_MISSING, fixes=fixes)
+        yield Diagnostic(
+            "QZ105",
+            f"{count} missing here: {listed(missing)}",
+            document.place(pointer_to(*path), key=True),
+            help=HELP_FOR_MISSING,
+            fixes=fixes,
+        )
     elif schema["required"] == ["name"]:
         # The name decides which other keys are known, so no other check reports this one
         key = closest("name", document.at(*path)) or ""
-        place = document.place(pointer_to(*path, key), key=True)
-        message = f"unknown key {quoted(key)}"
         fixes = key_fixes(document, (*path, key), ["name"])
-        yield Diagnostic("QZ102", message, place, help='did you mean "name"?', fixes=fixes)
+        yield Diagnostic(
+            "QZ102",
+            f"unknown key {quoted(key)}",
+            document.place(pointer_to(*path, key), key=True),
+            help='did you mean "name"?',
+            fixes=fixes,
+        )
 
 
 def _kind(value: Any) -> str:
