@@ -75,10 +75,7 @@ class Diagnostic:
 Diagnostics = Iterator[Diagnostic]
 
 
-def related_to(
-    place: Place | None,
-    remark: str,
-) -> tuple[tuple[Place, str], ...]:
+def related_to(place: Place | None, remark: str) -> tuple[tuple[Place, str], ...]:
     """Return `Diagnostic.related` for one place; nothing without a place."""
     return ((place, remark),) if place else ()
 

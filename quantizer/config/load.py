@@ -204,10 +204,7 @@ def _findings(source: Text) -> _Findings:
     return findings
 
 
-def _with_tried_helps(
-    document: Document,
-    findings: _Findings,
-) -> _Findings:
+def _with_tried_helps(document: Document, findings: _Findings) -> _Findings:
     """Return the findings on a document without text, with the helps of the same document
     written as a text: there fixes can be tried.
     """

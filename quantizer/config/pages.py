@@ -114,10 +114,7 @@ def example_names() -> tuple[str, ...]:
     return (*names, *entry_kinds("hierarchical"))
 
 
-def _example_name(
-    key: str,
-    form: Form,
-) -> str:
+def _example_name(key: str, form: Form) -> str:
     """Return the name of the key's worked example; a key of both forms has two."""
     is_second = form == "hierarchical" and key in _keys("layered")
     return f"{key} {form}" if is_second else key
@@ -168,10 +165,7 @@ def _options(
         yield f"- `{json.dumps(option)}`: {description}"
 
 
-def _example(
-    key: str,
-    entry: JsonMapping,
-) -> str:
+def _example(key: str, entry: JsonMapping) -> str:
     """Return the first example of a key as a member of a file, without the braces."""
     text = json.dumps({key: entry["examples"][0]}, indent=2, ensure_ascii=False)
     return text[2:-2].replace("\n  ", "\n").strip()
@@ -259,10 +253,7 @@ def _worked_example(name: str) -> Iterator[str]:
         yield example["note"]
 
 
-def _block(
-    language: str,
-    lines: Sequence[str],
-) -> str:
+def _block(language: str, lines: Sequence[str]) -> str:
     return "\n".join([f"```{language}", *lines, "```"])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from quantizer.config.wording import a_kind
+from quantizer.config.wording import a_kind, with_article
 from quantizer.errors import UsageError
 
 _MAX_SHOWN = 60
@@ -163,8 +163,7 @@ def _expected(hint: Any) -> str:
     if arguments:
         parts = " to ".join(argument.__name__ for argument in arguments)
         name = f"{name} of {parts}"
-    article = "an" if name[0].lower() in "aeiou" else "a"
-    return f"{article} {name}"
+    return with_article(name)
 
 
 def _help(value: Any, hint: Any) -> str | None:

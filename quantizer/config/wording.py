@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +18,9 @@ def quoted(value: Any) -> str:
     ('"half_up"', 'true')
     """
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 1] + "…"
+    if len(text) > _MAX_QUOTED:
+        return text[: _MAX_QUOTED - 1] + "…"
+    return text
 
 
 def listed(words: Iterable[Any]) -> str:
@@ -28,11 +29,12 @@ def listed(words: Iterable[Any]) -> str:
     >>> listed(["max", "mean"])
     'max, mean'
     """
-    return ", ".join(map(_unquoted, words))
-
-
-def _unquoted(word: Any) -> str:
-    return word if isinstance(word, str) else json.dumps(word)
+    texts: list[str] = []
+    for word in words:
+        if not isinstance(word, str):
+            word = json.dumps(word)
+        texts.append(word)
+    return ", ".join(texts)
 
 
 def a_kind(value: object) -> str:
@@ -41,9 +43,18 @@ def a_kind(value: object) -> str:
     >>> a_kind(3), a_kind([])
     ('an int', 'a list')
     """
-    name = type(value).__name__
-    article = "an" if name[0] in "aeioAEIO" else "a"
-    return f"{article} {name}"
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """Return a name with "a" or "an" before it.
+
+    >>> with_article("int"), with_article("Selector")
+    ('an int', 'a Selector')
+    """
+    if name[0] in "aeioAEIO":
+        return f"an {name}"
+    return f"a {name}"
 
 
 def shortened(
@@ -57,7 +68,9 @@ def shortened(
     """
     text = ", ".join(names[:most])
     more = len(names) - most
-    return f"{text} and {more} more" if more > 0 else text
+    if more > 0:
+        text += f" and {more} more"
+    return text
 
 
 def closest(
@@ -70,8 +83,15 @@ def closest(
     'bit_width'
     """
     by_lower = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(word.lower()[:100], by_lower, n=1, cutoff=0.6)
-    return by_lower[matches[0]] if matches else None
+    matches = difflib.get_close_matches(
+        word.lower()[:100],
+        by_lower,
+        n=1,
+        cutoff=0.6,
+    )
+    if not matches:
+        return None
+    return by_lower[matches[0]]
 
 
 def misspelt(
@@ -90,12 +110,22 @@ def misspelt(
     (None, None)
     """
     letters = _letters(word[:100])
-    candidates = [name for name in known if _format_marks(name) == _format_marks(word)]
-    slips = {name: _count_slips(letters, _letters(name)) for name in candidates}
-    least = min(slips.values(), default=math.inf)
+    slips: dict[str, int] = {}
+    for name in known:
+        if _format_marks(name) == _format_marks(word):
+            slips[name] = _count_slips(letters, _letters(name))
+    if not slips:
+        return None
+    least = min(slips.values())
     nearest = [name for name, count in slips.items() if count == least]
-    max_slips = (len(letters) >= _SHORT) + (len(letters) >= _LONG)
-    return nearest[0] if len(nearest) == 1 and least <= max_slips else None
+    max_slips = 0
+    if len(letters) >= _SHORT:
+        max_slips = 1
+    if len(letters) >= _LONG:
+        max_slips = 2
+    if len(nearest) > 1 or least > max_slips:
+        return None
+    return nearest[0]
 
 
 def _letters(word: str) -> str:

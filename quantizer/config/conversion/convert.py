@@ -37,11 +37,7 @@ def converted(config: Config, form: Form) -> Converted:
     return replace(conversion, findings=by_place(one_per_reason(findings)))
 
 
-def _refused(
-    config: Config,
-    form: Form,
-    conversion: Converted,
-) -> Diagnostics:
+def _refused(config: Config, form: Form, conversion: Converted) -> Diagnostics:
     """Yield the errors of a file of the form with this document, at the places of the
     source.
     """

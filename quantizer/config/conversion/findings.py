@@ -51,11 +51,7 @@ class Converted:
     origins: Mapping[str, Place | None] = field(default_factory=dict)
 
 
-def inexpressible(
-    text: str,
-    place: Place | None,
-    help_: str,
-) -> Diagnostic:
+def inexpressible(text: str, place: Place | None, help_: str) -> Diagnostic:
     """Return the error for what the other form has no words for."""
     return Diagnostic("QZ124", text, place, help=help_)
 

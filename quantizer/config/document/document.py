@@ -31,11 +31,7 @@ class Text:
         line_ends = [index for index, letter in enumerate(self.text) if letter == "\n"]
         return [0, *(end + 1 for end in line_ends)]
 
-    def place(
-        self,
-        span: Span,
-        pointer: str = "",
-    ) -> Place:
+    def place(self, span: Span, pointer: str = "") -> Place:
         """Return the place of the characters `span[0]` to `span[1]`, cut at the line's end."""
         start, end = span
         line = bisect_right(self._line_starts, start)
@@ -63,11 +59,7 @@ class Document:
     dotted: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        value: JsonMapping,
-        name: str,
-    ) -> Document:
+    def of(cls, value: JsonMapping, name: str) -> Document:
         """Return a document of a Python value, whose places print as `name.key.key`.
 
         >>> document = Document.of({"layer_quant_config": {"fc.0": 1}}, "Config")

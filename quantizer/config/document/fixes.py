@@ -48,10 +48,7 @@ def with_sound_fixes(
     return tuple(checked)
 
 
-def apply_fixes(
-    source: Text,
-    fixes: Iterable[Fix],
-) -> Text:
+def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:
     """Return the text with all the fixes in it; nothing else of it changes."""
     edits: list[Edit] = []
     for fix in fixes:

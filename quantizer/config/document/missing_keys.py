@@ -292,7 +292,8 @@ def _insertion(
         outer = newline + _indent(text, start)
         indent = outer + "  "
         lines = ("," + indent).join(_written(members, indent))
-        return Edit(start + 1, start + 1, indent + lines + outer)
+        start += 1
+        return Edit(start, start, indent + lines + outer)
     last = max(siblings, key=lambda key: document.values[key])
     key_start, _ = document.keys[last]
     _, end = document.values[last]

@@ -117,10 +117,7 @@ def _help_for_switch(
     return f'it is the switch "{switch}" of the layered form'
 
 
-def _is_switch(
-    key: str,
-    value: Any,
-) -> bool:
+def _is_switch(key: str, value: Any) -> bool:
     """Return whether an algorithm's name is a word of other tools for one of our switches."""
     return key == "name" and isinstance(value, str) and value in _SWITCHES
 

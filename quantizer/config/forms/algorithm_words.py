@@ -137,10 +137,7 @@ def _valid_part(
     return value
 
 
-def _typed(
-    hint: Any,
-    value: Any,
-) -> Any:
+def _typed(hint: Any, value: Any) -> Any:
     """Return a value with its numbers as int or float: JSON has one kind of numbers."""
     if isinstance(value, list):
         return [_typed(hint, item) for item in value]

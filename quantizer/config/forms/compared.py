@@ -50,10 +50,7 @@ def _leaves(
         yield pointer_to(*path), value
 
 
-def _item_name(
-    item: Any,
-    index: int,
-) -> str | int:
+def _item_name(item: Any, index: int) -> str | int:
     if isinstance(item, Mapping):
         for key in _SELECTOR_KEYS:
             if item.get(key):

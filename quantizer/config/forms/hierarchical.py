@@ -117,10 +117,7 @@ class Hierarchical:
         return any(pointer.endswith(f"/{key}") for pointer in self.ignored)
 
 
-def translate_hierarchical(
-    document: Document,
-    ignored: Collection[str] = (),
-) -> Hierarchical:
+def translate_hierarchical(document: Document, ignored: Collection[str] = ()) -> Hierarchical:
     """Translate a document in the form's own words.
 
     `ignored` are pointers whose values are wrong: they are left out, so that the valid part can

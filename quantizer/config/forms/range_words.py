@@ -70,8 +70,8 @@ def in_place(
             changed_levels.add((base_role(role), level))
     for role, origins in others:
         for field in _RANGE_FIELDS:
-            level_of_other = _level_of(document, origins.get(field, ""))
-            if (base_role(role), level_of_other) in changed_levels:
+            other_level = _level_of(document, origins.get(field, ""))
+            if (base_role(role), other_level) in changed_levels:
                 return None
     value = copy.deepcopy(dict(document.value))
     paths: dict[_FieldKey, JsonPath | None] = {}
@@ -82,18 +82,27 @@ def in_place(
             path = (*level, "tensor_quantize_config", base_role(role), _WORDS[field])
             _set(value, path, getattr(after, field))
             paths[layer, role, field] = path
-            continue
-        block = (*level, KEY_OF[base_role(role)])
-        observer_path = (*block, "observer_cls")
-        percentage_path = (*block, "percentage")
-        _set(value, observer_path, observer_word(after))
-        has_percentage = after.method == "percentile"
-        percentage = after.percentage if has_percentage else None
-        _set(value, percentage_path, percentage)
-        paths[layer, role, "percentage"] = percentage_path if has_percentage else None
-        if field != "percentage":
-            paths[layer, role, field] = observer_path
+        else:
+            block = (*level, KEY_OF[base_role(role)])
+            paths[layer, role, "percentage"] = _write_observer(value, block, after)
+            if field != "percentage":
+                paths[layer, role, field] = (*block, "observer_cls")
     return value, paths
+
+
+def _write_observer(
+    value: Any,
+    block: JsonPath,
+    spec: QuantizationSpec,
+) -> JsonPath | None:
+    """Write a spec's range method into a block, and return the path of its percentage."""
+    _set(value, (*block, "observer_cls"), observer_word(spec))
+    path = (*block, "percentage")
+    if spec.method != "percentile":
+        _set(value, path, None)
+        return None
+    _set(value, path, spec.percentage)
+    return path
 
 
 def by_layer(
@@ -130,12 +139,14 @@ def _layered_entries(
     for index, (name, entry) in enumerate(entries.items(), first):
         path = ("layer_quantize_config", index)
         for role in layers[name]:
-            tensor_block = entry["tensor_quantize_config"].get(role, {})
             for word, field in FIELDS.items():
-                if word in tensor_block:
-                    paths[name, role, field] = (*path, "tensor_quantize_config", role, word)
+                if word in entry["tensor_quantize_config"].get(role, {}):
+                    block: JsonPath = (*path, "tensor_quantize_config", role)
                 elif word in entry["overall_quantize_config"]:
-                    paths[name, role, field] = (*path, "overall_quantize_config", word)
+                    block = (*path, "overall_quantize_config")
+                else:
+                    continue
+                paths[name, role, field] = (*block, word)
     return value, paths
 
 
@@ -161,7 +172,8 @@ def _level_of(
     path = document.paths_at.get(origin)
     if not path:
         return path
-    return path[: _LEVEL_DEPTHS.get(str(path[0]), 0)]
+    depth = _LEVEL_DEPTHS.get(str(path[0]), 0)
+    return path[:depth]
 
 
 def _set(

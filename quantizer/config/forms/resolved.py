@@ -97,10 +97,7 @@ def _level(
     return specs
 
 
-def _spec(
-    spec: JsonMapping,
-    is_global: bool,
-) -> JsonObject:
+def _spec(spec: JsonMapping, is_global: bool) -> JsonObject:
     """Return all keys. A default that follows from other keys stays null, or narrower levels
     would inherit it.
     """

@@ -46,10 +46,7 @@ def patched(
     return changed
 
 
-def _weight(
-    stated: JsonMapping,
-    spec: QuantizationSpec,
-) -> JsonObject:
+def _weight(stated: JsonMapping, spec: QuantizationSpec) -> JsonObject:
     """Return what a level states of a weight, with the dtype of `spec`."""
     if spec.dtype in CAST_ONLY:
         return {"dtype": spec.dtype}

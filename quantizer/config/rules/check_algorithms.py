@@ -38,10 +38,7 @@ def check_algorithms(config: Config) -> Diagnostics:
         yield from _for_nothing(algorithm, config)
 
 
-def _on_dpu(
-    algorithm: Algorithm,
-    config: Config,
-) -> Diagnostics:
+def _on_dpu(algorithm: Algorithm, config: Config) -> Diagnostics:
     if config.settings.target_device == "DPU":
         yield Diagnostic(
             "QZ210",
@@ -144,10 +141,7 @@ def _switched(algorithm: Algorithm) -> Diagnostics:
             )
 
 
-def _decided_elsewhere(
-    algorithm: Algorithm,
-    weights: Fields,
-) -> Diagnostics:
+def _decided_elsewhere(algorithm: Algorithm, weights: Fields) -> Diagnostics:
     """Warn of stated keys that disagree with the weights' specification, which decides."""
     if not weights or _value(weights, "dtype") != "int":
         return
@@ -179,10 +173,7 @@ def _decided_elsewhere(
         )
 
 
-def _idle(
-    algorithm: Algorithm,
-    config: Config,
-) -> Diagnostics:
+def _idle(algorithm: Algorithm, config: Config) -> Diagnostics:
     """Warn of rounding where no weights are quantized, and of an algorithm with all its parts
     off.
     """
@@ -208,10 +199,7 @@ def _idle(
         yield Diagnostic("QZ128", text, place, "warning", help=help_, related=related)
 
 
-def _for_nothing(
-    algorithm: Algorithm,
-    config: Config,
-) -> Diagnostics:
+def _for_nothing(algorithm: Algorithm, config: Config) -> Diagnostics:
     """Warn of weights made harder to round for the sake of activations that stay float."""
     if not algorithm.kind.eases_activations:
         return
@@ -236,10 +224,7 @@ def _parts(algorithm: Algorithm) -> list[str]:
     return [key for key, setting in settings.items() if setting.is_part]
 
 
-def _quantizes(
-    config: Config,
-    role: Role,
-) -> bool:
+def _quantizes(config: Config, role: Role) -> bool:
     """Return whether some tensor of a role gets a format with a scale."""
     inherited = _everywhere(config, role)
     for rule in config.rules:
@@ -250,10 +235,7 @@ def _quantizes(
     return False
 
 
-def _everywhere(
-    config: Config,
-    role: Role,
-) -> dict[str, Sourced]:
+def _everywhere(config: Config, role: Role) -> dict[str, Sourced]:
     """Return what holds for a role in all layers; nothing where it is not quantized
     everywhere.
     """
@@ -266,8 +248,5 @@ def _everywhere(
     return merged if is_quantized else {}
 
 
-def _value(
-    weights: Fields,
-    name: str,
-) -> Any:
+def _value(weights: Fields, name: str) -> Any:
     return weights[name].value if name in weights else getattr(QuantizationSpec, name)

@@ -201,12 +201,7 @@ def _unused(layered: Layered, scopes: list[_Scope]) -> Diagnostics:
                 yield from _unused_in(block, used, is_complete=False)
 
 
-def _unused_in(
-    block: Fields,
-    used: set[Place | None],
-    *,
-    is_complete: bool,
-) -> Diagnostics:
+def _unused_in(block: Fields, used: set[Place | None], *, is_complete: bool) -> Diagnostics:
     is_float = "dtype" in block and block["dtype"].value != "int"
     places: list[Place] = []
     for name, sourced in block.items():

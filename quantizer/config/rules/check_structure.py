@@ -114,11 +114,7 @@ def _explain(document: Document, error: ValidationError) -> Diagnostics:
         yield _wrong_value(document, error, schema)
 
 
-def _wrong_value(
-    document: Document,
-    error: ValidationError,
-    schema: JsonObject,
-) -> Diagnostic:
+def _wrong_value(document: Document, error: ValidationError, schema: JsonObject) -> Diagnostic:
     path = tuple(error.absolute_path)
     key = last_key(path)
     keyword = str(error.validator)
@@ -173,11 +169,7 @@ def _repeated_item(
     )
 
 
-def _unknown_key(
-    document: Document,
-    path: JsonPath,
-    schema: JsonObject,
-) -> Diagnostic:
+def _unknown_key(document: Document, path: JsonPath, schema: JsonObject) -> Diagnostic:
     *block_path, key = path
     key = str(key)
     form = form_of(document.value)
@@ -205,11 +197,7 @@ def _unknown_key(
     )
 
 
-def _missing(
-    document: Document,
-    path: JsonPath,
-    schema: JsonObject,
-) -> Diagnostics:
+def _missing(document: Document, path: JsonPath, schema: JsonObject) -> Diagnostics:
     missing = missing_keys(document.at(*path), schema)
     if missing:
         count = "a key is" if len(missing) == 1 else f"{len(missing)} keys are"
