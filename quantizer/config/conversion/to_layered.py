@@ -19,7 +19,7 @@ from quantizer.config.conversion.findings import (
     specs_by_role,
 )
 from quantizer.config.diagnostics import Diagnostics, Place
-from quantizer.config.document.document import path_of, pointer_to, value_at
+from quantizer.config.document.document import path_from, pointer_to, value_at
 from quantizer.config.forms.algorithm_words import written
 from quantizer.config.forms.form import block_of
 from quantizer.config.forms.hierarchical import KEY_OF
@@ -213,7 +213,7 @@ def _written(config: Config, name: str, stated: Sourced) -> str:
     key = name
     value = stated.value
     if stated.place and stated.place.pointer:
-        path = path_of(stated.place.pointer)
+        path = path_from(stated.place.pointer)
         key = path[-1]
         value = value_at(config.document, path)
     return f"{key} {value if isinstance(value, str) else quoted(value)}"

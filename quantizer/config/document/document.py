@@ -12,7 +12,7 @@ from typing import Any
 from quantizer.config.diagnostics import Place
 from quantizer.config.json_types import JsonMapping, JsonPath
 
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Text:
         line_ends = [index for index, letter in enumerate(self.text) if letter == "\n"]
         return [0, *(end + 1 for end in line_ends)]
 
-    def place(self, span: Span, pointer: str = "") -> Place:
+    def place(self, span: TextSpan, pointer: str = "") -> Place:
         """Return the place of the characters `span[0]` to `span[1]`, cut at the line's end."""
         start, end = span
         line = bisect_right(self._line_starts, start)
@@ -54,8 +54,8 @@ class Document:
 
     source: Text
     value: Any
-    values: Mapping[str, Span]
-    keys: Mapping[str, Span]
+    values: Mapping[str, TextSpan]
+    keys: Mapping[str, TextSpan]
     dotted: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -70,7 +70,7 @@ class Document:
         dotted = {
             pointer: name + "".join(map(_dotted_part, path)) for pointer, path in paths.items()
         }
-        nowhere: dict[str, Span] = dict.fromkeys(dotted, (0, 0))
+        nowhere: dict[str, TextSpan] = dict.fromkeys(dotted, (0, 0))
         return cls(Text(name, ""), value, nowhere, nowhere, dotted)
 
     def place(
@@ -158,10 +158,10 @@ def pointer_to(*path: str | int) -> str:
     return pointer
 
 
-def path_of(pointer: str) -> list[str]:
+def path_from(pointer: str) -> list[str]:
     """Return the parts of a JSON pointer.
 
-    >>> path_of("/layer_quantize_config/0/a~1b")
+    >>> path_from("/layer_quantize_config/0/a~1b")
     ['layer_quantize_config', '0', 'a/b']
     """
     _, *parts = pointer.split("/")

@@ -8,7 +8,7 @@ import re
 from typing import Any, NoReturn
 
 from quantizer.config.diagnostics import Diagnostic, Edit, Fix
-from quantizer.config.document.document import Span, Text, pointer_to
+from quantizer.config.document.document import Text, TextSpan, pointer_to
 from quantizer.config.json_types import JsonObject, JsonPath
 
 MAX_DEPTH = 64
@@ -46,8 +46,8 @@ class Parser:
         self.text = source.text
         self.start = 0
         self.problems: list[Diagnostic] = []
-        self.values: dict[str, Span] = {}
-        self.keys: dict[str, Span] = {}
+        self.values: dict[str, TextSpan] = {}
+        self.keys: dict[str, TextSpan] = {}
         self._index = 0
         self._decoder = json.JSONDecoder()
 
@@ -77,7 +77,7 @@ class Parser:
         self,
         code: str,
         message: str,
-        span: Span,
+        span: TextSpan,
         remedy: str,
         *,
         instead: str | None = None,
@@ -102,7 +102,7 @@ class Parser:
         message: str,
         remedy: str,
         *,
-        span: Span | None = None,
+        span: TextSpan | None = None,
         code: str = "QZ004",
         instead: str | None = None,
     ) -> NoReturn:
@@ -260,7 +260,7 @@ class Parser:
             self._fail(message, remedy)
         self._fail(message, remedy, span=string.span(), instead=f'"{string[1]}"')
 
-    def _duplicate(self, key: str, first: Span, second: Span) -> None:
+    def _duplicate(self, key: str, first: TextSpan, second: TextSpan) -> None:
         place = self.source.place(first)
         repeated = self.source.place(second)
         lines = f"on line {repeated.line}"
@@ -318,7 +318,7 @@ class Parser:
         self._index = end
         return value
 
-    def _foreign(self, word: str, span: Span) -> None:
+    def _foreign(self, word: str, span: TextSpan) -> None:
         """Report what is no JSON; stop if nobody knows where it ends."""
         message = f"JSON has no {word}"
         literal = _FOREIGN_LITERALS.get(word)
@@ -335,7 +335,7 @@ class Parser:
             span = (start, max(end, start + 1))
             self._fail(message, 'text goes in double quotes: "…"', span=span)
 
-    def _number(self, text: str, span: Span) -> int | float | None:
+    def _number(self, text: str, span: TextSpan) -> int | float | None:
         if not math.isfinite(float(text)):
             self.report(
                 "QZ008",

@@ -7,7 +7,7 @@ from quantizer.config.algorithm_settings import ALIASES
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.forms.hierarchical import ROLE_OF
-from quantizer.config.forms.hierarchical_spec import OBSERVERS
+from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.wording import quoted
 
@@ -18,7 +18,10 @@ KEY_ALIASES: Mapping[str, str] = {"dynamic": "is_dynamic", "axis": "ch_axis"}
 
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     "observer_cls": {
-        **{name.removesuffix("Observer"): name for name in (*OBSERVERS, "PlaceholderObserver")},
+        **{
+            name.removesuffix("Observer"): name
+            for name in (*OBSERVER_METHODS, "PlaceholderObserver")
+        },
         "min_max": "PerTensorMinMaxObserver",
         "percentile": "PerTensorPercentileObserver",
         "MSE": "PerTensorMSEObserver",

@@ -35,7 +35,7 @@ FIELDS_OF_KEYS: Mapping[str, str] = {
 }
 """The field of `QuantizationSpec` that a key decides, where its name differs."""
 
-OBSERVERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+OBSERVER_METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "PerTensorMinMaxObserver": ("maxmin", ("per_tensor",)),
     "PerChannelMinMaxObserver": ("maxmin", ("per_channel", "per_group", "per_token")),
     "PerGroupMinMaxObserver": ("maxmin", ("per_group",)),
@@ -72,7 +72,7 @@ same for both.
 
 def observer_word(spec: QuantizationSpec) -> str | None:
     """Return the observer that stands for a method and a granularity, if there is one."""
-    for name, (method, schemes) in OBSERVERS.items():
+    for name, (method, schemes) in OBSERVER_METHODS.items():
         if (method, schemes[0]) == (spec.method, spec.qscheme):
             return name
     return None
@@ -153,8 +153,8 @@ class Words:
         implied = "per_tensor"
         if self.is_block or self.has_quantized_scales:
             implied = "per_group"
-        elif self.observer in OBSERVERS:
-            _, schemes = OBSERVERS[self.observer]
+        elif self.observer in OBSERVER_METHODS:
+            _, schemes = OBSERVER_METHODS[self.observer]
             implied = schemes[0]
         return str(self.value("qscheme", implied))
 
@@ -278,9 +278,9 @@ class Words:
         is_parameter = self.role in PARAMETERS
         if "is_dynamic" in self.raw and not is_parameter:
             fields["is_dynamic"] = self.raw["is_dynamic"]
-        if self.observer in OBSERVERS:
+        if self.observer in OBSERVER_METHODS:
             source = self.raw["observer_cls"]
-            method, _ = OBSERVERS[self.observer]
+            method, _ = OBSERVER_METHODS[self.observer]
             fields["method"] = _mapped(source, method)
             if not is_parameter:
                 fields["statistic"] = _mapped(source, usual_statistic(method))

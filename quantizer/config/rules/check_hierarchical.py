@@ -10,7 +10,7 @@ from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severit
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.dtypes import BLOCK_FORMATS
 from quantizer.config.forms.hierarchical import ROLE_OF, Hierarchical
-from quantizer.config.forms.hierarchical_spec import OBSERVERS, PARAMETERS, Words
+from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, PARAMETERS, Words
 from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec
 from quantizer.config.rules.spec_rules import Conflict, conflicts
 
@@ -112,7 +112,7 @@ def _observer(scope: _Scope) -> Diagnostics:
     observer = scope.observer
     if observer is None or scope.dtype in CAST_ONLY:
         return
-    if observer not in OBSERVERS:
+    if observer not in OBSERVER_METHODS:
         yield scope.finding(
             "QZ117",
             f"{observer} finds no range, and {scope.dtype} needs one",
@@ -121,12 +121,12 @@ def _observer(scope: _Scope) -> Diagnostics:
         )
         return
     scheme = scope.scheme
-    _, supported = OBSERVERS[observer]
+    _, supported = OBSERVER_METHODS[observer]
     if scheme in supported:
         return
     fitting = next(
         name
-        for name, (method, schemes) in OBSERVERS.items()
+        for name, (method, schemes) in OBSERVER_METHODS.items()
         if scheme in schemes and method == "maxmin"
     )
     places = [scope.place("observer_cls"), scope.place("qscheme")]
