@@ -1,5 +1,6 @@
 """Writes what follows from the schemas and from the table of algorithms: the part on algorithms
-in both schemas, the editor's rules in layered.schema.json, docs/config and docs/rules.md.
+in both schemas, the editor's rules in layered.schema.json, the range methods in
+quantization_spec.schema.json, docs/config and docs/rules.md.
 
 Run `python docs/generate.py` after a change to a rule, a description or a setting; a test fails
 while one is stale.
@@ -8,14 +9,17 @@ while one is stale.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantizer.config.algorithm_schema import form_schema
+from quantizer.config.forms.form import block_of
 from quantizer.config.forms.layered import FIELDS
 from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.pages import key_names, key_page, rules_page
+from quantizer.errors import QuantizerError
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"
@@ -34,7 +38,17 @@ def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     pages = {ROOT / "docs" / "config" / f"{key}.md": key_page(key) for key in key_names()}
     schemas = {HIERARCHICAL: text_of(form_schema("hierarchical")), LAYERED: layered_schema()}
+    schemas[SPEC] = spec_schema()
     return {**schemas, **pages, ROOT / "docs" / "rules.md": rules_page()}
+
+
+def spec_schema() -> str:
+    """Return the spec schema with the range methods that the layered schema describes."""
+    methods = block_of("layered", "parameters")["properties"]["method"]["enum"]
+    before, _, after = re.split(
+        r'(?<="method": {"enum": )(\[.*?\])', SPEC.read_text("utf-8"), maxsplit=1
+    )
+    return before + json.dumps(methods) + after
 
 
 def layered_schema() -> str:
@@ -183,6 +197,10 @@ def _ref(name: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for path, text in generated().items():
+    try:
+        files = generated()
+    except QuantizerError as error:
+        raise SystemExit(str(error)) from None
+    for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", newline="\n")

@@ -1,6 +1,5 @@
-"""How an algorithm's settings are declared: a dataclass is the one definition that file keys,
-defaults, schema, pages and the Python API come from. Knows no algorithm; `algorithms.py` is the
-table of them.
+"""Declare an algorithm's settings: a dataclass is the one definition that file keys, defaults,
+schema, pages and the Python API come from. `algorithms.py` is the table of algorithms.
 """
 
 import dataclasses
@@ -10,26 +9,30 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from quantizer.config.typed_fields import checked
 
-Stage = Literal["rescale", "round"]
-A = TypeVar("A", bound="AlgoConfig")
+AlgorithmStage = Literal["rescale", "round"]
+_AlgoConfigT = TypeVar("_AlgoConfigT", bound="AlgoConfig")
 
 
 @dataclass
 class AlgoConfig:
-    """Settings of an algorithm that changes weights: of one that finds codes or ranges of
-    weights unless it is a `PreQuantOptConfig`, too.
+    """Settings of an algorithm that changes weights. It finds codes or ranges of weights unless
+    the class is a `PreQuantOptConfig`, too.
 
-    `stage` says whether it rescales (the float function stays) or rounds weights, `run` names
-    its function as "module:function", or `switch` the setting that has a pass over the graph do
-    it, `needs_data` says whether it reads the calibration data. `matrices` is how many float32
-    matrices of inputs x inputs of the deepest layer it has in memory at its worst moment, and
-    `networks` how many networks it runs side by side. `eases_activations` says that it changes
-    weights for the sake of activations that are quantized.
+    Attributes:
+        name: the algorithm in files.
+        stage: whether it rescales weights (the float function stays) or rounds them.
+        run: its function, as "module:function".
+        switch: instead of `run`, the setting that has a pass over the graph do it.
+        needs_data: whether it reads the calibration data.
+        matrices: how many float32 matrices of inputs x inputs of the deepest layer it has in
+            memory at its peak.
+        networks: how many networks it runs side by side.
+        eases_activations: whether it changes weights for the sake of quantized activations.
     """
 
     name: str = ""
 
-    stage: ClassVar[Stage] = "round"
+    stage: ClassVar[AlgorithmStage] = "round"
     run: ClassVar[str] = ""
     switch: ClassVar[str] = ""
     needs_data: ClassVar[bool] = True
@@ -47,7 +50,7 @@ class PreQuantOptConfig(AlgoConfig):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a setting is, besides the type and the default that its field has.
+    """The meaning of a setting. Its type and default are those of the dataclass field.
 
     Args:
         description: a sentence for pages and editors.
@@ -56,8 +59,8 @@ class Setting:
         unread: why nothing reads it, if nothing does.
         is_part: whether it switches a part of the algorithm, which does nothing with all its
             parts off.
-        is_searched: whether more than a number is a choice by the error of outputs, that of
-            weights included.
+        is_searched: whether any value other than a number is chosen by the error of outputs,
+            which includes the error of weights.
         keywords: of its entry in the schema, such as `minimum`.
     """
 
@@ -76,9 +79,9 @@ ALGORITHMS: dict[str, type[AlgoConfig]] = {}
 ALIASES: dict[str, str] = {}
 """Other spellings of these names."""
 
-SHARED: dict[str, Setting] = {}
-"""Settings that several algorithms have, by name; a field that says nothing of itself is one of
-these.
+SHARED_SETTINGS: dict[str, Setting] = {}
+"""Settings that several algorithms have, by name. A field without a description is one of
+them.
 """
 
 
@@ -93,83 +96,91 @@ def setting(
     is_searched: bool = False,
     **keywords: Any,
 ) -> Any:
-    """A field of settings, with what `Setting` says of it."""
-    meant = Setting(description, needs, decided_by, unread, is_part, is_searched, keywords)
-    return field(default=default, metadata={"setting": meant})
+    """Return a dataclass field of settings; the arguments are those of `Setting`."""
+    meaning = Setting(
+        description,
+        needs=needs,
+        decided_by=decided_by,
+        unread=unread,
+        is_part=is_part,
+        is_searched=is_searched,
+        keywords=keywords,
+    )
+    return field(default=default, metadata={"setting": meaning})
 
 
 def algorithm(
     *,
     run: str,
-    stage: Stage,
+    stage: AlgorithmStage,
     needs_data: bool = True,
     aliases: Collection[str] = (),
     matrices: int = 0,
     networks: int = 1,
     eases_activations: bool = False,
-) -> Callable[[type[A]], type[A]]:
-    """A decorator that enters the settings of an algorithm into `ALGORITHMS`, under the default
-    of their `name`.
+) -> Callable[[type[_AlgoConfigT]], type[_AlgoConfigT]]:
+    """Return a decorator that enters the settings of an algorithm into `ALGORITHMS`, under the
+    default of their `name`.
 
     Args:
         run: "module:function", imported when the algorithm runs.
         aliases: other spellings of its name.
-        matrices, networks: what it takes of memory, as `AlgoConfig` says; for the prediction of
-            `quantizer plan`.
+        matrices, networks: its peak memory, as `AlgoConfig` says; `quantizer plan` predicts
+            with it.
         eases_activations: whether it has nothing to gain where no activations are quantized.
 
-    Raises (where the class is defined): ValueError: the name is taken, or nothing is said of a
-    setting.
+    Raises (where the class is defined):
+        ValueError: the name is taken, or a setting has no description.
     """
 
-    def enter(kind: type[A]) -> type[A]:
-        kind.run, kind.stage, kind.needs_data = run, stage, needs_data
-        kind.matrices, kind.networks, kind.eases_activations = (
-            matrices,
-            networks,
-            eases_activations,
-        )
-        known = checked(kind)
-        settings_of(known)
-        name = known.name
+    def enter(kind: type[_AlgoConfigT]) -> type[_AlgoConfigT]:
+        kind.run = run
+        kind.stage = stage
+        kind.needs_data = needs_data
+        kind.matrices = matrices
+        kind.networks = networks
+        kind.eases_activations = eases_activations
+        settings_of(kind)
+        name = kind.name
         if name in ALGORITHMS:
             raise ValueError(
                 f"the algorithm {name} is registered already, by {ALGORITHMS[name].__name__}"
             )
-        ALGORITHMS[name] = known
+        ALGORITHMS[name] = checked(kind)
         ALIASES.update(dict.fromkeys(aliases, name))
-        return known
+        return kind
 
     return enter
 
 
 def settings_of(kind: type[AlgoConfig]) -> dict[str, Setting]:
-    """What is said of each setting, by key, in the order of the fields.
+    """Return the meaning of each setting, by key, in the order of the fields.
 
     Raises:
-        ValueError: nothing is said of one.
+        ValueError: a setting has no description.
     """
-    own = {each.name: each for each in dataclasses.fields(kind) if each.name != "name"}
-    if silent := [
-        key for key, each in own.items() if "setting" not in each.metadata and key not in SHARED
-    ]:
-        raise ValueError(
-            f"{kind.__name__}.{silent[0]} has no description; give it one with setting(…)"
-        )
-    return {key: each.metadata.get("setting") or SHARED[key] for key, each in own.items()}
+    settings: dict[str, Setting] = {}
+    for declared in dataclasses.fields(kind):
+        key = declared.name
+        if key == "name":
+            continue
+        setting = declared.metadata.get("setting") or SHARED_SETTINGS.get(key)
+        if setting is None:
+            raise ValueError(
+                f"{kind.__name__}.{key} has no description; give it one with setting(…)"
+            )
+        settings[key] = setting
+    return settings
 
 
 def read_keys(kind: type[AlgoConfig]) -> list[str]:
-    """The settings that something reads."""
-    return [
-        key
-        for key, meant in settings_of(kind).items()
-        if not meant.unread and not meant.decided_by
-    ]
+    """Return the settings that something reads."""
+    settings = settings_of(kind).items()
+    return [key for key, setting in settings if not setting.unread and not setting.decided_by]
 
 
 def finds_codes(kind: type[AlgoConfig]) -> bool:
-    """Whether the algorithm finds codes or ranges of weights, and so has nothing to do where
-    none are quantized.
+    """Return whether the algorithm finds codes or ranges of weights, and so does nothing where
+    no weights are quantized.
     """
     return not issubclass(kind, PreQuantOptConfig)

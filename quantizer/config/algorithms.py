@@ -1,4 +1,4 @@
-"""The table of algorithms that a config may list: a row is a dataclass of settings with the
+"""The table of algorithms that a config may list. A row is a dataclass of settings with the
 field names of the file.
 
 Source of names, order and defaults (but that of `static_groups`) in SmoothQuantConfig,
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from quantizer.config.algorithm_settings import (
     ALGORITHMS,
-    SHARED,
+    SHARED_SETTINGS,
     AlgoConfig,
     PreQuantOptConfig,
     Setting,
@@ -29,7 +29,8 @@ __all__ = [
     "PreQuantOptConfig",
     "algorithm",
     "setting",
-]  # what a row elsewhere needs
+]
+"""What a row in another file needs."""
 
 _IGNORED = "The weights' specification decides; another value only draws a warning."
 _HEADS = Setting(
@@ -39,7 +40,7 @@ _HEADS = Setting(
 )
 _LAYERS = {"items": {"title": "layer", "type": "string", "minLength": 1}, "uniqueItems": True}
 
-SHARED |= {
+SHARED_SETTINGS |= {
     "bit": Setting(
         f"Bits of the weights. {_IGNORED}",
         decided_by="bit_width",
@@ -195,7 +196,8 @@ class AWQConfig(AlgoConfig):
 class ColumnRounding(AlgoConfig):
     """Settings of GPTQ and its kin, which round a weight column by column."""
 
-    damp_percent: float = 0.0  # where the algorithm has another damping
+    # Where the algorithm has another damping
+    damp_percent: float = 0.0
     desc_act: bool
     static_groups: bool
     true_sequential: bool
@@ -275,10 +277,10 @@ class QronosConfig(ColumnRounding):
 
 
 def _only(value: Any, why: str) -> dict[str, Any]:
-    """The keywords of a setting that has one value here, which other tools' files may state."""
-    remedy = (
-        "remove the key" if value is None else f"write {json.dumps(value)}, or remove the key"
-    )
+    """Return the keywords of a setting that has one value here and more in other tools."""
+    remedy = "remove the key"
+    if value is not None:
+        remedy = f"write {json.dumps(value)}, or remove the key"
     return {"enum": [value], "code": "QZ118", "errorMessage": why, "help": remedy}
 
 
@@ -344,11 +346,11 @@ class CLEConfig(PreQuantOptConfig):
 
 
 SWITCHES: dict[str, type[AlgoConfig]] = {CLEConfig().name: CLEConfig}
-"""What the hierarchical form lists among its algorithms, and a pass over the graph does."""
+"""The algorithms of the hierarchical form that are passes over the graph."""
 
 
 def entry_kinds(form: Form) -> dict[str, type[AlgoConfig]]:
-    """What the lists of a form may hold, by name; the layered form has switches for some of
-    it.
+    """Return what the lists of a form may hold, by name. The layered form has switches for
+    `SWITCHES`.
     """
-    return {**ALGORITHMS, **(SWITCHES if form == "hierarchical" else {})}
+    return ALGORITHMS | SWITCHES if form == "hierarchical" else dict(ALGORITHMS)

@@ -1,6 +1,4 @@
-"""Findings about a config file as values: a code, a sentence, a place. Nothing here prints or
-exits.
-"""
+"""Findings about a config file as values: a code, a sentence, a place."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +12,8 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a key or value stands: `line` and `column` count from 1; `length` is in characters
-    (the caret's width).
+    """Where a key or value stands: `line` and `column` count from 1, `length` is the caret's
+    width in characters.
 
     In a config without text `file` is the path of the value (`Config.exclude[0]`), and `line`
     is 0.
@@ -33,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Edit:
-    """`text`, to be written in place of the characters `start` to `end` of a file."""
+    """A text that replaces the characters `start` to `end` of a file."""
 
     start: int
     end: int
@@ -44,15 +42,13 @@ class Edit:
 class Fix:
     """Edits that may remove a finding, and the sentence that offers them.
 
-    `is_known`: it is the one known answer, which `--fix` writes; otherwise it is an example.
-    `touches` are the pointers of the members that it writes. What is inside the block at
-    `uncovers`, which nothing could read before, was wrong before, too. A fix of a later `turn`
-    depends on what those of earlier ones write.
+    `is_known` fixes are the one known answer, which `--fix` writes; the others are examples.
+    Errors inside the block at `uncovers` do not count against the fix: nothing could read that
+    block before. A fix of a later `turn` depends on what fixes of earlier turns write.
     """
 
     help: str
     edits: tuple[Edit, ...]
-    touches: tuple[str, ...] = ()
     is_known: bool = True
     uncovers: str | None = None
     turn: int = 0
@@ -60,11 +56,10 @@ class Fix:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One finding. `related` are the other places of the same conflict, each with its own
-    remark.
+    """A finding. `related` are the other places of the same conflict, each with a remark.
 
-    `fixes` are candidates, the best first. In a loaded file they have been tried: one that is
-    known and holds is left, and `help` offers it, or an example that holds.
+    `fixes` are candidates, the best first. In a loaded file they have been tried: a known fix
+    that leaves fewer errors is left, and `help` offers it, or such an example.
     """
 
     code: str
@@ -77,8 +72,11 @@ class Diagnostic:
     fixes: Iterable[Fix] = field(default=(), compare=False, repr=False)
 
 
+Diagnostics = Iterator[Diagnostic]
+
+
 def related_to(place: Place | None, remark: str) -> tuple[tuple[Place, str], ...]:
-    """What `Diagnostic.related` is for one place; nothing where there is none."""
+    """Return `Diagnostic.related` for one place; nothing without a place."""
     return ((place, remark),) if place else ()
 
 
@@ -88,44 +86,52 @@ class ConfigError(UsageError):
     """
 
     def __init__(
-        self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None
+        self,
+        diagnostics: Sequence[Diagnostic],
+        sources: Mapping[str, str] | None = None,
     ) -> None:
-        errors = [found for found in diagnostics if found.severity == "error"] or list(
-            diagnostics[:1]
-        )
-        *others, last = (
-            (f"{e.place}: {e.message}" if e.place else e.message, e.help) for e in errors
-        )
-        earlier = "".join(
-            f"{line}\nhelp: {help_}\n" if help_ else f"{line}\n" for line, help_ in others
-        )
-        super().__init__(earlier + last[0], help=last[1])
+        errors = [finding for finding in diagnostics if finding.severity == "error"]
+        *others, last = errors or diagnostics[:1]
+        text = ""
+        for finding in others:
+            text += f"{_with_place(finding)}\n"
+            if finding.help:
+                text += f"help: {finding.help}\n"
+        super().__init__(text + _with_place(last), help=last.help)
         self.diagnostics = tuple(diagnostics)
         self.sources = dict(sources or {})
 
 
+def _with_place(finding: Diagnostic) -> str:
+    return f"{finding.place}: {finding.message}" if finding.place else finding.message
+
+
 @contextmanager
 def pointing_into(sources: Mapping[str, str]) -> Iterator[None]:
-    """Findings of what is done inside come with the texts of the files that they point into."""
+    """Raise a `ConfigError` of the code inside again, with the texts of the files that its
+    findings point into.
+    """
     try:
         yield
     except ConfigError as error:
         raise ConfigError(error.diagnostics, sources) from error
 
 
-def in_order(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The findings sorted by place, those of one cause (same code, same place) once, with all
-    related places.
+def merged_by_cause(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """Return the findings sorted by place; those of the same code and place are one finding
+    with all related places.
     """
-    once: dict[tuple[str, Place | None, Severity], Diagnostic] = {}
-    for found in diagnostics:
-        first = once.setdefault((found.code, found.place, found.severity), found)
-        related = tuple(dict.fromkeys((*first.related, *found.related)))
-        once[found.code, found.place, found.severity] = replace(first, related=related)
-    return by_place(once.values())
+    merged: dict[tuple[str, Place | None, Severity], Diagnostic] = {}
+    for finding in diagnostics:
+        cause = (finding.code, finding.place, finding.severity)
+        first = merged.setdefault(cause, finding)
+        related = tuple(dict.fromkeys((*first.related, *finding.related)))
+        merged[cause] = replace(first, related=related)
+    return by_place(merged.values())
 
 
 def by_place(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The findings sorted by place, those about the whole file first."""
+    """Return the findings sorted by place, those about the whole file first."""
     nowhere = Place("", 0, 0)
-    return tuple(sorted(diagnostics, key=lambda found: (found.place or nowhere, found.code)))
+    ordered = sorted(diagnostics, key=lambda finding: (finding.place or nowhere, finding.code))
+    return tuple(ordered)

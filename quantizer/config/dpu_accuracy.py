@@ -1,4 +1,4 @@
-"""`--dpu_accuracy high`: all that makes a network on the DPU more accurate, by one word.
+"""Implement `--dpu_accuracy high`: everything that makes a network on the DPU more accurate.
 
 The DPU has one power-of-two scale per tensor, so a layer whose channels differ in range loses
 most of its weights. Equalization makes the channels alike, finetuning learns the rounding, bias
@@ -13,13 +13,13 @@ from quantizer.config.model import Config
 from quantizer.errors import UsageError
 
 LEVELS = ("high",)
-RAISED = ("include_cle", "include_bias_corr")
-FINETUNING = "adaround"
+_SWITCHES = ("include_cle", "include_bias_corr")
+_FINETUNING = "adaround"
 
 
 def raised(config: Config, level: str | None) -> Config:
-    """The config for a level of accuracy: itself, or with its layers equalized and its biases
-    corrected.
+    """Return the config for a level of accuracy: at "high" with equalization and bias
+    correction.
 
     Raises:
         UsageError: a level that is unknown, or a config for another device.
@@ -30,20 +30,21 @@ def raised(config: Config, level: str | None) -> Config:
         raise UsageError(
             f"dpu_accuracy={level!r} is no level", help=f"it is {', '.join(LEVELS)}, or None"
         )
-    if config.settings.target_device != "DPU":
+    settings = config.settings
+    if settings.target_device != "DPU":
         raise UsageError(
             f"--dpu_accuracy {level} is for the DPU, and this config is for "
-            f"{config.settings.target_device}",
+            f"{settings.target_device}",
             help="set include_cle and include_bias_corr in it, and add --fast_finetune",
         )
-    # Not the file's
-    places = {
-        name: place for name, place in config.settings.places.items() if name not in RAISED
-    }
-    settings = replace(config.settings, include_cle=True, include_bias_corr=True, places=places)
+    # The file does not set these two
+    places = {name: place for name, place in settings.places.items() if name not in _SWITCHES}
+    settings = replace(settings, include_cle=True, include_bias_corr=True, places=places)
     return replace(config, settings=settings)
 
 
-def finetuning(level: str | None, asked: str | None) -> str | None:
-    """How weights are finetuned at a level of accuracy, if the run does not say."""
-    return asked or (FINETUNING if level else None)
+def finetuning(level: str | None, requested: str | None) -> str | None:
+    """Return how weights are finetuned: as requested, or else as the level of accuracy asks."""
+    if requested:
+        return requested
+    return _FINETUNING if level else None

@@ -1,23 +1,29 @@
-"""From a path to a checked `Config`, or to a fixed text: the door of this room. What is in a
-file never raises.
+"""Load a config: from a path, a text or a document to a checked `Config` and all findings.
 
-A document of either form is checked against its schema; then what the sound part of it means is
-checked.
+A document of either form is checked against its schema. Then its valid part is checked for
+conflicts.
 """
 
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from quantizer.config.diagnostics import ConfigError, Diagnostic, in_order
+from quantizer.config.diagnostics import (
+    ConfigError,
+    Diagnostic,
+    Diagnostics,
+    Fix,
+    merged_by_cause,
+)
 from quantizer.config.document.document import Document, Text
-from quantizer.config.document.fixes import applied, tried
+from quantizer.config.document.fixes import apply_fixes, with_sound_fixes
 from quantizer.config.document.read import parse_document, read_text
-from quantizer.config.forms import hierarchical, layered
 from quantizer.config.forms.aliases import canonical
 from quantizer.config.forms.form import Form, form_of
+from quantizer.config.forms.hierarchical import translate_hierarchical
+from quantizer.config.forms.layered import translate_layered
 from quantizer.config.model import Config, ConfigRule
 from quantizer.config.resources import load_resource
 from quantizer.config.rules.check_algorithms import check_algorithms
@@ -25,17 +31,18 @@ from quantizer.config.rules.check_hierarchical import check_hierarchical
 from quantizer.config.rules.check_layered import check_layered
 from quantizer.config.rules.check_structure import check_structure
 
-MANY = 200
-"""From so many structural errors on, what the file means is not looked at: most of it is not
-there.
-"""
+_MANY_ERRORS = 200
+"""With more structural errors the file is not checked for conflicts: most of it is missing."""
 
-Findings = tuple[Diagnostic, ...]
+_HARMLESS = ("QZ105", "QZ106", "QZ116")
+"""Findings that leave the value at their place as it is."""
+
+_Findings = tuple[Diagnostic, ...]
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a file gave: the config if it can be used, and every finding; `sources` has the text
+    """A loaded file: the config if it can be used, and every finding; `sources` has the text
     for excerpts.
     """
 
@@ -45,7 +52,11 @@ class LoadResult:
     document: Document | None = None
 
     def require(self) -> Config:
-        """The config; `ConfigError` (exit code 2) with all findings if there is none."""
+        """Return the config.
+
+        Raises:
+            ConfigError: there is none (exit code 2), with all findings.
+        """
         if self.config is None:
             raise ConfigError(self.diagnostics, self.sources)
         return self.config
@@ -68,123 +79,143 @@ def load_text(source: Text) -> LoadResult:
 
 
 def check_document(document: Document) -> LoadResult:
-    """Check a parsed document; the part of it that is sound is checked for conflicts even if
-    another part is not.
+    """Check a parsed document; its valid part is checked for conflicts even if another part is
+    invalid.
     """
-    config, found = checked(document)
-    sources = {} if document.dotted else {document.source.name: document.source.text}
-    return LoadResult(config, _with_fixes(document, found), sources, document)
+    config, findings = _translate(document)
+    if document.dotted:
+        return LoadResult(
+            config,
+            _with_tried_helps(document, findings),
+            {},
+            document,
+        )
+    source = document.source
+    findings = with_sound_fixes(source, findings, _findings)
+    return LoadResult(
+        config,
+        findings,
+        {source.name: source.text},
+        document,
+    )
 
 
 def fixed(source: Text) -> tuple[Text, int]:
-    """The text with every known fix in it, and how many there were; a second call finds none.
+    """Return the text with every known fix in it, and how many there were; a second call finds
+    none.
 
     A fix may uncover errors that nothing could read before, and with them further fixes.
     """
     count = 0
-    while fixes := [fix for finding in load_text(source).diagnostics for fix in finding.fixes]:
-        first = min(fix.turn for fix in fixes)
-        due = [fix for fix in fixes if fix.turn == first]
-        source, count = applied(source, due), count + len(due)
-    return source, count
-
-
-def checked(document: Document) -> tuple[Config | None, Findings]:
-    """The config, if the document makes one, and every finding, by place; proposed fixes are
-    not tried.
-    """
-    form = form_of(document.value)
-    known, notes = canonical(document) if form == "hierarchical" else (document, ())
-    structure = [*notes, *check_structure(known)]
-    if len(structure) > MANY:
-        return None, in_order(structure)
-    wrong = {
-        found.place.pointer
-        for found in structure
-        if found.place and found.code not in _NO_VALUE
-    }
-    config, meaning = _meaning(form, known, wrong)
-    findings = (*structure, *meaning, *check_algorithms(config), *_wrong_patterns(config.rules))
-    found = in_order(findings)
-    return (None if any(finding.severity == "error" for finding in found) else config), found
-
-
-def _meaning(
-    form: Form, document: Document, wrong: Collection[str]
-) -> tuple[Config, Iterable[Diagnostic]]:
-    """What the values that are not wrong say, and the findings on it."""
-    if form == "layered":
-        flat = layered.translate(document, wrong)
-        return flat.config, check_layered(flat)
-    levels = hierarchical.translate(document, wrong)
-    return levels.config, check_hierarchical(levels)
-
-
-_NO_VALUE = ("QZ105", "QZ106", "QZ116")
-"""Findings that leave the value at their place as it is."""
-
-
-def _wrong_patterns(rules: Iterable[ConfigRule]) -> Iterator[Diagnostic]:
-    for selector in (rule.selector for rule in rules):
-        if selector.kind in ("name", "exclude") and selector.text.startswith("re:"):
-            try:
-                re.compile(selector.text[3:])
-            except (re.error, RecursionError, OverflowError) as error:
-                message = f"this is not a regular expression: {error}"
-                yield Diagnostic(
-                    "QZ104",
-                    message,
-                    selector.place,
-                    help="the syntax is that of Python's re module",
-                )
-
-
-def _with_fixes(document: Document, found: Findings) -> Findings:
-    """The findings with the fixes that hold. A document without text is written as one to try
-    them.
-    """
-    if not document.dotted:
-        return tried(document.source, found, _findings)
-    if not any(finding.fixes for finding in found):
-        return found
-    source = Text(document.source.name, json.dumps(document.value, default=str))
-    helps = {
-        (other.code, other.place and other.place.pointer): other.help
-        for other in load_text(source).diagnostics
-    }
-    return tuple(
-        replace(
-            finding,
-            help=helps.get((finding.code, finding.place and finding.place.pointer)),
-            fixes=(),
-        )
-        for finding in found
-    )
-
-
-def _findings(source: Text) -> Findings:
-    try:
-        return checked(parse_document(source))[1]
-    except ConfigError as error:
-        return error.diagnostics
+    while True:
+        fixes: list[Fix] = []
+        for finding in load_text(source).diagnostics:
+            fixes += finding.fixes
+        if not fixes:
+            return source, count
+        first_turn = min(fix.turn for fix in fixes)
+        due = [fix for fix in fixes if fix.turn == first_turn]
+        source = apply_fixes(source, due)
+        count += len(due)
 
 
 def default_config() -> Config:
-    """The config that holds when no file is given: DPU, power-of-two scales. The file check
-    does not apply to it.
+    """Return the config that holds when no file is given: DPU, power-of-two scales. The file
+    check does not apply to it.
 
     It is the ready config for the DPU with equalization and without narrow ranges.
 
     Source: Vitis AI, quantization configuration, table "Default Configurations", with `half_up`
     for activations as the restrictions of the same page ask.
     """
-    ready = {
-        key: value
-        for key, value in load_resource("configs", "dpu.json").items()
-        if key[0] not in "$/"
+    value = {}
+    for key, entry in load_resource("configs", "dpu.json").items():
+        if not key.startswith(("$", "/")):
+            value[key] = entry
+    value["include_cle"] = True
+    value["overall_quantize_config"] = value["overall_quantize_config"] | {
+        "narrow_range": False
     }
-    overall = ready["overall_quantize_config"] | {"narrow_range": False}
-    value = ready | {"include_cle": True, "overall_quantize_config": overall}
-    return layered.translate(
-        Document(Text("<built-in default>", ""), value, values={}, keys={})
-    ).config
+    document = Document(
+        Text("<built-in default>", ""),
+        value,
+        values={},
+        keys={},
+    )
+    return translate_layered(document).config
+
+
+def _translate(document: Document) -> tuple[Config | None, _Findings]:
+    """Return the config, if the document makes one, and every finding; proposed fixes are not
+    tried.
+    """
+    form = form_of(document.value)
+    notes: _Findings = ()
+    if form == "hierarchical":
+        document, notes = canonical(document)
+    structure = [*notes, *check_structure(document)]
+    if len(structure) > _MANY_ERRORS:
+        return None, merged_by_cause(structure)
+    places = [finding.place for finding in structure if finding.code not in _HARMLESS]
+    invalid = {place.pointer for place in places if place}
+    config, conflicts = _check_meaning(form, document, invalid)
+    findings = merged_by_cause(
+        (*structure, *conflicts, *check_algorithms(config), *_wrong_patterns(config.rules))
+    )
+    is_usable = all(finding.severity != "error" for finding in findings)
+    return config if is_usable else None, findings
+
+
+def _check_meaning(
+    form: Form,
+    document: Document,
+    invalid: Collection[str],
+) -> tuple[Config, Iterable[Diagnostic]]:
+    """Translate the valid values, and check them for conflicts."""
+    if form == "layered":
+        layered = translate_layered(document, invalid)
+        return layered.config, check_layered(layered)
+    hierarchical = translate_hierarchical(document, invalid)
+    return hierarchical.config, check_hierarchical(hierarchical)
+
+
+def _wrong_patterns(rules: Iterable[ConfigRule]) -> Diagnostics:
+    """Yield a finding for each selector that is no regular expression and should be one."""
+    for rule in rules:
+        selector = rule.selector
+        if selector.kind not in ("name", "exclude") or not selector.text.startswith("re:"):
+            continue
+        try:
+            re.compile(selector.text.removeprefix("re:"))
+        except (re.error, RecursionError, OverflowError) as error:
+            yield Diagnostic(
+                "QZ104",
+                f"this is not a regular expression: {error}",
+                selector.place,
+                help="the syntax is that of Python's re module",
+            )
+
+
+def _findings(source: Text) -> _Findings:
+    try:
+        _, findings = _translate(parse_document(source))
+    except ConfigError as error:
+        return error.diagnostics
+    return findings
+
+
+def _with_tried_helps(document: Document, findings: _Findings) -> _Findings:
+    """Return the findings on a document without text, with the helps of the same document
+    written as a text: there fixes can be tried.
+    """
+    if not any(finding.fixes for finding in findings):
+        return findings
+    source = Text(document.source.name, json.dumps(document.value, default=str))
+    helps = {_cause(finding): finding.help for finding in load_text(source).diagnostics}
+    return tuple(
+        replace(finding, help=helps.get(_cause(finding)), fixes=()) for finding in findings
+    )
+
+
+def _cause(finding: Diagnostic) -> tuple[str, str | None]:
+    return finding.code, finding.place.pointer if finding.place else None

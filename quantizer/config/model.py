@@ -1,28 +1,46 @@
-"""What a config says, as frozen values in the field's words. No tensors, no files, no file's
-spelling.
+"""A config as immutable values in the field's words, without tensors, files or the spelling of
+a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from quantizer.config.algorithm_settings import AlgoConfig, Stage, read_keys, settings_of
+from quantizer.config.algorithm_settings import (
+    AlgoConfig,
+    AlgorithmStage,
+    read_keys,
+    settings_of,
+)
 from quantizer.config.diagnostics import Place
 from quantizer.config.forms.form import Form
+from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
+from quantizer.config.resources import load_resource
 
 Role = Literal["input", "weights", "bias", "activation"]
 ROLES: tuple[Role, ...] = get_args(Role)
 Device = Literal["DPU", "CPU", "GPU", "IPU"]
 QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token"]
-RangeMethod = Literal["maxmin", "percentile", "entropy", "mse", "diffs", "auto"]
-AUTO: Literal["auto"] = "auto"  # reads one histogram of all batches, whatever the statistic
-RoundMode = Literal["half_even", "half_up", "half_down", "std_round", "floor"]
 ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent"]
 ScaleMode = Literal["floor", "even", "ceil"]
 SymmetricScale = Literal["quant_max", "half_range"]
-Statistic = Literal["modal", "max", "mean", "median", "pooled"]
+
+if TYPE_CHECKING:
+    _RangeMethod = str
+    _RoundMode = str
+    _Statistic = str
+else:
+    # These words name functions of registries. The schema is their only list in this package
+    _SPEC_FIELDS = load_resource("schemas", "quantization_spec.schema.json")["properties"]
+    _RangeMethod = Literal[tuple(_SPEC_FIELDS["method"]["enum"])]
+    _RoundMode = Literal[tuple(_SPEC_FIELDS["round_mode"]["enum"])]
+    _Statistic = Literal[tuple(_SPEC_FIELDS["statistic"]["enum"])]
+
+AUTO: Literal["auto"] = "auto"
+"""The method that reads one histogram of all batches, whatever the statistic."""
+
 POOLED: Literal["pooled"] = "pooled"
 """The statistic of observers that see all batches as one, as those of the hierarchical form
 do.
@@ -39,26 +57,30 @@ CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 class QuantizationSpec:
     """How one tensor is quantized; every axis is independent of the others.
 
-    `dtype` is "int" (then `bit_width`, `signed`, `symmetric` and `narrow_range` give its codes)
-    or the name of a floating-point format, with a scale ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2",
-    "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6", "mx9") or without one (`CAST_ONLY`; "float32"
-    = left alone); formats may be registered at run time, so it is any string. `method` finds
-    the range, `percentage` is read by the percentile method only, `statistic` reduces the
-    batches' ranges to one, or, "pooled", finds one for all of them, as the auto method always
-    does; a dynamic tensor's range is found each time it is made.
+    Number format: `dtype` is "int", whose codes `bit_width`, `signed`, `symmetric` and
+    `narrow_range` give, or the name of a floating-point format. Formats with a scale are
+    "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6" and "mx9";
+    `CAST_ONLY` have none ("float32" = left alone). Formats may be registered at run time, so it
+    is any string.
 
-    `ch_axis` goes with `qscheme`: the axis whose indices have a scale each ("per_channel"), the
-    axis that groups of `group_size` values run along ("per_group"; the last group may be
-    shorter in block formats only), the axis that one row of values runs along ("per_token"). A
-    stack of tensors, each `group_size` long in the first axis, has a scale for each of them
-    ("per_tensor"), or for each of their channels ("per_channel"). `scale_type` is "float",
-    "poweroftwo", or "e8m0", the shared exponent of a block format, found by `scale_mode`
-    ("floor", "even" or "ceil"); powers of two are at least 2^-`finest_position` where the
-    device asks for that. Two more are of groups only: "e4m3", a number of fp8_e4m3 times one
-    float of the tensor, and "microexponent", a shared exponent that is one less for some pairs
-    of values. `symmetric_scale` is what symmetric integers whose scale is no power of two
-    divide their largest magnitude by: "quant_max", or "half_range", (quant_max - quant_min) /
-    2, which cuts half a step off it.
+    Range: `method` finds the range, and only the percentile method reads `percentage`.
+    `statistic` reduces the batches' ranges to one. "pooled" finds one range for all batches, as
+    the auto method always does. The range of a tensor that `is_dynamic` is found each time the
+    tensor is made.
+
+    Granularity: `ch_axis` goes with `qscheme`. It is the axis whose indices have a scale each
+    ("per_channel"), the axis that groups of `group_size` values run along ("per_group"; the
+    last group may be shorter in block formats only), or the axis that one row of values runs
+    along ("per_token"). A stack of tensors, each `group_size` long in the first axis, has a
+    scale for each of them ("per_tensor"), or for each of their channels ("per_channel").
+
+    Scale: `scale_type` is "float", "poweroftwo", or "e8m0", the shared exponent of a block
+    format, found by `scale_mode` ("floor", "even" or "ceil"). Powers of two are at least
+    2^-`finest_position` where the device asks for that. Two more types are for groups only:
+    "e4m3" is a number of fp8_e4m3 times one float of the tensor, and "microexponent" a shared
+    exponent that is one less for some pairs of values. `symmetric_scale` is the divisor of the
+    largest magnitude for symmetric integers whose scale is no power of two: "quant_max", or
+    "half_range", (quant_max - quant_min) / 2, which clips half a step.
     """
 
     dtype: str = "int"
@@ -67,65 +89,76 @@ class QuantizationSpec:
     symmetric: bool = True
     narrow_range: bool = False
     scale_type: ScaleKind = "float"
-    round_mode: RoundMode = "half_even"
+    round_mode: _RoundMode = "half_even"
     qscheme: QScheme = "per_tensor"
     ch_axis: int | None = None
     group_size: int | None = None
     is_dynamic: bool = False
     scale_mode: ScaleMode = "floor"
-    method: RangeMethod = "maxmin"
+    method: _RangeMethod = "maxmin"
     percentage: float = 99.99
-    statistic: Statistic = "max"
+    statistic: _Statistic = "max"
     finest_position: int | None = None
     symmetric_scale: SymmetricScale = "quant_max"
 
     @classmethod
     def of(cls, fields: Fields) -> QuantizationSpec:
-        """The spec that has these fields, and defaults for the rest."""
+        """Return the spec that has these fields, and defaults for the others."""
         return cls(**{name: sourced.value for name, sourced in fields.items()})
 
     @property
+    def has_signed_codes(self) -> bool:
+        """Return whether codes are on both sides of zero; asymmetric ones begin at 0."""
+        return self.signed and self.symmetric
+
+    @property
     def quant_min(self) -> int:
-        """Smallest code: -2^(b-1) (+1 if narrow) for signed symmetric integers, else 0."""
-        if self.signed and self.symmetric:
+        """Return the smallest code: -2^(b-1) (+1 if narrow) for signed symmetric integers, else
+        0.
+        """
+        if self.has_signed_codes:
             return -(1 << (self.bit_width - 1)) + int(self.narrow_range)
         return 0
 
     @property
     def quant_max(self) -> int:
-        """Largest code: 2^(b-1)-1 for signed symmetric integers, else 2^b-1."""
-        return (1 << (self.bit_width - int(self.signed and self.symmetric))) - 1
+        """Return the largest code: 2^(b-1)-1 for signed symmetric integers, else 2^b-1."""
+        return (1 << (self.bit_width - int(self.has_signed_codes))) - 1
 
     @property
     def has_symmetric_scale(self) -> bool:
-        """Whether `symmetric_scale` changes the scale: one more code is negative, and the scale
-        may be any float.
+        """Return whether `symmetric_scale` changes the scale: one more code is negative, and
+        the scale may be any float.
         """
-        negative_end = self.signed and self.symmetric and not self.narrow_range
-        return self.dtype == "int" and negative_end and self.scale_type in ("float", "e4m3")
+        has_extra_code = self.has_signed_codes and not self.narrow_range
+        return self.dtype == "int" and has_extra_code and self.scale_type in ("float", "e4m3")
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether all values of the tensor have one scale."""
+        """Return whether all values of the tensor share one scale."""
         return self.qscheme == "per_tensor" and self.group_size is None
 
     @property
     def scales_per_group(self) -> int:
-        """How many scales a group of values has: one, or one for each pair."""
-        return (self.group_size or PAIR) // PAIR if self.scale_type == "microexponent" else 1
+        """Return how many scales a group of values has: one, or one for each pair."""
+        if self.scale_type != "microexponent":
+            return 1
+        return (self.group_size or PAIR) // PAIR
 
     @property
     def cut(self) -> tuple[str, int | None, int | None, int]:
-        """Where one scale ends and the next begins, as `numerics.granularity` takes it."""
+        """Return where one scale ends and the next begins, as `numerics.granularity` takes
+        it.
+        """
         return self.qscheme, self.ch_axis, self.group_size, self.scales_per_group
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the tensor has a scale."""
+        """Return whether the tensor has a scale."""
         return self.dtype not in CAST_ONLY
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
+    def to_json(self) -> JsonObject:
+        """Return the fields as a JSON object."""
         return asdict(self)
 
 
@@ -138,7 +171,7 @@ class Sourced:
 
     @property
     def origin(self) -> str:
-        """`file:line:column`, or "default"."""
+        """Return `file:line:column`, or "default"."""
         return str(self.place) if self.place else "default"
 
 
@@ -165,10 +198,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Selector:
-    """Which layers a rule is about: all, those with weights of their own, those of a type,
-    those a name pattern finds, or those it excludes.
+    """The layers that a rule is about: all, those with weights of their own, those of a type,
+    those that a name pattern matches, or those that it excludes.
 
-    `required` False means that it may match none.
+    A selector that is not `required` may match no layer.
     """
 
     kind: Literal["all", "weighted", "type", "name", "exclude"]
@@ -179,13 +212,13 @@ class Selector:
 
 @dataclass(frozen=True)
 class ConfigRule:
-    """One block of a config: for the selected layers, which roles are quantized and which spec
+    """A block of a config: which roles of the selected layers are quantized, and which spec
     fields are set.
 
-    `label` is the block's path in the file (`layer_quantize_config[1]`). `roles` None means
-    that this block does not say; `adds` are roles that it quantizes besides those that wider
-    blocks do. `fields[role][field]` uses the field names of `QuantizationSpec`, `ch_axis` only
-    where the file has it (a layer knows the axis of its output channels).
+    `label` is the block's path in the file (`layer_quantize_config[1]`). `roles` is None where
+    the block does not state them. `adds` are roles that it quantizes besides those of wider
+    blocks. `fields[role][field]` uses the field names of `QuantizationSpec`. It has `ch_axis`
+    only where the file has it: a layer knows the axis of its output channels.
     """
 
     selector: Selector
@@ -198,11 +231,11 @@ class ConfigRule:
 
 @dataclass(frozen=True)
 class ScalingLayer:
-    """One entry of `scaling_layers`, with names relative to a block: layers that read one value
-    are scaled together.
+    """An entry of `scaling_layers`: layers that read one value and are scaled together. Names
+    are relative to a block.
 
-    `prev_op` makes that value, `inp` is one of the layers whose input it is; an empty name
-    means: found on the graph.
+    `prev_op` computes that value, `inp` is one of the layers whose input it is. What has an
+    empty name is found on the graph.
     """
 
     layers: tuple[str, ...]
@@ -217,9 +250,8 @@ class Names:
     the graph.
 
     `blocks` is the module that holds the decoder's blocks, `inside` the layers of a block in
-    the order in which they are processed, `scaling` the groups that are scaled together,
-    `embeddings` are layers that must exist and no more. `places` has the file's place of each
-    field that is set.
+    the order in which they are processed, `scaling` the groups that are scaled together.
+    `embeddings` only have to exist. `places` has the file's place of each field that is set.
     """
 
     blocks: str | None = None
@@ -235,20 +267,20 @@ _NAMES: Mapping[str, str] = {
     "scaling_layers": "scaling",
     "embedding_layers": "embeddings",
 }
-"""The key for each field of `Names`."""
+"""The field of `Names` for each key."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """An algorithm as a file lists it: its class, its entry's path, and each stated key with
-    where it is.
+    its place.
 
-    `groups` are the places of the groups in `scaling_layers`; `unread` are keys that say
-    something which nothing reads, each with the reason and its first place.
+    `groups` are the places of the groups in `scaling_layers`. `unread` are stated keys that
+    nothing reads, each with the reason and its first place.
     """
 
     kind: type[AlgoConfig]
-    path: tuple[str | int, ...]
+    path: JsonPath
     stated: Mapping[str, Sourced]
     place: Place | None = None
     groups: tuple[Place | None, ...] = ()
@@ -256,60 +288,66 @@ class Algorithm:
 
     @property
     def name(self) -> str:
-        """As in the file."""
+        """Return the name that the file has for it."""
         return self.kind.name
 
     @property
-    def stage(self) -> Stage:
-        """Whether it rescales or rounds weights."""
+    def stage(self) -> AlgorithmStage:
+        """Return whether it rescales or rounds weights."""
         return self.kind.stage
 
     @property
     def needs_data(self) -> bool:
-        """Whether it reads the calibration data."""
+        """Return whether it reads the calibration data."""
         return self.kind.needs_data
 
     @property
     def label(self) -> str:
-        """`algo_config[0]`, or `algo_config` where one algorithm stands without a list."""
-        return str(self.path[0]) + "".join(f"[{part}]" for part in self.path[1:])
+        """Return `algo_config[0]`, or `algo_config` for an algorithm without a list."""
+        block, *indices = self.path
+        return str(block) + "".join(f"[{index}]" for index in indices)
 
     def value(self, key: str) -> Any:
-        """A setting as it is stated, or its default."""
+        """Return a setting as it is stated, or its default."""
         return self.stated[key].value if key in self.stated else getattr(self.kind, key)
 
     @property
     def settings(self) -> AlgoConfig:
-        """What runs: everything that is read, without switches that need one which is off."""
-        found = {key: self.value(key) for key in read_keys(self.kind)}
-        needed = {
-            key: meant.needs for key, meant in settings_of(self.kind).items() if meant.needs
-        }
-        return self.kind(
-            **{**found, **{key: found[key] and found[needs] for key, needs in needed.items()}}
-        )
+        """Return the settings that run: all that are read, with switches off whose
+        prerequisite is off.
+        """
+        values = {key: self.value(key) for key in read_keys(self.kind)}
+        switches = dict(values)
+        for key, setting in settings_of(self.kind).items():
+            if setting.needs:
+                values[key] = switches[key] and switches[setting.needs]
+        return self.kind(**values)
 
     @property
     def names(self) -> Names:
-        """The parts of the model that it names."""
-        found = {name: self.stated[key] for key, name in _NAMES.items() if key in self.stated}
-        values: dict[str, Any] = {
-            name: tuple(said.value) if isinstance(said.value, list) else said.value
-            for name, said in found.items()
-        }
+        """Return the parts of the model that it names."""
+        values: JsonObject = {}
+        places: dict[str, Place] = {}
+        for key, name in _NAMES.items():
+            sourced = self.stated.get(key)
+            if sourced is None:
+                continue
+            is_list = isinstance(sourced.value, list)
+            values[name] = tuple(sourced.value) if is_list else sourced.value
+            if sourced.place:
+                places[name] = sourced.place
         if "scaling" in values:
-            values["scaling"] = tuple(
-                ScalingLayer(
-                    tuple(group.get("layers", ())),
-                    group.get("prev_op", ""),
-                    group.get("inp", ""),
-                    place,
-                )
-                for group, place in zip(values["scaling"], self.groups, strict=True)
-            )
-        return Names(
-            **values, places={name: said.place for name, said in found.items() if said.place}
-        )
+            values["scaling"] = self._scaling_layers(values["scaling"])
+        return Names(**values, places=places)
+
+    def _scaling_layers(self, groups: tuple[JsonMapping, ...]) -> tuple[ScalingLayer, ...]:
+        scaling_layers: list[ScalingLayer] = []
+        for group, place in zip(groups, self.groups, strict=True):
+            layers = tuple(group.get("layers", ()))
+            prev_op = group.get("prev_op", "")
+            inp = group.get("inp", "")
+            scaling_layers.append(ScalingLayer(layers, prev_op, inp, place))
+        return tuple(scaling_layers)
 
 
 @dataclass(frozen=True)
@@ -317,14 +355,14 @@ class Config:
     """A validated config: settings, and rules in the file's order (overall first, then tensor,
     then layers).
 
-    `source` is the file as it was shown to the user, `text` what it holds, `document` the
-    parsed JSON, for `config.resolved.json`; `algorithms` change the weights, in this order.
+    `source` is the file's name as shown to the user, `text` its content, `document` the parsed
+    JSON for `config.resolved.json`. `algorithms` change the weights, in this order.
     """
 
     settings: Settings
     rules: tuple[ConfigRule, ...]
     source: str = "<built-in default>"
-    document: Mapping[str, Any] = field(default_factory=dict)
+    document: JsonMapping = field(default_factory=dict)
     form: Form = "layered"
     algorithms: tuple[Algorithm, ...] = ()
     text: str = ""

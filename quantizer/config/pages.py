@@ -1,11 +1,10 @@
-"""The pages of the config's keys and of the codes, made from the schemas; docs/config and
+"""Write the pages of the config's keys and of the codes from the schemas. docs/config and
 docs/rules.md hold them.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 from quantizer.config.algorithm_schema import algorithm_schema
 from quantizer.config.algorithm_settings import finds_codes
@@ -15,10 +14,12 @@ from quantizer.config.document.suggestions import TYPE_WORDS, bounds
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.forms.layered import FIELDS
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import load_resource
 from quantizer.config.rules.spec_rules import all_codes, spec_rules
+from quantizer.errors import QuantizerError
 
-FORMS: tuple[Form, ...] = ("layered", "hierarchical")
+_FORMS: tuple[Form, ...] = ("layered", "hierarchical")
 
 _PLACES: Mapping[Form, Mapping[str, str]] = {
     "layered": {
@@ -38,191 +39,215 @@ itself).
 
 _FIELDS: Mapping[Form, Mapping[str, str]] = {"layered": FIELDS, "hierarchical": FIELDS_OF_KEYS}
 
+_RULES_INTRO = (
+    "# Codes\n\nEvery finding has a code: QZ0xx syntax, QZ1xx values, QZ2xx device "
+    "restrictions, QZ3xx conflicts, "
+    "QZ4xx selectors.\n`quantizer explain QZ301` prints a section of this page.\n\n"
+    "`quantizer validate --fix` writes what has one known answer: misspelt keys and "
+    "words, quoted numbers, "
+    "`True` and `False`, trailing\ncommas, missing keys. Each fix is tried first. The help "
+    "line offers it, and `--fix` writes it, only if it leaves fewer errors in\nthe file. "
+    "`--diff` shows the changes and writes nothing."
+)
+
 
 def key_names() -> tuple[str, ...]:
-    """Every key that has a page, those of the layered form first; then the algorithms."""
-    return (
-        *dict.fromkeys(key for form in FORMS for key in _keys(form)),
-        *entry_kinds("hierarchical"),
-    )
+    """Return every key that has a page, those of the layered form first; then the
+    algorithms.
+    """
+    keys = dict.fromkeys((*_keys("layered"), *_keys("hierarchical")))
+    return (*keys, *entry_kinds("hierarchical"))
 
 
 def setting_names() -> tuple[str, ...]:
-    """Every setting of an algorithm that is no key elsewhere."""
-    names = dict.fromkeys(
-        key for name in entry_kinds("hierarchical") for key in _settings(name)
-    )
-    return tuple(key for key in names if key not in key_names())
+    """Return every setting of an algorithm that is no key elsewhere."""
+    keys = key_names()
+    names: dict[str, None] = {}
+    for algorithm in entry_kinds("hierarchical"):
+        for key in _settings(algorithm):
+            if key not in keys:
+                names[key] = None
+    return tuple(names)
 
 
 def setting_page(key: str) -> str:
-    """What a setting is in each algorithm that has it."""
-    having = [name for name in entry_kinds("hierarchical") if key in _settings(name)]
-    rows = [f"- {name}: {_settings(name)[key]['description']}" for name in having]
-    pages = " and ".join(f"`quantizer explain {name}`" for name in having)
-    return (
-        f"# {key}\n\nA setting of algorithms; more is in {pages}.\n\n" + "\n".join(rows) + "\n"
-    )
+    """Return the page of a setting: its meaning in each algorithm that has it."""
+    rows: list[str] = []
+    commands: list[str] = []
+    for algorithm in entry_kinds("hierarchical"):
+        settings = _settings(algorithm)
+        if key in settings:
+            rows.append(f"- {algorithm}: {settings[key]['description']}")
+            commands.append(f"`quantizer explain {algorithm}`")
+    intro = f"A setting of algorithms; more is in {' and '.join(commands)}."
+    return _page(f"# {key}", intro, "\n".join(rows))
 
 
 def key_page(key: str) -> str:
-    """The page of a config key in Markdown: what it does, options, default, example, conflicts;
-    for each form.
+    """Return the page of a config key in Markdown: what it does, options, default, example,
+    conflicts; for each form.
+
+    Raises:
+        QuantizerError: the schema lacks something that a page needs.
     """
-    if key in entry_kinds("hierarchical"):
-        return "\n\n".join([f"# {key}", *_algorithm_sections(key)]) + "\n"
-    pages = {form: list(_key_sections(key, form)) for form in FORMS if key in _keys(form)}
     title = f"# {key}"
-    if len(pages) == 1:
-        return "\n\n".join([title, *next(iter(pages.values()))]) + "\n"
-    both = [
-        section
-        for form, sections in pages.items()
-        for section in (f"## In the {form} form", *sections)
-    ]
-    return "\n\n".join([title, "Both file forms have this key.", *both]) + "\n"
+    if key in entry_kinds("hierarchical"):
+        return _page(title, *_algorithm_sections(key))
+    forms = [form for form in _FORMS if key in _keys(form)]
+    if len(forms) == 1:
+        return _page(title, *_key_sections(key, forms[0]))
+    sections = [title, "Both file forms have this key."]
+    for form in forms:
+        sections += [f"## In the {form} form", *_key_sections(key, form)]
+    return _page(*sections)
 
 
-def example_name(key: str, form: Form) -> str:
-    """The name of the key's worked example; a key of both forms has two."""
-    return f"{key} {form}" if form == "hierarchical" and key in _keys("layered") else key
+def _page(*sections: str) -> str:
+    return "\n\n".join(sections) + "\n"
 
 
 def example_names() -> tuple[str, ...]:
-    """Every worked example that there has to be."""
-    return (
-        *(example_name(key, form) for form in FORMS for key in _keys(form)),
-        *entry_kinds("hierarchical"),
-    )
+    """Return the name of every worked example that there has to be."""
+    names: list[str] = []
+    for form in _FORMS:
+        names += [_example_name(key, form) for key in _keys(form)]
+    return (*names, *entry_kinds("hierarchical"))
 
 
-def _key_sections(key: str, form: Form) -> Iterator[str]:
-    entry, where = _keys(form)[key]
+def _example_name(key: str, form: Form) -> str:
+    """Return the name of the key's worked example; a key of both forms has two."""
+    is_second = form == "hierarchical" and key in _keys("layered")
+    return f"{key} {form}" if is_second else key
+
+
+def _key_sections(
+    key: str,
+    form: Form,
+) -> Iterator[str]:
+    entry, place = _keys(form)[key]
+    for part in ("description", "examples"):
+        if part not in entry:
+            raise QuantizerError(f"schemas/{form}.schema.json: the key {key} has no {part}")
     yield entry["description"]
     yield entry["markdownDescription"]
-    yield f"Where: {where}."
+    yield f"Where: {place}."
     if "enum" in entry and "enumDescriptions" in entry:
-        rows = zip(entry["enum"], entry["enumDescriptions"], strict=True)
-        yield "\n".join(f"- `{json.dumps(option)}`: {meaning}" for option, meaning in rows)
+        yield "\n".join(_options(key, form, entry))
     elif "boolean" in entry.get("type", ""):
         yield "Options: `true`, `false`."
     if "default" in entry:
         yield f"Default: `{json.dumps(entry['default'])}`."
-    example = (
-        json.dumps({key: entry["examples"][0]}, indent=2, ensure_ascii=False)[2:-2]
-        .replace("\n  ", "\n")
-        .strip()
-    )
-    yield f"Example:\n\n```json\n{example}\n```"
+    yield f"Example:\n\n```json\n{_example(key, entry)}\n```"
     rules = [
         f"- [{code}](../rules.md#{code.lower()}): {rule['title']}"
         for code, rule in _rules_of(key, form).items()
     ]
     if rules:
         yield "Restrictions and conflicts:\n\n" + "\n".join(rules)
-    yield from _worked_example(example_name(key, form))
+    yield from _worked_example(_example_name(key, form))
+
+
+def _options(
+    key: str,
+    form: Form,
+    entry: JsonMapping,
+) -> Iterator[str]:
+    """Yield a line for each option of a key, with its description."""
+    options = entry["enum"]
+    descriptions = entry["enumDescriptions"]
+    if len(options) != len(descriptions):
+        raise QuantizerError(
+            f"schemas/{form}.schema.json: the key {key} has {len(options)} options and "
+            f"{len(descriptions)} descriptions",
+            help="enumDescriptions has a line for each word of enum, in the same order",
+        )
+    for option, description in zip(options, descriptions, strict=True):
+        yield f"- `{json.dumps(option)}`: {description}"
+
+
+def _example(key: str, entry: JsonMapping) -> str:
+    """Return the first example of a key as a member of a file, without the braces."""
+    text = json.dumps({key: entry["examples"][0]}, indent=2, ensure_ascii=False)
+    return text[2:-2].replace("\n  ", "\n").strip()
 
 
 def _algorithm_sections(name: str) -> Iterator[str]:
     kind = entry_kinds("hierarchical")[name]
+    settings = _settings(name)
     yield algorithm_schema(kind)["description"]
     lists = "`algo_config`" if finds_codes(kind) else "`algo_config` or `pre_quant_opt_config`"
-    other = f"the switch `{kind.switch}`" if kind.switch else "an entry of `algorithms`"
-    yield f"Where: an entry of {lists}; in the layered form, {other}."
+    layered = f"the switch `{kind.switch}`" if kind.switch else "an entry of `algorithms`"
+    yield f"Where: an entry of {lists}; in the layered form, {layered}."
     rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
-    for key, entry in _settings(name).items():
-        rows.append(
-            f"| `{key}` | {_values(entry)} | `{json.dumps(entry['default'])}` | "
-            f"{entry['description']} |"
-        )
+    for key, entry in settings.items():
+        default = json.dumps(entry["default"])
+        rows.append(f"| `{key}` | {_values(entry)} | `{default}` | {entry['description']} |")
     yield "\n".join(rows)
-    if "scaling_layers" in _settings(name):
-        groups = block_of("hierarchical", "scaling_layer")["properties"]
+    if "scaling_layers" in settings:
         yield "An entry of `scaling_layers`:"
-        rows = [f"- `{key}`: {entry['description']}" for key, entry in groups.items()]
-        yield "\n".join(rows)
+        members = block_of("hierarchical", "scaling_layer")["properties"]
+        lines = [f"- `{key}`: {member['description']}" for key, member in members.items()]
+        yield "\n".join(lines)
     yield from _worked_example(name)
 
 
-def _settings(name: str) -> Mapping[str, Any]:
-    return {
-        key: entry
-        for key, entry in algorithm_schema(entry_kinds("hierarchical")[name])[
-            "properties"
-        ].items()
-        if key != "name"
-    }
+def _settings(name: str) -> JsonMapping:
+    settings = dict(algorithm_schema(entry_kinds("hierarchical")[name])["properties"])
+    del settings["name"]
+    return settings
 
 
-def _values(entry: Mapping[str, Any]) -> str:
-    """The types of a setting in words, or its options, and its range; the one value that is
-    supported.
+def _values(entry: JsonMapping) -> str:
+    """Return the types of a setting in words, or its options, and its range; the one value that
+    is supported.
     """
     if "code" in entry:
         return json.dumps(entry["default"])
     types = entry["type"] if isinstance(entry["type"], list) else [entry["type"]]
-    options = [
-        json.dumps(option)
-        for option in entry.get("enum", entry.get("then", {}).get("enum", ()))
-    ]
+    options = entry.get("enum", entry.get("then", {}).get("enum", ()))
     words = [TYPE_WORDS[kind] for kind in types if kind != "string" or not options]
-    return ", ".join([" or ".join([*words, *options]), *bounds(entry)])
+    words += map(json.dumps, options)
+    return ", ".join([" or ".join(words), *bounds(entry)])
 
 
 def code_page(code: str) -> str:
-    """The page of a diagnostic code in Markdown."""
-    return _code_section(code).replace("## ", "# ", 1) + "\n"
+    """Return the page of a code in Markdown."""
+    return _page(_code_section(code).removeprefix("#"))
 
 
 def contents() -> str:
-    """Every code and every key, a line each, with its title or description."""
+    """Return every code and every key, a line each, with its title or description."""
     rows = {code: entry["title"] for code, entry in all_codes().items()}
-    for form in FORMS:
-        rows |= {
-            key: entry["description"]
-            for key, (entry, _) in _keys(form).items()
-            if key not in rows
-        }
-    rows |= {
-        name: algorithm_schema(kind)["description"]
-        for name, kind in entry_kinds("hierarchical").items()
-    }
+    for form in _FORMS:
+        for key, (entry, _) in _keys(form).items():
+            rows.setdefault(key, entry["description"])
+    for name, kind in entry_kinds("hierarchical").items():
+        rows[name] = algorithm_schema(kind)["description"]
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {meaning}\n" for name, meaning in rows.items())
 
 
 def rules_page() -> str:
-    """All codes in one page."""
-    intro = (
-        "# Codes\n\nEvery finding has a code: QZ0xx syntax, QZ1xx values, QZ2xx device "
-        "restrictions, QZ3xx conflicts, "
-        "QZ4xx selectors.\n`quantizer explain QZ301` prints a section of this page.\n\n"
-        "`quantizer validate --fix` writes what has one known answer: misspelt keys and "
-        "words, quoted numbers, "
-        "`True` and `False`, trailing\ncommas, missing keys. Fixes are tried first: the help "
-        "line offers, and `--fix` "
-        "writes, only what removes its finding and breaks\nno rule together with the rest of "
-        "the file. `--diff` shows "
-        "the changes and writes nothing."
-    )
-    return "\n\n".join([intro, *map(_code_section, all_codes())]) + "\n"
+    """Return all codes in one page."""
+    return _page(_RULES_INTRO, *map(_code_section, all_codes()))
 
 
 def _worked_example(name: str) -> Iterator[str]:
-    """A change of one ready config, the commands to see its effect, and what they print before
-    and after it.
+    """Yield a change of one ready config, the commands that show its effect, and what they
+    print before and after it.
     """
     example = load_resource("schemas", "worked_examples.json").get(name)
     if example is None:
         return
     both = f" with `{paste(example['both'])}`" if "both" in example else ""
+    change = "the last change" if both else "the change"
     yield "## Worked example"
     yield f"A copy of `{example['config']}`{both}, as `changed.json`, in which is set"
     yield _block("json", [paste(example["change"])])
     yield _block("", [f"$ {command}" for command in example["commands"]])
     yield "Among the lines printed are"
     yield _block("", example["after"])
-    yield f"and without {'the last change' if both else 'the change'}"
+    yield f"and without {change}"
     yield _block("", example["before"])
     if "note" in example:
         yield example["note"]
@@ -235,39 +260,44 @@ def _block(language: str, lines: Sequence[str]) -> str:
 def _code_section(code: str) -> str:
     entry = all_codes()[code]
     sections = [f"## {code}", f"**{entry['title']}.** {entry['description']}"]
-    if code not in spec_rules():
-        return "\n\n".join([*sections, entry["help"]])
-    sentence = next(iter(entry["then"]["properties"].values()))["errorMessage"]
-    return "\n\n".join([*sections, f"> {sentence}", f"To do: {entry['help']}."])
+    if code in spec_rules():
+        subject = next(iter(entry["then"]["properties"].values()))
+        sections += [f"> {subject['errorMessage']}", f"To do: {entry['help']}."]
+    else:
+        sections.append(entry["help"])
+    return "\n\n".join(sections)
 
 
-def _rules_of(key: str, form: Form) -> Mapping[str, Mapping[str, Any]]:
-    """The rules that are about a key; one beside another is about no device."""
+def _rules_of(
+    key: str,
+    form: Form,
+) -> Mapping[str, JsonMapping]:
+    """Return the rules that are about a key; a rule beside another is about no device."""
     field = _FIELDS[form].get(key, key)
-    return {
-        code: rule
-        for code, rule in spec_rules().items()
-        if rule.get("form", form) == form
-        and (field in rule["then"]["properties"] or field in rule["if"]["properties"])
-        and not (field == "target_device" and "beside" in rule)
-    }
+    rules: dict[str, JsonMapping] = {}
+    for code, rule in spec_rules().items():
+        fields = rule["then"]["properties"] | rule["if"]["properties"]
+        is_of_form = rule.get("form", form) == form
+        is_aside = field == "target_device" and "beside" in rule
+        if is_of_form and field in fields and not is_aside:
+            rules[code] = rule
+    return rules
 
 
 @cache
-def _keys(form: Form) -> Mapping[str, tuple[Mapping[str, Any], str]]:
-    """The keys of a form that have a page: each with its entry in the schema, and in words
-    where it may stand.
+def _keys(form: Form) -> Mapping[str, tuple[JsonMapping, str]]:
+    """Return the keys of a form that have a page: each with its entry in the schema, and in
+    words where it may stand.
     """
     definitions = block_of(form)["definitions"]
-    found: dict[str, tuple[Mapping[str, Any], str]] = {}
-    for where, block in _PLACES[form].items():
+    keys: dict[str, tuple[JsonMapping, str]] = {}
+    for place, block in _PLACES[form].items():
         for key, entry in block_of(form, block)["properties"].items():
-            resolved = {
-                **definitions.get(entry.get("$ref", "").rpartition("/")[2], {}),
-                **entry,
-            }
-            if key in found:
-                found[key] = (found[key][0], f"{found[key][1]}, or {where}")
+            definition = entry.get("$ref", "").rpartition("/")[2]
+            resolved = {**definitions.get(definition, {}), **entry}
+            if key in keys:
+                first, first_place = keys[key]
+                keys[key] = (first, f"{first_place}, or {place}")
             elif "markdownDescription" in resolved:
-                found[key] = (resolved, where)
-    return found
+                keys[key] = (resolved, place)
+    return keys

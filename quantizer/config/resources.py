@@ -1,6 +1,4 @@
-"""Finds the schemas and presets, in a checkout and in an installed wheel alike. Reads nothing
-else.
-"""
+"""Find the schemas and presets, in a checkout and in an installed wheel alike."""
 
 import json
 from functools import cache
@@ -13,14 +11,18 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def resource(folder: str, name: str) -> Path:
-    """The shipped file `folder/name`; folders are "schemas" and "configs".
+    """Return the path of a shipped file; folders are "schemas" and "configs".
 
     A wheel has them inside the package; in a checkout they lie beside it, where editors and
     readers look for them.
+
+    Raises:
+        QuantizerError: the installation lacks the file.
     """
     for root in (_PACKAGE, _PACKAGE.parent):
-        if (root / folder / name).is_file():
-            return root / folder / name
+        path = root / folder / name
+        if path.is_file():
+            return path
     raise QuantizerError(
         f"the file {folder}/{name} is missing from this installation",
         help="pip install --force-reinstall quantizer-torch",
@@ -28,13 +30,12 @@ def resource(folder: str, name: str) -> Path:
 
 
 def presets() -> tuple[str, ...]:
-    """The names of the shipped configs."""
-    return tuple(
-        sorted(path.stem for path in resource("configs", "default.json").parent.glob("*.json"))
-    )
+    """Return the names of the shipped configs."""
+    folder = resource("configs", "default.json").parent
+    return tuple(sorted(path.stem for path in folder.glob("*.json")))
 
 
 @cache
 def load_resource(folder: str, name: str) -> Any:
-    """The parsed JSON of a shipped file; shared, so never to be changed."""
+    """Return the parsed JSON of a shipped file; shared, so never to be changed."""
     return json.loads(resource(folder, name).read_text("utf-8"))

@@ -1,5 +1,5 @@
-"""The words for a layer's tensors: "weights", "bias", "activation", "input", with a suffix
-where it has several.
+"""Words for a layer's tensors: "weights", "bias", "activation", "input", with a suffix where
+the layer has several.
 """
 
 from typing import cast
@@ -8,7 +8,7 @@ from quantizer.config.model import Role
 
 
 def base_role(role: str) -> Role:
-    """What a config calls it.
+    """Return the word that a config has for a tensor.
 
     >>> base_role("input_1"), base_role("weights_hh_l0"), base_role("bias")
     ('input', 'weights', 'bias')
@@ -16,7 +16,10 @@ def base_role(role: str) -> Role:
     return cast(Role, role.partition("_")[0])
 
 
-def channels_role(first: int, length: int) -> str:
+def channels_role(
+    first: int,
+    length: int,
+) -> str:
     """Return the role of some channels of a layer's output, which are observed by themselves.
 
     >>> channels_role(4, 3)
@@ -26,7 +29,7 @@ def channels_role(first: int, length: int) -> str:
 
 
 def is_of_channels(role: str) -> bool:
-    """Whether it is a role of `channels_role`.
+    """Return whether a role is one of `channels_role`.
 
     >>> is_of_channels("activation_4_7"), is_of_channels("activation")
     (True, False)
@@ -35,12 +38,12 @@ def is_of_channels(role: str) -> bool:
 
 
 def is_parameter(role: str) -> bool:
-    """Whether the tensor belongs to the layer and needs no data."""
+    """Return whether the tensor belongs to the layer and needs no data."""
     return base_role(role) in ("weights", "bias")
 
 
 def parameter_name(role: str) -> str:
-    """What torch calls the parameter in a role.
+    """Return torch's name of the parameter in a role.
 
     >>> parameter_name("weights"), parameter_name("weights_hh_l0"), parameter_name("bias")
     ('weight', 'weight_hh_l0', 'bias')
@@ -49,7 +52,7 @@ def parameter_name(role: str) -> str:
 
 
 def parameter_role(name: str) -> str:
-    """The role of a parameter, by torch's name.
+    """Return the role of a parameter by torch's name.
 
     >>> parameter_role("weight"), parameter_role("weight_hh_l0"), parameter_role("bias_ih_l0")
     ('weights', 'weights_hh_l0', 'bias_ih_l0')

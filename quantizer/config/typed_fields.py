@@ -1,23 +1,22 @@
-"""Checks the fields of public dataclasses against their annotations, in sentences. Knows no
-field by name.
-"""
+"""Check the fields of dataclasses against their annotations, with errors that are sentences."""
 
 import dataclasses
 import difflib
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from quantizer.config.wording import a_kind
+from quantizer.config.wording import a_kind, with_article
 from quantizer.errors import UsageError
 
-T = TypeVar("T")
+_MAX_SHOWN = 60
+_T = TypeVar("_T")
 
 
-def checked(cls: type[T]) -> type[T]:
-    """A dataclass that refuses unknown fields, and when it is made values of another type.
+def checked(cls: type[_T]) -> type[_T]:
+    """Make a dataclass refuse unknown fields, and values of another type at construction.
 
     Raises (when the class is called, or a field is set):
         UsageError: naming class, field and value.
@@ -42,127 +41,151 @@ def checked(cls: type[T]) -> type[T]:
 
 def _check_name(instance: Any, name: str) -> None:
     names = [field.name for field in dataclasses.fields(instance)]
-    if name not in names:
-        near = difflib.get_close_matches(name, names, 1, 0.5)
-        raise UsageError(
-            f"{type(instance).__name__} has no field {name!r}",
-            help=f"did you mean {near[0]!r}?" if near else f"its fields are {', '.join(names)}",
-        )
+    if name in names:
+        return
+    near = _nearest(name, names)
+    help_ = f"did you mean {near!r}?" if near else f"its fields are {', '.join(names)}"
+    raise UsageError(f"{type(instance).__name__} has no field {name!r}", help=help_)
 
 
-def check(value: Any) -> None:
-    """Check every field of a dataclass; its values may have been changed since it was made.
+def check(instance: Any) -> None:
+    """Check every field of a dataclass; its values may have been changed since it was built.
 
     Raises:
         UsageError: a field's value is not of its type.
     """
-    hints = get_type_hints(type(value))
-    for name in (field.name for field in dataclasses.fields(value)):
-        found, hint = getattr(value, name), hints[name]
-        if not fits(found, hint):
-            where = f"{type(value).__name__}.{name}"
-            if get_origin(hint) is dict and isinstance(found, dict):
-                where, found, hint = _misfit(where, found, *get_args(hint))
-            shown = text if len(text := repr(found)) <= 60 else a_kind(found)
-            raise UsageError(
-                f"{where} is {shown}, not {_expected(hint)}", help=_help(found, hint)
-            )
+    kind: type = type(instance)
+    for name, hint in _fields(kind).items():
+        value = getattr(instance, name)
+        if fits(value, hint):
+            continue
+        label = f"{kind.__name__}.{name}"
+        if get_origin(hint) is dict and isinstance(value, dict):
+            label, value, hint = _wrong_item(label, value, hint)
+        shown = repr(value)
+        if len(shown) > _MAX_SHOWN:
+            shown = a_kind(value)
+        message = f"{label} is {shown}, not {_expected(hint)}"
+        raise UsageError(message, help=_help(value, hint))
 
 
-def _misfit(where: str, found: dict[Any, Any], keys: Any, values: Any) -> tuple[str, Any, Any]:
-    """The first key or value of a dict that is not of its type: where it is, itself, and its
-    type.
+def _wrong_item(
+    label: str,
+    value: dict[Any, Any],
+    hint: Any,
+) -> tuple[str, Any, Any]:
+    """Return the first key or value of a dict that is not of its type: its label, itself, and
+    its type.
     """
-    for key, item in found.items():
-        if not fits(key, keys):
-            return f"a key of {where}", key, keys
-        if not fits(item, values):
-            return f"{where}[{key!r}]", item, values
+    key_hint, item_hint = get_args(hint)
+    for key, item in value.items():
+        if not fits(key, key_hint):
+            return f"a key of {label}", key, key_hint
+        if not fits(item, item_hint):
+            return f"{label}[{key!r}]", item, item_hint
     raise AssertionError("all of it fits")
 
 
-def fits(value: Any, hint: Any, *, within: bool = False) -> bool:
-    """Whether a value is of an annotated type, and `within` dataclasses their fields; True and
-    False are no numbers, an int is a float.
+def fits(
+    value: Any,
+    hint: Any,
+    *,
+    within: bool = False,
+) -> bool:
+    """Return whether a value is of an annotated type; `within` checks the fields of
+    dataclasses, too.
 
-    >>> (
-    ...     fits(1, float),
-    ...     fits(True, int),
-    ...     fits(["a"], list[str]),
-    ...     fits(None, int | None),
-    ...     fits((1, "a"), tuple[int, ...]),
-    ... )
-    (True, False, True, True, False)
+    True and False are no numbers, an int is a float.
+
+    >>> fits(1, float), fits(True, int), fits(["a"], list[str])
+    (True, False, True)
+    >>> fits(None, int | None), fits((1, "a"), tuple[int, ...])
+    (True, False)
     """
-    inner = functools.partial(fits, within=within)
-    origin, arguments = get_origin(hint), get_args(hint)
+    all_fit = functools.partial(_all_fit, within=within)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(inner(value, argument) for argument in arguments)
+        return any(fits(value, argument, within=within) for argument in arguments)
     if origin is type:
         return isinstance(value, type) and issubclass(value, arguments[0])
     if origin in (dict, Mapping):
-        keys, values = arguments
-        return isinstance(value, dict) and all(
-            inner(k, keys) and inner(v, values) for k, v in value.items()
-        )
-    if origin is list:
-        return isinstance(value, list) and all(inner(item, arguments[0]) for item in value)
-    if origin is tuple:  # of any length
-        return isinstance(value, tuple) and all(inner(item, arguments[0]) for item in value)
+        keys, items = arguments
+        if not isinstance(value, dict):
+            return False
+        return all_fit(value.keys(), keys) and all_fit(value.values(), items)
+    if origin in (list, tuple):
+        # Tuples are of any length: tuple[int, ...]
+        return isinstance(value, origin) and all_fit(value, arguments[0])
     if origin is Literal:
         return value in arguments
-    if hint in (int, float):
-        return isinstance(value, int if hint is int else (int, float)) and not isinstance(
-            value, bool
-        )
+    if isinstance(value, bool) and hint in (int, float):
+        return False
+    if hint is float:
+        return isinstance(value, (int, float))
     if within and isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return isinstance(value, hint) and all(
-            inner(getattr(value, name), own) for name, own in _fields(hint).items()
-        )
+        if not isinstance(value, hint):
+            return False
+        fields = _fields(hint)
+        return all(fits(getattr(value, name), fields[name], within=True) for name in fields)
     return hint is Any or isinstance(value, origin or hint)
+
+
+def _all_fit(
+    values: Iterable[Any],
+    hint: Any,
+    *,
+    within: bool,
+) -> bool:
+    return all(fits(value, hint, within=within) for value in values)
 
 
 @functools.cache
 def _fields(kind: type) -> dict[str, Any]:
-    """The fields of a dataclass, and what they are annotated with."""
+    """Return the fields of a dataclass, and what they are annotated with."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _expected(hint: Any) -> str:
-    """A type in words."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_expected(argument) for argument in get_args(hint))
-    if get_origin(hint) is type:
-        return f"a subclass of {get_args(hint)[0].__name__}"
-    if get_origin(hint) is Literal:
-        return " or ".join(map(repr, get_args(hint)))
+    """Return a type in words."""
+    origin = get_origin(hint)
+    arguments = get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_expected(argument) for argument in arguments)
+    if origin is type:
+        return f"a subclass of {arguments[0].__name__}"
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
     if hint is type(None):
         return "None"
     name = hint.__name__
-    if get_args(hint):
-        name = f"{name} of {' to '.join(argument.__name__ for argument in get_args(hint))}"
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+    if arguments:
+        parts = " to ".join(argument.__name__ for argument in arguments)
+        name = f"{name} of {parts}"
+    return with_article(name)
 
 
 def _help(value: Any, hint: Any) -> str | None:
-    """What to write instead, where that can be told."""
-    if (
-        isinstance(hint, type)
-        and dataclasses.is_dataclass(hint)
-        and dataclasses.is_dataclass(value)
-    ):
-        takers = [
-            f"{name}=" for name, taken in get_type_hints(hint).items() if fits(value, taken)
-        ]
-        return f"write {hint.__name__}(…) with it as {', '.join(takers)}" if takers else None
+    """Return what to write instead, where that is known."""
+    is_dataclass = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    if is_dataclass and dataclasses.is_dataclass(value):
+        names: list[str] = []
+        for name, wanted in get_type_hints(hint).items():
+            if fits(value, wanted):
+                names.append(f"{name}=")
+        return f"write {hint.__name__}(…) with it as {', '.join(names)}" if names else None
     if hint is str and isinstance(value, type):
         return f'write "{value.__name__}"'
     for wanted in (hint, *get_args(hint)):
         if isinstance(wanted, type) and issubclass(wanted, Enum):
-            names = list(wanted.__members__)
-            near = difflib.get_close_matches(str(value), names, 1, 0.5)
-            return (
-                f"write {wanted.__name__}.{near[0]}" if near else f"one of {', '.join(names)}"
-            )
+            members = list(wanted.__members__)
+            near = _nearest(str(value), members)
+            return f"write {wanted.__name__}.{near}" if near else f"one of {', '.join(members)}"
     return None
+
+
+def _nearest(word: str, known: list[str]) -> str | None:
+    """Return the known word nearest to a misspelt one, if one is near."""
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return matches[0] if matches else None

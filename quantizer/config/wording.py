@@ -1,53 +1,76 @@
-"""Small words of messages: how a value is quoted, what is closest to a misspelt word. No rules,
-no places.
-"""
+"""Format parts of messages, and find the known word that a misspelt one is closest to."""
 
 import difflib
 import json
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-MAX_QUOTED = 60
+_MAX_QUOTED = 60
+_SHORT = 4
+_LONG = 8
+"""Words of at least so many letters may have one slip of typing, and two."""
 
 
 def quoted(value: Any) -> str:
-    """A value as JSON, cut so that it never floods a message.
+    """Return a value as JSON, cut so that it never floods a message.
 
     >>> quoted("half_up"), quoted(True)
     ('"half_up"', 'true')
     """
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
+    if len(text) > _MAX_QUOTED:
+        return text[: _MAX_QUOTED - 1] + "…"
+    return text
 
 
 def listed(words: Iterable[Any]) -> str:
-    """Words in a row.
+    """Return words with commas between them.
 
     >>> listed(["max", "mean"])
     'max, mean'
     """
-    return ", ".join(word if isinstance(word, str) else json.dumps(word) for word in words)
+    texts: list[str] = []
+    for word in words:
+        if not isinstance(word, str):
+            word = json.dumps(word)
+        texts.append(word)
+    return ", ".join(texts)
 
 
 def a_kind(value: object) -> str:
-    """A value's type with its article.
+    """Return a value's type with its article.
 
     >>> a_kind(3), a_kind([])
     ('an int', 'a list')
     """
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+    return with_article(type(value).__name__)
 
 
-def shortened(names: Sequence[str], most: int = 5) -> str:
-    """The first `most` names in a row, and how many there are besides.
+def with_article(name: str) -> str:
+    """Return a name with "a" or "an" before it.
+
+    >>> with_article("int"), with_article("Selector")
+    ('an int', 'a Selector')
+    """
+    if name[0] in "aeioAEIO":
+        return f"an {name}"
+    return f"a {name}"
+
+
+def shortened(
+    names: Sequence[str],
+    most: int = 5,
+) -> str:
+    """Return the first `most` names, and how many more there are.
 
     >>> shortened(["q", "k", "v"], most=2)
     'q, k and 1 more'
     """
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    text = ", ".join(names[:most])
+    more = len(names) - most
+    if more > 0:
+        text += f" and {more} more"
+    return text
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -62,70 +85,89 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {plural or noun + ending}"
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word nearest to a misspelt one, whatever its case; None if none is near.
+def closest(
+    word: str,
+    known: Iterable[str],
+) -> str | None:
+    """Return the known word nearest to a misspelt one, whatever its case; None if none is near.
 
     >>> closest("bit_widht", ["method", "bit_width"])
     'bit_width'
     """
     by_lower = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(word.lower()[:100], by_lower, n=1, cutoff=0.6)
-    return by_lower[matches[0]] if matches else None
+    matches = difflib.get_close_matches(
+        word.lower()[:100],
+        by_lower,
+        n=1,
+        cutoff=0.6,
+    )
+    if not matches:
+        return None
+    return by_lower[matches[0]]
 
 
-def misspelt(word: str, known: Iterable[str]) -> str | None:
-    """The one known word that differs from `word` in case and punctuation, or in a slip of
-    typing; None if none does.
+def misspelt(
+    word: str,
+    known: Iterable[str],
+) -> str | None:
+    """Return the one known word that differs from `word` in case and punctuation, or in a slip
+    of typing; None if none does.
 
     A slip is a letter added, left out, replaced or swapped with its neighbour; a long word may
     have two. Another digit is another word, and so is an unsigned format.
 
-    >>> (
-    ...     misspelt("bit_widht", ["bit_width"]),
-    ...     misspelt("cpu", ["CPU", "GPU"]),
-    ...     misspelt("int7", ["int8"]),
-    ... )
-    ('bit_width', 'CPU', None)
-    >>> misspelt("uint2", ["int2"]) is None
-    True
+    >>> misspelt("bit_widht", ["bit_width"]), misspelt("cpu", ["CPU", "GPU"])
+    ('bit_width', 'CPU')
+    >>> misspelt("int7", ["int8"]), misspelt("uint2", ["int2"])
+    (None, None)
     """
     letters = _letters(word[:100])
-    slips = {
-        name: _slips(letters, _letters(name))
-        for name in known
-        if _format(name) == _format(word)
-    }
-    least = min(slips.values(), default=math.inf)
-    near = [name for name, count in slips.items() if count == least]
-    may_have = (len(letters) >= _SHORT) + (len(letters) >= _LONG)
-    return near[0] if len(near) == 1 and least <= may_have else None
-
-
-_SHORT, _LONG = 4, 8
-"""Words of so many letters may have one slip, and two."""
+    slips: dict[str, int] = {}
+    for name in known:
+        if _format_marks(name) == _format_marks(word):
+            slips[name] = _count_slips(letters, _letters(name))
+    if not slips:
+        return None
+    least = min(slips.values())
+    nearest = [name for name, count in slips.items() if count == least]
+    max_slips = 0
+    if len(letters) >= _SHORT:
+        max_slips = 1
+    if len(letters) >= _LONG:
+        max_slips = 2
+    if len(nearest) > 1 or least > max_slips:
+        return None
+    return nearest[0]
 
 
 def _letters(word: str) -> str:
     return "".join(filter(str.isalnum, word)).lower()
 
 
-def _format(word: str) -> tuple[str, bool]:
-    """What makes another number format of a word: its digits, and whether it begins with the u
-    of unsigned.
+def _format_marks(word: str) -> tuple[str, bool]:
+    """Return what makes another number format of a word: its digits, and whether it begins
+    with the u of unsigned.
     """
     return "".join(filter(str.isdigit, word)), word[:1] in "uU"
 
 
-def _slips(word: str, known: str) -> int:
-    """Letters to add, leave out, replace or swap with a neighbour (the optimal string alignment
-    distance).
+def _count_slips(
+    word: str,
+    known: str,
+) -> int:
+    """Return the letters to add, leave out, replace or swap with a neighbour: the optimal
+    string alignment distance.
     """
     rows = [list(range(len(known) + 1))]
     for i, letter in enumerate(word):
         row = [i + 1]
         for j, other in enumerate(known):
-            row.append(min(rows[i][j + 1] + 1, row[j] + 1, rows[i][j] + (letter != other)))
+            added = row[j] + 1
+            left_out = rows[i][j + 1] + 1
+            replaced = rows[i][j] + (letter != other)
+            slips = min(added, left_out, replaced)
             if i and j and (letter, word[i - 1]) == (known[j - 1], other):
-                row[-1] = min(row[-1], rows[i - 1][j - 1] + 1)
+                slips = min(slips, rows[i - 1][j - 1] + 1)
+            row.append(slips)
         rows.append(row)
     return rows[-1][-1]

@@ -172,9 +172,6 @@ def test_empty_objects_are_filled(text: str) -> None:
     ("stated", "written"),
     [
         ({"symmetry": False}, {"method": "maxmin", "signed": False, "narrow_range": False}),
-        ({"method": "diffs"}, {"scale_type": "poweroftwo"}),
-        ({"calib_statistic_method": "modal"}, {"method": "diffs", "scale_type": "poweroftwo"}),
-        ({"calib_statistic_method": "modal", "scale_type": "poweroftwo"}, {"method": "diffs"}),
         (
             {"method": "mse", "scale_type": "poweroftwo"},
             {"symmetry": True, "calib_statistic_method": "max"},
@@ -190,10 +187,15 @@ def test_what_is_filled_in_goes_with_what_is_stated(
     assert block == PARAMETERS | stated | written
 
 
-def test_where_no_value_goes_with_the_rest_none_is_offered() -> None:
-    stated = {key: PARAMETERS[key] for key in PARAMETERS if key != "method"} | {
-        "calib_statistic_method": "modal"
-    }
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"method": "diffs"},
+        {"calib_statistic_method": "modal"},
+        {"calib_statistic_method": "modal", "scale_type": "poweroftwo"},
+    ],
+)
+def test_where_the_usual_values_break_a_rule_none_is_offered(stated: dict[str, Any]) -> None:
     text = json.dumps(layered(overall_quantize_config=stated))
     [missing] = findings(text)
     assert (missing.code, missing.fixes) == ("QZ105", ())
@@ -235,16 +237,11 @@ def entry(**changes: Any) -> dict[str, Any]:
             },
         ),
         (
-            {"overall_quantize_config": PARAMETERS | {"method": "mse"}},
+            {},
             {"overall_quantize_config": {"symmetry": False}},
             {
                 "overall_quantize_config": PARAMETERS
-                | {
-                    "symmetry": False,
-                    "signed": False,
-                    "narrow_range": False,
-                    "method": "maxmin",
-                }
+                | {"symmetry": False, "signed": False, "narrow_range": False}
             },
         ),
         (
@@ -377,6 +374,17 @@ def test_a_misspelt_block_is_renamed_whatever_is_wrong_in_it() -> None:
         "activation": {"method": "fast", "bit_width": 4}
     }
     assert [found.code for found in findings(written)] == ["QZ101"]
+
+
+@pytest.mark.parametrize("form", ["algo_config", "algorithms"])
+def test_the_misspelt_name_of_an_algorithm_is_an_error(form: str) -> None:
+    value = {form: [{"nae": "gptq", "bit": 4}]}
+    if form == "algo_config":
+        value |= {"global_quant_config": {"weight": {"dtype": "int4"}}}
+    else:
+        value = layered(**value)
+    [finding] = findings(json.dumps(value))
+    assert (finding.code, finding.help) == ("QZ102", 'did you mean "name"?')
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,13 @@ from jsonschema import Draft7Validator
 
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document
+from quantizer.config.forms.form import block_of
 from quantizer.config.load import check_document
 from quantizer.config.model import ROLES, QuantizationSpec
+from quantizer.config.pages import key_page
 from quantizer.config.resources import load_resource
 from quantizer.config.rules.spec_rules import all_codes, conflicts, spec_rules
+from quantizer.errors import QuantizerError
 
 ROOT = Path(__file__).parents[2]
 LAYERED = json.loads((ROOT / "schemas" / "layered.schema.json").read_text("utf-8"))
@@ -233,6 +236,16 @@ def test_generated_files_are_fresh() -> None:
     assert {path.name for path in folder.glob("*.md")} - pages == {"README.md"}
     linked = set(re.findall(r"\(([a-z0-9_]+\.md)\)", (folder / "README.md").read_text("utf-8")))
     assert linked == {path.name for path in generated if path.parent == folder}
+
+
+def test_an_option_without_a_description_is_reported_with_its_key() -> None:
+    options = block_of("layered", "parameters")["properties"]["method"]["enum"]
+    options.append("median")
+    try:
+        with pytest.raises(QuantizerError, match="method has 7 options and 6 descriptions"):
+            key_page("method")
+    finally:
+        options.remove("median")
 
 
 def test_the_documented_file_is_valid() -> None:

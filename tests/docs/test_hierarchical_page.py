@@ -12,7 +12,7 @@ import pytest
 from support.printed import is_printed
 
 from quantizer.cli.main import run_command
-from quantizer.config.forms.aliases import KEYS, TYPES, VALUES
+from quantizer.config.forms.aliases import KEY_ALIASES, TYPE_ALIASES, VALUE_ALIASES
 from quantizer.config.load import load_config
 from quantizer.config.resources import load_resource
 
@@ -69,13 +69,13 @@ def test_files_are_valid_but_for_the_misspelt_one(folder: Path) -> None:
 
 def test_every_spelling_and_every_silent_key_is_named() -> None:
     words = {
-        *KEYS,
-        *TYPES,
-        *(word for table in VALUES.values() for word in table if "_e" not in word),
+        *KEY_ALIASES,
+        *TYPE_ALIASES,
+        *(word for table in VALUE_ALIASES.values() for word in table if "_e" not in word),
     }
     classes = {
         word
-        for word in VALUES["observer_cls"]
+        for word in VALUE_ALIASES["observer_cls"]
         if word.startswith("Per") or word == "Placeholder"
     }
     schema = load_resource("schemas", "hierarchical.schema.json")

@@ -1,14 +1,17 @@
-"""A config of either file form as a document of the other form, and what that form has no words
-for.
-"""
+"""Convert a config of either file form to a document of the other form."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from quantizer.config.conversion.findings import WEIGHTED, Converted, inexpressible, once
+from quantizer.config.conversion.findings import (
+    WEIGHTED,
+    Converted,
+    inexpressible,
+    one_per_reason,
+)
 from quantizer.config.conversion.to_hierarchical import to_hierarchical
 from quantizer.config.conversion.to_layered import to_layered
-from quantizer.config.diagnostics import Diagnostic, Place, by_place
+from quantizer.config.diagnostics import Diagnostics, Place, by_place
 from quantizer.config.document.document import Document
 from quantizer.config.forms.form import Form
 from quantizer.config.load import check_document
@@ -20,40 +23,47 @@ WRITERS: Mapping[Form, Callable[[Config], Converted]] = {
     "layered": to_layered,
     "hierarchical": to_hierarchical,
 }
-"""What writes each form."""
+"""The function that writes each form."""
 
 
 def converted(config: Config, form: Form) -> Converted:
-    """The document of `form` that says the same, checked as any file of that form is; errors
-    say why there is none.
+    """Return the document of `form` that means the same, checked as any file of that form is.
+    Errors among its findings are what it cannot express.
     """
-    found = WRITERS[form](config)
-    is_written = all(finding.severity != "error" for finding in found.findings)
-    refused = _refused(config, form, found) if is_written else ()
-    return replace(found, findings=by_place(once((*found.findings, *refused))))
+    conversion = WRITERS[form](config)
+    findings = [*conversion.findings]
+    if all(finding.severity != "error" for finding in findings):
+        findings += _refused(config, form, conversion)
+    return replace(conversion, findings=by_place(one_per_reason(findings)))
 
 
-def _refused(config: Config, form: Form, found: Converted) -> Iterator[Diagnostic]:
-    """What a file of the form with this document would be refused for, at the places of the
+def _refused(config: Config, form: Form, conversion: Converted) -> Diagnostics:
+    """Yield the errors of a file of the form with this document, at the places of the
     source.
     """
-    for wrong in check_document(Document.of(found.document, config.source)).diagnostics:
-        if wrong.severity == "error":
-            text = f"the {form} form would refuse it, {wrong.code}: {wrong.message}"
+    document = Document.of(conversion.document, config.source)
+    for error in check_document(document).diagnostics:
+        if error.severity == "error":
             yield inexpressible(
-                text, _origin(config, found, wrong.place), wrong.help or "change it"
+                f"the {form} form would refuse it, {error.code}: {error.message}",
+                _origin(config, conversion, error.place),
+                error.help or "change it",
             )
 
 
-def _origin(config: Config, found: Converted, place: Place | None) -> Place | None:
-    """Where in the source that comes from which stands at a place of the document; the first
-    rule, if nothing says.
+def _origin(
+    config: Config,
+    conversion: Converted,
+    place: Place | None,
+) -> Place | None:
+    """Return where in the source the value at a place of the document comes from; the first
+    rule, if that is not known.
     """
     pointer = place.pointer if place else ""
-    inside = [
-        origin
-        for part, origin in found.origins.items()
-        if pointer == part or pointer.startswith(f"{part}/")
-    ]
-    places = [*inside, *(rule.selector.place or rule.roles_place for rule in config.rules)]
-    return next((each for each in places if each), None)
+    origins: list[Place | None] = []
+    for part, origin in conversion.origins.items():
+        if pointer == part or pointer.startswith(f"{part}/"):
+            origins.append(origin)
+    for rule in config.rules:
+        origins.append(rule.selector.place or rule.roles_place)
+    return next((origin for origin in origins if origin), None)

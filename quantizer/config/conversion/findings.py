@@ -1,21 +1,25 @@
-"""What the two directions of `quantizer convert` share: findings, and rules whose layers the
-file alone does not tell apart.
+"""Share what both directions of `quantizer convert` need: findings, and rules that may select
+the same layers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place
 from quantizer.config.effective import effective
+from quantizer.config.json_types import JsonObject
 from quantizer.config.model import ROLES, ConfigRule, Fields, QuantizationSpec, Role, Selector
 from quantizer.config.wording import listed
 
-Specs = dict[Role, QuantizationSpec]
+_Specs = dict[Role, QuantizationSpec]
 
 WEIGHTED = (
-    *(f"conv{axes}d" for axes in (1, 2, 3)),
-    *(f"conv_transpose{axes}d" for axes in (1, 2, 3)),
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "linear",
     "expert_linear",
     "lstm",
@@ -24,177 +28,207 @@ WEIGHTED = (
     "rnn_relu",
     "embedding",
 )
-"""The operators with weights of their own, which is whom a global configuration is about."""
+"""The operators with weights of their own, which a global configuration is about."""
 
-_TYPES = {word.replace("_", "") for word in WEIGHTED} | {"rnn"}
-"""They, as the last part of a type's name in small letters: the class has the letters of the
-function.
+_WEIGHTED_TYPES = {word.replace("_", "") for word in WEIGHTED} | {"rnn"}
+"""The same operators as the last part of a type's name in small letters: the class has the
+letters of the function.
 """
+
+_MAX_PLACES = 5
+"""A finding has at most so many related places."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """The document; findings: an error for what it cannot express, a warning for what depends
-    on the model or the data; and for parts of the document, by pointer, the place of the source
-    that they come from.
+    """A converted document. `findings` are errors for what it cannot express, and warnings for
+    what depends on the model or the data. `origins` has the place of the source for parts of
+    the document, by pointer.
     """
 
-    document: dict[str, Any]
+    document: JsonObject
     findings: tuple[Diagnostic, ...]
     origins: Mapping[str, Place | None] = field(default_factory=dict)
 
 
 def inexpressible(text: str, place: Place | None, help_: str) -> Diagnostic:
-    """The other form has no words for it."""
+    """Return the error for what the other form has no words for."""
     return Diagnostic("QZ124", text, place, help=help_)
 
 
 def may_differ(text: str, place: Place | None) -> Diagnostic:
-    """The model or the data decide whether both files mean the same."""
+    """Return the warning for files that mean the same for some models or data only."""
     return Diagnostic(
         "QZ125", text, place, "warning", help="compare `quantizer plan` with both files"
     )
 
 
-def pooled(role: Role, place: Place | None) -> Diagnostic:
-    """One range of several batches is found in another way."""
-    text = (
-        f"from several batches of {role}, the layered form takes the largest range, the "
-        "hierarchical form finds one range for all of them"
-    )
-    return Diagnostic(
-        "QZ125", text, place, "warning", help="with a MinMax observer they are the same"
-    )
-
-
-def joined(place: Place | None) -> Diagnostic:
-    """Where an output is quantized that only a concatenation reads."""
-    text = (
-        "an output that only a concatenation reads is quantized before it in the "
-        "hierarchical form, and in the layered form only where the concatenation is"
-    )
-    return may_differ(text, place)
-
-
-def normalized(place: Place | None) -> Diagnostic:
-    """Whether a residual stream is quantized."""
-    text = (
-        "sums that normalizations alone read, the residual stream of a transformer, stay "
-        "float in the layered form, and are quantized in the hierarchical form"
-    )
-    return may_differ(text, place)
-
-
-def once(findings: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """One finding for each reason, at the first of its places; the next ones are related, but
-    for a long list's end.
+def range_of_batches_differs(role: Role, place: Place | None) -> Diagnostic:
+    """Return the warning for a range of several batches, which the forms find in different
+    ways.
     """
-    first: dict[tuple[str, str], Diagnostic] = {}
-    for found in findings:
-        known = first.setdefault((found.code, found.message), found)
-        places = {known.place, *(place for place, _ in known.related)}
-        if found.place and found.place not in places and len(known.related) < MOST_PLACES:
-            first[found.code, found.message] = replace(
-                known, related=(*known.related, (found.place, "and here"))
-            )
-    return tuple(first.values())
+    return Diagnostic(
+        "QZ125",
+        f"from several batches of {role}, the layered form takes the largest range, the "
+        "hierarchical form finds one range for all of them",
+        place,
+        "warning",
+        help="with a MinMax observer they are the same",
+    )
 
 
-MOST_PLACES = 5
+def concatenation_differs(place: Place | None) -> Diagnostic:
+    """Return the warning for an output that only a concatenation reads."""
+    return may_differ(
+        "an output that only a concatenation reads is quantized before it in the "
+        "hierarchical form, and in the layered form only where the concatenation is",
+        place,
+    )
 
 
-def specs_of(fields: Mapping[Role, Fields]) -> Specs:
-    """The spec that each role's fields make."""
+def residual_stream_differs(place: Place | None) -> Diagnostic:
+    """Return the warning for a residual stream, which only one form quantizes."""
+    return may_differ(
+        "sums that normalizations alone read, the residual stream of a transformer, stay "
+        "float in the layered form, and are quantized in the hierarchical form",
+        place,
+    )
+
+
+def one_per_reason(findings: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """Return one finding for each reason, at the first of its places. The next places are
+    related, up to a limit.
+    """
+    by_reason: dict[tuple[str, str], Diagnostic] = {}
+    for finding in findings:
+        reason = (finding.code, finding.message)
+        first = by_reason.setdefault(reason, finding)
+        places = [first.place, *(place for place, _ in first.related)]
+        is_new = finding.place and finding.place not in places
+        if finding.place and is_new and len(first.related) < _MAX_PLACES:
+            related = (*first.related, (finding.place, "and here"))
+            by_reason[reason] = replace(first, related=related)
+    return tuple(by_reason.values())
+
+
+def specs_by_role(fields: Mapping[Role, Fields]) -> _Specs:
+    """Return the spec that each role's fields make."""
     return {role: QuantizationSpec.of(stated) for role, stated in fields.items()}
 
 
 def overlapping(
     rules: Sequence[ConfigRule],
-    merged: Callable[[Sequence[ConfigRule]], Specs],
+    merged: Callable[[Sequence[ConfigRule]], _Specs],
     keys: Mapping[Role, str],
-) -> Iterator[Diagnostic]:
-    """Rules that say less of a layer than a weaker one that may be about it, too; `rules` are
-    weakest first.
+) -> Diagnostics:
+    """Yield rules that state less of a layer than a weaker rule that may select it, too.
 
-    `merged` is what holds for a layer that several rules match, `keys` the file's words for
-    roles. In the other form entries are complete, so nothing is inherited there.
+    In the other form entries are complete, so nothing is inherited there.
+
+    Args:
+        rules: weakest first.
+        merged: returns what holds for a layer that several rules match.
+        keys: the file's words for roles.
     """
-    seen: dict[str, list[ConfigRule]] = {}  # many rules say the same
+    # Rules are grouped by content, since many state the same
+    earlier_rules: dict[str, list[ConfigRule]] = {}
     inherited: dict[tuple[str, str], list[Role]] = {}
     for rule in rules:
         content = _content(rule)
-        for before, alike_rules in seen.items():
-            if (before, content) not in inherited:
-                alone, both = merged([rule]), merged([alike_rules[0], rule])
-                roles = [role for role in ROLES if not alike(alone.get(role), both.get(role))]
-                inherited[before, content] = roles
-            roles = inherited[before, content]
-            found = (
-                _inherits(wider, rule, roles, keys) for wider in (alike_rules if roles else ())
-            )
-            if first := next(filter(None, found), None):
-                yield first
+        for earlier_content, wider_rules in earlier_rules.items():
+            pair = (earlier_content, content)
+            if pair not in inherited:
+                inherited[pair] = _inherited_roles(merged, wider_rules[0], rule)
+            finding = _first_inherits(wider_rules, rule, inherited[pair], keys)
+            if finding:
+                yield finding
                 break
-        seen.setdefault(content, []).append(rule)
+        earlier_rules.setdefault(content, []).append(rule)
 
 
 def _content(rule: ConfigRule) -> str:
-    fields = {
-        role: {name: said.value for name, said in stated.items()}
-        for role, stated in rule.fields.items()
-    }
+    fields: dict[Role, JsonObject] = {}
+    for role, stated in rule.fields.items():
+        fields[role] = {name: sourced.value for name, sourced in stated.items()}
     return repr((fields, sorted(rule.roles or ()), sorted(rule.adds)))
 
 
-def _inherits(
-    wider: ConfigRule, rule: ConfigRule, roles: Sequence[Role], keys: Mapping[Role, str]
+def _inherited_roles(
+    merged: Callable[[Sequence[ConfigRule]], _Specs],
+    wider: ConfigRule,
+    rule: ConfigRule,
+) -> list[Role]:
+    """Return the roles whose specs change where the rule is merged with a wider one."""
+    alone = merged([rule])
+    both = merged([wider, rule])
+    return [role for role in ROLES if not alike(alone.get(role), both.get(role))]
+
+
+def _first_inherits(
+    wider_rules: Iterable[ConfigRule],
+    rule: ConfigRule,
+    roles: Sequence[Role],
+    keys: Mapping[Role, str],
 ) -> Diagnostic | None:
-    """The finding for a rule that takes something of these tensors over from a wider one, if a
-    layer may have both.
+    """Return the finding for a rule that inherits these roles from the first wider rule which
+    may select the same layer.
 
     Two modules may have one activation, where one is fused into the other.
     """
-    apart = are_apart(wider.selector, rule.selector)
-    if apart and ("activation" not in roles or not _is_path(rule.selector)):
+    if not roles:
         return None
-    what = listed(keys[role] for role in roles if role == "activation" or not apart)
-    text = f"{rule.label} may inherit from {wider.label} ({what}): that depends on the model"
-    if apart:
-        return may_differ(text, rule.selector.place)
-    help_ = "write all keys of these tensors in the layer's configuration as well"
-    return inexpressible(text, rule.selector.place, help_)
+    for wider in wider_rules:
+        apart = are_apart(wider.selector, rule.selector)
+        if not apart:
+            shared = roles
+        elif "activation" in roles and _is_path(rule.selector):
+            shared = ["activation"]
+        else:
+            continue
+        what = listed(keys[role] for role in shared)
+        text = (
+            f"{rule.label} may inherit from {wider.label} ({what}): that depends on the model"
+        )
+        if apart:
+            return may_differ(text, rule.selector.place)
+        return inexpressible(
+            text,
+            rule.selector.place,
+            "write all keys of these tensors in the layer's configuration as well",
+        )
+    return None
 
 
 def by_strength(rules: Iterable[ConfigRule]) -> list[ConfigRule]:
-    """Rules for types and names, weakest first; equally specific ones in the file's order."""
-    return sorted(
-        rules,
-        key=lambda rule: (
-            -1 if rule.selector.kind == "type" else specificity(rule.selector.text)
-        ),
-    )
+    """Return rules for types and names, weakest first; equally specific ones in the file's
+    order.
+    """
+    return sorted(rules, key=_strength)
+
+
+def _strength(rule: ConfigRule) -> int:
+    return -1 if rule.selector.kind == "type" else specificity(rule.selector.text)
 
 
 def specificity(text: str) -> int:
-    """Of a name selector: how specific it is; 0 is a pattern, 1 a module path, 2 a layer name.
+    """Return how specific a name selector is: 0 is a pattern, 1 a module path, 2 a layer name.
 
-    >>> [
-    ...     specificity(text)
-    ...     for text in ("layer?.*", "re:fc", "layer1.0", "Net::Net/Linear[fc]/linear")
-    ... ]
-    [0, 0, 1, 2]
+    >>> specificity("layer?.*"), specificity("re:fc")
+    (0, 0)
+    >>> specificity("layer1.0"), specificity("Net::Net/Linear[fc]/linear")
+    (1, 2)
     """
     if text.startswith(("re:", "kind:")) or "*" in text or "?" in text:
         return 0
     return 2 if "::" in text else 1
 
 
-def is_weighted(selector: Selector) -> bool:
-    """Whether all layers that a selector can match have weights of their own, as its words
-    alone show.
+def selects_weighted_layers(selector: Selector) -> bool:
+    """Return whether all layers that a selector can match have weights of their own, as its
+    words alone show.
     """
     if selector.kind == "type":
-        return _type_word(selector) in _TYPES
+        return _type_word(selector) in _WEIGHTED_TYPES
     operator = selector.text.rpartition("/")[2].partition(".")[0]
     return specificity(selector.text) > 1 and operator in WEIGHTED
 
@@ -204,19 +238,16 @@ def _type_word(selector: Selector) -> str:
 
 
 def are_apart(selector: Selector, other: Selector) -> bool:
-    """Whether no layer is matched by both: two operators, or two modules of which neither is
-    inside the other.
+    """Return whether no layer is matched by both: two operators, or two modules of which
+    neither is inside the other.
     """
     if selector.kind == other.kind == "type":
-        return (
-            is_weighted(selector)
-            and is_weighted(other)
-            and _type_word(selector) != _type_word(other)
-        )
+        are_weighted = selects_weighted_layers(selector) and selects_weighted_layers(other)
+        return are_weighted and _type_word(selector) != _type_word(other)
     if not _is_path(selector) or not _is_path(other):
         return False
-    paths = sorted((f"{selector.text}.", f"{other.text}."))
-    return not paths[1].startswith(paths[0])
+    outer, inner = sorted((f"{selector.text}.", f"{other.text}."))
+    return not inner.startswith(outer)
 
 
 def _is_path(selector: Selector) -> bool:
@@ -224,7 +255,7 @@ def _is_path(selector: Selector) -> bool:
 
 
 def alike(spec: QuantizationSpec | None, other: QuantizationSpec | None) -> bool:
-    """Whether two specs give equal codes; None is a tensor that stays in float."""
-    return (
-        spec == other if spec is None or other is None else effective(spec) == effective(other)
-    )
+    """Return whether two specs give equal codes; None is a tensor that stays in float."""
+    if spec is None or other is None:
+        return spec == other
+    return effective(spec) == effective(other)

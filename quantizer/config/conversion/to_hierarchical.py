@@ -1,8 +1,7 @@
-"""A config of the layered form as a document of the hierarchical form."""
+"""Write a config of the layered form as a document of the hierarchical form."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.conversion.findings import (
@@ -11,19 +10,19 @@ from quantizer.config.conversion.findings import (
     alike,
     are_apart,
     by_strength,
+    concatenation_differs,
     inexpressible,
-    joined,
     may_differ,
-    normalized,
-    once,
+    one_per_reason,
     overlapping,
-    pooled,
-    specs_of,
+    range_of_batches_differs,
+    residual_stream_differs,
+    specs_by_role,
 )
-from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.algorithm_words import written
-from quantizer.config.forms.dtypes import dtype_word
+from quantizer.config.forms.dtypes import dtype_word, integer_word
 from quantizer.config.forms.hierarchical import KEY_OF
 from quantizer.config.forms.hierarchical_spec import (
     PARAMETERS,
@@ -32,8 +31,8 @@ from quantizer.config.forms.hierarchical_spec import (
     usual_statistic,
 )
 from quantizer.config.forms.layered import FIELDS
+from quantizer.config.json_types import JsonObject
 from quantizer.config.model import (
-    CAST_ONLY,
     ROLES,
     Config,
     ConfigRule,
@@ -50,53 +49,65 @@ _PASSES = {kind.switch: name for name, kind in SWITCHES.items()}
 _WORDS = {name: word for word, name in FIELDS.items()}
 _BLOCKS = {"type": "layer_type_quant_config", "name": "layer_quant_config"}
 
-EVERY, INPUTS = "*", r"re:.*(::input_\d+|/quant_stub(\.\d+)?)"
+_EVERY_LAYER = "*"
+_NETWORK_INPUTS = r"re:.*(::input_\d+|/quant_stub(\.\d+)?)"
 """Names for all layers of any network, and for its inputs and the places where it is quantized
 from.
 """
 
 
-def to_hierarchical(config: Config) -> Converted:
-    """Entries that say the same of all operators with weights, where there are no others,
-    become the global level.
+@dataclass(frozen=True)
+class _Entry:
+    """A level of the document; None excludes the layers that it selects."""
 
-    What the top of the file says of activations and of the network's inputs becomes patterns
-    that all networks match.
+    block: str
+    text: str
+    level: JsonObject | None
+    place: Place | None
+
+
+def to_hierarchical(config: Config) -> Converted:
+    """Return the document.
+
+    Entries that state the same for all operators with weights, where there are no others,
+    become the global level. What the top of the file states of activations and of the network's
+    inputs becomes patterns that all networks match.
     """
     file = _Layered(config)
-    blocks: dict[str, dict[str, Any]] = {block: {} for block in _BLOCKS.values()}
+    everywhere = _level(file.everywhere)
+    everywhere["target_device"] = config.settings.target_device
+    document: JsonObject = {"global_quant_config": everywhere}
+    blocks: dict[str, JsonObject] = {block: {} for block in _BLOCKS.values()}
     excluded: dict[str, Place | None] = {}
     origins: dict[str, Place | None] = {}
-    for block, text, level, place in (*file.patterns(), *map(file.entry, file.entries)):
-        if level is None:
-            excluded[text] = place
-        else:
-            # Of two entries for the same layers the second one holds, at its place
-            blocks[block].pop(text, None)
-            blocks[block][text] = level
-            origins[pointer_to(block, text)] = place
-    passes = [
-        {"name": name} for switch, name in _PASSES.items() if getattr(config.settings, switch)
-    ]
-    optional: dict[str, Any] = {
+    for entry in file.converted_entries():
+        if entry.level is None:
+            excluded[entry.text] = entry.place
+            continue
+        # Of two entries for the same layers the second one holds, at its place
+        block = blocks[entry.block]
+        block.pop(entry.text, None)
+        block[entry.text] = entry.level
+        origins[pointer_to(entry.block, entry.text)] = entry.place
+    switches = [switch for switch in _PASSES if getattr(config.settings, switch)]
+    optional: JsonObject = {
         **blocks,
         "exclude": [*excluded],
-        "pre_quant_opt_config": passes,
+        "pre_quant_opt_config": [{"name": _PASSES[switch]} for switch in switches],
+        "algo_config": [written(algorithm.settings) for algorithm in config.algorithms],
     }
-    if config.algorithms:
-        optional["algo_config"] = [
-            written(algorithm.settings) for algorithm in config.algorithms
-        ]
-    everywhere = _level(file.everywhere) | {"target_device": config.settings.target_device}
-    document = {"global_quant_config": everywhere} | {
-        key: value for key, value in optional.items() if value
-    }
-    origins |= {pointer_to("exclude", at): place for at, place in enumerate(excluded.values())}
-    return Converted(document, once(_findings(file)), origins)
+    document |= {key: value for key, value in optional.items() if value}
+    for index, place in enumerate(excluded.values()):
+        origins[pointer_to("exclude", index)] = place
+    return Converted(
+        document,
+        one_per_reason(_findings(file)),
+        origins,
+    )
 
 
 class _Layered:
-    """A layered config, cut as the other form has it.
+    """A layered config, divided as the other form does it.
 
     Attributes:
         everywhere: what holds for layers with weights of their own.
@@ -108,200 +119,195 @@ class _Layered:
         self.config = config
         self.overall, self._tensor, *entries = config.rules
         top = self.merged([])
-        same = [] if top else self._for_all_weighted(entries)
-        self.entries = [rule for rule in entries if rule not in same]
-        flowing = {role: stated for role, stated in top.items() if role not in PARAMETERS}
-        by_type = any(rule.selector.kind == "type" for rule in self.entries)
-        self.network = flowing if by_type or not flowing else top
-        top = self.merged(same[:1]) if same else top
-        self.everywhere = {
-            role: stated for role, stated in top.items() if role not in self.network
-        }
-        spoken = {
-            *self.everywhere,
-            *self.network,
-            *(role for rule in self.entries for role in rule.roles or ()),
-        }
-        self._spoken = [role for role in ROLES if role in spoken]
+        for_all_weighted = [] if top else self._for_all_weighted(entries)
+        self.entries = [rule for rule in entries if rule not in for_all_weighted]
+        self.network = self._for_network(top)
+        if for_all_weighted:
+            top = self.merged(for_all_weighted[:1])
+        weighted = [role for role in top if role not in self.network]
+        self.everywhere = {role: top[role] for role in weighted}
+        quantized: set[Role] = {*self.everywhere, *self.network}
+        for rule in self.entries:
+            quantized.update(rule.roles or ())
+        self._quantized = [role for role in ROLES if role in quantized]
 
     def merged(self, rules: Sequence[ConfigRule]) -> dict[Role, Fields]:
-        """What holds where these rules match, the weakest first; without any, at the top."""
-        roles = (rules[-1] if rules else self.overall).roles or ()
-        blocks = [rule.fields for rule in (self.overall, self._tensor, *rules)]
-        return {
-            role: {
-                name: stated for block in blocks for name, stated in block.get(role, {}).items()
-            }
-            for role in ROLES
-            if role in roles
-        }
-
-    def patterns(self) -> Iterator[tuple[str, str, dict[str, Any], Place | None]]:
-        """The block, the name, the level and the origin of what holds for the whole network."""
-        for text in (EVERY, INPUTS):
-            stated = {
-                role: found
-                for role, found in self.network.items()
-                if (role == "input") == (text == INPUTS)
-            }
-            if stated:
-                yield _BLOCKS["name"], text, _level(stated), self.overall.roles_place
-
-    def entry(self, rule: ConfigRule) -> tuple[str, str, dict[str, Any] | None, Place | None]:
-        """The same for an entry, which says of each tensor that anything quantizes what becomes
-        of it; without a level it is excluded.
+        """Return what holds where these rules match, the weakest first; without any, at the
+        top.
         """
-        selector, stated = rule.selector, self.merged([rule])
-        off = {
-            KEY_OF[role]: {"dtype": "float32"} for role in self._spoken if role not in stated
-        }
-        level = None if self._is_excluded(rule) else _level(stated) | off
-        return _BLOCKS[selector.kind], selector.text, level, selector.place
+        strongest = rules[-1] if rules else self.overall
+        merged: dict[Role, Fields] = {}
+        for role in ROLES:
+            if role in (strongest.roles or ()):
+                merged_fields = dict(self.overall.fields.get(role, {}))
+                for rule in (self._tensor, *rules):
+                    merged_fields |= rule.fields.get(role, {})
+                merged[role] = merged_fields
+        return merged
+
+    def converted_entries(self) -> Iterator[_Entry]:
+        """Yield what holds for the whole network, then the entries of the file."""
+        for text in (_EVERY_LAYER, _NETWORK_INPUTS):
+            stated: dict[Role, Fields] = {}
+            for role, role_fields in self.network.items():
+                if (role == "input") == (text == _NETWORK_INPUTS):
+                    stated[role] = role_fields
+            if stated:
+                place = self.overall.roles_place
+                yield _Entry(_BLOCKS["name"], text, _level(stated), place)
+        for rule in self.entries:
+            yield self._converted(rule)
+
+    def _converted(self, rule: ConfigRule) -> _Entry:
+        """Return an entry, which decides about each tensor that anything quantizes."""
+        selector = rule.selector
+        level = None
+        if not self._is_excluded(rule):
+            stated = self.merged([rule])
+            level = _level(stated)
+            for role in self._quantized:
+                if role not in stated:
+                    level[KEY_OF[role]] = {"dtype": "float32"}
+        return _Entry(_BLOCKS[selector.kind], selector.text, level, selector.place)
 
     def _is_excluded(self, rule: ConfigRule) -> bool:
-        """Whether nothing of its layers is quantized, by no entry that is stronger here:
+        """Return whether nothing of its layers is quantized, by no entry that is stronger here:
         `exclude` is the strongest.
         """
         if rule.roles or rule.selector.kind == "type":
             return False
         ordered = by_strength(self.entries)
-        stronger = [
-            (other.selector, other.roles)
-            for other in ordered[ordered.index(rule) + 1 :]
-            if other.roles
-        ]
-        return all(
-            are_apart(rule.selector, other) and "activation" not in roles
-            for other, roles in stronger
-        )
+        for other in ordered[ordered.index(rule) + 1 :]:
+            roles = other.roles or ()
+            if "activation" in roles:
+                return False
+            if roles and not are_apart(rule.selector, other.selector):
+                return False
+        return True
 
     def _for_all_weighted(self, entries: Sequence[ConfigRule]) -> list[ConfigRule]:
-        """The entries that say the same of each operator with weights, present or not: together
-        a global level.
+        """Return the entries that state the same of each operator with weights, present or not:
+        together a global level.
         """
-        optional = {
-            rule.selector.text: rule
-            for rule in entries
-            if rule.selector.kind == "type" and not rule.selector.required
-        }
-        found = [optional[word] for word in WEIGHTED if word in optional]
-        specs = [specs_of(self.merged([rule])) for rule in found]
-        return (
-            found
-            if len(found) == len(WEIGHTED) and all(each == specs[0] for each in specs)
-            else []
-        )
+        optional: dict[str, ConfigRule] = {}
+        for rule in entries:
+            if rule.selector.kind == "type" and not rule.selector.required:
+                optional[rule.selector.text] = rule
+        if not optional.keys() >= set(WEIGHTED):
+            return []
+        rules = [optional[word] for word in WEIGHTED]
+        specs = [specs_by_role(self.merged([rule])) for rule in rules]
+        return rules if all(other == specs[0] for other in specs) else []
+
+    def _for_network(self, top: Mapping[Role, Fields]) -> dict[Role, Fields]:
+        """Return what holds for all layers. Parameters are left to the global level where types
+        are selected, as a pattern for all names would override these.
+        """
+        flowing = {role: stated for role, stated in top.items() if role not in PARAMETERS}
+        by_type = any(rule.selector.kind == "type" for rule in self.entries)
+        return flowing if by_type or not flowing else dict(top)
 
 
-def _level(stated: Mapping[Role, Fields]) -> dict[str, Any]:
-    return {KEY_OF[role]: specification(spec) for role, spec in specs_of(stated).items()}
+def _level(stated: Mapping[Role, Fields]) -> JsonObject:
+    specs = specs_by_role(stated)
+    return {KEY_OF[role]: specification(spec) for role, spec in specs.items()}
 
 
-def _findings(file: _Layered) -> Iterator[Diagnostic]:
+def _findings(file: _Layered) -> Diagnostics:
     yield from _settings(file.config.settings)
-    for stated in (
-        file.everywhere,
-        file.network,
-        *(file.merged([rule]) for rule in file.entries),
-    ):
-        yield from _not_hierarchical(stated)
+    yield from _not_hierarchical(file.everywhere)
+    yield from _not_hierarchical(file.network)
+    for rule in file.entries:
+        yield from _not_hierarchical(file.merged([rule]))
     yield from _selectors(file)
-    yield from overlapping(
-        by_strength(file.entries),
-        lambda rules: specs_of(file.merged(rules)),
-        {role: role for role in ROLES},
-    )
-    if file.overall.roles and any(role in PARAMETERS for role in file.everywhere):
-        text = (
+
+    def merged(rules: Sequence[ConfigRule]) -> dict[Role, QuantizationSpec]:
+        return specs_by_role(file.merged(rules))
+
+    words = {role: role for role in ROLES}
+    yield from overlapping(by_strength(file.entries), merged, words)
+    top_place = file.overall.roles_place
+    if file.overall.roles and not PARAMETERS.isdisjoint(file.everywhere):
+        yield may_differ(
             "global_quant_config applies to layers with weights of their own: norms that "
-            "cannot be folded, and trained tensors in expressions, stay in float"
+            "cannot be folded, and trained tensors in expressions, stay in float",
+            top_place,
         )
-        yield may_differ(text, file.overall.roles_place)
-    if (
-        "activation" in file.network
-        and specs_of(file.network)["activation"].dtype not in CAST_ONLY
-    ):
-        yield normalized(file.overall.roles_place)
+    activation = specs_by_role(file.network).get("activation")
+    if activation and activation.is_scaled:
+        yield residual_stream_differs(top_place)
     for rule in file.entries:
-        if ("activation" in (rule.roles or ())) != ("activation" in file.network):
-            yield joined(rule.selector.place)
+        if ("activation" in (rule.roles or ())) != (activation is not None):
+            yield concatenation_differs(rule.selector.place)
 
 
-def _settings(settings: Settings) -> Iterator[Diagnostic]:
-    """Switches that do something, and the DPU."""
-    for each in fields(Settings):
-        if (
-            each.name not in ("places", "target_device", *_PASSES)
-            and getattr(settings, each.name) != each.default
-        ):
-            text = f"{each.name}: the hierarchical form has no key for it"
-            yield inexpressible(text, settings.places.get(each.name), _KEEP)
+def _settings(settings: Settings) -> Diagnostics:
+    """Yield switches that do something, and the DPU."""
+    expressible = {"places", "target_device", *_PASSES}
+    for setting in fields(Settings):
+        name = setting.name
+        if name not in expressible and getattr(settings, name) != setting.default:
+            yield inexpressible(
+                f"{name}: the hierarchical form has no key for it",
+                settings.places.get(name),
+                _KEEP,
+            )
     if settings.target_device == "DPU":
-        text = "target_device DPU: the hierarchical form has CPU, GPU and IPU"
-        yield inexpressible(text, settings.places.get("target_device"), _KEEP)
+        yield inexpressible(
+            "target_device DPU: the hierarchical form has CPU, GPU and IPU",
+            settings.places.get("target_device"),
+            _KEEP,
+        )
 
 
-def _selectors(file: _Layered) -> Iterator[Diagnostic]:
-    """Entries that the form has no selectors for."""
-    wide = specs_of(file.network)
+def _selectors(file: _Layered) -> Diagnostics:
+    """Yield entries that the form has no selectors for."""
+    network = specs_by_role(file.network).get("activation")
     for rule in file.entries:
-        selector, own = rule.selector, specs_of(file.merged([rule]))
+        selector = rule.selector
         if not selector.required:
-            text = "required false: in the hierarchical form every selector must match"
             yield inexpressible(
-                text, selector.place, "remove the entry if the model does not have these layers"
+                "required false: in the hierarchical form every selector must match",
+                selector.place,
+                "remove the entry if the model does not have these layers",
             )
-        if (
-            selector.kind == "type"
-            and "activation" in wide
-            and not alike(wide["activation"], own.get("activation"))
-        ):
-            text = (
+        if selector.kind != "type" or network is None:
+            continue
+        activation = specs_by_role(file.merged([rule])).get("activation")
+        if not alike(network, activation):
+            yield inexpressible(
                 "layer_type: what the top of the file says of activation becomes a pattern "
-                "for all names, which overrides types"
-            )
-            yield inexpressible(
-                text,
+                "for all names, which overrides types",
                 selector.place,
                 "select these layers by their names, or say the same of activation",
             )
 
 
-def _not_hierarchical(stated: Mapping[Role, Fields]) -> Iterator[Diagnostic]:
-    for role, spec in specs_of(stated).items():
-        if (
-            role not in PARAMETERS
-            and spec.dtype == "int"
-            and spec.statistic == "max" != usual_statistic(spec.method)
-        ):
-            yield pooled(role, stated[role]["method"].place)
-        for name, text in _limits(spec) if spec.dtype == "int" else ():
+def _not_hierarchical(stated: Mapping[Role, Fields]) -> Diagnostics:
+    for role, spec in specs_by_role(stated).items():
+        if spec.dtype != "int":
+            continue
+        takes_largest = spec.statistic == "max" != usual_statistic(spec.method)
+        if role not in PARAMETERS and takes_largest:
+            yield range_of_batches_differs(role, stated[role]["method"].place)
+        for name, text in _limits(spec):
             place = stated[role][name].place if name in stated[role] else None
             yield inexpressible(f"{_WORDS[name]} {text}", place, _KEEP)
 
 
 def _limits(spec: QuantizationSpec) -> Iterator[tuple[str, str]]:
-    """The fields of integers that the hierarchical form has no word for; their values, and what
-    it has.
+    """Yield the fields of integers that the hierarchical form has no word for; their values,
+    and what it has.
     """
     if dtype_word(spec) is None:
-        sign = "" if spec.signed and spec.symmetric else "u"
-        yield (
-            "bit_width",
-            f"{spec.bit_width}: the hierarchical form has no dtype {sign}int{spec.bit_width}",
-        )
-    if spec.narrow_range and spec.signed and spec.symmetric:
-        yield (
-            "narrow_range",
-            "true: the signed dtypes of the hierarchical form have all their codes",
-        )
+        dtype = integer_word(spec)
+        yield "bit_width", f"{spec.bit_width}: the hierarchical form has no dtype {dtype}"
+    if spec.narrow_range and spec.has_signed_codes:
+        text = "true: the signed dtypes of the hierarchical form have all their codes"
+        yield "narrow_range", text
     if spec.statistic != "max":
-        yield (
-            "statistic",
-            f"{spec.statistic}: the hierarchical form takes the range of all batches",
-        )
+        text = f"{spec.statistic}: the hierarchical form takes the range of all batches"
+        yield "statistic", text
     if observer_word(spec) is None:
-        yield (
-            "method",
-            f"{spec.method}: the hierarchical form has no observer for it with {spec.qscheme}",
-        )
+        lacking = f"the hierarchical form has no observer for it with {spec.qscheme}"
+        yield "method", f"{spec.method}: {lacking}"

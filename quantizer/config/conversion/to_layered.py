@@ -1,6 +1,6 @@
-"""A config of the hierarchical form as a document of the layered form."""
+"""Write a config of the hierarchical form as a document of the layered form."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quantizer.config.conversion.findings import (
@@ -8,22 +8,23 @@ from quantizer.config.conversion.findings import (
     Converted,
     alike,
     by_strength,
+    concatenation_differs,
     inexpressible,
-    is_weighted,
-    joined,
     may_differ,
-    once,
+    one_per_reason,
     overlapping,
-    pooled,
+    range_of_batches_differs,
+    selects_weighted_layers,
     specificity,
-    specs_of,
+    specs_by_role,
 )
-from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.document.document import pointer_to, value_at
-from quantizer.config.forms.algorithm_words import written as written_algorithm
+from quantizer.config.diagnostics import Diagnostics, Place
+from quantizer.config.document.document import path_from, pointer_to, value_at
+from quantizer.config.forms.algorithm_words import written
 from quantizer.config.forms.form import block_of
 from quantizer.config.forms.hierarchical import KEY_OF
 from quantizer.config.forms.layered import entry, parameters
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import (
     CAST_ONLY,
     POOLED,
@@ -49,6 +50,7 @@ _LIMITS: Mapping[str, tuple[Callable[[Any, Role], bool], str]] = {
         "the layered form has no ranges that are found at run time",
     ),
     "qscheme": (
+        # Rows of tokens are dynamic, which is a reason of its own
         lambda value, role: (
             value in ("per_tensor", "per_token")
             or (value == "per_channel" and role == "weights")
@@ -64,181 +66,189 @@ _LIMITS: Mapping[str, tuple[Callable[[Any, Role], bool], str]] = {
         "the layered form has no rounding to the next code below",
     ),
 }
-"""For each field of a spec that has values the layered form lacks, whether it can express one,
+"""For each field of a spec with values that the layered form lacks, whether it can express one,
 and why it cannot.
-
-Rows of tokens are dynamic, which says it.
 """
 
-
-def to_layered(config: Config) -> Converted:
-    """The network as a whole is left in float, and an entry per operator with weights stands
-    for the global block.
-    """
-    rules = {
-        kind: [rule for rule in config.rules if rule.selector.kind in kind] for kind in _KINDS
-    }
-    (everywhere,), layers, excluded = rules.values()
-    entries, origins = _entries(everywhere, layers, excluded)
-    required = [key for key in block_of("layered")["required"] if hasattr(config.settings, key)]
-    document = {
-        **{key: getattr(config.settings, key) for key in required},
-        **_NOTHING,
-        "layer_quantize_config": entries,
-    }
-    if config.algorithms:
-        document["algorithms"] = [
-            written_algorithm(algorithm.settings) for algorithm in config.algorithms
-        ]
-    findings = (
-        *_device(config),
-        *(
-            found
-            for rule in (everywhere, *layers)
-            for found in _not_layered(config, _merged(everywhere, rule))
-        ),
-        *overlapping(
-            by_strength(layers), lambda found: specs_of(_merged(everywhere, *found)), KEY_OF
-        ),
-        *_overridden(layers, excluded),
-        *_inherited(everywhere, layers),
-    )
-    return Converted(document, once(findings), origins)
-
-
-_KINDS = (("weighted",), ("type", "name"), ("exclude",))
-"""The kinds of selectors of the global rule, of those for types and names, and of those that
-exclude.
-"""
-
-_NOTHING: Mapping[str, Any] = {
+_NOTHING: JsonMapping = {
     "quantizable_data_type": [],
     "overall_quantize_config": parameters(QuantizationSpec()),
 }
 
 
+def to_layered(config: Config) -> Converted:
+    """Return the document: the network as a whole is left in float, and an entry per operator
+    with weights stands for the global block.
+    """
+    rules = config.rules
+    [everywhere] = [rule for rule in rules if rule.selector.kind == "weighted"]
+    layers = [rule for rule in rules if rule.selector.kind in ("type", "name")]
+    excluded = [rule for rule in rules if rule.selector.kind == "exclude"]
+    settings = vars(config.settings)
+    required = block_of("layered")["required"]
+    document: JsonObject = {key: settings[key] for key in required if key in settings}
+    entries, origins = _entries(everywhere, layers, excluded)
+    document |= {**_NOTHING, "layer_quantize_config": entries}
+    if config.algorithms:
+        document["algorithms"] = [
+            written(algorithm.settings) for algorithm in config.algorithms
+        ]
+
+    def merged(rules: Sequence[ConfigRule]) -> dict[Role, QuantizationSpec]:
+        return specs_by_role(_merged(everywhere, *rules))
+
+    findings = [*_device(config)]
+    for rule in (everywhere, *layers):
+        findings += _not_layered(config, _merged(everywhere, rule))
+    findings += overlapping(by_strength(layers), merged, KEY_OF)
+    findings += _overridden(layers, excluded)
+    findings += _inherited(everywhere, layers)
+    return Converted(document, one_per_reason(findings), origins)
+
+
 def _merged(*rules: ConfigRule) -> dict[Role, Fields]:
-    """The fields of each role that one of the rules quantizes, the widest rule first."""
-    adds = frozenset[Role]().union(*(rule.adds for rule in rules))
-    fields = (
-        (role, [rule.fields.get(role, {}) for rule in rules]) for role in ROLES if role in adds
-    )
-    return {
-        role: {name: stated for block in blocks for name, stated in block.items()}
-        for role, blocks in fields
-    }
+    """Return the fields of each role that one of the rules quantizes, the widest rule first."""
+    merged: dict[Role, Fields] = {}
+    for role in ROLES:
+        if any(role in rule.adds for rule in rules):
+            fields: dict[str, Sourced] = {}
+            for rule in rules:
+                fields |= rule.fields.get(role, {})
+            merged[role] = fields
+    return merged
 
 
 def _entries(
     everywhere: ConfigRule, layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The layer entries, and where in the source each comes from."""
-    selected: list[tuple[dict[str, Any], ConfigRule]] = [
-        *(({"layer_type": word, "required": False}, everywhere) for word in WEIGHTED),
-        *(({f"layer_{rule.selector.kind}": rule.selector.text}, rule) for rule in layers),
-    ]
-    merged = [
-        (selector, rule, specs_of(_merged(everywhere, rule))) for selector, rule in selected
-    ]
-    said = _said([spec for *_, specs in merged for spec in specs.values()])
-    entries = [
-        (entry(selector, specs, said), rule) for selector, rule, specs in merged if specs
-    ]
-    entries += [({"layer_name": rule.selector.text, **_NOTHING}, rule) for rule in excluded]
-    places = {
-        pointer_to("layer_quantize_config", at): rule.selector.place
-        for at, (_, rule) in enumerate(entries)
-    }
-    return [each for each, _ in entries], places
+) -> tuple[list[JsonObject], dict[str, Place | None]]:
+    """Return the layer entries, and where in the source each comes from."""
+    selected: list[tuple[JsonObject, ConfigRule]] = []
+    for word in WEIGHTED:
+        selected.append(({"layer_type": word, "required": False}, everywhere))
+    for rule in layers:
+        selected.append(({f"layer_{rule.selector.kind}": rule.selector.text}, rule))
+    specs_of_entries: list[dict[Role, QuantizationSpec]] = []
+    all_specs: list[QuantizationSpec] = []
+    for _, rule in selected:
+        specs = specs_by_role(_merged(everywhere, rule))
+        specs_of_entries.append(specs)
+        all_specs += specs.values()
+    explicit = _explicit_words(all_specs)
+
+    entries: list[JsonObject] = []
+    rules: list[ConfigRule] = []
+    for (selector, rule), specs in zip(selected, specs_of_entries, strict=True):
+        if specs:
+            entries.append(entry(selector, specs, explicit))
+            rules.append(rule)
+    for rule in excluded:
+        entries.append({"layer_name": rule.selector.text, **_NOTHING})
+        rules.append(rule)
+    origins: dict[str, Place | None] = {}
+    for index, rule in enumerate(rules):
+        origins[pointer_to("layer_quantize_config", index)] = rule.selector.place
+    return entries, origins
 
 
-def _said(specs: Sequence[QuantizationSpec]) -> set[str]:
-    """The words that no entry leaves to a default, as others, which may match the same layers,
-    say something else.
+def _explicit_words(specs: Sequence[QuantizationSpec]) -> set[str]:
+    """Return the words that no entry leaves to a default, as others, which may match the same
+    layers, state something else.
     """
-    rules = {spec.symmetric_scale for spec in specs if spec.has_symmetric_scale}
-    kinds = {spec.dtype for spec in specs}
-    return {
-        word
-        for word, found in (("symmetric_scale", rules), ("datatype", kinds))
-        if len(found) > 1 or "half_range" in found
-    }
+    scales = {spec.symmetric_scale for spec in specs if spec.has_symmetric_scale}
+    dtypes = {spec.dtype for spec in specs}
+    words: set[str] = set()
+    if len(scales) > 1 or "half_range" in scales:
+        words.add("symmetric_scale")
+    if len(dtypes) > 1:
+        words.add("datatype")
+    return words
 
 
-def _device(config: Config) -> Iterator[Diagnostic]:
+def _device(config: Config) -> Diagnostics:
     device = config.settings.target_device
     if device not in ("CPU", "GPU"):
-        place = config.settings.places.get("target_device")
         yield inexpressible(
             f"target_device {device}: the layered form has CPU and GPU",
-            place,
+            config.settings.places.get("target_device"),
             "write CPU or GPU",
         )
 
 
-def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Iterator[Diagnostic]:
-    for role, stated in merged.items():
-        blamed: list[Place | None] = []
-        for name, (expressible, why) in _LIMITS.items():
-            if (
-                name in stated
-                and not expressible(stated[name].value, role)
-                and stated[name].place not in blamed
-            ):
-                blamed.append(stated[name].place)
-                yield inexpressible(
-                    f"{_written(config, name, stated[name])}: {why}", stated[name].place, _KEEP
-                )
-                if name == "qscheme":
-                    break  # the axis is that of the groups
-        if "statistic" in stated and stated["statistic"].value == POOLED:
-            yield pooled(role, stated["statistic"].place)
-        axis = stated.get("ch_axis")
-        if axis and axis.value == 0 and stated["qscheme"].value == "per_channel":
-            text = (
+def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Diagnostics:
+    for role, fields in merged.items():
+        yield from _limits(config, role, fields)
+        statistic = fields.get("statistic")
+        if statistic and statistic.value == POOLED:
+            yield range_of_batches_differs(role, statistic.place)
+        axis = fields.get("ch_axis")
+        if axis and axis.value == 0 and fields["qscheme"].value == "per_channel":
+            yield may_differ(
                 "per_channel means output channels, which in transposed convolutions are "
-                "axis 1, not 0"
+                "axis 1, not 0",
+                axis.place,
             )
-            yield may_differ(text, axis.place)
         if role == "activation":
-            yield joined(stated["dtype"].place if "dtype" in stated else None)
+            dtype = fields.get("dtype", Sourced(None))
+            yield concatenation_differs(dtype.place)
+
+
+def _limits(config: Config, role: Role, fields: Fields) -> Diagnostics:
+    """Yield the fields with a value that the layered form lacks, one for each place."""
+    places: list[Place | None] = []
+    for name, (is_expressible, reason) in _LIMITS.items():
+        if name not in fields:
+            continue
+        stated = fields[name]
+        if is_expressible(stated.value, role) or stated.place in places:
+            continue
+        places.append(stated.place)
+        yield inexpressible(f"{_written(config, name, stated)}: {reason}", stated.place, _KEEP)
+        if name == "qscheme":
+            # The axis is that of the groups
+            return
 
 
 def _written(config: Config, name: str, stated: Sourced) -> str:
-    """A key and its value as the file has them; other keys imply some fields."""
-    pointer = stated.place.pointer if stated.place else ""
-    path = [part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")[1:]]
-    key, value = (path[-1], value_at(config.document, path)) if path else (name, stated.value)
+    """Return a key and its value as the file has them; other keys imply some fields."""
+    key = name
+    value = stated.value
+    if stated.place and stated.place.pointer:
+        path = path_from(stated.place.pointer)
+        key = path[-1]
+        value = value_at(config.document, path)
     return f"{key} {value if isinstance(value, str) else quoted(value)}"
 
 
-def _overridden(
-    layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]
-) -> Iterator[Diagnostic]:
-    """Excluded patterns, which in the layered form an exact name overrides."""
+def _overridden(layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]) -> Diagnostics:
+    """Yield excluded patterns, which in the layered form an exact name overrides."""
     for rule in excluded:
         text = rule.selector.text
-        for other in (each.selector for each in layers if each.selector.kind == "name"):
-            if specificity(other.text) > specificity(text) or other.text.startswith(f"{text}."):
-                label = next(each.label for each in layers if each.selector is other)
+        for other in layers:
+            name = other.selector.text
+            if other.selector.kind != "name":
+                continue
+            if specificity(name) > specificity(text) or name.startswith(f"{text}."):
                 yield inexpressible(
-                    f"in the layered form, {label} would override {rule.label}",
+                    f"in the layered form, {other.label} would override {rule.label}",
                     rule.selector.place,
                     "exclude the layers by their exact names",
                 )
 
 
-def _inherited(everywhere: ConfigRule, layers: Sequence[ConfigRule]) -> Iterator[Diagnostic]:
-    """What an entry takes over from the global block, which is about layers with weights
+def _inherited(everywhere: ConfigRule, layers: Sequence[ConfigRule]) -> Diagnostics:
+    """Yield what an entry inherits from the global block, which is about layers with weights
     alone.
     """
     for rule in layers:
-        own, both = specs_of(_merged(rule)), specs_of(_merged(everywhere, rule))
-        roles = [role for role in both if not alike(both[role], own.get(role))]
-        if roles and not is_weighted(rule.selector):
+        if selects_weighted_layers(rule.selector):
+            continue
+        alone = specs_by_role(_merged(rule))
+        both = specs_by_role(_merged(everywhere, rule))
+        roles = [role for role in both if not alike(both[role], alone.get(role))]
+        if roles:
             keys = listed(KEY_OF[role] for role in roles)
-            text = (
+            yield may_differ(
                 f"{everywhere.label} is about layers with weights of their own; the layered "
-                f"form gives its {keys} to all layers that this selects"
+                f"form gives its {keys} to all layers that this selects",
+                rule.selector.place,
             )
-            yield may_differ(text, rule.selector.place)

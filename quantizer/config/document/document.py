@@ -1,6 +1,4 @@
-"""A JSON document that knows where each of its keys and values stands, and which are sound.
-Knows no form.
-"""
+"""A JSON document that knows where each of its keys and values stands, and which are valid."""
 
 from __future__ import annotations
 
@@ -12,14 +10,16 @@ from functools import cached_property
 from typing import Any
 
 from quantizer.config.diagnostics import Place
+from quantizer.config.json_types import JsonMapping, JsonPath
 
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Text:
-    """A file's text under the name shown to the user; `encoding` is "utf-8", or "utf-8-sig"
-    after a byte order mark.
+    """A file's text under the name shown to the user.
+
+    `encoding` is "utf-8", or "utf-8-sig" after a byte order mark.
     """
 
     name: str
@@ -28,25 +28,20 @@ class Text:
 
     @cached_property
     def _line_starts(self) -> list[int]:
-        return [0, *(at + 1 for at, character in enumerate(self.text) if character == "\n")]
+        line_ends = [index for index, letter in enumerate(self.text) if letter == "\n"]
+        return [0, *(end + 1 for end in line_ends)]
 
-    def place(self, span: Span, pointer: str = "") -> Place:
-        """The place of the characters `span[0]` to `span[1]`; of several lines only the first
-        counts.
-        """
+    def place(self, span: TextSpan, pointer: str = "") -> Place:
+        """Return the place of the characters `span[0]` to `span[1]`, cut at the line's end."""
         start, end = span
         line = bisect_right(self._line_starts, start)
-        line_end = (
-            self._line_starts[line] - 1 if line < len(self._line_starts) else len(self.text)
-        )
-        last = min(end, line_end)
-        return Place(
-            self.name,
-            line,
-            start - self._line_starts[line - 1] + 1,
-            max(last - start, 1),
-            pointer,
-        )
+        line_start = self._line_starts[line - 1]
+        line_end = len(self.text)
+        if line < len(self._line_starts):
+            line_end = self._line_starts[line] - 1
+        column = start - line_start + 1
+        length = max(min(end, line_end) - start, 1)
+        return Place(self.name, line, column, length, pointer)
 
 
 @dataclass(frozen=True)
@@ -59,42 +54,49 @@ class Document:
 
     source: Text
     value: Any
-    values: Mapping[str, Span]
-    keys: Mapping[str, Span]
+    values: Mapping[str, TextSpan]
+    keys: Mapping[str, TextSpan]
     dotted: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, value: Mapping[str, Any], name: str) -> Document:
-        """A document of a Python value, which has no text: its places print as `name.key.key`.
+    def of(cls, value: JsonMapping, name: str) -> Document:
+        """Return a document of a Python value, whose places print as `name.key.key`.
 
-        >>> str(
-        ...     Document.of({"layer_quant_config": {"fc.0": 1}}, "Config").place(
-        ...         "/layer_quant_config/fc.0"
-        ...     )
-        ... )
+        >>> document = Document.of({"layer_quant_config": {"fc.0": 1}}, "Config")
+        >>> str(document.place("/layer_quant_config/fc.0"))
         'Config.layer_quant_config["fc.0"]'
         """
         paths = {pointer_to(*path): path for path in _paths(value)}
-        dotted = {pointer: name + "".join(map(_step, path)) for pointer, path in paths.items()}
-        nowhere: dict[str, Span] = dict.fromkeys(paths, (0, 0))
+        dotted = {
+            pointer: name + "".join(map(_dotted_part, path)) for pointer, path in paths.items()
+        }
+        nowhere: dict[str, TextSpan] = dict.fromkeys(dotted, (0, 0))
         return cls(Text(name, ""), value, nowhere, nowhere, dotted)
 
-    def place(self, pointer: str, *, key: bool = False) -> Place:
-        """Where the value (or the key) of `pointer` stands; an array's item has no key, so its
-        value is taken.
+    def place(
+        self,
+        pointer: str,
+        *,
+        key: bool = False,
+    ) -> Place:
+        """Return where the value (or the key) of `pointer` stands.
+
+        An array's item has no key, so its value is taken.
         """
         if self.dotted:
             return Place(self.dotted[pointer], 0, 0, pointer=pointer)
-        span = self.keys.get(pointer, self.values[pointer]) if key else self.values[pointer]
+        span = self.values[pointer]
+        if key:
+            span = self.keys.get(pointer, span)
         return self.source.place(span, pointer)
 
     @cached_property
-    def paths_at(self) -> Mapping[str, tuple[str | int, ...]]:
-        """The path of the value that stands at a place, by what the place prints as."""
+    def paths_at(self) -> Mapping[str, JsonPath]:
+        """Return the path of each value, by what its place prints as."""
         return {str(self.place(pointer_to(*path))): path for path in _paths(self.value)}
 
     def at(self, *path: str | int) -> Any:
-        """The value at a path."""
+        """Return the value at a path."""
         return value_at(self.value, path)
 
     def __contains__(self, pointer: str) -> bool:
@@ -103,53 +105,74 @@ class Document:
 
 @dataclass(frozen=True)
 class ValidDocument:
-    """A document, and the pointers of values that are wrong: they are left out, so that the
-    rest can be checked.
+    """A document without the values that are wrong, so that the others can be checked.
+
+    `ignored` are the JSON pointers of the wrong values.
     """
 
     document: Document
     ignored: frozenset[str]
 
     def get(self, *path: str | int) -> Any:
-        """The value at `path`; None if it is not there, null, or to be ignored."""
+        """Return the value at `path`; None if it is not there, null, or ignored."""
         value: Any = self.document.value
-        for depth, part in enumerate(path):
-            reached = (
-                isinstance(value, list)
-                if isinstance(part, int)
-                else isinstance(value, dict) and part in value
-            )
-            if not reached or (self.ignored and pointer_to(*path[: depth + 1]) in self.ignored):
+        for depth, part in enumerate(path, 1):
+            if isinstance(part, int):
+                is_there = isinstance(value, list)
+            else:
+                is_there = isinstance(value, dict) and part in value
+            if not is_there:
+                return None
+            if self.ignored and pointer_to(*path[:depth]) in self.ignored:
                 return None
             value = value[part]
         return value
 
     def items(self, *path: str | int) -> list[int]:
-        """The indices of the sound items of the list at `path`; none if there is no list."""
-        found = self.get(*path)
-        return (
-            [at for at in range(len(found)) if self.get(*path, at) is not None]
-            if isinstance(found, list)
-            else []
-        )
+        """Return the indices of the valid items of the list at `path`; none without a list."""
+        items = self.get(*path)
+        if not isinstance(items, list):
+            return []
+        return [index for index in range(len(items)) if self.get(*path, index) is not None]
 
-    def place(self, *path: str | int, key: bool = False) -> Place | None:
-        """Where the value (or the key) at `path` stands, if it is there."""
+    def place(
+        self,
+        *path: str | int,
+        key: bool = False,
+    ) -> Place | None:
+        """Return where the value (or the key) at `path` stands, if it is there."""
         pointer = pointer_to(*path)
         return self.document.place(pointer, key=key) if pointer in self.document else None
 
 
 def pointer_to(*path: str | int) -> str:
-    """The JSON pointer of a path.
+    """Return the JSON pointer of a path.
 
     >>> pointer_to("layer_quantize_config", 0, "a/b")
     '/layer_quantize_config/0/a~1b'
     """
-    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+    pointer = ""
+    for part in path:
+        escaped = str(part).replace("~", "~0").replace("/", "~1")
+        pointer += f"/{escaped}"
+    return pointer
 
 
-def value_at(value: Any, path: Iterable[str | int]) -> Any:
-    """The member of a JSON value at a path that is there.
+def path_from(pointer: str) -> list[str]:
+    """Return the parts of a JSON pointer.
+
+    >>> path_from("/layer_quantize_config/0/a~1b")
+    ['layer_quantize_config', '0', 'a/b']
+    """
+    _, *parts = pointer.split("/")
+    return [part.replace("~1", "/").replace("~0", "~") for part in parts]
+
+
+def value_at(
+    value: Any,
+    path: Iterable[str | int],
+) -> Any:
+    """Return the member of a JSON value at a path that is there.
 
     >>> value_at({"exclude": ["stem", "fc"]}, ("exclude", 1))
     'fc'
@@ -159,20 +182,21 @@ def value_at(value: Any, path: Iterable[str | int]) -> Any:
     return value
 
 
-def _paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+def _paths(
+    value: Any,
+    path: JsonPath = (),
+) -> Iterator[JsonPath]:
     yield path
-    members = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    members: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, Mapping):
+        members = value.items()
+    elif isinstance(value, list):
+        members = enumerate(value)
     for key, item in members:
         yield from _paths(item, (*path, key))
 
 
-def _step(part: str | int) -> str:
-    return (
-        f".{part}" if isinstance(part, str) and part.isidentifier() else f"[{json.dumps(part)}]"
-    )
+def _dotted_part(part: str | int) -> str:
+    """Return a key or an index as Python writes it after a name."""
+    is_attribute = isinstance(part, str) and part.isidentifier()
+    return f".{part}" if is_attribute else f"[{json.dumps(part)}]"

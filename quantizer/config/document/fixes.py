@@ -1,144 +1,114 @@
-"""Tries proposed fixes on a copy of the file, against all rules: only those that hold are
-offered and written.
-"""
+"""Try proposed fixes on a copy of the file: a fix is offered only if it leaves fewer errors."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 
-from quantizer.config.diagnostics import Diagnostic, Fix
+from quantizer.config.diagnostics import Diagnostic, Edit, Fix
 from quantizer.config.document.document import Text
 
-Check = Callable[[Text], Sequence[Diagnostic]]
-"""From a file's text to all findings on it."""
+FileCheck = Callable[[Text], Sequence[Diagnostic]]
+"""A function from a file's text to all findings on it."""
 
 MAX_TRIALS = 200
-MAX_CHECKED = 1_000_000
-"""Characters that the trials of one file may check in all; a trial of a long file takes as long
-as its check.
-"""
+MAX_TRIED_CHARACTERS = 1_000_000
+"""All trials of one file check at most so many characters."""
 
 
-def tried(source: Text, found: Sequence[Diagnostic], check: Check) -> tuple[Diagnostic, ...]:
-    """The findings, each with the first of its fixes that removes it and, together with the
-    others, adds no error.
-
-    The help of a finding offers that fix; without one it stays as it is.
-    """
-    candidates = {at: iter(finding.fixes) for at, finding in enumerate(found)}
-    sound = _sound(source, found, candidates, check)
-    known = {at: fix for at, fix in sound.items() if fix.is_known}
-    # The examples are not written, so the others have to hold without them
-    if len(known) < len(sound):
-        known = _sound(source, found, {at: iter((fix,)) for at, fix in known.items()}, check)
-    helps = {at: fix.help for at, fix in sound.items() if at in known or not fix.is_known}
-    return tuple(
-        replace(
-            finding, help=helps.get(at, finding.help), fixes=(known[at],) if at in known else ()
-        )
-        for at, finding in enumerate(found)
-    )
-
-
-def applied(source: Text, fixes: Iterable[Fix]) -> Text:
-    """The text with all the fixes in it; nothing else of it changes."""
-    pieces, at = [], 0
-    edits = dict.fromkeys(edit for fix in fixes for edit in fix.edits)
-    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
-        pieces += [source.text[at : edit.start], edit.text]
-        at = edit.end
-    return replace(source, text="".join(pieces) + source.text[at:])
-
-
-def _sound(
+def with_sound_fixes(
     source: Text,
-    found: Sequence[Diagnostic],
-    candidates: Mapping[int, Iterator[Fix]],
-    check: Check,
-) -> dict[int, Fix]:
-    """One candidate for each finding, all of which hold together; none for a finding whose
-    candidates all fail.
-    """
-    trials = min(MAX_TRIALS, MAX_CHECKED // (len(source.text) + 1))
-    chosen = {at: fix for at, fixes in candidates.items() if (fix := next(fixes, None))}
-    for trial in range(trials):
-        if not chosen:
-            break
-        blamed = _blamed(found, check(applied(source, chosen.values())), chosen)
-        if not blamed:
-            return chosen
-        for at in blamed:
-            following = next(candidates[at], None) if trial < trials // 2 else None
-            chosen = {other: fix for other, fix in chosen.items() if other != at}
-            chosen |= {at: following} if following else {}
-    return {}
+    findings: Sequence[Diagnostic],
+    check: FileCheck,
+) -> tuple[Diagnostic, ...]:
+    """Return the findings, each with its known fix if that leaves fewer errors in the file.
 
-
-def _blamed(
-    before: Sequence[Diagnostic], after: Sequence[Diagnostic], chosen: Mapping[int, Fix]
-) -> set[int]:
-    """The findings whose fix does not remove them, or adds an error: of several, the one that
-    is easiest to replace.
+    The help of a finding offers this fix. Without one it offers the first example that leaves
+    fewer errors.
     """
-    left = {_cause(finding) for finding in after if finding.severity == "error"}
-    blamed = {at for at in chosen if _cause(before[at]) in left} | _rivals(chosen)
-    known = {_cause(finding) for finding in before}
-    for finding in after:
-        pointers = [
-            place.pointer
-            for place in (finding.place, *(place for place, _ in finding.related))
-            if place
-        ]
-        if (
-            finding.severity != "error"
-            or _cause(finding) in known
-            or _is_uncovered(finding, pointers, chosen.values())
-        ):
+    max_trials = min(MAX_TRIALS, MAX_TRIED_CHARACTERS // (len(source.text) + 1))
+    # Examples come last: `--fix` does not write them, so the other fixes must do without them
+    candidates = sorted(_candidates(findings), key=lambda candidate: _order(candidate[1]))
+    checked = [replace(finding, fixes=()) for finding in findings]
+    helped: set[int] = set()
+    accepted: list[Fix] = []
+    errors = _count_errors(findings)
+    for index, fix in candidates[:max_trials]:
+        if index in helped:
             continue
-        at_fault = [
-            at
-            for at, fix in chosen.items()
-            if any(_meet(*pair) for pair in product(pointers, fix.touches))
-        ]
-        blamed.add(max(at_fault or chosen, key=lambda at: _doubt(chosen[at])))
-    return blamed
+        tried = [*accepted, fix]
+        errors_left = _count_errors(check(apply_fixes(source, tried)), tried)
+        if errors_left >= errors:
+            continue
+        helped.add(index)
+        checked[index] = replace(checked[index], help=fix.help)
+        if fix.is_known:
+            checked[index] = replace(checked[index], fixes=(fix,))
+            accepted = tried
+            errors = errors_left
+    return tuple(checked)
 
 
-def _rivals(chosen: Mapping[int, Fix]) -> set[int]:
-    """Fixes that write what another one writes."""
-    owners: dict[str, int] = {}
-    for at in sorted(chosen, key=lambda at: _doubt(chosen[at])):
-        for pointer in chosen[at].touches:
-            owners.setdefault(pointer, at)
-    return {
-        at
-        for at, fix in chosen.items()
-        if any(owners[pointer] != at for pointer in fix.touches)
-    }
+def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:
+    """Return the text with all the fixes in it; nothing else of it changes."""
+    edits: list[Edit] = []
+    for fix in fixes:
+        edits += fix.edits
+    edits.sort(key=lambda edit: (edit.start, edit.end))
+    pieces: list[str] = []
+    end = 0
+    for edit in edits:
+        pieces += [source.text[end : edit.start], edit.text]
+        end = edit.end
+    pieces.append(source.text[end:])
+    return replace(source, text="".join(pieces))
 
 
-def _cause(finding: Diagnostic) -> tuple[str, str | None]:
-    return finding.code, finding.place.pointer if finding.place else None
+def _candidates(findings: Sequence[Diagnostic]) -> Iterator[tuple[int, Fix]]:
+    """Yield the first known fix and all examples of each finding, with the finding's index."""
+    for index, finding in enumerate(findings):
+        has_remedy = False
+        for fix in finding.fixes:
+            if not fix.is_known or not has_remedy:
+                yield index, fix
+            has_remedy = has_remedy or fix.is_known
 
 
-def _is_uncovered(finding: Diagnostic, pointers: Sequence[str], fixes: Iterable[Fix]) -> bool:
-    """Whether an error is inside what was not read before, or is the value itself, whatever
-    stands around it.
-    """
-    members = [fix.uncovers for fix in fixes if fix.uncovers is not None]
-    is_value = finding.code.startswith("QZ10") and pointers[:1] != [] and pointers[0] in members
-    return is_value or any(
-        pointer.startswith(f"{member}/") for pointer in pointers for member in members
-    )
-
-
-def _meet(pointer: str, other: str) -> bool:
-    """Whether one of two members is the other, or inside it."""
-    return f"{pointer}/".startswith(f"{other}/") or f"{other}/".startswith(f"{pointer}/")
-
-
-def _doubt(fix: Fix) -> tuple[bool, int, int]:
-    """Examples are given up first, then what depends on other fixes, then what stands further
-    down.
-    """
+def _order(fix: Fix) -> tuple[bool, int, int]:
     return not fix.is_known, fix.turn, fix.edits[0].start
+
+
+def _count_errors(
+    findings: Iterable[Diagnostic],
+    applied: Iterable[Fix] = (),
+) -> float:
+    """Return the number of errors that the file had before the fixes, as far as they are left,
+    or has because of them.
+
+    A syntax error hides all others, so it counts as infinitely many.
+    """
+    members = [fix.uncovers for fix in applied if fix.uncovers is not None]
+    count = 0
+    for finding in findings:
+        if finding.severity != "error":
+            continue
+        if finding.code.startswith("QZ00"):
+            return math.inf
+        if not _is_uncovered(finding, members):
+            count += 1
+    return count
+
+
+def _is_uncovered(
+    finding: Diagnostic,
+    members: Collection[str],
+) -> bool:
+    """Return whether an error is inside a member that a fix made readable, or is its value."""
+    places = [finding.place, *(place for place, _ in finding.related)]
+    pointers = [place.pointer for place in places if place]
+    is_value = finding.code.startswith("QZ10") and pointers[:1] != [] and pointers[0] in members
+    if is_value:
+        return True
+    for pointer in pointers:
+        if any(pointer.startswith(f"{member}/") for member in members):
+            return True
+    return False

@@ -1,26 +1,27 @@
-"""The keys that a file lacks, and what to write for them, after the members that are there and
-laid out like them.
+"""Find the keys that a file lacks, and what to write for them. New members follow the existing
+ones and have their layout.
 """
 
-import itertools
 import json
 from collections import ChainMap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quantizer.config.algorithms import ALGORITHMS, entry_kinds
 from quantizer.config.diagnostics import Edit, Fix
 from quantizer.config.document.document import Document, pointer_to, value_at
 from quantizer.config.forms.form import block_of, form_of
-from quantizer.config.model import CAST_ONLY, ROLES
+from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
+from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest, listed
 
-OVERALL, TENSOR = "overall_quantize_config", "tensor_quantize_config"
 HELP_FOR_MISSING = (
     "no default fits the rest of the file; `quantizer explain KEY` lists the values of a key"
 )
 
+_OVERALL = "overall_quantize_config"
+_TENSOR = "tensor_quantize_config"
 _ALGORITHMS = {
     "algo_config": "awq",
     "pre_quant_opt_config": "smoothquant",
@@ -28,55 +29,50 @@ _ALGORITHMS = {
 }
 """The keys that list algorithms, and the name to offer first where an entry has none."""
 
-_DEFAULTS_TURN, _ENTRIES_TURN = 1, 2
-"""What is missing is looked up when the rest is right, and for an entry when the top has it."""
-
-CHANGES = 2
-"""At most so many values differ from what a wider block says, to fit what the file states."""
-
-Path = tuple[str | int, ...]
-Members = dict[str, Any]
+_DEFAULTS_TURN = 1
+_ENTRIES_TURN = 2
+"""Missing keys are filled in after other fixes, and those of an entry after those of the
+top.
+"""
 
 
-def missing_keys(value: Mapping[str, Any], path: Path) -> tuple[str, ...]:
-    """The required keys that the object at `path` lacks. A misspelt key is there: it is
-    reported as unknown.
+def missing_keys(
+    members: JsonMapping,
+    schema: JsonMapping,
+) -> list[str]:
+    """Return the keys that an object lacks and its block of the schema requires.
+
+    A misspelt key counts as present: it is reported as unknown.
     """
-    here, (required, known) = value_at(value, path), _keys(value, path)
-    missing = [key for key in required if key not in here]
-    misspelt = {
-        closest(key, missing) for key in here if key not in known and not key.startswith("//")
-    }
-    return tuple(key for key in missing if key not in misspelt)
+    missing = [key for key in schema["required"] if key not in members]
+    # The condition that requires the keys of an overall block does not list them all
+    known = schema.get("properties") or block_of("layered", "parameters")["properties"]
+    unknown = [key for key in members if key not in known and not key.startswith("//")]
+    misspelt = {closest(key, missing) for key in unknown}
+    return [key for key in missing if key not in misspelt]
 
 
-def completions(document: Document, path: Path) -> Iterator[Fix]:
-    """What to write for the keys that the object at `path` lacks, the likeliest first."""
-    missing = missing_keys(document.value, path)
-    if form_of(document.value) == "hierarchical" or path[:1] == ("algorithms",):
-        for members, is_known in _examples(document.value, path, missing[0]):
-            known = entry_kinds(form_of(document.value))
-            others = f"; the algorithms are {listed(known)}" if "name" in members else ""
-            text = f"{'paste' if is_known else 'for example'} {paste(members)}{others}"
-            yield Fix(
-                text, *_insertions(document, path, members), is_known, turn=_DEFAULTS_TURN
-            )
+def completions(
+    document: Document,
+    path: JsonPath,
+    missing: Sequence[str],
+) -> Iterator[Fix]:
+    """Yield what to write for the keys that the object at `path` lacks, the likeliest first."""
+    form = form_of(document.value)
+    if form == "layered" and path[:1] != ("algorithms",):
+        yield _layered_completion(document, path, missing)
         return
-    inside = path[-1:] == (OVERALL,)
-    level = path[:-1] if inside else path
-    for members in _members(document.value, level, missing, inside):
-        aside = (
-            f", and in {TENSOR} {paste(members[TENSOR])}"
-            if inside and TENSOR in members
-            else ""
-        )
-        text = paste(members[OVERALL] if inside else members) + aside
-        turn = _ENTRIES_TURN if level else _DEFAULTS_TURN
-        yield Fix(f"paste {text}", *_insertions(document, level, members), turn=turn)
+    for members, is_known in _examples(document.value, path, missing[0]):
+        verb = "paste" if is_known else "for example"
+        text = f"{verb} {paste(members)}"
+        if "name" in members:
+            text += f"; the algorithms are {listed(entry_kinds(form))}"
+        edits = _insertions(document, path, members)
+        yield Fix(text, edits, is_known, turn=_DEFAULTS_TURN)
 
 
-def paste(members: Mapping[str, Any]) -> str:
-    """Members as they are written inside an object.
+def paste(members: JsonMapping) -> str:
+    """Return members as they are written inside an object.
 
     >>> paste({"signed": True, "bit_width": 8})
     '"signed": true, "bit_width": 8'
@@ -84,235 +80,252 @@ def paste(members: Mapping[str, Any]) -> str:
     return json.dumps(members, ensure_ascii=False)[1:-1]
 
 
-def _keys(value: Mapping[str, Any], path: Path) -> tuple[Sequence[str], Collection[str]]:
-    """The keys that an object has to have, and all that it may have."""
-    schema = block_of(form_of(value))
-    blocks = schema["definitions"]
-    if path and path[0] in _ALGORITHMS:
-        block = blocks["scaling_layer" if "scaling_layers" in path else "algorithm"]
-        names = ("scaling_layer", *entry_kinds(form_of(value)))
-        return block["required"], {key for name in names for key in blocks[name]["properties"]}
-    if path[-1:] == (OVERALL,):
-        return blocks["complete_parameters"]["allOf"][1]["then"]["required"], blocks[
-            "parameters"
-        ]["properties"]
-    block = schema if not path else blocks.get("layer_entry") or blocks["spec"]
-    return block["required"], block["properties"]
-
-
-def _members(
-    value: Mapping[str, Any], level: Path, missing: Sequence[str], inside: bool
-) -> Iterator[Members]:
-    """The members to add to the top or to a layer entry of the layered form."""
-    here = value_at(value, level)
-    settings = {
-        key: value.get(key, _preset(value)[key])
-        for key in missing
-        if not inside and key != OVERALL
-    }
-    if not inside and OVERALL not in missing:
-        yield settings
+def _layered_completion(
+    document: Document,
+    path: JsonPath,
+    missing: Sequence[str],
+) -> Fix:
+    """Return what completes the top, a layer entry or an overall block of the layered form."""
+    value = document.value
+    is_overall = path[-1:] == (_OVERALL,)
+    level_path = path[:-1] if is_overall else path
+    level = value_at(value, level_path)
+    members: JsonObject = {}
+    if is_overall:
+        members = _parameters(value, level, missing)
+        text = paste(members[_OVERALL])
+        if _TENSOR in members:
+            text += f", and in {_TENSOR} {paste(members[_TENSOR])}"
     else:
-        words = missing if inside else _keys(value, (OVERALL,))[0]
-        yield from (settings | members for members in _parameters(value, here, words))
+        preset = _preset(value)
+        for key in missing:
+            if key != _OVERALL:
+                members[key] = value.get(key, preset[key])
+        if _OVERALL in missing:
+            _, integers = block_of("layered", "complete_parameters")["allOf"]
+            members |= _parameters(value, level, integers["then"]["required"])
+        text = paste(members)
+    edits = _insertions(document, level_path, members)
+    turn = _ENTRIES_TURN if level_path else _DEFAULTS_TURN
+    return Fix(f"paste {text}", edits, turn=turn)
 
 
-def _preset(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The ready config of the device that the file names."""
-    name = "dpu.json" if str(value.get("target_device")).upper() == "DPU" else "default.json"
-    found: Mapping[str, Any] = load_resource("configs", name)
-    return found
+def _preset(value: JsonMapping) -> JsonMapping:
+    """Return the ready config of the device that the file names."""
+    is_dpu = str(value.get("target_device")).upper() == "DPU"
+    name = "dpu.json" if is_dpu else "default.json"
+    preset: JsonMapping = load_resource("configs", name)
+    return preset
 
 
 def _parameters(
-    value: Mapping[str, Any], level: Mapping[str, Any], missing: Sequence[str]
-) -> Iterator[Members]:
-    """What to add to `level`, the file or one of its layer entries, so that its overall block
-    states what is missing.
+    value: JsonMapping,
+    level: JsonMapping,
+    missing: Sequence[str],
+) -> JsonObject:
+    """Return what to add to `level`, the file or one of its layer entries, so that its overall
+    block states what is missing.
 
-    First what holds there anyway, of each tensor role by itself: for a layer entry what the top
-    of the file says, for the top what the ready config does. What follows differs from it in
-    one value, then in two.
+    The values are those that hold there anyway: for a layer entry what the top of the file
+    says, for the top what the ready config does. A tensor role that differs gets its own block.
     """
-    blocks = [
-        _blocks(source)
-        for source in ([_preset(value)] if level is value else [value, _preset(value)])
-    ]
-    own, own_tensors = _blocks(level)
-    wide = ChainMap({}, *(overall for overall, _ in blocks), {"datatype": "int"})
+    sources = [_blocks(_preset(value))]
+    if level is not value:
+        sources.insert(0, _blocks(value))
+    overalls = [overall for overall, _ in sources]
+    wide = ChainMap({}, *overalls, {"datatype": "int"})
+    by_role: dict[Role, JsonMapping] = {}
     roles = level.get("quantizable_data_type", value.get("quantizable_data_type"))
-    by_role = {
-        role: ChainMap(
-            {},
-            *(part for overall, tensors in blocks for part in (tensors.get(role, {}), overall)),
-            wide,
-        )
-        for role in ROLES
-        if not isinstance(roles, list) or role in roles
-    }
-    first = _overall(missing, own, wide, [found["datatype"] for found in by_role.values()])
-    if own.get("symmetry") is False and not any(
-        block.get("symmetry") for block in own_tensors.values()
-    ):
-        # Asymmetric quantization reads neither.
-        first |= dict.fromkeys({"signed", "narrow_range"} & first.keys(), False)
-    aside = {
-        role: _aside(first, found, wide, own_tensors.get(role, {}))
-        for role, found in by_role.items()
-    }
-    tensors = {role: block for role, block in aside.items() if block}
-    for changes in _changes(first):
-        yield {OVERALL: first | changes, **({TENSOR: tensors} if tensors else {})}
+    for role in ROLES:
+        if not isinstance(roles, list) or role in roles:
+            parts: list[JsonObject] = []
+            for overall, tensors in sources:
+                parts += [tensors.get(role, {}), overall]
+            by_role[role] = ChainMap({}, *parts, wide)
+
+    stated, stated_tensors = _blocks(level)
+    datatypes = [words["datatype"] for words in by_role.values()]
+    added = _overall(missing, stated, wide, datatypes)
+    tensors_are_symmetric = any(block.get("symmetry") for block in stated_tensors.values())
+    if stated.get("symmetry") is False and not tensors_are_symmetric:
+        # Asymmetric quantization reads neither
+        added |= dict.fromkeys({"signed", "narrow_range"} & added.keys(), False)
+    added_tensors: dict[str, JsonObject] = {}
+    for role, words in by_role.items():
+        stated_words = stated_tensors.get(role, {})
+        block = _tensor_block(added, words, wide, stated_words)
+        if block:
+            added_tensors[role] = block
+    if added_tensors:
+        return {_OVERALL: added, _TENSOR: added_tensors}
+    return {_OVERALL: added}
 
 
 def _overall(
-    missing: Sequence[str], own: Members, wide: Mapping[str, Any], datatypes: Sequence[Any]
-) -> Members:
-    """Under a floating-point datatype of the top an empty block has that, and one about
-    integers has to say so.
+    missing: Sequence[str],
+    stated: JsonObject,
+    wide: JsonMapping,
+    datatypes: Sequence[Any],
+) -> JsonObject:
+    """Return the members that complete an overall block.
+
+    Under a floating-point datatype of the top an empty block repeats that datatype, and one
+    with parameters of integers has to state "int".
     """
-    if _is_cast(wide["datatype"]) and not own:
+    if _is_cast(wide["datatype"]) and not stated:
         return {"datatype": wide["datatype"]}
-    is_said = "datatype" in own or not any(map(_is_cast, datatypes))
-    return ({} if is_said else {"datatype": "int"}) | {word: wide[word] for word in missing}
+    members: JsonObject = {}
+    if "datatype" not in stated and any(map(_is_cast, datatypes)):
+        members["datatype"] = "int"
+    for word in missing:
+        members[word] = wide[word]
+    return members
 
 
 def _is_cast(datatype: Any) -> bool:
-    """Whether a datatype, which may be any value of JSON, is a format without a scale."""
+    """Return whether a datatype, which may be any JSON value, is a format without a scale."""
     return isinstance(datatype, str) and datatype in CAST_ONLY
 
 
-def _aside(
-    first: Members, found: Mapping[str, Any], wide: Mapping[str, Any], own: Members
-) -> Members:
-    """What a role's block has to state, so that the overall values `first` do not replace what
-    holds for the role.
+def _tensor_block(
+    overall: JsonObject,
+    words: JsonMapping,
+    wide: JsonMapping,
+    stated: JsonObject,
+) -> JsonObject:
+    """Return what a role's block has to state, so that the values of `overall` do not replace
+    what holds for the role.
     """
-    read = first.keys() if found["datatype"] == "int" else first.keys() & {"datatype"}
-    return {
-        word: found[word]
-        for word in first
-        if word in read - own.keys() and found[word] != wide[word]
-    }
+    read = overall if words["datatype"] == "int" else ["datatype"]
+    unstated = [word for word in overall if word in read and word not in stated]
+    return {word: words[word] for word in unstated if words[word] != wide[word]}
 
 
-def _changes(first: Members) -> Iterator[Members]:
-    """None, then each change of one value to another option, then each of two."""
-    choices = [
-        (word, option) for word in first for option in _options(word) if option != first[word]
-    ]
-    for count in range(CHANGES + 1):
-        yield from map(dict, itertools.combinations(choices, count))
+def _blocks(level: JsonMapping) -> tuple[JsonObject, dict[str, JsonObject]]:
+    """Return the overall block, and the blocks of tensor roles, as far as they are there."""
+    overall = level.get(_OVERALL)
+    tensors = level.get(_TENSOR)
+    blocks: dict[str, JsonObject] = {}
+    if isinstance(tensors, dict):
+        for role, block in tensors.items():
+            if isinstance(block, dict):
+                blocks[role] = block
+    if not isinstance(overall, dict):
+        overall = {}
+    return overall, blocks
 
 
-def _options(word: str) -> list[Any]:
-    """The values that may stand for a wider block's; how precise and what kind of numbers is
-    not for us to change.
-    """
-    if word in ("datatype", "bit_width"):
-        return []
-    options: list[Any] = block_of("layered", "parameters")["properties"][word].get(
-        "enum", [True, False]
-    )
-    return options
-
-
-def _blocks(level: Mapping[str, Any]) -> tuple[Members, dict[str, Members]]:
-    """The overall block, and the blocks of tensor roles, as far as they are there."""
-    overall, tensors = (
-        found if isinstance(found := level.get(key), dict) else {} for key in (OVERALL, TENSOR)
-    )
-    return overall, {role: block for role, block in tensors.items() if isinstance(block, dict)}
-
-
-def _examples(value: Mapping[str, Any], path: Path, key: str) -> Iterator[tuple[Members, bool]]:
-    """Values for a key of the hierarchical form or of an algorithm; the one that all wider
-    levels state is known.
+def _examples(
+    value: JsonMapping,
+    path: JsonPath,
+    key: str,
+) -> Iterator[tuple[JsonObject, bool]]:
+    """Yield values for a key of the hierarchical form or of an algorithm, and whether each is
+    known to be meant, as all wider levels state it.
     """
     if key == "name":
-        yield from (
-            ({key: name}, False)
-            for name in dict.fromkeys((_ALGORITHMS[str(path[0])], *ALGORITHMS))
-        )
+        first = _ALGORITHMS[str(path[0])]
+        for name in dict.fromkeys((first, *ALGORITHMS)):
+            yield {key: name}, False
     elif key == "dtype":
         wider = _wider_dtypes(value, path)
-        yield from (({key: dtype}, len(wider) == 1) for dtype in wider)
-        options = block_of("hierarchical", "spec")["properties"][key]["enum"]
-        yield from (({key: dtype}, False) for dtype in ("int8", *options))
+        for dtype in wider:
+            yield {key: dtype}, len(wider) == 1
+        for dtype in ("int8", *block_of("hierarchical", "spec")["properties"][key]["enum"]):
+            yield {key: dtype}, False
+    elif key == "layers":
+        yield {key: ["self_attn.o_proj"]}, False
     else:
-        yield (
-            {key: ["self_attn.o_proj"] if key == "layers" else {"weight": {"dtype": "int8"}}},
-            False,
-        )
+        yield {key: {"weight": {"dtype": "int8"}}}, False
 
 
-def _wider_dtypes(value: Mapping[str, Any], path: Path) -> tuple[str, ...]:
-    """The dtypes that the levels above a spec state for the same tensor: the global one, and
-    for a name all types.
+def _wider_dtypes(
+    value: JsonMapping,
+    path: JsonPath,
+) -> tuple[str, ...]:
+    """Return the dtypes that wider levels state for the tensor at `path`: the global level,
+    and for a name all types.
     """
     level, tensor = path[0], path[-1]
-    types = value.get("layer_type_quant_config") if level == "layer_quant_config" else {}
-    above = [value.get("global_quant_config") if level != "global_quant_config" else {}]
-    above += types.values() if isinstance(types, dict) else ()
-    specs = [block.get(tensor) for block in above if isinstance(block, dict)]
-    dtypes = [spec.get("dtype") for spec in specs if isinstance(spec, dict)]
-    return tuple(dict.fromkeys(dtype for dtype in dtypes if isinstance(dtype, str)))
+    wider: list[Any] = []
+    if level != "global_quant_config":
+        wider.append(value.get("global_quant_config"))
+    types = value.get("layer_type_quant_config")
+    if level == "layer_quant_config" and isinstance(types, dict):
+        wider += types.values()
+    dtypes: dict[str, None] = {}
+    for block in wider:
+        spec = block.get(tensor) if isinstance(block, dict) else None
+        dtype = spec.get("dtype") if isinstance(spec, dict) else None
+        if isinstance(dtype, str):
+            dtypes[dtype] = None
+    return tuple(dtypes)
 
 
 def _insertions(
-    document: Document, path: Path, members: Mapping[str, Any]
-) -> tuple[tuple[Edit, ...], tuple[str, ...]]:
-    """The edits that add members to the object at `path` and to blocks in it, and the pointers
-    of what is new.
-    """
-    here = value_at(document.value, path)
-    new = {key: member for key, member in members.items() if key not in here}
+    document: Document,
+    path: JsonPath,
+    members: JsonMapping,
+) -> tuple[Edit, ...]:
+    """Return the edits that add members to the object at `path` and to blocks in it."""
+    present = value_at(document.value, path)
+    new = {key: member for key, member in members.items() if key not in present}
     edits = [_insertion(document, path, new)] if new else []
-    touched = [pointer_to(*path, key) for key in new]
     for key, member in members.items():
-        if key not in new and isinstance(here[key], dict):
-            inner, pointers = _insertions(document, (*path, key), member)
-            edits, touched = [*edits, *inner], [*touched, *pointers]
-    return tuple(edits), tuple(touched)
+        if key not in new and isinstance(present[key], dict):
+            edits += _insertions(document, (*path, key), member)
+    return tuple(edits)
 
 
-def _insertion(document: Document, path: Path, members: Mapping[str, Any]) -> Edit:
-    """New members after the last one, laid out as it is."""
-    text, pointer = document.source.text, pointer_to(*path)
+def _insertion(
+    document: Document,
+    path: JsonPath,
+    members: JsonMapping,
+) -> Edit:
+    """Return the edit that writes members after the last one, laid out as it is."""
+    text = document.source.text
+    pointer = pointer_to(*path)
     newline = "\r\n" if "\r\n" in text else "\n"
-    start, _ = document.values[pointer]
-    inside = [key for key in document.keys if key.rpartition("/")[0] == pointer]
-    if not inside:
-        indent = newline + _indent(text, start) + "  "
-        added = (
-            indent
-            + ("," + indent).join(_written(members, indent))
-            + newline
-            + _indent(text, start)
-        )
-        return Edit(start + 1, start + 1, added)
-    last = max(inside, key=lambda key: document.values[key])
-    key_start, end = document.keys[last][0], document.values[last][1]
-    own_line = not text[text.rfind("\n", 0, key_start) + 1 : key_start].strip()
-    indent = newline + _indent(text, key_start) if own_line else ""
-    return Edit(
-        end, end, "".join(f",{indent or ' '}{member}" for member in _written(members, indent))
-    )
+    siblings = [key for key in document.keys if key.rpartition("/")[0] == pointer]
+    if not siblings:
+        start, _ = document.values[pointer]
+        outer = newline + _indent(text, start)
+        indent = outer + "  "
+        lines = ("," + indent).join(_written(members, indent))
+        start += 1
+        return Edit(start, start, indent + lines + outer)
+    last = max(siblings, key=lambda key: document.values[key])
+    key_start, _ = document.keys[last]
+    _, end = document.values[last]
+    line_start = text.rfind("\n", 0, key_start) + 1
+    is_first_in_line = not text[line_start:key_start].strip()
+    indent = newline + _indent(text, key_start) if is_first_in_line else ""
+    separator = f",{indent or ' '}"
+    added = "".join(separator + member for member in _written(members, indent))
+    return Edit(end, end, added)
 
 
-def _written(members: Mapping[str, Any], indent: str) -> list[str]:
+def _written(
+    members: JsonMapping,
+    indent: str,
+) -> list[str]:
     return [f"{json.dumps(key)}: {_dumped(value, indent)}" for key, value in members.items()]
 
 
-def _dumped(value: Any, indent: str) -> str:
-    if not isinstance(value, dict) or not indent:
+def _dumped(
+    value: Any,
+    indent: str,
+) -> str:
+    if not isinstance(value, dict) or not indent or not value:
         return json.dumps(value, ensure_ascii=False)
-    members = [
-        f"{indent}  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()
-    ]
-    return "{" + ",".join(members) + indent + "}"
+    inner = indent + "  "
+    return "{" + inner + ("," + inner).join(_written(value, "")) + indent + "}"
 
 
-def _indent(text: str, at: int) -> str:
-    line = text[text.rfind("\n", 0, at) + 1 : at]
+def _indent(
+    text: str,
+    position: int,
+) -> str:
+    """Return the spaces that begin the line of a position."""
+    line = text[text.rfind("\n", 0, position) + 1 : position]
     return line[: len(line) - len(line.lstrip())]

@@ -1,6 +1,5 @@
-"""The JSON grammar (RFC 8259) with positions. Goes on after what it can understand (comments,
-trailing commas, duplicate keys, NaN), so that one run shows all of it; stops at what it
-cannot.
+"""Parse JSON (RFC 8259) with positions. The parser goes on after what it understands (comments,
+trailing commas, duplicate keys, NaN), so that one run shows every such fault.
 """
 
 import json
@@ -9,7 +8,8 @@ import re
 from typing import Any, NoReturn
 
 from quantizer.config.diagnostics import Diagnostic, Edit, Fix
-from quantizer.config.document.document import Span, Text, pointer_to
+from quantizer.config.document.document import Text, TextSpan, pointer_to
+from quantizer.config.json_types import JsonObject, JsonPath
 
 MAX_DEPTH = 64
 MAX_PROBLEMS = 1000
@@ -17,7 +17,7 @@ MAX_PROBLEMS = 1000
 _SPACE = re.compile(r"[ \t\r\n]*")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _NUMBER_LIKE = re.compile(r"[-+.0-9](?:[-+.0-9A-Za-z_])*")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 _SINGLE_QUOTED = re.compile(r"'([^'\"\\\x00-\x1f]*)'(?=\s*[:,}\]])")
 _BARE_KEY = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)(?=\s*:)")
@@ -36,30 +36,37 @@ class _StopError(Exception):
 
 
 class Parser:
-    """One parse of one text; `problems`, `values` and `keys` fill as it goes."""
+    """One parse of one text; `problems`, `values` and `keys` fill as it goes.
+
+    `_index` is the character to read next.
+    """
 
     def __init__(self, source: Text) -> None:
         self.source = source
         self.text = source.text
         self.start = 0
         self.problems: list[Diagnostic] = []
-        self.values: dict[str, Span] = {}
-        self.keys: dict[str, Span] = {}
+        self.values: dict[str, TextSpan] = {}
+        self.keys: dict[str, TextSpan] = {}
+        self._index = 0
         self._decoder = json.JSONDecoder()
 
     def parse(self) -> Any:
-        """The value, or None if `problems` say why there is none."""
+        """Return the value, or None if `problems` say why there is none."""
         try:
-            self.start = self._space(0)
-            if self.start == len(self.text):
-                remedy = "`quantizer init` writes a config to start from"
-                self._fail("the file is empty", self.start, remedy, code="QZ009")
-            value, at = self._value(self.start, (), 0)
-            at = self._space(at)
-            if at < len(self.text):
+            self._skip_space()
+            self.start = self._index
+            if not self._next():
+                self._fail(
+                    "the file is empty",
+                    "`quantizer init` writes a config to start from",
+                    code="QZ009",
+                )
+            value = self._value(())
+            self._skip_space()
+            if self._next():
                 self._fail(
                     "there is text after the end of the JSON value",
-                    at,
                     "check the brackets above it",
                 )
         except _StopError:
@@ -67,14 +74,23 @@ class Parser:
         return value
 
     def report(
-        self, code: str, message: str, span: Span, remedy: str, instead: str | None = None
+        self,
+        code: str,
+        message: str,
+        span: TextSpan,
+        remedy: str,
+        *,
+        instead: str | None = None,
     ) -> None:
         """Note a problem and go on, unless there are so many that the file is something else.
 
         `instead` is the text that is meant, where only one can be.
         """
-        fixes = (Fix(remedy, (Edit(*span, instead),)),) if instead is not None else ()
-        self._note(Diagnostic(code, message, self.source.place(span), help=remedy, fixes=fixes))
+        fixes: tuple[Fix, ...] = ()
+        if instead is not None:
+            fixes = (Fix(remedy, (Edit(*span, instead),)),)
+        place = self.source.place(span)
+        self._note(Diagnostic(code, message, place, help=remedy, fixes=fixes))
 
     def _note(self, problem: Diagnostic) -> None:
         self.problems.append(problem)
@@ -84,196 +100,248 @@ class Parser:
     def _fail(
         self,
         message: str,
-        at: int,
         remedy: str,
         *,
-        end: int = 0,
+        span: TextSpan | None = None,
         code: str = "QZ004",
         instead: str | None = None,
     ) -> NoReturn:
-        self.report(code, message, (at, end or at + 1), remedy, instead)
+        """Report a problem at `span`, or at the next character, and stop."""
+        span = span or (self._index, self._index + 1)
+        self.report(code, message, span, remedy, instead=instead)
         raise _StopError
 
-    def _space(self, at: int) -> int:
+    def _next(self) -> str:
+        """Return the next character, or "" at the end."""
+        return self.text[self._index : self._index + 1]
+
+    def _skip_space(self) -> None:
+        """Skip white space, and report comments."""
         while True:
-            at = self._match(_SPACE, at)
-            comment = _COMMENT.match(self.text, at)
+            self._index = self._end_of(_SPACE)
+            comment = _COMMENT.match(self.text, self._index)
             if not comment:
-                return at
-            remedy = 'remove it, or make it a key: "// note": "…"'
-            self.report("QZ005", "JSON has no comments", comment.span(), remedy)
-            at = comment.end()
+                return
+            self.report(
+                "QZ005",
+                "JSON has no comments",
+                comment.span(),
+                'remove it, or make it a key: "// note": "…"',
+            )
+            self._index = comment.end()
 
-    def _match(self, pattern: re.Pattern[str], at: int) -> int:
-        found = pattern.match(self.text, at)
-        return found.end() if found else at
+    def _end_of(self, pattern: re.Pattern[str]) -> int:
+        """Return where a match of a pattern at the next character ends."""
+        match = pattern.match(self.text, self._index)
+        return match.end() if match else self._index
 
-    def _value(self, at: int, path: tuple[str | int, ...], depth: int) -> tuple[Any, int]:
-        if depth > MAX_DEPTH:
-            message = f"values are nested more than {MAX_DEPTH} levels deep"
-            self._fail(message, at, "a config needs 5 levels", code="QZ003")
+    def _value(self, path: JsonPath) -> Any:
+        start = self._index
+        if len(path) > MAX_DEPTH:
+            self._fail(
+                f"values are nested more than {MAX_DEPTH} levels deep",
+                "a config needs 5 levels",
+                code="QZ003",
+            )
         value: Any
-        match self.text[at : at + 1]:
+        match self._next():
             case "{":
-                value, end = self._object(at, path, depth)
+                value = self._object(path)
             case "[":
-                value, end = self._array(at, path, depth)
+                value = self._array(path)
             case '"':
-                value, end = self._string(at)
+                value = self._string()
             case _:
-                value, end = self._scalar(at)
-        self.values[pointer_to(*path)] = (at, end)
-        return value, end
+                value = self._scalar()
+        self.values[pointer_to(*path)] = (start, self._index)
+        return value
 
-    def _object(
-        self, start: int, path: tuple[str | int, ...], depth: int
-    ) -> tuple[dict[str, Any], int]:
-        members: dict[str, Any] = {}
-        at = self._space(start + 1)
-        while self.text[at : at + 1] != "}":
-            self._not_ended(at, start, "}")
-            key_at = at
-            key, at = self._key(at)
+    def _object(self, path: JsonPath) -> JsonObject:
+        members: JsonObject = {}
+        start = self._open()
+        while self._next() != "}":
+            self._require_more(start, "}")
+            key_start = self._index
+            key = self._key()
+            span = (key_start, self._index)
             pointer = pointer_to(*path, key)
             if key in members:
-                self._duplicate(key, self.keys[pointer], (key_at, at))
+                self._duplicate(key, self.keys[pointer], span)
             else:
-                self.keys[pointer] = (key_at, at)
-            at = self._space(at)
-            if self.text[at : at + 1] != ":":
+                self.keys[pointer] = span
+            self._skip_space()
+            if self._next() != ":":
                 self._fail(
-                    "a colon is missing after this key", key_at, 'write "key": value', end=at
+                    "a colon is missing after this key",
+                    'write "key": value',
+                    span=(key_start, self._index),
                 )
-            members[key], at = self._value(self._space(at + 1), (*path, key), depth + 1)
-            at = self._separator(at, "}", start)
-        return members, at + 1
+            self._index += 1
+            self._skip_space()
+            members[key] = self._value((*path, key))
+            self._separator(start, "}")
+        self._index += 1
+        return members
 
-    def _array(
-        self, start: int, path: tuple[str | int, ...], depth: int
-    ) -> tuple[list[Any], int]:
+    def _array(self, path: JsonPath) -> list[Any]:
         items: list[Any] = []
-        at = self._space(start + 1)
-        while self.text[at : at + 1] != "]":
-            self._not_ended(at, start, "]")
-            item, at = self._value(at, (*path, len(items)), depth + 1)
-            items.append(item)
-            at = self._separator(at, "]", start)
-        return items, at + 1
+        start = self._open()
+        while self._next() != "]":
+            self._require_more(start, "]")
+            items.append(self._value((*path, len(items))))
+            self._separator(start, "]")
+        self._index += 1
+        return items
 
-    def _separator(self, value_end: int, close: str, start: int) -> int:
-        at = self._space(value_end)
-        self._not_ended(at, start, close)
-        if self.text[at] == close:
-            return at
-        if self.text[at] != ",":
-            message = f'a comma or a "{close}" is missing after this value'
-            self._fail(message, value_end - 1, "write a comma between members")
-        following = self._space(at + 1)
-        if self.text[following : following + 1] == close:
+    def _open(self) -> int:
+        """Read an opening bracket, and return where it is."""
+        start = self._index
+        self._index += 1
+        self._skip_space()
+        return start
+
+    def _separator(self, start: int, close: str) -> None:
+        """Read the comma between two members; stop at the closing bracket."""
+        value_end = self._index
+        self._skip_space()
+        self._require_more(start, close)
+        if self._next() == close:
+            return
+        if self._next() != ",":
+            span = (value_end - 1, value_end)
+            self._fail(
+                f'a comma or a "{close}" is missing after this value',
+                "write a comma between members",
+                span=span,
+            )
+        comma = (self._index, self._index + 1)
+        self._index += 1
+        self._skip_space()
+        if self._next() == close:
             self.report(
                 "QZ006",
                 "JSON has no trailing commas",
-                (at, at + 1),
+                comma,
                 f'remove the comma before "{close}"',
-                "",
+                instead="",
             )
-        return following
 
-    def _not_ended(self, at: int, start: int, close: str) -> None:
-        if at >= len(self.text):
+    def _require_more(self, start: int, close: str) -> None:
+        """Stop if the text ends before the bracket at `start` is closed."""
+        if not self._next():
             self._fail(
                 f'this bracket is never closed: a "{close}" is missing',
-                start,
                 "is the file cut off?",
+                span=(start, start + 1),
             )
 
-    def _key(self, at: int) -> tuple[str, int]:
-        if self.text[at] == "'":
-            self._single_quoted(at)
-        if self.text[at] != '"':
-            end = max(self._match(_WORD, at), at + 1)
-            remedy = "remove it" if self.text[at] == "," else "put the key in double quotes"
-            message = f"expected a key in double quotes, not {self.text[at:end][:40]}"
-            instead = f'"{self.text[at:end]}"' if _BARE_KEY.match(self.text, at) else None
-            self._fail(message, at, remedy, end=end, instead=instead)
-        return self._string(at)
-
-    def _single_quoted(self, at: int) -> NoReturn:
-        text = _SINGLE_QUOTED.match(self.text, at)
-        end, instead = (text.end(), f'"{text[1]}"') if text else (0, None)
-        self._fail(
-            "JSON strings are in double quotes", at, 'write "…"', end=end, instead=instead
-        )
-
-    def _duplicate(self, key: str, first: Span, second: Span) -> None:
-        place, again = self.source.place(first), self.source.place(second)
-        lines = (
-            f"on lines {place.line} and {again.line}"
-            if again.line != place.line
-            else f"on line {again.line}"
-        )
-        message = f'the key "{key[:60]}" appears twice, {lines}'
-        self._note(
-            Diagnostic(
-                "QZ007",
-                message,
-                again,
-                help="keep one of the two",
-                related=((place, "first here"),),
+    def _key(self) -> str:
+        if self._next() == "'":
+            self._single_quoted()
+        if self._next() != '"':
+            end = max(self._end_of(_WORD), self._index + 1)
+            word = self.text[self._index : end]
+            remedy = "remove it" if word == "," else "put the key in double quotes"
+            is_bare = _BARE_KEY.match(self.text, self._index)
+            instead = f'"{word}"' if is_bare else None
+            self._fail(
+                f"expected a key in double quotes, not {word[:40]}",
+                remedy,
+                span=(self._index, end),
+                instead=instead,
             )
-        )
+        return self._string()
 
-    def _string(self, at: int) -> tuple[str, int]:
+    def _single_quoted(self) -> NoReturn:
+        message = "JSON strings are in double quotes"
+        remedy = 'write "…"'
+        string = _SINGLE_QUOTED.match(self.text, self._index)
+        if string is None:
+            self._fail(message, remedy)
+        self._fail(message, remedy, span=string.span(), instead=f'"{string[1]}"')
+
+    def _duplicate(self, key: str, first: TextSpan, second: TextSpan) -> None:
+        place = self.source.place(first)
+        repeated = self.source.place(second)
+        lines = f"on line {repeated.line}"
+        if place.line != repeated.line:
+            lines = f"on lines {place.line} and {repeated.line}"
+        problem = Diagnostic(
+            code="QZ007",
+            message=f'the key "{key[:60]}" appears twice, {lines}',
+            place=repeated,
+            help="keep one of the two",
+            related=((place, "first here"),),
+        )
+        self._note(problem)
+
+    def _string(self) -> str:
+        start = self._index
         try:
-            value, end = self._decoder.raw_decode(self.text, at)
+            value, self._index = self._decoder.raw_decode(self.text, start)
         except json.JSONDecodeError as error:
-            reason = {
-                "Unterminated": "this string is never closed",
-                "Invalid \\": "JSON has no such escape sequence",
-            }
-            message = next(
-                (text for start, text in reason.items() if error.msg.startswith(start)),
-                "this string is not closed on its line, or contains a control character",
+            if error.msg.startswith("Unterminated"):
+                message = "this string is never closed"
+            elif error.msg.startswith("Invalid \\"):
+                message = "JSON has no such escape sequence"
+            else:
+                message = (
+                    "this string is not closed on its line, or contains a control character"
+                )
+            self._fail(
+                message,
+                'inside a string write \\n, \\t, \\\\ and \\"',
+                span=(error.pos, error.pos + 1),
             )
-            self._fail(message, error.pos, 'inside a string write \\n, \\t, \\\\ and \\"')
         if _SURROGATE.search(value):
-            remedy = "write the character itself, or both halves"
-            self._fail("this string contains half of a surrogate pair", at, remedy, end=end)
-        return str(value), end
-
-    def _scalar(self, at: int) -> tuple[Any, int]:
-        end = max(self._match(_NUMBER_LIKE, at), self._match(_WORD, at))
-        word = self.text[at:end]
-        number = _NUMBER.fullmatch(word)
-        if number:
-            return self._number(number, (at, end)), end
-        if word[:1].isdecimal() or word[:1] == ".":
+            message = "this string contains half of a surrogate pair"
             self._fail(
-                f"{word[:40]} is not a JSON number", at, "write it like 8, -1 or 99.99", end=end
+                message, "write the character itself, or both halves", span=(start, self._index)
             )
-        if word in _LITERALS:
-            return _LITERALS[word], end
-        if word in _NOT_FINITE:
-            self.report("QZ008", f"JSON has no {word}", (at, end), "write a finite number")
-        elif literal := _FOREIGN_LITERALS.get(word):
-            self.report("QZ004", f"JSON has no {word}", (at, end), f"write {literal}", literal)
-        elif self.text[at : at + 1] == "'":
-            self._single_quoted(at)
+        return str(value)
+
+    def _scalar(self) -> Any:
+        end = max(self._end_of(_NUMBER_LIKE), self._end_of(_WORD))
+        span = (self._index, end)
+        word = self.text[self._index : end]
+        if _NUMBER.fullmatch(word):
+            value = self._number(word, span)
+        elif word[:1].isdecimal() or word[:1] == ".":
+            self._fail(
+                f"{word[:40]} is not a JSON number", "write it like 8, -1 or 99.99", span=span
+            )
+        elif word in _LITERALS:
+            value = _LITERALS[word]
         else:
-            shown = word[:40] or self.text[at : at + 1] or "the end of the file"
-            self._fail(
-                f"expected a value, not {shown}", at, 'text goes in double quotes: "…"', end=end
-            )
-        return None, end
+            self._foreign(word, span)
+            value = None
+        self._index = end
+        return value
 
-    def _number(self, number: re.Match[str], span: Span) -> int | float | None:
-        if not math.isfinite(float(number.group())):
-            message = f"the number {number.group()[:20]}… is out of range"
-            self.report("QZ008", message, span, "write a smaller number")
+    def _foreign(self, word: str, span: TextSpan) -> None:
+        """Report what is no JSON; stop if nobody knows where it ends."""
+        message = f"JSON has no {word}"
+        literal = _FOREIGN_LITERALS.get(word)
+        if word in _NOT_FINITE:
+            self.report("QZ008", message, span, "write a finite number")
+        elif literal:
+            self.report("QZ004", message, span, f"write {literal}", instead=literal)
+        elif self._next() == "'":
+            self._single_quoted()
+        else:
+            shown = word[:40] or self._next() or "the end of the file"
+            message = f"expected a value, not {shown}"
+            start, end = span
+            span = (start, max(end, start + 1))
+            self._fail(message, 'text goes in double quotes: "…"', span=span)
+
+    def _number(self, text: str, span: TextSpan) -> int | float | None:
+        if not math.isfinite(float(text)):
+            self.report(
+                "QZ008",
+                f"the number {text[:20]}… is out of range",
+                span,
+                "write a smaller number",
+            )
             return None
-        fraction, exponent = number.groups()
-        return (
-            int(number.group())
-            if fraction is None and exponent is None
-            else float(number.group())
-        )
+        return float(text) if set(text) & {".", "e", "E"} else int(text)

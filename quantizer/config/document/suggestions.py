@@ -1,5 +1,5 @@
-"""What to write instead of a wrong key or value, the likeliest first. Reads the schema; finds
-no errors itself.
+"""Find what to write instead of a wrong key or value, the likeliest first, with the help of the
+schema.
 """
 
 import json
@@ -12,9 +12,8 @@ from quantizer.config.algorithms import SWITCHES, entry_kinds
 from quantizer.config.diagnostics import Edit, Fix
 from quantizer.config.document.document import Document, pointer_to, value_at
 from quantizer.config.forms.form import HIERARCHICAL_KEYS, Form, block_of, form_of
+from quantizer.config.json_types import JsonMapping, JsonPath
 from quantizer.config.wording import closest, listed, misspelt, quoted
-
-Path = tuple[str | int, ...]
 
 TYPE_WORDS = {
     "boolean": "true or false",
@@ -28,6 +27,13 @@ TYPE_WORDS = {
 _BOOLEANS = {
     **dict.fromkeys(("true", "yes", "on", "1"), "true"),
     **dict.fromkeys(("false", "no", "off", "0"), "false"),
+}
+
+_BOUNDS = {
+    "exclusiveMinimum": "more than",
+    "minimum": "at least",
+    "exclusiveMaximum": "less than",
+    "maximum": "at most",
 }
 
 _COUNTERPARTS: Mapping[Form, Mapping[str, str]] = {
@@ -71,156 +77,172 @@ _SWITCHES = {
 """What other tools list among their algorithms."""
 
 
-def bounds(schema: Mapping[str, Any]) -> list[str]:
-    """The range of a number in words.
+def bounds(schema: JsonMapping) -> list[str]:
+    """Return the range of a number in words.
 
     >>> bounds({"exclusiveMinimum": 0, "maximum": 1})
     ['more than 0', 'at most 1']
     """
-    words = {
-        "exclusiveMinimum": "more than",
-        "minimum": "at least",
-        "exclusiveMaximum": "less than",
-    }
-    return [
-        f"{word} {schema[key]}"
-        for key, word in {**words, "maximum": "at most"}.items()
-        if key in schema
-    ]
+    return [f"{word} {schema[key]}" for key, word in _BOUNDS.items() if key in schema]
 
 
-def help_for_value(key: str, value: Any, form: Form) -> str:
-    """Whose word a wrong value of `key` is, or else where the right ones are listed."""
+def help_for_value(
+    key: str,
+    value: Any,
+    form: Form,
+) -> str:
+    """Return which key a wrong value of `key` belongs to, or where the right ones are
+    listed.
+    """
     if _is_switch(key, value):
-        switch = _SWITCHES[value]
-        listed_as = [
-            name
-            for name, kind in SWITCHES.items()
-            if kind.switch == switch and form == "hierarchical"
-        ]
-        if listed_as:
-            return f'write "{listed_as[0]}", the switch {switch} of the layered form'
-        return f'it is the switch "{switch}"' + (
-            " of the layered form" if form == "hierarchical" else ""
-        )
-    if owner := _owner(key, value, form):
+        return _help_for_switch(_SWITCHES[value], form)
+    owner = _owner(key, value, form)
+    if owner:
         return f'{quoted(value)} is a value of "{owner}"'
-    is_explained = any(key in keys for keys in _homes(form).values())
-    return (
-        f"`quantizer explain {key}` says what it may be"
-        if is_explained
-        else "`quantizer schema` prints all keys"
-    )
+    if any(key in keys for keys in _keys_by_block(form).values()):
+        return f"`quantizer explain {key}` says what it may be"
+    return "`quantizer schema` prints all keys"
+
+
+def _help_for_switch(
+    switch: str,
+    form: Form,
+) -> str:
+    """Return how a switch of the layered form is written in a form."""
+    if form == "layered":
+        return f'it is the switch "{switch}"'
+    for name, kind in SWITCHES.items():
+        if kind.switch == switch:
+            return f'write "{name}", the switch {switch} of the layered form'
+    return f'it is the switch "{switch}" of the layered form'
 
 
 def _is_switch(key: str, value: Any) -> bool:
-    """Whether the name of an algorithm is a word of other tools for one of our switches."""
+    """Return whether an algorithm's name is a word of other tools for one of our switches."""
     return key == "name" and isinstance(value, str) and value in _SWITCHES
 
 
-def value_fixes(document: Document, path: Path, schema: Mapping[str, Any]) -> Iterator[Fix]:
-    """What to write for the value at `path`, whose entry in the schema is `schema`: what it
-    means, then examples.
+def value_fixes(
+    document: Document,
+    path: JsonPath,
+    schema: JsonMapping,
+) -> Iterator[Fix]:
+    """Yield what to write for the value at `path`, whose entry in the schema is `schema`: what
+    it means, then examples.
     """
-    key = next((part for part in reversed(path) if isinstance(part, str)), "")
-    pointer, value, form = (
-        pointer_to(*path),
-        value_at(document.value, path),
-        form_of(document.value),
-    )
+    key = last_key(path)
+    pointer = pointer_to(*path)
+    value = value_at(document.value, path)
     span = document.values[pointer]
+    uncovers = pointer if isinstance(value, dict) else None
     for text, edits in _literals(document, path, schema):
-        yield Fix(
-            f"write {text}",
-            edits,
-            (pointer,),
-            uncovers=pointer if isinstance(value, dict) else None,
-        )
+        yield Fix(f"write {text}", edits, uncovers=uncovers)
     if isinstance(value, str):
         words = [word for word in schema.get("enum", ()) if isinstance(word, str)]
         meant = misspelt(value, words) or _synonym(value, words)
-        for word in dict.fromkeys(filter(None, (meant, closest(value, words)))):
-            yield Fix(
-                f'did you mean "{word}"?',
-                (Edit(*span, json.dumps(word)),),
-                (pointer,),
-                word == meant,
-            )
-    reason = (
-        f'{quoted(value)} is a value of "{owner}"; '
-        if (owner := _owner(key, value, form))
-        else ""
-    )
+        for word in _distinct(meant, closest(value, words)):
+            edits = (Edit(*span, json.dumps(word)),)
+            yield Fix(f'did you mean "{word}"?', edits, word == meant)
     if _is_switch(key, value):
         return
-    for example in (
+    owner = _owner(key, value, form_of(document.value))
+    reason = f'{quoted(value)} is a value of "{owner}"; ' if owner else ""
+    label = f'"{key}": ' if path[-1:] == (key,) else ""
+    examples = (
         schema.get("default"),
         *schema.get("examples", ()),
         *schema.get("enum", ()),
-    ):
+    )
+    for example in examples:
         if example not in (None, {}, []):
-            text = quoted(example) if path[-1:] != (key,) else f'"{key}": {quoted(example)}'
-            yield Fix(
-                f"{reason}for example {text}",
-                (Edit(*span, json.dumps(example)),),
-                (pointer,),
-                is_known=False,
-            )
+            text = f"{reason}for example {label}{quoted(example)}"
+            yield Fix(text, (Edit(*span, json.dumps(example)),), is_known=False)
 
 
-def help_for_key(key: str, known: Collection[str], here: Collection[str], form: Form) -> str:
-    """The block where a key that is not known here belongs, or the key in `here` that it
+def last_key(path: JsonPath) -> str:
+    """Return the last key of a path, which the value or the list that it is in belongs to.
+
+    >>> last_key(("exclude", 1))
+    'exclude'
+    """
+    return next((part for part in reversed(path) if isinstance(part, str)), "")
+
+
+def help_for_key(
+    key: str,
+    known: Collection[str],
+    present: Collection[str],
+    form: Form,
+) -> str:
+    """Return the block where a key that is not known here belongs, or the present key that it
     repeats, or all known keys.
     """
     if key in _COUNTERPARTS[form]:
         return f'in this form it is "{_COUNTERPARTS[form][key]}"'
-    homes = [home for home, keys in _homes(form).items() if key in keys]
+    homes = [block for block, keys in _keys_by_block(form).items() if key in keys]
     if homes:
         return f'"{key}" belongs in {" or ".join(homes)}'
-    if near := closest(key, (name for name in known if name in here)):
+    near = closest(key, (name for name in known if name in present))
+    if near:
         return f'"{near}" is here already: remove one of the two'
-    return f"known keys here: {listed(name for name in known if not name.startswith('$'))}"
+    names = listed(name for name in known if not name.startswith("$"))
+    return f"known keys here: {names}"
 
 
-def key_fixes(document: Document, path: Path, known: Collection[str]) -> Iterator[Fix]:
-    """The known key that the one at `path` is, misspelt or in the other form's words."""
-    key, form = str(path[-1]), form_of(document.value)
+def key_fixes(
+    document: Document,
+    path: JsonPath,
+    known: Collection[str],
+) -> Iterator[Fix]:
+    """Yield the known key that the one at `path` is, misspelt or in the other form's words."""
+    key = str(path[-1])
+    form = form_of(document.value)
     span = document.keys[pointer_to(*path)]
-    here = value_at(document.value, path[:-1])
-    free = [word for word in known if word not in here]
-    counterpart = next((word for word in free if word == _COUNTERPARTS[form].get(key)), None)
-    if not counterpart and any(key in keys for keys in _homes(form).values()):
+    siblings = value_at(document.value, path[:-1])
+    free = [word for word in known if word not in siblings]
+    counterpart = _COUNTERPARTS[form].get(key)
+    if counterpart not in free:
+        counterpart = None
+    is_elsewhere = any(key in keys for keys in _keys_by_block(form).values())
+    if is_elsewhere and not counterpart:
         return
     meant = counterpart or misspelt(key, free)
-    for word in dict.fromkeys(filter(None, (meant, closest(key, free)))):
-        pointer = pointer_to(*path[:-1], word)
+    for word in _distinct(meant, closest(key, free)):
         text = f'in this form it is "{word}"' if counterpart else f'did you mean "{word}"?'
-        uncovers = pointer if word == meant else None
-        yield Fix(text, (Edit(*span, json.dumps(word)),), (pointer,), word == meant, uncovers)
+        uncovers = pointer_to(*path[:-1], word) if word == meant else None
+        yield Fix(text, (Edit(*span, json.dumps(word)),), word == meant, uncovers)
 
 
-def _synonym(value: str, words: Collection[str]) -> str | None:
-    """The option that other tools have this word for."""
+def _distinct(*words: str | None) -> list[str]:
+    return list(dict.fromkeys(word for word in words if word))
+
+
+def _synonym(
+    value: str,
+    words: Collection[str],
+) -> str | None:
+    """Return the option that other tools have this word for."""
     word = _SYNONYMS.get("".join(filter(str.isalnum, value.lower())))
     return word if word in words else None
 
 
 def _literals(
-    document: Document, path: Path, schema: Mapping[str, Any]
+    document: Document,
+    path: JsonPath,
+    schema: JsonMapping,
 ) -> Iterator[tuple[str, tuple[Edit, ...]]]:
-    """The literal of the wanted type that a value of another type means, as it is shown and as
-    it is written.
+    """Yield the literal of the wanted type that a value of another type means, as it is shown
+    and as it is written.
     """
-    value, types = value_at(document.value, path), schema.get("type", ())
+    value = value_at(document.value, path)
+    types = schema.get("type", ())
     wanted = {types} if isinstance(types, str) else {*types}
     start, end = document.values[pointer_to(*path)]
-    text = (
-        value.strip().lower()
-        if isinstance(value, str)
-        else json.dumps(value)
-        if isinstance(value, int)
-        else ""
-    )
+    text = ""
+    if isinstance(value, str):
+        text = value.strip().lower()
+    elif isinstance(value, int):
+        text = json.dumps(value)
     if "boolean" in wanted and text in _BOOLEANS:
         yield _BOOLEANS[text], (Edit(start, end, _BOOLEANS[text]),)
     if wanted & {"integer", "number"} and isinstance(value, str) and _is_number(text):
@@ -237,43 +259,44 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _owner(key: str, value: Any, form: Form) -> str | None:
-    """The other key that a word is an option of."""
-    owner = _owners(form).get(value) if isinstance(value, str) else None
+def _owner(
+    key: str,
+    value: Any,
+    form: Form,
+) -> str | None:
+    """Return the other key that a word is an option of."""
+    owner = _keys_by_option(form).get(value) if isinstance(value, str) else None
     return owner if owner != key else None
 
 
 @cache
-def _owners(form: Form) -> Mapping[str, str]:
-    """Each option word, and the key that it is an option of."""
+def _keys_by_option(form: Form) -> Mapping[str, str]:
+    """Return each option word, and the key that it is an option of."""
     owners: dict[str, str] = {}
     for block in _BLOCKS[form].values():
         for key, entry in block_of(form, block)["properties"].items():
             for word in entry.get("enum", ()):
                 if isinstance(word, str):
                     owners.setdefault(word, key)
-    roles = (
-        block_of("layered", "quantizable_data_type")["items"]["enum"]
-        if form == "layered"
-        else ()
-    )
-    return {**owners, **dict.fromkeys(roles, "quantizable_data_type")}
+    if form == "layered":
+        roles = block_of("layered", "quantizable_data_type")["items"]["enum"]
+        owners |= dict.fromkeys(roles, "quantizable_data_type")
+    return owners
 
 
-def _homes(form: Form) -> Mapping[str, frozenset[str]]:
-    """Each block of the form, and its keys; those of the other form are named as such."""
-    homes = {
-        home: frozenset(block_of(form, block)["properties"])
-        for home, block in _BLOCKS[form].items()
-    }
-    homes |= {
-        f"the algorithm {name}": frozenset(settings_of(kind))
-        for name, kind in entry_kinds(form).items()
-    }
-    if form == "hierarchical":
-        layered = frozenset(block_of("layered")["properties"]) - {"target_device"}
-        return homes | {"the layered form, and a file has one form": layered}
-    homes |= {
-        home: frozenset(block_of(form, block)["properties"]) for home, block in _ENTRIES.items()
-    }
-    return homes | {"the hierarchical form, and a file has one form": HIERARCHICAL_KEYS}
+def _keys_by_block(form: Form) -> Mapping[str, Collection[str]]:
+    """Return each block of the form and its keys; those of the other form are named as such."""
+    blocks = dict(_BLOCKS[form])
+    other_form = "the layered form, and a file has one form"
+    keys_of_other = block_of("layered")["properties"].keys() - {"target_device"}
+    if form == "layered":
+        blocks |= _ENTRIES
+        other_form = "the hierarchical form, and a file has one form"
+        keys_of_other = HIERARCHICAL_KEYS
+    homes: dict[str, Collection[str]] = {}
+    for home, block in blocks.items():
+        homes[home] = block_of(form, block)["properties"]
+    for name, kind in entry_kinds(form).items():
+        homes[f"the algorithm {name}"] = settings_of(kind)
+    homes[other_form] = keys_of_other
+    return homes

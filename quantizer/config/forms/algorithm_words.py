@@ -1,8 +1,5 @@
-"""Reads entries of `algo_config`, `pre_quant_opt_config` and `algorithms`, and writes them.
-Checks nothing.
-"""
+"""Read entries of `algo_config`, `pre_quant_opt_config` and `algorithms`, and write them."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
@@ -10,102 +7,143 @@ from quantizer.config.algorithm_settings import AlgoConfig, read_keys, settings_
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import ValidDocument
+from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import Algorithm, Sourced
 
-Path = tuple[str | int, ...]
+_GROUP_KEYS = ("prev_op", "layers", "inp")
+"""The members of a group of layers that something reads."""
 
 
-def read_algorithms(view: ValidDocument, *blocks: str) -> tuple[Algorithm, ...]:
-    """The entries of the blocks in order; one algorithm may stand without a list. Unknown ones
-    are left out.
-    """
-    paths = (_entries(view, block) for block in blocks)
-    return tuple(entry for path in itertools.chain(*paths) if (entry := _entry(view, path)))
+def read_algorithms(
+    document: ValidDocument,
+    *blocks: str,
+) -> tuple[Algorithm, ...]:
+    """Return the algorithms of the blocks, in order; unknown ones are left out."""
+    algorithms: list[Algorithm] = []
+    for path in _entries(document, *blocks):
+        name = document.get(*path, "name")
+        if isinstance(name, str) and name in ALGORITHMS:
+            algorithms.append(_read_entry(document, path, ALGORITHMS[name]))
+    return tuple(algorithms)
 
 
-def read_names(view: ValidDocument, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
-    """The name of every entry of the blocks, in order, and where it stands."""
-    paths = (_entries(view, block) for block in blocks)
-    named = [
-        (view.get(*path, "name"), view.place(*path, "name")) for path in itertools.chain(*paths)
-    ]
-    return tuple((name, place) for name, place in named if isinstance(name, str))
+def read_names(
+    document: ValidDocument,
+    *blocks: str,
+) -> tuple[tuple[str, Place | None], ...]:
+    """Return the name of every entry of the blocks, in order, and where it stands."""
+    names: list[tuple[str, Place | None]] = []
+    for path in _entries(document, *blocks):
+        name = document.get(*path, "name")
+        if isinstance(name, str):
+            names.append((name, document.place(*path, "name")))
+    return tuple(names)
 
 
-def written(settings: AlgoConfig) -> dict[str, Any]:
-    """The entry of a file that says the same as settings, with every default that something
-    reads.
+def written(settings: AlgoConfig) -> JsonObject:
+    """Return the entry of a file that means the same as settings, with every default that
+    something reads.
 
     >>> written(ALGORITHMS["rotation"](seed=3))
     {'name': 'rotation', 'residual': True, 'values': True, 'online': True, 'seed': 3}
     """
-    values = {key: getattr(settings, key) for key in read_keys(type(settings))}
-    return {
-        "name": settings.name,
-        **{key: value for key, value in values.items() if value is not None},
-    }
+    entry: JsonObject = {"name": settings.name}
+    for key in read_keys(type(settings)):
+        value = getattr(settings, key)
+        if value is not None:
+            entry[key] = value
+    return entry
 
 
-def _entries(view: ValidDocument, block: str) -> list[Path]:
-    return [(block,)] if isinstance(view.get(block), dict) else _items(view, block)
+def _entries(
+    document: ValidDocument,
+    *blocks: str,
+) -> list[JsonPath]:
+    """Return the paths of the entries of the blocks; one entry may stand without a list."""
+    paths: list[JsonPath] = []
+    for block in blocks:
+        if isinstance(document.get(block), dict):
+            paths.append((block,))
+        else:
+            paths += _items(document, block)
+    return paths
 
 
-def _items(view: ValidDocument, *path: str | int) -> list[Path]:
-    return [(*path, at) for at in view.items(*path)]
+def _items(
+    document: ValidDocument,
+    *path: str | int,
+) -> list[JsonPath]:
+    return [(*path, index) for index in document.items(*path)]
 
 
-def _entry(view: ValidDocument, path: Path) -> Algorithm | None:
-    """An empty name or list, as older files have it, states nothing."""
-    name = view.get(*path, "name")
-    if not isinstance(name, str) or name not in ALGORITHMS:
-        return None
-    kind = ALGORITHMS[name]
+def _read_entry(
+    document: ValidDocument,
+    path: JsonPath,
+    kind: type[AlgoConfig],
+) -> Algorithm:
     hints = get_type_hints(kind)
-    found = {key: _sound(view, *path, key) for key in settings_of(kind)}
-    stated = {
-        key: Sourced(_typed(hints[key], value), view.place(*path, key))
-        for key, value in found.items()
-        if value is not None and not (value in ("", []) and getattr(kind, key) is None)
-    }
-    groups = tuple(view.place(*group) for group in _items(view, *path, "scaling_layers"))
+    stated: dict[str, Sourced] = {}
+    for key in settings_of(kind):
+        value = _valid_part(document, *path, key)
+        # An empty name or list, as older files have it, states nothing
+        is_empty = value in ("", []) and getattr(kind, key) is None
+        if value is not None and not is_empty:
+            stated[key] = Sourced(_typed(hints[key], value), document.place(*path, key))
+    groups = _items(document, *path, "scaling_layers")
     return Algorithm(
-        kind, path, stated, view.place(*path, "name"), groups, dict(_unread(view, path, kind))
+        kind=kind,
+        path=path,
+        stated=stated,
+        place=document.place(*path, "name"),
+        groups=tuple(document.place(*group) for group in groups),
+        unread=dict(_unread(document, path, kind)),
     )
 
 
 def _unread(
-    view: ValidDocument, path: Path, kind: type[AlgoConfig]
+    document: ValidDocument,
+    path: JsonPath,
+    kind: type[AlgoConfig],
 ) -> Iterator[tuple[str, tuple[str, Place | None]]]:
-    for key, meant in settings_of(kind).items():
-        if meant.unread and view.get(*path, key) not in (None, getattr(kind, key)):
-            yield key, (meant.unread, view.place(*path, key))
-    key = "module2inspect"
-    groups = [(*group, key) for group in _items(view, *path, "scaling_layers")]
-    for group in [group for group in groups if view.get(*group) is not None][:1]:
-        yield key, ("the outputs of the layers themselves are compared", view.place(*group))
+    """Yield the stated keys that nothing reads, each with the reason and its first place."""
+    for key, setting in settings_of(kind).items():
+        if setting.unread and document.get(*path, key) not in (None, getattr(kind, key)):
+            yield key, (setting.unread, document.place(*path, key))
+    for group in _items(document, *path, "scaling_layers"):
+        key_path = (*group, "module2inspect")
+        if document.get(*key_path) is not None:
+            reason = "the outputs of the layers themselves are compared"
+            yield "module2inspect", (reason, document.place(*key_path))
+            return
 
 
-def _sound(view: ValidDocument, *path: str | int) -> Any:
-    """A value; of a list the items that are not wrong, of a group of layers the members that
-    something reads.
+def _valid_part(
+    document: ValidDocument,
+    *path: str | int,
+) -> Any:
+    """Return a value without the invalid items of a list, and of a group of layers the members
+    that something reads.
     """
-    value = view.get(*path)
+    value = document.get(*path)
     if isinstance(value, list):
-        return [_sound(view, *item) for item in _items(view, *path)]
+        return [_valid_part(document, *item) for item in _items(document, *path)]
     if isinstance(value, dict):
-        return {
-            key: item
-            for key in ("prev_op", "layers", "inp")
-            if (item := _sound(view, *path, key))
-        }
+        members: JsonObject = {}
+        for key in _GROUP_KEYS:
+            member = _valid_part(document, *path, key)
+            if member:
+                members[key] = member
+        return members
     return value
 
 
 def _typed(hint: Any, value: Any) -> Any:
-    """JSON has one kind of numbers."""
+    """Return a value with its numbers as int or float: JSON has one kind of numbers."""
     if isinstance(value, list):
         return [_typed(hint, item) for item in value]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        members = (hint, *get_args(hint))
-        return float(value) if float in members else int(value) if int in members else value
-    return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    members = (hint, *get_args(hint))
+    if float in members:
+        return float(value)
+    return int(value) if int in members else value

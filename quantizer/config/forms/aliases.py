@@ -1,6 +1,4 @@
-"""Older and newer spellings of the hierarchical form's words, turned into its own, with a note
-for each.
-"""
+"""Replace older and newer spellings of the hierarchical form's words, with a note for each."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -9,18 +7,21 @@ from quantizer.config.algorithm_settings import ALIASES
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.forms.hierarchical import ROLE_OF
-from quantizer.config.forms.hierarchical_spec import METHODS
+from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS
+from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.wording import quoted
 
-T = TypeVar("T")
-Path = tuple[str | int, ...]
+_T = TypeVar("_T")
 
-KEYS: Mapping[str, str] = {"dynamic": "is_dynamic", "axis": "ch_axis"}
+KEY_ALIASES: Mapping[str, str] = {"dynamic": "is_dynamic", "axis": "ch_axis"}
 """Other spellings of a spec's keys."""
 
-VALUES: Mapping[str, Mapping[str, str]] = {
+VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     "observer_cls": {
-        **{name.removesuffix("Observer"): name for name in (*METHODS, "PlaceholderObserver")},
+        **{
+            name.removesuffix("Observer"): name
+            for name in (*OBSERVER_METHODS, "PlaceholderObserver")
+        },
         "min_max": "PerTensorMinMaxObserver",
         "percentile": "PerTensorPercentileObserver",
         "MSE": "PerTensorMSEObserver",
@@ -33,7 +34,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Other spellings of a key's values."""
 
-TYPES: Mapping[str, str] = {
+TYPE_ALIASES: Mapping[str, str] = {
     "Conv2D": "Conv2d",
     "Conv3D": "Conv3d",
     "Conv2DTranspose": "ConvTranspose2d",
@@ -45,88 +46,138 @@ transformers, so it stays.)
 
 
 def other_spelling(key: str, path: Sequence[str | int]) -> str:
-    """The form's word for a key of the block at `path`; the key itself, if it is no other
-    spelling.
+    """Return the form's word for a key of the block at `path`; the key itself, if it is no
+    other spelling.
 
-    >>> (
-    ...     other_spelling("dynamic", ("global_quant_config", "weight")),
-    ...     other_spelling("dynamic", ()),
-    ... )
-    ('is_dynamic', 'dynamic')
+    >>> other_spelling("dynamic", ("global_quant_config", "weight"))
+    'is_dynamic'
+    >>> other_spelling("dynamic", ())
+    'dynamic'
     """
-    table = (
-        KEYS
-        if path and path[-1] in ROLE_OF
-        else TYPES
-        if tuple(path) == ("layer_type_quant_config",)
-        else {}
-    )
-    return table.get(key, key)
-
-
-def _is_two_stages(value: Any, path: Path) -> bool:
-    """Whether it is the spec of a tensor in groups, and a spec of its scales that is a
-    `scale_format`.
-    """
-    if not (path and path[-1] in ROLE_OF and isinstance(value, list) and len(value) == 2):
-        return False
-    first, second = value
-    if (
-        not isinstance(first, dict)
-        or not isinstance(second, dict)
-        or second.get("is_scale_quant") is not True
-    ):
-        return False
-    stated = second.get("dtype"), second.get("qscheme") or "per_tensor"
-    return stated in (("fp8_e4m3", "per_tensor"), ("float8_e4m3", "per_tensor"))
+    if path and path[-1] in ROLE_OF:
+        return KEY_ALIASES.get(key, key)
+    if tuple(path) == ("layer_type_quant_config",):
+        return TYPE_ALIASES.get(key, key)
+    return key
 
 
 def canonical(document: Document) -> tuple[Document, tuple[Diagnostic, ...]]:
-    """The document in the form's own words, every value still at its place, and a note for each
-    word replaced.
+    """Return the document in the form's own words, every value still at its place, and a note
+    for each word replaced.
     """
-    notes: list[Diagnostic] = []
-    moved: dict[str, str] = {}
+    copy = _CanonicalCopy(document)
+    value = copy.value(document.value, (), ())
+    canonical_document = Document(
+        source=document.source,
+        value=value,
+        values=copy.moved(document.values),
+        keys=copy.moved(document.keys),
+        dotted=copy.moved(document.dotted),
+    )
+    return canonical_document, tuple(copy.notes)
 
-    def replaced(spelling: str, word: str, *path: str | int, key: bool = False) -> str:
+
+class _CanonicalCopy:
+    """A copy of a document in the form's own words, which notes each word that it replaces."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._old_pointers: dict[str, str] = {}
+        self.notes: list[Diagnostic] = []
+
+    def value(
+        self,
+        value: Any,
+        old: JsonPath,
+        new: JsonPath,
+    ) -> Any:
+        """Return a copy of the value at the path `old`; its path in the copy is `new`."""
+        self._old_pointers[pointer_to(*new)] = pointer_to(*old)
+        if isinstance(value, dict):
+            return self._object(value, old, new)
+        if _is_two_stages(value, old):
+            return self._two_stages(value, old, new)
+        if isinstance(value, list):
+            items: list[Any] = []
+            for index, item in enumerate(value):
+                items.append(self.value(item, (*old, index), (*new, index)))
+            return items
+        if old and isinstance(value, str):
+            spellings = VALUE_ALIASES.get(str(old[-1]), {})
+            return self._replaced(value, spellings.get(value, value), old)
+        return value
+
+    def moved(self, by_pointer: Mapping[str, _T]) -> dict[str, _T]:
+        """Return what a mapping has for old pointers by the new ones."""
+        pointers = self._old_pointers.items()
+        return {new: by_pointer[old] for new, old in pointers if old in by_pointer}
+
+    def _object(
+        self,
+        value: JsonObject,
+        old: JsonPath,
+        new: JsonPath,
+    ) -> JsonObject:
+        members: JsonObject = {}
+        for key, item in value.items():
+            word = other_spelling(key, new)
+            # With both spellings, each stays
+            if word in value:
+                word = key
+            self._replaced(key, word, (*old, key), is_key=True)
+            members[word] = self.value(item, (*old, key), (*new, word))
+        return members
+
+    def _two_stages(
+        self,
+        value: list[Any],
+        old: JsonPath,
+        new: JsonPath,
+    ) -> Any:
+        spec = self.value(value[0], (*old, 0), new)
+        second = pointer_to(*old, 1, "dtype")
+        self._old_pointers[pointer_to(*new, "scale_format")] = second
+        text = "a second specification, of scales, is read as scale_format"
+        self._note(text, second, 'write "scale_format": "e4m3"')
+        return spec | {"scale_format": "e4m3"}
+
+    def _replaced(
+        self,
+        spelling: str,
+        word: str,
+        path: JsonPath,
+        *,
+        is_key: bool = False,
+    ) -> str:
         if spelling != word:
-            text, place = (
-                f"{quoted(spelling)} is read as {quoted(word)}",
-                document.place(pointer_to(*path), key=key),
-            )
-            notes.append(Diagnostic("QZ116", text, place, "note", help=f"write {quoted(word)}"))
+            text = f"{quoted(spelling)} is read as {quoted(word)}"
+            self._note(text, pointer_to(*path), f"write {quoted(word)}", is_key=is_key)
         return word
 
-    def copy(value: Any, old: Path, new: Path) -> Any:
-        """A copy of the value at the path `old`, which is at the path `new` afterwards."""
-        moved[pointer_to(*new)] = pointer_to(*old)
-        if isinstance(value, dict):
-            words = {key: other_spelling(key, new) for key in value}
-            # With both, each stays
-            words = {key: key if word in value else word for key, word in words.items()}
-            return {
-                replaced(key, word, *old, key, key=True): copy(
-                    value[key], (*old, key), (*new, word)
-                )
-                for key, word in words.items()
-            }
-        if _is_two_stages(value, old):
-            spec = copy(value[0], (*old, 0), new)
-            moved[pointer_to(*new, "scale_format")] = second = pointer_to(*old, 1, "dtype")
-            text, help_ = (
-                "a second specification, of scales, is read as scale_format",
-                'write "scale_format": "e4m3"',
-            )
-            notes.append(Diagnostic("QZ116", text, document.place(second), "note", help=help_))
-            return spec | {"scale_format": "e4m3"}
-        if isinstance(value, list):
-            return [copy(item, (*old, at), (*new, at)) for at, item in enumerate(value)]
-        spellings = VALUES.get(str(old[-1]), {}) if old and isinstance(value, str) else {}
-        return replaced(value, spellings.get(value, value), *old)
+    def _note(
+        self,
+        text: str,
+        pointer: str,
+        help_: str,
+        *,
+        is_key: bool = False,
+    ) -> None:
+        place = self._document.place(pointer, key=is_key)
+        self.notes.append(Diagnostic("QZ116", text, place, "note", help=help_))
 
-    def at_new(spans: Mapping[str, T]) -> dict[str, T]:
-        return {new: spans[old] for new, old in moved.items() if old in spans}
 
-    value = copy(document.value, (), ())
-    parts = (at_new(document.values), at_new(document.keys), at_new(document.dotted))
-    return Document(document.source, value, *parts), tuple(notes)
+def _is_two_stages(value: Any, path: JsonPath) -> bool:
+    """Return whether a value is the spec of a tensor in groups, and a spec of its scales that
+    is a `scale_format`.
+    """
+    is_tensor = bool(path) and path[-1] in ROLE_OF
+    if not is_tensor or not isinstance(value, list) or len(value) != 2:
+        return False
+    first, second = value
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return False
+    if second.get("is_scale_quant") is not True:
+        return False
+    dtype = second.get("dtype")
+    qscheme = second.get("qscheme") or "per_tensor"
+    return dtype in ("fp8_e4m3", "float8_e4m3") and qscheme == "per_tensor"

@@ -1,38 +1,45 @@
-"""The number formats of the hierarchical form by the words that its files have for them. No
-tensors.
-"""
+"""The number formats of the hierarchical form, by the words that its files have for them."""
 
 from dataclasses import dataclass
 
 from quantizer.config.model import QuantizationSpec, ScaleKind, ScaleMode
 
 INTEGERS = {
-    f"{sign}int{bits}": (bits, not sign)
-    for sign, widths in (("", (2, 3, 4, 5, 8, 16, 32)), ("u", (4, 5, 8, 16)))
-    for bits in widths
+    **{f"int{bits}": (bits, True) for bits in (2, 3, 4, 5, 8, 16, 32)},
+    **{f"uint{bits}": (bits, False) for bits in (4, 5, 8, 16)},
 }
 """Bits and sign of each integer dtype."""
 
 
-def dtype_word(spec: QuantizationSpec) -> str | None:
-    """The word for integer codes, if there is one; codes from 0 to 2^b-1 have the unsigned one
-    where it exists.
+def integer_word(spec: QuantizationSpec) -> str:
+    """Return the usual word for integer codes, whether or not the form has it.
 
-    >>> (
-    ...     dtype_word(QuantizationSpec(bit_width=3, symmetric=False)),
-    ...     dtype_word(QuantizationSpec(bit_width=7)),
-    ... )
-    ('int3', None)
+    >>> integer_word(QuantizationSpec(bit_width=7, symmetric=False))
+    'uint7'
     """
-    is_signed = spec.signed and spec.symmetric
-    words = [f"int{spec.bit_width}"] if is_signed else [f"uint{spec.bit_width}"]
-    words += [f"int{spec.bit_width}"] if not spec.symmetric else []
+    sign = "" if spec.has_signed_codes else "u"
+    return f"{sign}int{spec.bit_width}"
+
+
+def dtype_word(spec: QuantizationSpec) -> str | None:
+    """Return the form's word for integer codes, if it has one.
+
+    Asymmetric codes, from 0 to 2^b-1, have the unsigned word where it exists.
+
+    >>> dtype_word(QuantizationSpec(bit_width=3, symmetric=False))
+    'int3'
+    >>> dtype_word(QuantizationSpec(bit_width=7)) is None
+    True
+    """
+    words = [integer_word(spec)]
+    if not spec.symmetric:
+        words.append(f"int{spec.bit_width}")
     return next((word for word in words if word in INTEGERS), None)
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format with a shared exponent: the values that share it and how it is found where the
+    """A format with a shared exponent: how many values share it, and how it is found where the
     file does not say.
     """
 

@@ -1,11 +1,9 @@
-"""Tells the two file forms apart by their keys, and gives the blocks of their schemas. Reads no
-file.
-"""
+"""Tell the two file forms apart by their keys, and return the blocks of their schemas."""
 
-from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest
 
@@ -23,15 +21,15 @@ HIERARCHICAL_KEYS = frozenset(
 )
 """Source: AMD Quark for PyTorch, documentation of `Config`."""
 
-LAYERED_BLOCKS = frozenset(
+_LAYERED_BLOCKS = frozenset(
     {"overall_quantize_config", "tensor_quantize_config", "layer_quantize_config"}
 )
 """Source: Vitis AI, quantization configuration."""
 
 
-def form_of(value: Mapping[str, Any]) -> Form:
-    """The form of a file: hierarchical with a key of that form, or its required one misspelt,
-    and no overall block.
+def form_of(value: JsonMapping) -> Form:
+    """Return the form of a file: hierarchical with a key of that form, or its required key
+    misspelt, and no overall block.
 
     >>> form_of({"exclude": []}), form_of({"global_quant_confg": {}}), form_of({})
     ('hierarchical', 'hierarchical', 'layered')
@@ -43,13 +41,15 @@ def form_of(value: Mapping[str, Any]) -> Form:
 def _form_of(keys: frozenset[str]) -> Form:
     if "overall_quantize_config" in keys:
         return "layered"
-    if keys & HIERARCHICAL_KEYS or keys & LAYERED_BLOCKS:
-        return "hierarchical" if keys & HIERARCHICAL_KEYS else "layered"
-    meant = {closest(key, ("global_quant_config", *LAYERED_BLOCKS)) for key in keys}
+    if keys & HIERARCHICAL_KEYS:
+        return "hierarchical"
+    if keys & _LAYERED_BLOCKS:
+        return "layered"
+    meant = {closest(key, ("global_quant_config", *_LAYERED_BLOCKS)) for key in keys}
     return "hierarchical" if "global_quant_config" in meant else "layered"
 
 
-def block_of(form: Form, name: str = "") -> Mapping[str, Any]:
-    """A block by its name in the form's schema; without one, the file itself."""
-    schema: Mapping[str, Any] = load_resource("schemas", f"{form}.schema.json")
+def block_of(form: Form, name: str = "") -> JsonMapping:
+    """Return a block by its name in the form's schema; without a name, the file itself."""
+    schema: JsonMapping = load_resource("schemas", f"{form}.schema.json")
     return schema["definitions"][name] if name else schema

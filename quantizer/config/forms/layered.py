@@ -1,15 +1,16 @@
-"""Translates the layered form (overall, tensor, layer blocks) into `Config`, and specs back
+"""Translate the layered form (overall, tensor, layer blocks) into a `Config`, and specs back
 into its words.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import Document, ValidDocument
 from quantizer.config.forms.algorithm_words import read_algorithms
+from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.model import (
     CAST_ONLY,
     POOLED,
@@ -38,7 +39,7 @@ FIELDS = {
     "symmetric_scale": "symmetric_scale",
     "calib_statistic_method": "statistic",
 }
-"""The form's word for each field of `QuantizationSpec`."""
+"""The field of `QuantizationSpec` for each of the form's words."""
 
 OPTIONAL = {
     "percentage": "only the percentile method reads `percentage`",
@@ -49,24 +50,22 @@ OPTIONAL = {
 }
 """The words that a complete block may lack, and who reads them."""
 
-_VALUES: Mapping[str, Callable[[Any], Any]] = {
-    "qscheme": {True: "per_channel", False: "per_tensor"}.__getitem__,
-    "bit_width": int,
-    "percentage": float,
+_SELECTOR_KINDS: Mapping[str, Literal["type", "name"]] = {
+    "layer_type": "type",
+    "layer_name": "name",
 }
-_KINDS: Mapping[str, Literal["type", "name"]] = {"layer_type": "type", "layer_name": "name"}
-_SETTINGS = frozenset(field.name for field in fields(Settings)) - {"places"}
+_SETTINGS = tuple(field.name for field in fields(Settings) if field.name != "places")
 
 
 @dataclass(frozen=True)
-class Level:
-    """One part of the file that says something about all roles and about single ones: the top,
-    or a layer entry.
+class LayeredLevel:
+    """A part of the file that states something of all roles and of single ones: the top, or a
+    layer entry.
     """
 
     selector: Selector
     label: str
-    pointer: tuple[str | int, ...]
+    pointer: JsonPath
     roles: frozenset[Role] | None
     roles_place: Place | None
     overall: Mapping[Role, Fields]
@@ -74,18 +73,19 @@ class Level:
 
     @property
     def quantized(self) -> list[Role]:
-        """The roles that are quantized; all where the level does not say."""
+        """Return the roles that are quantized; all where the level does not state them."""
         return [role for role in ROLES if self.roles is None or role in self.roles]
 
     def blocks(self, role: Role) -> tuple[Fields, Fields]:
-        """What the level says about `role`, the wider block first."""
+        """Return what the level states of `role`, the wider block first."""
         return self.overall[role], self.tensor.get(role, {})
 
     def rule(self) -> ConfigRule:
-        """A layer entry as a rule."""
-        merged = {
-            role: {**self.overall[role], **self.tensor.get(role, {})} for role in self.quantized
-        }
+        """Return a layer entry as a rule."""
+        merged: dict[Role, Fields] = {}
+        for role in self.quantized:
+            overall, tensor = self.blocks(role)
+            merged[role] = {**overall, **tensor}
         return ConfigRule(self.selector, self.label, self.roles, self.roles_place, merged)
 
 
@@ -97,171 +97,199 @@ class Layered:
 
     document: Document
     config: Config
-    top: Level
-    layers: tuple[Level, ...]
+    top: LayeredLevel
+    layers: tuple[LayeredLevel, ...]
 
 
-def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
+def translate_layered(document: Document, ignored: Collection[str] = ()) -> Layered:
     """Translate a document of the layered form.
 
-    `ignored` are pointers whose values are wrong: they are left out, so that the rest can be
-    checked.
+    `ignored` are pointers whose values are wrong: they are left out, so that the valid part can
+    be checked.
     """
     file = _Translator(document, frozenset(ignored))
-    top, layers = (
-        file.level(Selector("all"), "overall_quantize_config", ()),
-        tuple(file.entries()),
-    )
-    rules = (
-        ConfigRule(top.selector, top.label, top.roles, top.roles_place, top.overall),
-        ConfigRule(top.selector, "tensor_quantize_config", fields=top.tensor),
-        *map(Level.rule, layers),
-    )
-    algorithms = read_algorithms(file, "algorithms")
+    top = file.level(Selector("all"), "overall_quantize_config", ())
+    layers = tuple(file.entries())
     config = Config(
-        file.settings(),
-        rules,
-        document.source.name,
-        document.value,
-        algorithms=algorithms,
+        settings=file.settings(),
+        rules=(
+            ConfigRule(top.selector, top.label, top.roles, top.roles_place, top.overall),
+            ConfigRule(top.selector, "tensor_quantize_config", fields=top.tensor),
+            *(level.rule() for level in layers),
+        ),
+        source=document.source.name,
+        document=document.value,
+        algorithms=read_algorithms(file, "algorithms"),
         text=document.source.text,
     )
     return Layered(document, config, top, layers)
 
 
 class _Translator(ValidDocument):
-    """Each method reads one part of the document."""
+    """A document whose parts are read by one method each."""
 
     def settings(self) -> Settings:
-        found = {name: value for name in _SETTINGS if (value := self.get(name)) is not None}
-        if "onnx_opset_version" in found:
-            found["onnx_opset_version"] = int(found["onnx_opset_version"])
-        places = {name: place for name in found if (place := self.place(name))}
-        return Settings(**found, places=places)
+        stated: JsonObject = {}
+        places: dict[str, Place] = {}
+        for name in _SETTINGS:
+            value = self.get(name)
+            if value is None:
+                continue
+            stated[name] = int(value) if name == "onnx_opset_version" else value
+            place = self.place(name)
+            if place:
+                places[name] = place
+        return Settings(**stated, places=places)
 
-    def entries(self) -> Iterator[Level]:
+    def entries(self) -> Iterator[LayeredLevel]:
         block = "layer_quantize_config"
-        for at in self.items(block):
-            yield self.level(self._selector(block, at), f"{block}[{at}]", (block, at))
+        for index in self.items(block):
+            path = (block, index)
+            yield self.level(self._selector(*path), f"{block}[{index}]", path)
 
     def _selector(self, *path: str | int) -> Selector:
         required = self.get(*path, "required") is not False
-        for key, kind in _KINDS.items():
-            if (text := self.get(*path, key)) is not None:
+        for key, kind in _SELECTOR_KINDS.items():
+            text = self.get(*path, key)
+            if text is not None:
                 return Selector(kind, text, self.place(*path, key), required)
         return Selector("name", required=False)
 
-    def level(self, selector: Selector, label: str, path: tuple[str | int, ...]) -> Level:
-        overall = self._block(*path, "overall_quantize_config")
-        for_others = {
-            name: sourced for name, sourced in overall.items() if sourced.value != "per_channel"
-        }
-        roles = self.get(*path, "quantizable_data_type")
-        if roles and None in (
-            self.get(*path, "quantizable_data_type", at) for at in range(len(roles))
-        ):
-            # With one of them misspelt, nothing is known of those that are not there
-            roles = None
-        return Level(
+    def level(self, selector: Selector, label: str, path: JsonPath) -> LayeredLevel:
+        weights = self._block(*path, "overall_quantize_config")
+        # Other roles have one scale per tensor
+        others = dict(weights)
+        if "qscheme" in others and others["qscheme"].value == "per_channel":
+            del others["qscheme"]
+        overall: dict[Role, Fields] = dict.fromkeys(ROLES, others)
+        overall["weights"] = weights
+        tensor: dict[Role, Fields] = {}
+        for role in ROLES:
+            block = self._block(*path, "tensor_quantize_config", role)
+            if block:
+                tensor[role] = block
+        roles_path = (*path, "quantizable_data_type")
+        roles = self._roles(*roles_path)
+        roles_place = None
+        if roles is not None:
+            roles_place = self.place(*roles_path)
+        return LayeredLevel(
             selector=selector,
             label=label,
             pointer=path,
-            roles=None if roles is None else frozenset(role for role in ROLES if role in roles),
-            roles_place=self.place(*path, "quantizable_data_type")
-            if roles is not None
-            else None,
-            overall={role: overall if role == "weights" else for_others for role in ROLES},
-            tensor={
-                role: block
-                for role in ROLES
-                if (block := self._block(*path, "tensor_quantize_config", role))
-            },
+            roles=roles,
+            roles_place=roles_place,
+            overall=overall,
+            tensor=tensor,
         )
 
-    def _block(self, *path: str | int) -> Fields:
-        found = {word: value for word in FIELDS if (value := self.get(*path, word)) is not None}
-        return {
-            FIELDS[word]: Sourced(
-                _VALUES.get(FIELDS[word], lambda same: same)(value), self.place(*path, word)
-            )
-            for word, value in found.items()
-        }
+    def _roles(self, *path: str | int) -> frozenset[Role] | None:
+        """Return the roles in the list at `path`; None where there is no list, or where one is
+        misspelt: then the missing ones are not known.
+        """
+        words = self.get(*path)
+        if words is None or len(self.items(*path)) < len(words):
+            return None
+        return frozenset(role for role in ROLES if role in words)
+
+    def _block(self, *path: str | int) -> dict[str, Sourced]:
+        block: dict[str, Sourced] = {}
+        for word, name in FIELDS.items():
+            value = self.get(*path, word)
+            if value is None:
+                continue
+            if name == "qscheme":
+                value = "per_channel" if value else "per_tensor"
+            elif name == "bit_width":
+                value = int(value)
+            elif name == "percentage":
+                value = float(value)
+            block[name] = Sourced(value, self.place(*path, word))
+        return block
 
 
-def parameters(spec: QuantizationSpec, said: Collection[str] = ()) -> dict[str, Any]:
-    """A complete block that says the same as a spec of integers, or one without a scale.
+def parameters(spec: QuantizationSpec, explicit: Collection[str] = ()) -> JsonObject:
+    """Return a complete block that means the same as a spec of integers, or one without a
+    scale.
 
-    `said` are the words, of "datatype" and "symmetric_scale", that it says with their default
-    as well, as another block may say something else.
+    `explicit` are the words, of "datatype" and "symmetric_scale", that it states even with
+    their default, as another block may state something else.
     """
     if spec.dtype in CAST_ONLY:
         return {"datatype": spec.dtype}
-    values = {**spec.to_json(), "qscheme": spec.qscheme == "per_channel"}
-    values |= {"statistic": "max"} if spec.statistic == POOLED else {}
-    idle = {"datatype"} - {*said} | ({"percentage"} if spec.method != "percentile" else set())
-    if not spec.has_symmetric_scale or (
-        spec.symmetric_scale == "quant_max" and "symmetric_scale" not in said
-    ):
-        idle |= {"symmetric_scale"}
-    return {word: values[field] for word, field in FIELDS.items() if word not in idle}
+    values = spec.to_json()
+    values["qscheme"] = spec.qscheme == "per_channel"
+    if spec.statistic == POOLED:
+        values["statistic"] = "max"
+    block = {word: values[name] for word, name in FIELDS.items()}
+    if "datatype" not in explicit:
+        del block["datatype"]
+    if spec.method != "percentile":
+        del block["percentage"]
+    is_usual = spec.symmetric_scale == "quant_max" and "symmetric_scale" not in explicit
+    if is_usual or not spec.has_symmetric_scale:
+        del block["symmetric_scale"]
+    return block
 
 
 def entry(
-    selector: Mapping[str, Any],
+    selector: JsonMapping,
     specs: Mapping[Role, QuantizationSpec],
-    said: Collection[str] = (),
-) -> dict[str, Any]:
-    """A complete layer entry: an overall block, and what differs from it for single roles;
-    `said` as above.
+    explicit: Collection[str] = (),
+) -> JsonObject:
+    """Return a complete layer entry: an overall block, and what differs from it for single
+    roles; `explicit` as in `parameters`.
     """
-    by_role = {role: parameters(specs[role], said) for role in ROLES if role in specs}
-    overall = dict(
-        next(
-            (block for block in by_role.values() if "bit_width" in block),
-            next(iter(by_role.values())),
-        )
-    )
+    roles = [role for role in ROLES if role in specs]
+    by_role = {role: parameters(specs[role], explicit) for role in roles}
+    blocks = [*by_role.values()]
+    overall = next((block for block in blocks if "bit_width" in block), blocks[0]).copy()
+    # The roles that read these words state them themselves
     for word in OPTIONAL:
-        overall.pop(word, None)  # the roles that read it say so themselves
-    overall |= {"per_channel": False} if "per_channel" in overall else {}
-    tensors = {
-        role: {word: value for word, value in block.items() if overall.get(word) != value}
-        for role, block in by_role.items()
-    }
+        overall.pop(word, None)
+    if "per_channel" in overall:
+        overall["per_channel"] = False
+    tensors: JsonObject = {}
+    for role, block in by_role.items():
+        words = [word for word in block if overall.get(word) != block[word]]
+        if words:
+            tensors[role] = {word: block[word] for word in words}
     return {
         **selector,
-        "quantizable_data_type": list(by_role),
+        "quantizable_data_type": roles,
         "overall_quantize_config": overall,
-        "tensor_quantize_config": {role: block for role, block in tensors.items() if block},
+        "tensor_quantize_config": tensors,
     }
 
 
-def with_entries(
-    document: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """A copy of the document with these layer entries, by the name of their layer, in place of
-    those of the same names and behind all others; comments ("//" keys) of replaced ones
-    stay.
+def with_entries(document: JsonMapping, entries: Mapping[str, JsonMapping]) -> JsonObject:
+    """Return a copy of the document with these layer entries, by the name of their layer.
+
+    They replace entries of the same names, whose comments ("//" keys) stay, and stand behind
+    all others.
     """
     changed = copy.deepcopy(dict(document))
-    known = changed.get("layer_quantize_config") or []
-    written = [each for each in known if each.get("layer_name") not in entries]
-    for name, said in entries.items():
-        old: Mapping[str, Any] = next(
-            (each for each in known if each.get("layer_name") == name), {}
-        )
+    layer_entries: list[JsonObject] = []
+    replaced: dict[str, JsonObject] = {}
+    for old in changed.get("layer_quantize_config") or []:
+        name = old.get("layer_name")
+        if name in entries:
+            replaced.setdefault(name, old)
+        else:
+            layer_entries.append(old)
+    for name, new in entries.items():
+        old = replaced.get(name, {})
         comments = {key: value for key, value in old.items() if key.startswith("//")}
-        written.append(
-            {**comments, "layer_type": None, "layer_name": name, **copy.deepcopy(dict(said))}
-        )
-    return changed | {"layer_quantize_config": written}
+        selector = {"layer_type": None, "layer_name": name}
+        layer_entries.append({**comments, **selector, **copy.deepcopy(dict(new))})
+    return changed | {"layer_quantize_config": layer_entries}
 
 
-def specified(
-    document: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec]
-) -> dict[str, Any]:
-    """What an entry of this document says to give a layer's tensors these specs, whatever wider
-    blocks say.
+def specified(document: JsonMapping, specs: Mapping[Role, QuantizationSpec]) -> JsonObject:
+    """Return what an entry of this document states to give a layer's tensors these specs,
+    whatever wider blocks state.
     """
-    rules = {"symmetric_scale"} if "symmetric_scale" in str(document) else set()
-    return entry({}, specs, {"datatype", *rules})
+    explicit = {"datatype"}
+    if "symmetric_scale" in str(document):
+        explicit.add("symmetric_scale")
+    return entry({}, specs, explicit)

@@ -1,12 +1,12 @@
-"""The enumerations of the hierarchical form, by the names its files and its Python API use. No
-tensors.
+"""The enumerations of the hierarchical form, by the names that its files and its Python API
+use.
 """
 
 from enum import Enum
 
 
 class _Named(Enum):
-    """A member is written in JSON by its name."""
+    """An enumeration whose members are written in JSON by their names."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
@@ -14,8 +14,8 @@ class _Named(Enum):
 
 class Dtype(_Named):
     """Number formats. `mx` is a block format whose elements `mx_element_dtype` names, `mx6` and
-    `mx9` are others with exponents of pairs; `float32` (ours) leaves a tensor in float that a
-    wider level quantizes.
+    `mx9` have exponents of pairs, too. `float32` (ours) leaves a tensor in float that a wider
+    level quantizes.
     """
 
     int2 = "int2"

@@ -1,56 +1,63 @@
-"""A config file's document with other widths for the weights of single layers, in the file's
-own form. No tensors.
+"""Change the bit widths of single layers' weights in a config's document, in the file's own
+form.
 """
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
-from quantizer.config.forms.dtypes import INTEGERS, dtype_word
+from quantizer.config.forms.dtypes import INTEGERS, dtype_word, integer_word
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.forms.layered import specified, with_entries
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.errors import UsageError
 
-Specs = Mapping[Role, QuantizationSpec]
+_LayerSpecs = Mapping[Role, QuantizationSpec]
 
 
-def patched(document: Mapping[str, Any], layers: Mapping[str, Specs]) -> dict[str, Any]:
-    """The document with an entry for each of `layers`, which maps a layer's name to the specs
-    of all its tensors that are quantized, that of "weights" as it shall be.
+def patched(
+    document: JsonMapping,
+    layers: Mapping[str, _LayerSpecs],
+) -> JsonObject:
+    """Return the document with an entry for each of `layers`. Comments ("//" keys) stay.
 
-    The layered form needs complete entries, so there the other tensors are said again; in the
-    hierarchical form an entry says the weights' dtype alone. Comments ("//" keys) stay.
+    The layered form needs complete entries, so there the other tensors are repeated; in the
+    hierarchical form an entry states the weights' dtype alone.
+
+    Args:
+        document: the parsed file.
+        layers: for each layer the new spec of "weights", and the specs of its other quantized
+            tensors.
 
     Raises:
         UsageError: the form has no word for a width.
     """
-    if not layers or form_of(document) == "hierarchical":
-        changed = copy.deepcopy(dict(document))
-        for name, specs in layers.items():
-            named = changed.setdefault("layer_quant_config", {})
-            # And to the end: of equally specific entries the last one holds
-            own = named.pop(name, {})
-            named[name] = {**own, "weight": _weight(own.get("weight") or {}, specs["weights"])}
-        return changed
-    return with_entries(
-        document, {name: specified(document, specs) for name, specs in layers.items()}
-    )
+    if layers and form_of(document) == "layered":
+        entries = {name: specified(document, specs) for name, specs in layers.items()}
+        return with_entries(document, entries)
+    changed = copy.deepcopy(dict(document))
+    for name, specs in layers.items():
+        named = changed.setdefault("layer_quant_config", {})
+        # Of equally specific entries the last one holds, so it is moved to the end
+        level = named.pop(name, {})
+        level["weight"] = _weight(level.get("weight") or {}, specs["weights"])
+        named[name] = level
+    return changed
 
 
-def _weight(own: Mapping[str, Any], spec: QuantizationSpec) -> dict[str, Any]:
-    """What a level says of a weight already, with another dtype."""
+def _weight(stated: JsonMapping, spec: QuantizationSpec) -> JsonObject:
+    """Return what a level states of a weight, with the dtype of `spec`."""
     if spec.dtype in CAST_ONLY:
         return {"dtype": spec.dtype}
     word = dtype_word(spec)
     if word is None:
-        wanted = f"{'' if spec.signed and spec.symmetric else 'u'}int{spec.bit_width}"
         known = ", ".join(INTEGERS)
         raise UsageError(
-            f"the hierarchical form has no dtype {wanted}",
+            f"the hierarchical form has no dtype {integer_word(spec)}",
             help=f"it has {known}: change --choices",
         )
-    changed = {**own, "dtype": word, "symmetric": spec.symmetric}
-    usual = spec.symmetric_scale == usual_symmetric_scale(spec)
-    return changed if usual else {**changed, "symmetric_scale": spec.symmetric_scale}
+    changed = {**stated, "dtype": word, "symmetric": spec.symmetric}
+    if spec.symmetric_scale != usual_symmetric_scale(spec):
+        changed["symmetric_scale"] = spec.symmetric_scale
+    return changed

@@ -1,22 +1,24 @@
-"""Checks what a file of the hierarchical form means: each level merged with the global one,
-against the rule book.
+"""Check a file of the hierarchical form: the rules on each level merged with the global one,
+and parameters that nothing reads.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from quantizer.config.algorithms import SWITCHES
-from quantizer.config.diagnostics import Diagnostic, Place, Severity, related_to
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severity, related_to
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.dtypes import BLOCK_FORMATS
 from quantizer.config.forms.hierarchical import ROLE_OF, Hierarchical
-from quantizer.config.forms.hierarchical_spec import METHODS, PARAMETERS, Words
+from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, PARAMETERS, Words
 from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec
 from quantizer.config.rules.spec_rules import Conflict, conflicts
 
+_PERCENTILE = "PerTensorPercentileObserver"
 
-def check_hierarchical(levels: Hierarchical) -> Iterator[Diagnostic]:
-    """Findings on a file whose structure is sound, or on the sound part of it."""
+
+def check_hierarchical(levels: Hierarchical) -> Diagnostics:
+    """Yield the findings on the valid part of a file."""
     scopes = list(_scopes(levels))
     for scope in scopes:
         yield from _broken_rules(levels, scope)
@@ -31,166 +33,190 @@ def check_hierarchical(levels: Hierarchical) -> Iterator[Diagnostic]:
 
 @dataclass(frozen=True)
 class _Scope(Words):
-    """What holds for one role at one level: what it states over what it inherits."""
+    """A role at one level: what the level states over what it inherits."""
 
-    own: Fields
+    stated: Fields
     wider: Words
 
     def place(self, *keys: str) -> Place | None:
-        """Where the first of the keys that is stated stands."""
+        """Return where the first of the keys that is stated stands."""
         return next((self.raw[key].place for key in keys if key in self.raw), None)
 
-    def places(self, named: Iterable[Place | None]) -> list[Place]:
-        """The places of values in conflict, those of this level first; of a file's levels, this
-        one asks for it.
+    def places(self, causes: Iterable[Place | None]) -> list[Place]:
+        """Return the places of values in conflict, those of this level first.
+
+        Where all are at wider levels, the dtype of this level comes first: it asks for them.
         """
-        stated = {sourced.place for sourced in self.own.values()}
-        found = dict.fromkeys(place for place in named if place)
-        if not stated.intersection(found) and (dtype := self.own.get("dtype")) and dtype.place:
-            return [dtype.place, *found]
-        return sorted(found, key=lambda place: place not in stated)
+        stated = {sourced.place for sourced in self.stated.values()}
+        places = list(dict.fromkeys(place for place in causes if place))
+        if stated.isdisjoint(places) and "dtype" in self.stated:
+            dtype_place = self.stated["dtype"].place
+            if dtype_place:
+                return [dtype_place, *places]
+        return sorted(places, key=lambda place: place not in stated)
 
     def finding(
         self, code: str, text: str, *keys: str, help_: str, severity: Severity = "error"
     ) -> Diagnostic:
-        """A finding at the first of the keys that is stated."""
+        """Return a finding at the first of the keys that is stated."""
         return Diagnostic(code, text, self.place(*keys), severity, help=help_)
 
     def conflict(
         self,
         code: str,
         text: str,
-        named: Iterable[Place | None],
+        causes: Iterable[Place | None],
+        *,
         help_: str,
         severity: Severity = "error",
     ) -> Diagnostic:
-        """A finding at the value that this level states, about all of these places."""
-        at, *others = self.places(named)
-        related = tuple((place, "in conflict with this") for place in others)
-        return Diagnostic(code, text, at, severity, help=help_, related=related)
+        """Return a finding at the value that this level states, about all of these places."""
+        place, *others = self.places(causes)
+        related = tuple((other, "in conflict with this") for other in others)
+        return Diagnostic(code, text, place, severity, help=help_, related=related)
 
 
 def _scopes(levels: Hierarchical) -> Iterator[_Scope]:
     for level in levels.levels:
-        for role, own in level.specs.items():
-            yield _Scope(role, level.merged(role).raw, own, level.inherited(role))
+        for role, stated in level.specs.items():
+            yield _Scope(role, level.merged(role).raw, stated, level.inherited(role))
 
 
-def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
-    """What is missing is reported at the value that asks for it."""
-
-    def broken(fields: Fields) -> tuple[Conflict, ...]:
-        spec, device = QuantizationSpec.of(fields), levels.config.settings.target_device
-        return conflicts(spec, scope.role, device, "hierarchical")
-
+def _broken_rules(levels: Hierarchical, scope: _Scope) -> Diagnostics:
+    """Yield the rules that a scope breaks, at the value that asks for a missing one."""
     merged = scope.fields()
-    reported = {conflict.code for conflict in broken(scope.wider.fields())}
-    stated = {sourced.place for sourced in scope.own.values()}
-    for found in broken(merged):
-        named = [merged[name].place for name in found.fields if name in merged]
-        if found.code in reported and stated.isdisjoint(named):
-            continue  # it is the wider level's, and reported there
-        if found.fields[0] in merged or not levels.is_wrong(found.fields[0]):
-            places = named if any(named) else [scope.place("dtype", *scope.raw)]
-            yield scope.conflict(found.code, found.message, places, found.help, found.severity)
+    wider_codes = {rule.code for rule in _conflicts(levels, scope, scope.wider.fields())}
+    stated = {sourced.place for sourced in scope.stated.values()}
+    for rule in _conflicts(levels, scope, merged):
+        places = [merged[name].place for name in rule.fields if name in merged]
+        # The wider level breaks it by itself, and it is reported there
+        if rule.code in wider_codes and stated.isdisjoint(places):
+            continue
+        subject = rule.fields[0]
+        if subject not in merged and levels.is_wrong(subject):
+            continue
+        if not any(places):
+            places = [scope.place("dtype", *scope.raw)]
+        yield scope.conflict(
+            rule.code, rule.message, places, help_=rule.help, severity=rule.severity
+        )
 
 
-def _observer(scope: _Scope) -> Iterator[Diagnostic]:
-    """An observer for another granularity, or none for a format that needs one."""
-    observer, dtype, found = scope.observer, scope.dtype, scope.scheme
-    if observer is None or dtype in CAST_ONLY:
+def _conflicts(levels: Hierarchical, scope: _Scope, fields: Fields) -> tuple[Conflict, ...]:
+    device = levels.config.settings.target_device
+    return conflicts(QuantizationSpec.of(fields), scope.role, device, "hierarchical")
+
+
+def _observer(scope: _Scope) -> Diagnostics:
+    """Yield an observer for another granularity, or none for a format that needs one."""
+    observer = scope.observer
+    if observer is None or scope.dtype in CAST_ONLY:
         return
-    if observer not in METHODS:
-        text, help_ = (
-            f"{observer} finds no range, and {dtype} needs one",
-            "a MinMax observer is the default",
+    if observer not in OBSERVER_METHODS:
+        yield scope.finding(
+            "QZ117",
+            f"{observer} finds no range, and {scope.dtype} needs one",
+            "observer_cls",
+            help_="remove the key: a MinMax observer is the default",
         )
-        yield scope.finding("QZ117", text, "observer_cls", help_=f"remove the key: {help_}")
-    elif found not in METHODS[observer][1]:
-        fitting = [
-            name
-            for name, (method, schemes) in METHODS.items()
-            if found in schemes and method == "maxmin"
-        ]
-        help_ = (
-            f'write "observer_cls": "{fitting[0]}", or "qscheme": "{METHODS[observer][1][0]}"'
-        )
-        places = [scope.place("observer_cls"), scope.place("qscheme")]
-        yield scope.conflict("QZ117", f"{observer} does not support {found}", places, help_)
+        return
+    scheme = scope.scheme
+    _, supported = OBSERVER_METHODS[observer]
+    if scheme in supported:
+        return
+    fitting = next(
+        name
+        for name, (method, schemes) in OBSERVER_METHODS.items()
+        if scheme in schemes and method == "maxmin"
+    )
+    places = [scope.place("observer_cls"), scope.place("qscheme")]
+    yield scope.conflict(
+        "QZ117",
+        f"{observer} does not support {scheme}",
+        places,
+        help_=f'write "observer_cls": "{fitting}", or "qscheme": "{supported[0]}"',
+    )
 
 
-def _elements(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
+def _elements(levels: Hierarchical, scope: _Scope) -> Diagnostics:
+    """Yield an mx dtype without the format of its elements."""
     key = "mx_element_dtype"
     if scope.dtype == "mx" and key not in scope.raw and not levels.is_wrong(key):
-        text = "a key is missing here: mx_element_dtype"
         yield scope.finding(
-            "QZ105", text, "dtype", help_='for example "mx_element_dtype": "fp4"'
+            "QZ105",
+            f"a key is missing here: {key}",
+            "dtype",
+            help_=f'for example "{key}": "fp4"',
         )
 
 
-def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
-    """Words that have another meaning here than they seem to have."""
+def _read_otherwise(scope: _Scope) -> Diagnostics:
+    """Yield words that have another meaning here than they seem to have."""
     if scope.dtype in CAST_ONLY:
         return
     if scope.role in PARAMETERS and scope.value("is_dynamic") is True:
-        text = "weights and biases are quantized ahead of time, so is_dynamic has no effect"
         yield scope.finding(
-            "QZ122", text, "is_dynamic", help_='write "is_dynamic": false', severity="note"
+            "QZ122",
+            "weights and biases are quantized ahead of time, so is_dynamic has no effect",
+            "is_dynamic",
+            help_='write "is_dynamic": false',
+            severity="note",
         )
     if scope.scheme == "per_channel" and scope.is_per_token:
-        text = (
-            "dynamic per_channel is read as per_token: each row (for convolutions, each "
-            "sample) has a scale"
-        )
-        help_ = 'write "qscheme": "per_token"'
+        keys = ("qscheme", "observer_cls")
         yield scope.finding(
-            "QZ122", text, "qscheme", "observer_cls", help_=help_, severity="note"
+            "QZ122",
+            "dynamic per_channel is read as per_token: each row (for convolutions, each "
+            "sample) has a scale",
+            *keys,
+            help_='write "qscheme": "per_token"',
+            severity="note",
         )
     if scope.scheme == "per_group" and scope.observer == "PerChannelMinMaxObserver":
         yield from _groups_of_channels(scope)
 
 
-def _groups_of_channels(scope: _Scope) -> Iterator[Diagnostic]:
-    """With PerChannelMinMaxObserver, `ch_axis` is that of the channels which are cut into
-    groups.
+def _groups_of_channels(scope: _Scope) -> Diagnostics:
+    """Yield what PerChannelMinMaxObserver means for groups: `ch_axis` is that of the channels
+    which are cut into groups.
     """
-    axis, instead = scope.value("ch_axis"), '"observer_cls": "PerGroupMinMaxObserver"'
+    axis = scope.value("ch_axis")
+    instead = '"observer_cls": "PerGroupMinMaxObserver"'
     if not scope.is_channel_axis:
-        text = (
+        yield scope.finding(
+            "QZ117",
             "PerChannelMinMaxObserver divides the channels of weights into groups; it cannot "
-            "group activations"
+            "group activations",
+            "observer_cls",
+            help_=f"write {instead}",
         )
-        yield scope.finding("QZ117", text, "observer_cls", help_=f"write {instead}")
-    elif axis in (0, 1) and "ch_axis" in scope.own:
-        text = (
-            f"with PerChannelMinMaxObserver, ch_axis {axis} is the channel axis: groups run "
-            f"along axis {1 - axis}"
-        )
+    elif axis in (0, 1) and "ch_axis" in scope.stated:
         yield scope.finding(
             "QZ122",
-            text,
+            f"with PerChannelMinMaxObserver, ch_axis {axis} is the channel axis: groups run "
+            f"along axis {1 - axis}",
             "ch_axis",
             help_=f'write {instead}, "ch_axis": {1 - axis}',
             severity="note",
         )
     elif axis not in (None, 0, 1):
-        text = (
-            "with PerChannelMinMaxObserver, ch_axis is the channel axis, so it must be 0 or 1"
+        yield scope.finding(
+            "QZ104",
+            "with PerChannelMinMaxObserver, ch_axis is the channel axis, so it must be 0 or 1",
+            "ch_axis",
+            help_=f"write 0 or 1, or {instead} with the axis along which groups run",
         )
-        help_ = f"write 0 or 1, or {instead} with the axis along which groups run"
-        yield scope.finding("QZ104", text, "ch_axis", help_=help_)
 
 
-def _idle(scopes: list[_Scope]) -> Iterator[Diagnostic]:
-    """Keys that no level reads; what is read at one level has an effect."""
-    reasons = [(scope, _unread(scope)) for scope in scopes]
-    used = {
-        sourced.place
-        for scope, unread in reasons
-        for key, sourced in scope.raw.items()
-        if key not in unread
-    }
-    for scope, unread in reasons:
+def _idle(scopes: list[_Scope]) -> Diagnostics:
+    """Yield keys that no level reads; what is read at one level has an effect."""
+    reasons = [_unread(scope) for scope in scopes]
+    used: set[Place | None] = set()
+    for scope, unread in zip(scopes, reasons, strict=True):
+        for key, sourced in scope.raw.items():
+            if key not in unread:
+                used.add(sourced.place)
+    for scope, unread in zip(scopes, reasons, strict=True):
         for key, reason in unread.items():
             if scope.raw[key].place not in used:
                 yield scope.finding(
@@ -203,94 +229,107 @@ def _idle(scopes: list[_Scope]) -> Iterator[Diagnostic]:
 
 
 def _unread(scope: _Scope) -> dict[str, str]:
-    """The stated keys that have no effect in this scope, and why."""
-    raw, found, dtype = scope.raw, scope.scheme, scope.dtype
+    """Return the stated keys that have no effect in this scope, and why."""
+    dtype = scope.dtype
+    unread: dict[str, str] = {}
     if dtype in CAST_ONLY:
-        needless = [
-            key for key in raw if key != "dtype" and raw[key].value != "PlaceholderObserver"
-        ]
-        return dict.fromkeys(needless, f"{dtype} has no scale")
-    percentile = "PerTensorPercentileObserver"
-    power_of_two = scope.is_block and scope.value("scale_type") == "pof2"
-    other_block = dtype in BLOCK_FORMATS and scope.value("scale_format") in ("float32", "e4m3")
-    reads = {
-        "ch_axis": (found in ("per_channel", "per_group"), f"{found} reads no axis"),
-        "group_size": (found == "per_group", "only per_group reads it"),
-        "percentage": (scope.observer == percentile, f"only {percentile} reads it"),
-        "symmetric_scale": (
-            QuantizationSpec.of(scope.fields()).has_symmetric_scale,
-            "only symmetric signed integers with a float scale read it",
-        ),
-        "mx_element_dtype": (dtype == "mx", "only the dtype mx reads it"),
-        "scale_calculation_mode": (
-            scope.has_scale_mode,
-            f"{dtype} has its own way to find exponents"
-            if scope.is_block
-            else "only block formats read it",
-        ),
-        "scale_type": (
-            not power_of_two and not scope.has_quantized_scales,
-            "a block format's scale is a power of two anyway"
-            if power_of_two
-            else "scale_format says what scales are",
-        ),
-        "scale_format": (not other_block, f"the scale of {dtype} is a power of two"),
-    }
-    return {key: why for key, (read, why) in reads.items() if key in raw and not read}
+        for key, sourced in scope.raw.items():
+            if key != "dtype" and sourced.value != "PlaceholderObserver":
+                unread[key] = f"{dtype} has no scale"
+        return unread
+    scheme = scope.scheme
+    scale_format = scope.value("scale_format")
+    if scheme not in ("per_channel", "per_group"):
+        unread["ch_axis"] = f"{scheme} reads no axis"
+    if scheme != "per_group":
+        unread["group_size"] = "only per_group reads it"
+    if scope.observer != _PERCENTILE:
+        unread["percentage"] = f"only {_PERCENTILE} reads it"
+    if not QuantizationSpec.of(scope.fields()).has_symmetric_scale:
+        reason = "only symmetric signed integers with a float scale read it"
+        unread["symmetric_scale"] = reason
+    if dtype != "mx":
+        unread["mx_element_dtype"] = "only the dtype mx reads it"
+    if not scope.has_scale_mode:
+        reason = "only block formats read it"
+        if scope.is_block:
+            reason = f"{dtype} has its own way to find exponents"
+        unread["scale_calculation_mode"] = reason
+    if scope.is_block and scope.value("scale_type") == "pof2":
+        unread["scale_type"] = "a block format's scale is a power of two anyway"
+    elif scope.has_quantized_scales:
+        unread["scale_type"] = "scale_format says what scales are"
+    if dtype in BLOCK_FORMATS and scale_format in ("float32", "e4m3"):
+        unread["scale_format"] = f"the scale of {dtype} is a power of two"
+    return {key: reason for key, reason in unread.items() if key in scope.raw}
 
 
-def _devices(levels: Hierarchical) -> Iterator[Diagnostic]:
-    """A layer's target_device that is not the model's."""
-    document, device = levels.document, levels.config.settings.target_device
+def _devices(levels: Hierarchical) -> Diagnostics:
+    """Yield each layer's target_device that is not the model's."""
+    document = levels.document
+    settings = levels.config.settings
+    device = settings.target_device
     for level in levels.levels[1:]:
         stated = document.at(*level.pointer).get("target_device")
-        if isinstance(stated, str) and stated != device:
-            place = document.place(pointer_to(*level.pointer, "target_device"))
-            text = f"the model's device is {device}; a layer cannot have another one"
-            help_ = "remove the key, and write it in global_quant_config"
-            related = related_to(
-                levels.config.settings.places.get("target_device"), "the model's device"
-            )
-            yield Diagnostic("QZ119", text, place, help=help_, related=related)
+        if not isinstance(stated, str) or stated == device:
+            continue
+        yield Diagnostic(
+            "QZ119",
+            f"the model's device is {device}; a layer cannot have another one",
+            document.place(pointer_to(*level.pointer, "target_device")),
+            help="remove the key, and write it in global_quant_config",
+            related=related_to(settings.places.get("target_device"), "the model's device"),
+        )
 
 
-def _passes(levels: Hierarchical) -> Iterator[Diagnostic]:
-    """Passes over the graph run before all algorithms, whatever the order that the file
-    says.
+def _passes(levels: Hierarchical) -> Diagnostics:
+    """Yield passes over the graph that are listed after an algorithm, as they run before all,
+    or twice.
     """
-    first: tuple[str, Place | None] | None = None
-    seen = set[str]()
+    algorithm: str | None = None
+    algorithm_place: Place | None = None
+    seen: set[str] = set()
     for name, place in levels.listed:
         if name not in SWITCHES:
-            first = first or (name, place)
-        elif first:
-            text = (
-                f"{name} changes the float network before all algorithms, and here it comes "
-                f"after {first[0]}"
-            )
-            related = related_to(first[1], "comes first here")
+            if algorithm is None:
+                algorithm = name
+                algorithm_place = place
+        elif algorithm is not None:
             yield Diagnostic(
-                "QZ330", text, place, help=f"write {name} before {first[0]}", related=related
+                "QZ330",
+                f"{name} changes the float network before all algorithms, and here it comes "
+                f"after {algorithm}",
+                place,
+                help=f"write {name} before {algorithm}",
+                related=related_to(algorithm_place, "comes first here"),
             )
         elif name in seen:
-            text = f"{name} is listed twice, and nothing is gained by doing it again"
-            yield Diagnostic("QZ128", text, place, "warning", help="keep one of the two")
+            yield Diagnostic(
+                "QZ128",
+                f"{name} is listed twice, and nothing is gained by doing it again",
+                place,
+                "warning",
+                help="keep one of the two",
+            )
         seen.add(name)
 
 
-def _nothing(levels: Hierarchical) -> Iterator[Diagnostic]:
-    """A file without any spec, right or wrong."""
+def _nothing(levels: Hierarchical) -> Diagnostics:
+    """Warn of a file without any spec, right or wrong."""
     place = levels.levels[0].selector.place
-    blocks = [levels.document.at(*level.pointer) for level in levels.levels] if place else []
-    stated = [
-        block[key]
-        for block in blocks
-        if isinstance(block, dict)
-        for key in ROLE_OF
-        if key in block
-    ]
-    if place and all(spec is None for spec in stated):
-        text = "no tensor has a specification, so nothing is quantized"
-        yield Diagnostic(
-            "QZ123", text, place, "warning", help='for example "weight": {"dtype": "int8"}'
-        )
+    if not place:
+        return
+    for level in levels.levels:
+        block = levels.document.at(*level.pointer)
+        if not isinstance(block, dict):
+            continue
+        for key in ROLE_OF:
+            if block.get(key) is not None:
+                return
+    yield Diagnostic(
+        "QZ123",
+        "no tensor has a specification, so nothing is quantized",
+        place,
+        "warning",
+        help='for example "weight": {"dtype": "int8"}',
+    )

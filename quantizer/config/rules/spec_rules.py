@@ -1,5 +1,5 @@
-"""The device restrictions and conflicts of one spec, rows of
-schemas/quantization_spec.schema.json; and all codes.
+"""Check one spec for device restrictions and conflicts: the rules are rows of
+schemas/quantization_spec.schema.json.
 """
 
 from __future__ import annotations
@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quantizer.config.diagnostics import Severity
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.resources import load_resource
 
@@ -21,11 +22,11 @@ _CONTEXT = ("tensor", "target_device")
 
 @dataclass(frozen=True)
 class Conflict:
-    """One broken rule: `fields` are fields of `QuantizationSpec`, the one that the message is
+    """A broken rule: `fields` are fields of `QuantizationSpec`, the one that the message is
     about first.
 
-    `on_device` says that the device counts too; a warning, and a rule that is `beside` another,
-    names devices only to keep quiet where an error speaks.
+    `on_device` means that the device is a cause, too. A warning, and a rule that is `beside`
+    another, name devices only to keep quiet where an error is reported.
     """
 
     code: str
@@ -37,9 +38,9 @@ class Conflict:
 
 
 @cache
-def spec_rules() -> Mapping[str, Mapping[str, Any]]:
-    """The rules of the spec schema by code; of each `title`, `description`, `help`, `if` and
-    `then`.
+def spec_rules() -> Mapping[str, JsonMapping]:
+    """Return the rules of the spec schema by code, each with `title`, `description`, `help`,
+    `if` and `then`.
 
     A rule with a `form` is about files of that form only, and its help is in that form's words.
     """
@@ -48,22 +49,26 @@ def spec_rules() -> Mapping[str, Mapping[str, Any]]:
 
 
 @cache
-def all_codes() -> Mapping[str, Mapping[str, Any]]:
-    """Every code in order, with `title`, `description` and `help`: the rules, and those of
-    schemas/codes.json.
+def all_codes() -> Mapping[str, JsonMapping]:
+    """Return every code in order, with `title`, `description` and `help`: the rules, and the
+    codes of schemas/codes.json.
     """
-    return dict(sorted({**load_resource("schemas", "codes.json"), **spec_rules()}.items()))
+    codes = {**load_resource("schemas", "codes.json"), **spec_rules()}
+    return dict(sorted(codes.items()))
 
 
 @lru_cache(maxsize=4096)
 def conflicts(
-    spec: QuantizationSpec, role: Role, device: str, form: str = "layered"
+    spec: QuantizationSpec,
+    role: Role,
+    device: str,
+    form: str = "layered",
 ) -> tuple[Conflict, ...]:
-    """The rules that `spec` breaks as the spec of a `role` tensor on `device` ("DPU", "CPU",
-    "GPU", "IPU").
+    """Return the rules that `spec` breaks as the spec of a `role` tensor on `device` ("DPU",
+    "CPU", "GPU", "IPU").
 
-    `form` is that of the file. Formats without a scale break none, and other floating-point
-    formats none of those about integers.
+    `form` is that of the file. Formats without a scale break no rule, and other floating-point
+    formats no rule about integers.
 
     >>> spec = QuantizationSpec(symmetric=False, signed=False, method="mse")
     >>> [conflict.code for conflict in conflicts(spec, "activation", "CPU")]
@@ -72,37 +77,43 @@ def conflicts(
     if not spec.is_scaled:
         return ()
     instance = {**spec.to_json(), "tensor": role, "target_device": device}
-    return tuple(
-        _conflict(rule, error.schema["errorMessage"], form)
-        for rule, validator in _validators(spec.dtype == "int", form)
-        for error in validator.iter_errors(instance)
-        if isinstance(error.schema, dict)
-    )
+    broken: list[Conflict] = []
+    for rule, validator in _validators(spec.dtype == "int", form):
+        for error in validator.iter_errors(instance):
+            if isinstance(error.schema, dict):
+                broken.append(_conflict(rule, error.schema["errorMessage"], form))
+    return tuple(broken)
 
 
 @cache
-def _validators(
-    integers: bool, form: str
-) -> tuple[tuple[Mapping[str, Any], Draft7Validator], ...]:
-    """The rules that are about the kind of format and the form, compiled."""
-    from jsonschema import Draft7Validator  # takes as long to import as a fifteenth of torch
+def _validators(integers: bool, form: str) -> tuple[tuple[JsonMapping, Draft7Validator], ...]:
+    """Return the rules about this kind of format and this form, compiled."""
+    # Importing jsonschema takes a fifteenth of the time of importing torch
+    from jsonschema import Draft7Validator
 
     schema = load_resource("schemas", "quantization_spec.schema.json")
-    rules = [*(schema["then"]["allOf"] if integers else ()), *schema["allOf"]]
-    held = [rule for rule in rules if rule.get("form", form) == form]
-    return tuple(
-        (rule, Draft7Validator({"if": rule["if"], "then": rule["then"]})) for rule in held
-    )
+    rules = [*schema["then"]["allOf"]] if integers else []
+    rules += schema["allOf"]
+    validators: list[tuple[JsonMapping, Draft7Validator]] = []
+    for rule in rules:
+        if rule.get("form", form) == form:
+            condition = {"if": rule["if"], "then": rule["then"]}
+            validators.append((rule, Draft7Validator(condition)))
+    return tuple(validators)
 
 
-def _conflict(rule: Mapping[str, Any], message: str, form: str) -> Conflict:
+def _conflict(
+    rule: JsonMapping,
+    message: str,
+    form: str,
+) -> Conflict:
     severity = rule.get("severity", "error")
-    named = (*rule["then"]["properties"], *rule["if"]["properties"])
+    names = (*rule["then"]["properties"], *rule["if"]["properties"])
     return Conflict(
         code=rule["code"],
         message=message,
-        fields=tuple(name for name in named if name not in _CONTEXT),
+        fields=tuple(name for name in names if name not in _CONTEXT),
         help=rule.get(f"help_{form}", rule["help"]),
         severity=severity,
-        on_device=severity == "error" and "target_device" in named and "beside" not in rule,
+        on_device=severity == "error" and "target_device" in names and "beside" not in rule,
     )
