@@ -65,11 +65,19 @@ def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:
     return replace(source, text="".join(pieces))
 
 
-def _has_error_at(place: Place | None, findings: Sequence[Diagnostic]) -> bool:
+def _has_error_at(
+    place: Place | None,
+    findings: Sequence[Diagnostic],
+) -> bool:
     """Return whether the value that a fix writes breaks another rule."""
-    errors = [finding for finding in findings if finding.severity == "error"]
-    pointers = [error.place.pointer for error in errors if error.place]
-    return place is not None and place.pointer in pointers
+    if place is None:
+        return False
+    for finding in findings:
+        if finding.severity != "error" or finding.place is None:
+            continue
+        if finding.place.pointer == place.pointer:
+            return True
+    return False
 
 
 def _candidates(findings: Sequence[Diagnostic]) -> Iterator[tuple[int, Fix]]:
