@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from quantizer.config.diagnostics import Diagnostic, Edit, Fix
+from quantizer.config.diagnostics import Diagnostic, Edit, Fix, Place
 from quantizer.config.document.document import Text
 
 FileCheck = Callable[[Text], Sequence[Diagnostic]]
@@ -36,8 +36,10 @@ def with_sound_fixes(
         if index in helped:
             continue
         tried = [*accepted, fix]
-        errors_left = _count_errors(check(apply_fixes(source, tried)), tried)
-        if errors_left >= errors:
+        findings_left = check(apply_fixes(source, tried))
+        errors_left = _count_errors(findings_left, tried)
+        place = findings[index].place
+        if errors_left >= errors or _has_error_at(place, findings_left):
             continue
         helped.add(index)
         checked[index] = replace(checked[index], help=fix.help)
@@ -61,6 +63,21 @@ def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:
         end = edit.end
     pieces.append(source.text[end:])
     return replace(source, text="".join(pieces))
+
+
+def _has_error_at(
+    place: Place | None,
+    findings: Sequence[Diagnostic],
+) -> bool:
+    """Return whether the value that a fix writes breaks another rule."""
+    if place is None:
+        return False
+    for finding in findings:
+        if finding.severity != "error" or finding.place is None:
+            continue
+        if finding.place.pointer == place.pointer:
+            return True
+    return False
 
 
 def _candidates(findings: Sequence[Diagnostic]) -> Iterator[tuple[int, Fix]]:
