@@ -221,7 +221,10 @@ class _LayerFinetuning:
         scale = self.quantizer.scale.flatten().float()
         groups, rows, _ = weight.shape
         units = torch.arange(scale.numel(), device=scale.device)
-        unit = units.expand(groups, rows) if len(units) == 1 else units.view(groups, rows)
+        if scale.numel() == 1:
+            unit = units.reshape(1, 1).expand(groups, rows)
+        else:
+            unit = units.reshape(groups, rows)
         inputs, targets = self.sampled(generator, weight.shape)
         return RoundingProblem(
             weight=weight,

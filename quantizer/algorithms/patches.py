@@ -231,5 +231,6 @@ def _spread_out(conv: Any, x: Tensor) -> Tensor:
         # `F.pad` takes the last dimension first
         sides = [zeros, zeros + conv.output_padding[dim], *sides]
     spread = x.new_zeros(*x.shape[:2], *sizes)
-    spread[(..., *steps)] = x
+    strided: tuple[Any, ...] = (..., *steps)
+    spread[strided] = x
     return F.pad(spread, sides)

@@ -287,8 +287,9 @@ def _quantized_input(
     if not spec.is_scaled:
         return TensorQuantizer(spec)(x)  # type: ignore[no-any-return]
     if spec.is_dynamic and spec.qscheme != "per_tensor":
-        qscheme = "per_group" if spec.group_size else "per_token"
-        by_row = dataclasses.replace(spec, qscheme=qscheme, ch_axis=2)
+        by_row = dataclasses.replace(spec, qscheme="per_token", ch_axis=2)
+        if spec.group_size:
+            by_row = dataclasses.replace(spec, qscheme="per_group", ch_axis=2)
         return TensorQuantizer(by_row)(x)  # type: ignore[no-any-return]
     low = ranges.low / factors
     high = ranges.high / factors

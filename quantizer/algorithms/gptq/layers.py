@@ -423,7 +423,7 @@ class _DynamicGroups:
             self.columns.scale[scales, rows] = scale.T
             self.columns.zero_point[scales, rows] = qparams.zero_point.T.float()
 
-    def qparams(self, rows: Sequence[int]) -> list[QParams]:
+    def qparams(self, rows: list[int]) -> list[QParams]:
         """Return the scales of each member, which has so many rows."""
         scales = torch.split(self.columns.scale.T, rows)
         zero_points = torch.split(self.columns.zero_point.T.int(), rows)
