@@ -370,7 +370,7 @@ def pooled(outputs: Sequence[OutputFigures]) -> Noise:
 def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
     """Return the figures of each output and part by the names that gates have for them:
     `sqnr_db[0.boxes]`."""
-    metrics: dict[str, float] = {}
+    metrics = {}
     for output in outputs:
         for row in output.rows:
             figures = {
@@ -392,7 +392,7 @@ def metric_names(outputs: Sequence[Output]) -> set[str]:
 
     What is integer, or follows from constants alone, has only a share of equal values.
     """
-    names: set[str] = set()
+    names = set()
     for output in outputs:
         is_fixed = all(part.is_constant for part in output.parts)
         rows = {output.name: is_fixed}
