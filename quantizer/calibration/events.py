@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a stopped stage needs to go on.
+    """What a stopped stage needs to resume.
 
     Args:
         tensors: by name.

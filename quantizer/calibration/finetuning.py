@@ -69,7 +69,7 @@ def finetune_weights(
         request.events.message(logging.WARNING, text)
     layers = _restored(request, state, mode=mode, data=data, scales=_scales_digest(solution))
     if layers:
-        text = f"finetuning goes on after {counted(len(layers), 'layer')}"
+        text = f"finetuning resumes after {counted(len(layers), 'layer')}"
         request.events.message(logging.INFO, text)
     done = dict(layers)
 

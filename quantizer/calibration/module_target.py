@@ -229,7 +229,8 @@ class ModuleTarget(Target):
 
     def adjusted(self, adjustment: Adjustment) -> ModuleTarget:
         """Write float parameters and inserted layers into the modules."""
-        assert self.traced is not None  # algorithms ran in its scope
+        # Algorithms ran in the scope of a trace
+        assert self.traced is not None
         rounded = self.traced.write(adjustment)
         graph = module_graph(self.model)
         tree = ModuleTree(self.model, graph, self.rectified)

@@ -72,7 +72,7 @@ register_dataclasses(Progress, Adjustment, Insertion, Rounded, QParams, Remark)
 
 
 def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-    """Run all algorithms of the config, in order; a resumed run goes on where it stopped.
+    """Run all algorithms of the config, in order; a resumed run continues where it stopped.
 
     Raises:
         ConfigError: an algorithm's entry names what is not in the model.
@@ -139,7 +139,7 @@ def _restored(request: CalibrationRequest) -> Progress:
     if progress.done:
         name = [*names, "the last one"][progress.index]
         place = f"{counted(progress.done, 'group')} of {name}"
-    request.events.message(logging.INFO, f"the algorithms go on after {place}")
+    request.events.message(logging.INFO, f"the algorithms resume after {place}")
     return progress
 
 

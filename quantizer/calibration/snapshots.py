@@ -154,5 +154,5 @@ def register_dataclasses(*classes: type) -> None:
 
 
 def other_run(why: str) -> ResultError:
-    """Return the error about a checkpoint that this run cannot go on from."""
+    """Return the error about a checkpoint that this run cannot resume from."""
     return ResultError(f"the checkpoint belongs to another run: {why}", help=_AGAIN)

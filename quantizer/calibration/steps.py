@@ -142,7 +142,7 @@ def start_observers(request: CalibrationRequest, state: CalibrationState) -> Cal
 def observe(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Run the float model over the data, and show its values to the observers.
 
-    A resumed run goes on after the batches that the stopped run has observed.
+    A resumed run continues after the batches that the stopped run has observed.
     """
     batches = request.batches
     calibration = state.calibration.unseen()
@@ -408,7 +408,7 @@ def run(request: CalibrationRequest) -> CalibrationState:
 
     Raises:
         ConfigError, UsageError, ModelError, DataError, ResultError: see the steps. If the
-            request has checkpoints, they hold what a stopped run needs to go on.
+            request has checkpoints, they hold what a stopped run needs to resume.
     """
     state = request.start
     for step in STEPS:
