@@ -97,7 +97,7 @@ def fork(plan: Plan, batches: list[Batch], count: int, rank: int, folder: Path) 
     began, worked = time.perf_counter(), time.process_time()
     with torch.no_grad():
         if count > 1:
-            rank_shards.observe(calibration, network, batches, group)
+            rank_shards.observe_share(calibration, network, batches, group)
         else:
             observing.run(calibration, network, batches)
         observing.solution(calibration)

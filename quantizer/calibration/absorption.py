@@ -78,7 +78,7 @@ def decide(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Rec
     graph = graph_before(CHECKED, original, settings)
     if graph is None:
         return {}
-    pairs: list[tuple[Absorption, _Energies]] = []
+    pairs = []
     for absorption in find_absorptions(graph):
         pairs.append((absorption, _Energies()))
     if not pairs:
@@ -95,7 +95,7 @@ def decide(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Rec
                     execution.advance(graph.index[first] + 1)
                     _add(energies, absorption, execution, coarse)
             count += 1
-    rows: dict[str, Any] = {}
+    rows = {}
     for absorption, energies in pairs:
         pair = absorption.pair
         rows[pair.first.name] = {
@@ -110,16 +110,16 @@ def decide(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Rec
 def refused(record: Record) -> frozenset[str]:
     """Return the layers whose high biases stay; an empty record refuses none."""
     rows = record.get("layers", {})
-    names: set[str] = set()
+    names = set()
     for name, row in rows.items():
         if not row["absorbed"]:
             names.add(name)
     return frozenset(names)
 
 
-def refusals(record: Record) -> list[str]:
+def refused_sentences(record: Record) -> list[str]:
     """Return a sentence on each layer whose high biases stay."""
-    sentences: list[str] = []
+    sentences = []
     for name, row in record.get("layers", {}).items():
         if not row["absorbed"]:
             absorbing = _in_words(row["absorbing_db"])
@@ -197,7 +197,7 @@ def _by_channel(values: Tensor, like: Tensor, weight: Tensor) -> Tensor:
 
 def _with_8_bit_weights(graph: Graph, pairs: Iterable[tuple[Absorption, _Energies]]) -> Graph:
     """Return the graph with 8-bit weights in all second layers."""
-    weights: dict[str, dict[str, Tensor]] = {}
+    weights = {}
     for absorption, _ in pairs:
         second = absorption.pair.second
         weight = loaded(graph.weight(second)).detach()

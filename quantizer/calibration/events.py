@@ -17,13 +17,13 @@ from quantizer.errors import WORKER_HELP, DataError, lost_worker
 if TYPE_CHECKING:
     from torch import Tensor
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a stopped stage needs to go on.
+    """What a stopped stage needs to resume.
 
     Args:
         tensors: by name.
@@ -70,7 +70,7 @@ class Stage:
         self.at_boundary = at_boundary
         self.events.advanced(self)
 
-    def counted(self, units: Iterable[T]) -> Iterator[T]:
+    def counted(self, units: Iterable[_T]) -> Iterator[_T]:
         """Yield units, and count each as done when the next one is requested."""
         for unit in units:
             yield unit

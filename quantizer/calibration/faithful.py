@@ -245,7 +245,7 @@ def _first_random(graph: Graph, call: _Call) -> str:
 
 def _sums(graph: Graph, call: _Call, seed: int) -> dict[str, float]:
     """Return the sum of each layer's values."""
-    sums: dict[str, float] = {}
+    sums = {}
 
     def add(name: str, value: Tensor) -> None:
         sums[name] = float(value.double().sum())
@@ -274,11 +274,11 @@ def _first_difference(module: nn.Module, graph: Graph, call: _Call) -> str:
         for hook in hooks:
             hook.remove()
     last = {node.scope: node.name for node in graph.nodes}
-    expected: dict[str, list[Tensor]] = {}
+    expected = {}
     for path, values in outputs.items():
         if path in last and len(values) == 1:
             expected[last[path]] = values
-    far: list[str] = []
+    far = []
 
     def compare(name: str, value: Tensor) -> None:
         if name in expected and not _is_near(_distance(expected[name], [value]), [value]):

@@ -18,7 +18,12 @@ from quantizer.calibration import fingerprint
 from quantizer.calibration.events import Stage
 from quantizer.calibration.fits_model import check_weight
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.snapshots import other_run, register, snapshot_of, value_of
+from quantizer.calibration.snapshots import (
+    other_run,
+    register_dataclasses,
+    snapshot_of,
+    value_of,
+)
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_measure import OutputNoises
 from quantizer.config.dpu_accuracy import finetuning, raised
@@ -33,7 +38,7 @@ from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
 from quantizer.sources.batches import Batch
 
-register(FinetunedLayer)
+register_dataclasses(FinetunedLayer)
 FEW_SAMPLES = 32
 """With fewer, finetuned weights fit the calibration data more than the model."""
 
@@ -64,7 +69,7 @@ def finetune_weights(
         request.events.message(logging.WARNING, text)
     layers = _restored(request, state, mode=mode, data=data, scales=_scales_digest(solution))
     if layers:
-        text = f"finetuning goes on after {counted(len(layers), 'layer')}"
+        text = f"finetuning resumes after {counted(len(layers), 'layer')}"
         request.events.message(logging.INFO, text)
     done = dict(layers)
 
@@ -167,7 +172,7 @@ class Finetuned:
         )
         if self.undone:
             return f"finetuning undone, as the output became worse: {figures}"
-        shares: list[float] = []
+        shares = []
         for layer in self.layers.values():
             if layer.after < layer.before:
                 shares.append(layer.after / layer.before)
@@ -254,7 +259,7 @@ def finetune(
         DataError: see `fast_finetune`.
     """
     store = store or ActivationStore()
-    outputs: list[Any] = []
+    outputs = []
     unfinetuned = placed(quantized_network(graph, solution), graph.device)
 
     def with_outputs() -> Iterator[Batch]:
@@ -288,7 +293,7 @@ def finetune(
 
 def finetuned(solution: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution:
     """Return the solution with the weights and scales of finetuned layers."""
-    rounded: dict[str, Rounded] = {}
+    rounded = {}
     for name, layer in layers.items():
         qparams = QParams(layer.scale, solution.tensors[name, "weights"].zero_point)
         rounded[name] = Rounded(layer.weight, qparams, layer.before, layer.after)

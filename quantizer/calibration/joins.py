@@ -44,7 +44,7 @@ def decide_joins(request: CalibrationRequest, state: CalibrationState) -> Calibr
         after = decisions.get(name)
         left = () if after is None else after.left
         decisions[name] = replace(first[name], scale="scaled", left=left)
-    for level, text in remarks(open_plan, decisions):
+    for level, text in join_remarks(open_plan, decisions):
         request.events.message(level, text)
     plan = joins.decided(state.calibration.plan, decisions)
     calibration = replace(state.calibration, plan=plan)
@@ -62,7 +62,7 @@ def decided(calibration: Calibration) -> Calibration:
 
 def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
     """Return how each open join is quantized, by name."""
-    decisions: dict[str, JoinDecision] = {}
+    decisions = {}
     for join in calibration.plan.joins:
         widths = _widths(join, calibration.observers)
         lost_bits = joins.lost_bits(join, widths)
@@ -81,7 +81,7 @@ def _scale_parts(
     Returns:
         The state, and the names of the joins that are scaled.
     """
-    far: list[JoinPlan] = []
+    far = []
     for join in state.plan.joins:
         lost_db = decisions[join.name].lost_db
         if lost_db > CLOSE_DB and not join.is_single:
@@ -91,7 +91,7 @@ def _scale_parts(
     scalings = _possible(request, state, wanted)
     if not scalings:
         return state, []
-    adjustment = scaled_joins.adjustment(state.plan.graph, scalings)
+    adjustment = scaled_joins.scaling_adjustment(state.plan.graph, scalings)
     target = state.target.adjusted(adjustment)
     plan = target.plan(request.config)
     calibration = scaled_joins.taken_over(
@@ -133,13 +133,15 @@ def _is_seen(
     scalings: Sequence[Scaling],
 ) -> bool:
     """Return whether calibration has seen all that is quantized after these scalings."""
-    adjustment = scaled_joins.adjustment(state.plan.graph, scalings)
+    adjustment = scaled_joins.scaling_adjustment(state.plan.graph, scalings)
     target = state.target.adjusted(adjustment)
     plan = target.plan(request.config)
     return scaled_joins.is_seen(state.calibration, plan, scalings, adjustment.insertions)
 
 
-def remarks(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Iterator[tuple[int, str]]:
+def join_remarks(
+    plan: Plan, decisions: Mapping[str, JoinDecision]
+) -> Iterator[tuple[int, str]]:
     """Yield what the user should know about joins, with levels of `logging`.
 
     Args:
@@ -147,7 +149,7 @@ def remarks(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Iterator[tuple
         decisions: on these.
     """
     for scale, text in _FAR.items():
-        names: list[str] = []
+        names = []
         for name, decision in decisions.items():
             if decision.scale == scale and decision.lost_db > CLOSE_DB:
                 names.append(name)
@@ -185,7 +187,7 @@ def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, floa
 
     The width goes from the lowest code to the highest, of the widest channel.
     """
-    widths: dict[Key, float] = {}
+    widths = {}
     whole = join.single or join.inputs[0]
     for key in (whole, *join.sources):
         observer = observers.get(key)
@@ -209,7 +211,7 @@ def decided_again(
     Raises:
         ResultError: parts would have to be scaled now.
     """
-    decisions: dict[str, JoinDecision] = {}
+    decisions = {}
     for name, before in stored.items():
         join = before.join
         lost_bits = joins.lost_bits(join, widths)
@@ -235,7 +237,7 @@ def _gains(join: JoinPlan, graph: Graph) -> dict[str, dict[str, float]]:
     layers: Iterable[str] = join.parts
     if not join.is_of_channels:
         layers = [layer for layer, _ in join.inputs] or [join.name]
-    gains: dict[str, dict[str, float]] = {}
+    gains = {}
     for layer in layers:
         gains[layer] = equal
         if layer in join.parts:

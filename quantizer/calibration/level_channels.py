@@ -50,7 +50,7 @@ def _candidates(plan: Plan) -> list[Pair]:
     # Finding pairs takes longer than this check
     if not any(_reads_one_by_one(graph, node) for node in graph.nodes):
         return []
-    pairs: list[Pair] = []
+    pairs = []
     has_small_rows = False
     for pair in find_pairs(graph):
         if _reads_one_by_one(graph, pair.second) and _is_lossless(plan, pair):
@@ -134,7 +134,7 @@ def _column_sizes(weight: Tensor, pair: Pair) -> Tensor:
     return sizes.amax((1, 3)).flatten()
 
 
-def decide(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
+def decide_levels(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
     """Return the exponents of layers whose channels are levelled; none without data.
 
     Args:
@@ -152,11 +152,11 @@ def decide(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
     ranges = _channel_ranges(graph, pairs, batches)
     if not ranges:
         return {}
-    weights: dict[str, Tensor] = {}
+    weights = {}
     for pair in pairs:
         weight = loaded(graph.weight(pair.second))
         weights[pair.second.name] = weight.detach()
-    exponents: dict[str, list[int]] = {}
+    exponents = {}
     # Factors of a later pair change how much the channels of an earlier one matter
     for pair in reversed(pairs):
         first = pair.first
@@ -201,7 +201,7 @@ def _channel_ranges(
 
         return update
 
-    watchers: dict[str, Callable[[Tensor], None]] = {}
+    watchers = {}
     for pair in pairs:
         source = pair.second.operands["input"]
         watchers[source] = watcher(pair.second)
@@ -258,7 +258,7 @@ def _factors(exponents: Sequence[int]) -> Tensor:
     return torch.exp2(levels)
 
 
-def adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
+def level_adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
     """Return the weights and biases of all layers that the factors change."""
     changes = Adjustment()
     for pair in find_pairs(graph):
@@ -299,7 +299,7 @@ def _parameter(
     return graph.tensors[path].detach()
 
 
-def sentence(exponents: Exponents) -> str:
+def level_sentence(exponents: Exponents) -> str:
     """Return a sentence on the channels that are levelled."""
     largest = 0
     for levels in exponents.values():

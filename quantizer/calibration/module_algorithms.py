@@ -19,7 +19,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import is_called, key_in_module, parameters_of
 from quantizer.graph.passes import load_pass
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
-from quantizer.graph.structure import InputGroup, Structure
+from quantizer.graph.structure import Structure
 from quantizer.graph.trace import trace
 from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
 from quantizer.nn.network import build_layer
@@ -108,7 +108,7 @@ class TracedModules:
         The place of a tied parameter is in the module that reads it.
         """
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        homes: dict[Key, Home] = {}
+        homes = {}
         for node in self.graph.nodes:
             experts = node.attrs["groups"] if node.row.experts else 0
             for key, name in node.params.items():
@@ -143,7 +143,7 @@ class TracedModules:
         are called twice.
         """
         uses = Counter(self.homes.values())
-        names: set[str] = set()
+        names = set()
         for (name, _), home in self.homes.items():
             if uses[home] > 1:
                 names.add(name)
@@ -166,14 +166,14 @@ class TracedModules:
     @cached_property
     def names(self) -> dict[str, str]:
         """Return the plan's layer for each node of the trace that multiplies by its weight."""
-        layers: dict[tuple[str, str | None], str] = {}
+        layers = {}
         for node in self.plan.graph.nodes:
             if node.params:
                 attributes = parameters_of(self.modules[node.scope])
                 key = key_in_module(node, "weight")
                 attribute = attributes.get(key)
                 layers[node.scope, attribute] = node.name
-        names: dict[str, str] = {}
+        names = {}
         for node in self.graph.nodes:
             home = self.homes.get((node.name, "weight"))
             if home is None or not node.row.weight or node.op == "parameter":
@@ -186,7 +186,7 @@ class TracedModules:
     @property
     def specs(self) -> dict[Key, QuantizationSpec]:
         """Return the specs of the plan, by nodes of the trace."""
-        specs: dict[Key, QuantizationSpec] = {}
+        specs = {}
         for node, layer in self.names.items():
             for role, tensor in self.plan.of_layer(layer).items():
                 specs[node, role] = tensor.spec
@@ -194,8 +194,8 @@ class TracedModules:
 
     def fitting(self, algorithm: Algorithm, structure: Structure) -> Structure:
         """Return the part of a structure that an algorithm can change in the modules."""
-        groups: list[InputGroup] = []
-        repeated: set[str] = set()
+        groups = []
+        repeated = set()
         for group in structure.groups:
             shared = self.shared.intersection(group.layers)
             if shared:
@@ -235,7 +235,7 @@ class TracedModules:
         """
         self._insert(adjustment)
         self._write_parameters(adjustment)
-        rounded: dict[str, Rounded] = {}
+        rounded = {}
         for name, layer in adjustment.rounded.items():
             weight = self.homes[name, "weight"].stored(layer.weight)
             rounded[self.names[name]] = replace(layer, weight=weight.contiguous())

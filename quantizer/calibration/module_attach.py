@@ -27,7 +27,7 @@ _Use = tuple[nn.Module, str, QuantizedTensor]
 """A layer, a role, and how its tensor in that role is to be quantized."""
 
 
-def attach(
+def attach_solution(
     model: nn.Module,
     graph: Graph,
     solution: Solution,
@@ -38,7 +38,7 @@ def attach(
     that quantizes it gets a copy.
     """
     modules = dict(model.named_modules())
-    parameters: list[_Use] = []
+    parameters = []
     for (name, role), tensor in solution.tensors.items():
         if is_parameter(role):
             node = graph.by_name[name]
@@ -92,7 +92,7 @@ def _quantize_parameters(model: nn.Module, uses: list[_Use]) -> None:
         parameter = _parameter(module, role)
         wish = (tensor.spec, is_transposed(module))
         wishes[id(parameter)].append(wish)
-    done: set[int] = set()
+    done = set()
     for module, role, tensor in uses:
         parameter = _parameter(module, role)
         key = parameter_name(role)

@@ -18,14 +18,14 @@ _TRACE = (
 _FOLD = "fold the norm into the layer first (torch.nn.utils.fusion), "
 
 
-def kept_float(traced: TracedModules, settings: Settings) -> dict[str, str]:
+def float_outputs(traced: TracedModules, settings: Settings) -> dict[str, str]:
     """Return the plan's layers whose outputs stay float in a traced network, in each call, and
     why.
     """
     graph = run_passes(traced.graph, settings)
     groups = layout(graph)
-    reasons: dict[str, str] = {}
-    quantized: set[str] = set()
+    reasons = {}
+    quantized = set()
     for node, name in traced.names.items():
         if (name, "activation") not in traced.plan.tensors:
             continue
@@ -48,7 +48,7 @@ def rectified(traced: TracedModules, settings: Settings) -> frozenset[str]:
             one that its module cannot compute.
     """
     graph = run_passes(traced.graph, settings)
-    members: dict[str, tuple[str, ...]] = {}
+    members = {}
     for group in layout(graph).groups.values():
         for member in group.members:
             members[member] = group.members
@@ -82,7 +82,7 @@ def rectified(traced: TracedModules, settings: Settings) -> frozenset[str]:
 
 def _folded(traced: Graph, graph: Graph, node: str) -> list[str]:
     """Return the norms after a node that are folded into it."""
-    names: list[str] = []
+    names = []
     for name, target in graph.absorbed.items():
         norm = traced.by_name.get(name)
         if target != node or norm is None:

@@ -14,8 +14,8 @@ from torch import nn
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded
 from quantizer.calibration.module_algorithms import TracedModules, write_rounded
-from quantizer.calibration.module_attach import attach
-from quantizer.calibration.module_outputs import kept_float, rectified
+from quantizer.calibration.module_attach import attach_solution
+from quantizer.calibration.module_outputs import float_outputs, rectified
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.target import AlgorithmScope, Target
@@ -136,7 +136,7 @@ class ModuleTarget(Target):
             roles = plan.of_layer(name)
             if roles:
                 check_quantizable(layer, name, roles)
-        paths: set[str] = set()
+        paths = set()
         for name, role in plan.tensors:
             if is_parameter(role):
                 node = plan.graph.by_name[name]
@@ -162,7 +162,7 @@ class ModuleTarget(Target):
     def _float_share(self, plan: Plan) -> float:
         """Return the share of all parameters of the model that stay float."""
         modules = dict(self.model.named_modules())
-        quantized: set[int] = set()
+        quantized = set()
         for name, role in plan.tensors:
             if is_parameter(role):
                 node = self.graph.by_name[name]
@@ -215,7 +215,7 @@ class ModuleTarget(Target):
             "needs a trace of the model",
             remedy="leave output_tensors out",
         )
-        floats = kept_float(traced, plan.settings)
+        floats = float_outputs(traced, plan.settings)
         target = replace(self, floats=floats)
         plan = target._without_floats(plan)
         traced = replace(traced, plan=plan)
@@ -229,7 +229,8 @@ class ModuleTarget(Target):
 
     def adjusted(self, adjustment: Adjustment) -> ModuleTarget:
         """Write float parameters and inserted layers into the modules."""
-        assert self.traced is not None  # algorithms ran in its scope
+        # Algorithms ran in the scope of a trace
+        assert self.traced is not None
         rounded = self.traced.write(adjustment)
         graph = module_graph(self.model)
         tree = ModuleTree(self.model, graph, self.rectified)
@@ -250,7 +251,7 @@ class ModuleTarget(Target):
     def finished(self, solution: Solution) -> Solution:
         """Quantize the modules; saving them makes codes of their parameters."""
         write_rounded(self.model, self.graph, solution.weights)
-        attach(self.model, self.graph, solution)
+        attach_solution(self.model, self.graph, solution)
         for name in self.rectified:
             path = self.graph.by_name[name].scope
             rectify_output(self.model.get_submodule(path))

@@ -252,7 +252,7 @@ def _parameter_observer(parameter: Tensor, spec: QuantizationSpec) -> Observer |
         NonFiniteError: NaN or Inf in the parameter.
     """
     if not spec.is_scaled:
-        check_finite(parameter)
+        require_finite(parameter)
         return None
     observer = Observer(spec)
     observer.observe(parameter)
@@ -280,7 +280,7 @@ def _warn_of_saturation(plan: Plan) -> None:
 
 def _warn_of_zeros(observers: Mapping[Key, Observer]) -> None:
     """Warn of weights with scales, per tensor or per channel, of zeros alone."""
-    layers: list[str] = []
+    layers = []
     for (layer, role), observer in observers.items():
         if role == "weights" and observer.spec.qscheme in ("per_tensor", "per_channel"):
             zero = (observer.low == 0) & (observer.high == 0)
@@ -334,7 +334,7 @@ def require_batches(calibration: Calibration) -> None:
         )
 
 
-def check_finite(value: Tensor) -> None:
+def require_finite(value: Tensor) -> None:
     """Refuse NaN and infinity.
 
     Raises:
@@ -365,7 +365,7 @@ def watchers(calibration: Calibration) -> Watchers:
             continue
         observer = calibration.observers.get(key)
         if observer is None:
-            watch: Watch = check_finite
+            watch: Watch = require_finite
         elif tensor.place in histograms:
             histogram = histograms.pop(tensor.place)
             watch = partial(observer.observe, beside=histogram)
@@ -375,7 +375,7 @@ def watchers(calibration: Calibration) -> Watchers:
             watch = partial(_watch_channels, watch, tensor.channels)
         watches = watched.setdefault(tensor.source, {})
         watches.setdefault(id(observer), (tensor, watch))
-    by_name: dict[str, Watch] = {}
+    by_name = {}
     for name, watches in watched.items():
         mean = calibration.means.get(name)
         by_name[name] = partial(_show, list(watches.values()), mean)

@@ -21,7 +21,7 @@ _MAX_EXCHANGE_BATCHES = 64
 """Most batches of a rank between two exchanges."""
 
 
-def observe(
+def observe_share(
     calibration: Calibration,
     network: Observable,
     batches: Iterable[Batch],

@@ -15,7 +15,7 @@ from quantizer.calibration.absorption import Record
 from quantizer.calibration.events import Events, Logged, Snapshot
 from quantizer.calibration.level_channels import Exponents
 from quantizer.calibration.observing import Calibration
-from quantizer.calibration.snapshots import CheckpointStore, shared
+from quantizer.calibration.snapshots import CheckpointStore, share_snapshot
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.target import Target
 from quantizer.config.diagnostics import Diagnostic
@@ -156,7 +156,7 @@ class CalibrationRequest:
     @cached_property
     def _key(self) -> Mapping[str, Any]:
         """Return what every checkpoint of this run belongs to."""
-        key: dict[str, Any] = {}
+        key = {}
         for name, digests in self.model_digests.items():
             key[name] = fingerprint.digest(digests)
         key["config"] = fingerprint.config(self.config)
@@ -183,7 +183,7 @@ class CalibrationRequest:
         is_stored = self.ranks.broadcast(snapshot is not None, place)
         if not is_stored:
             return None
-        return shared(snapshot or Snapshot({}, {}), self.ranks, place)
+        return share_snapshot(snapshot or Snapshot({}, {}), self.ranks, place)
 
     def first_batch(self) -> Batch:
         """Return the first batch, on the target's device.

@@ -19,12 +19,12 @@ from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Run, Ta
 from quantizer.calibration import fingerprint
 from quantizer.calibration.events import Snapshot, Stage
 from quantizer.calibration.fits_model import check_adjustment
-from quantizer.calibration.observing import check_finite
+from quantizer.calibration.observing import require_finite
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import (
     other_run,
-    register,
-    shared,
+    register_dataclasses,
+    share_snapshot,
     snapshot_of,
     telling_damage,
     value_of,
@@ -68,11 +68,11 @@ class Progress:
 
 
 _CHECKPOINT = "the checkpoint of algorithms"
-register(Progress, Adjustment, Insertion, Rounded, QParams, Remark)
+register_dataclasses(Progress, Adjustment, Insertion, Rounded, QParams, Remark)
 
 
 def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-    """Run all algorithms of the config, in order; a resumed run goes on where it stopped.
+    """Run all algorithms of the config, in order; a resumed run continues where it stopped.
 
     Raises:
         ConfigError: an algorithm's entry names what is not in the model.
@@ -139,7 +139,7 @@ def _restored(request: CalibrationRequest) -> Progress:
     if progress.done:
         name = [*names, "the last one"][progress.index]
         place = f"{counted(progress.done, 'group')} of {name}"
-    request.events.message(logging.INFO, f"the algorithms go on after {place}")
+    request.events.message(logging.INFO, f"the algorithms resume after {place}")
     return progress
 
 
@@ -213,7 +213,7 @@ def _agreed(request: CalibrationRequest, adjustment: Adjustment) -> Adjustment:
     digests = ranks.gather(digest, "the end of an algorithm")
     if len(set(digests)) == 1:
         return adjustment
-    return value_of(shared(snapshot, ranks, "what an algorithm has found"), Adjustment)
+    return value_of(share_snapshot(snapshot, ranks, "what an algorithm has found"), Adjustment)
 
 
 def load_run(name: str) -> Run:
@@ -223,7 +223,9 @@ def load_run(name: str) -> Run:
     return run
 
 
-def report(algorithms: Sequence[Algorithm], adjustment: Adjustment) -> dict[str, Any]:
+def algorithms_report(
+    algorithms: Sequence[Algorithm], adjustment: Adjustment
+) -> dict[str, Any]:
     """Return the contents of algorithms.json: what ran, and what it did to each layer.
 
     Errors are shares of the energy of a layer's outputs.
@@ -253,7 +255,7 @@ def _check_weights(graph: Graph) -> None:
     for node in graph.nodes:
         if node.row.is_linear_or_convolution and "weight" in node.params:
             try:
-                check_finite(graph.tensors[node.params["weight"]])
+                require_finite(graph.tensors[node.params["weight"]])
             except NonFiniteError as error:
                 raise ModelError(
                     f"weights of {node.name}: {error}", help="check the checkpoint"
@@ -283,7 +285,7 @@ def _effects(algorithm: Algorithm, before: Adjustment, after: Adjustment) -> Ite
         inserted = len(after.insertions) - len(before.insertions)
         yield f"{counted(rescaled, 'layer')} rescaled, {counted(inserted, 'layer')} inserted"
     count = 0
-    shares: list[float] = []
+    shares = []
     for name, layer in after.rounded.items():
         if before.rounded.get(name) is layer:
             continue

@@ -79,7 +79,7 @@ def scalings(
         fixed: layers whose weights must not change.
     """
     graph = calibration.plan.graph
-    scalings: list[Scaling] = []
+    scalings = []
     for join in joins:
         free = [layer for layer in join.scalable if layer not in fixed]
         has_fixed = len(free) < len(join.scalable)
@@ -104,7 +104,7 @@ def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[Scaled
     """
     plan = calibration.plan
     whole = plan.tensors[join.single or join.inputs[0]].spec
-    runs: list[tuple[Key, int, float]] = []
+    runs = []
     for key, channels in join.parts[layer]:
         observer = None if key is None else calibration.observers.get(key)
         if key is None or observer is None or observer.spec != whole:
@@ -114,7 +114,7 @@ def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[Scaled
     dtype = plan.graph.by_name[layer].dtype or torch.float32
     # Powers of two of larger exponents have no inverse in this dtype
     max_exponent = -math.log2(torch.finfo(dtype).tiny)
-    parts: list[ScaledPart] = []
+    parts = []
     for key, channels, size in runs:
         exponent = 0
         if size:
@@ -134,7 +134,7 @@ def _largest(observer: Observer) -> float:
     return max(float(lowest.abs().max()), float(highest.abs().max()))
 
 
-def adjustment(graph: Graph, scalings: Iterable[Scaling]) -> Adjustment:
+def scaling_adjustment(graph: Graph, scalings: Iterable[Scaling]) -> Adjustment:
     """Return the layers to insert and the weights that are divided by their factors."""
     changes = Adjustment()
     names = {*graph.by_name}
@@ -232,7 +232,7 @@ def taken_over(
     """
     parts = _parts_by_insertion(scalings, inserted)
     after = observing.start(plan)
-    observers: dict[Key, Observer] = {}
+    observers = {}
     for key, observer in before.observers.items():
         if not is_parameter(key[1]):
             observers[key] = observer

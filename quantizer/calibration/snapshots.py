@@ -19,7 +19,7 @@ from quantizer.errors import ResultError
 from quantizer.storage.files import damaged
 
 _AGAIN = "run without --resume"
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class CheckpointStore(Protocol):
@@ -72,7 +72,7 @@ def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
     return Snapshot(tensors, state)
 
 
-def shared(snapshot: Snapshot, ranks: Ranks, place: str) -> Snapshot:
+def share_snapshot(snapshot: Snapshot, ranks: Ranks, place: str) -> Snapshot:
     """Return the first rank's snapshot on all ranks.
 
     Its tensors are sent one by one, so that no rank has copies of all of them in memory.
@@ -86,7 +86,7 @@ def shared(snapshot: Snapshot, ranks: Ranks, place: str) -> Snapshot:
     return Snapshot(tensors, state)
 
 
-def value_of(snapshot: Snapshot, kind: type[T]) -> T:
+def value_of(snapshot: Snapshot, kind: type[_T]) -> _T:
     """Return the value that `snapshot_of` was called with.
 
     Raises:
@@ -108,7 +108,7 @@ def value_of(snapshot: Snapshot, kind: type[T]) -> T:
         value = pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
         if not fits(value, kind, within=True):
             raise ValueError("its values are of other kinds")
-        return cast("T", value)
+        return cast("_T", value)
 
 
 @contextmanager
@@ -145,7 +145,7 @@ _CONTAINERS = ("builtins.dict", "builtins.list", "builtins.tuple")
 _registered: set[str] = set()
 
 
-def register(*classes: type) -> None:
+def register_dataclasses(*classes: type) -> None:
     """Register dataclasses that snapshots may hold."""
     for cls in classes:
         name = f"quantizer.{cls.__name__}"
@@ -154,5 +154,5 @@ def register(*classes: type) -> None:
 
 
 def other_run(why: str) -> ResultError:
-    """Return the error about a checkpoint that this run cannot go on from."""
+    """Return the error about a checkpoint that this run cannot resume from."""
     return ResultError(f"the checkpoint belongs to another run: {why}", help=_AGAIN)

@@ -22,7 +22,7 @@ from quantizer.calibration.finetuning import finetune_weights
 from quantizer.calibration.joins import decide_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.run_algorithms import report, run_algorithms
+from quantizer.calibration.run_algorithms import algorithms_report, run_algorithms
 from quantizer.calibration.snapshots import checked_statistics, other_run, telling_damage
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.diagnostics import ConfigError
@@ -54,14 +54,14 @@ class Step:
     when: Callable[[CalibrationRequest, CalibrationState], bool] = _always
 
 
-def run_passes(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+def prepare_graph(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Bring the graph into the form that is planned."""
     refused = absorption.refused(state.absorption or {})
     target = state.target.prepared(request.config, refused)
     return replace(state, target=target)
 
 
-def make_plan(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+def plan_tensors(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Decide how each tensor is quantized, and report it.
 
     Raises:
@@ -87,7 +87,7 @@ def make_plan(request: CalibrationRequest, state: CalibrationState) -> Calibrati
     return request.confirm(request, state)
 
 
-def check_absorption(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+def check_high_biases(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Decide on the first batches which layers absorb high biases.
 
     If some may not, the passes and the plan are made again. The first rank decides for all.
@@ -103,7 +103,7 @@ def check_absorption(request: CalibrationRequest, state: CalibrationState) -> Ca
     refused = absorption.refused(record)
     if not refused:
         return state
-    for sentence in absorption.refusals(record):
+    for sentence in absorption.refused_sentences(record):
         request.events.message(logging.INFO, sentence)
     target = state.target.prepared(config, refused)
     return replace(state, target=target, plan=target.plan(config))
@@ -120,15 +120,15 @@ def level_far_channels(
     if levels is None:
         levels = {}
         if request.ranks.is_first and not request.batches.stands_in:
-            levels = level_channels.decide(state.plan, request.read())
+            levels = level_channels.decide_levels(state.plan, request.read())
         levels = request.ranks.broadcast(levels, "the ranges of channels")
     state = replace(state, levels=levels)
     if not levels:
         return state
-    adjustment = level_channels.adjustment(state.plan.graph, levels)
+    adjustment = level_channels.level_adjustment(state.plan.graph, levels)
     target = state.target.adjusted(adjustment)
     plan = target.plan(request.config)
-    text = level_channels.sentence(levels)
+    text = level_channels.level_sentence(levels)
     request.events.message(logging.INFO, text)
     return replace(state, target=target, plan=plan, adjustment=adjustment)
 
@@ -142,7 +142,7 @@ def start_observers(request: CalibrationRequest, state: CalibrationState) -> Cal
 def observe(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Run the float model over the data, and show its values to the observers.
 
-    A resumed run goes on after the batches that the stopped run has observed.
+    A resumed run continues after the batches that the stopped run has observed.
     """
     batches = request.batches
     calibration = state.calibration.unseen()
@@ -184,7 +184,7 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
         if request.ranks.is_alone:
             observing.run(calibration, model, unseen())
         else:
-            rank_shards.observe(calibration, model, unseen(), request.ranks)
+            rank_shards.observe_share(calibration, model, unseen(), request.ranks)
             observing.require_batches(calibration)
             batches.require_same(request.ranks)
         seen = batches.seen
@@ -219,7 +219,7 @@ def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
 
 def _uncalibrated(plan: Plan, unreached: Collection[str]) -> list[str]:
     """Return the layers among `unreached` with activations to calibrate."""
-    layers: list[str] = []
+    layers = []
     for tensor in plan.tensors.values():
         layer = tensor.layer
         if tensor.is_calibrated and layer in unreached and layer not in layers:
@@ -259,7 +259,7 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
     )
     solution = state.target.solved(solution, state.adjustment)
     if request.config.algorithms:
-        algorithms = report(request.config.algorithms, state.adjustment)
+        algorithms = algorithms_report(request.config.algorithms, state.adjustment)
         solution = replace(solution, algorithms=algorithms)
     return replace(state, solution=solution)
 
@@ -297,7 +297,9 @@ def aligned(
     return replace(solution, tensors=tensors, notes=notes), moves
 
 
-def correct_biases(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+def run_bias_correction(
+    request: CalibrationRequest, state: CalibrationState
+) -> CalibrationState:
     """Correct biases so that each quantized layer has the mean output of the float layer.
 
     Raises:
@@ -318,7 +320,7 @@ def correct_biases(request: CalibrationRequest, state: CalibrationState) -> Cali
             as_codes=state.plan.settings.target_device == "DPU",
             after_layer=stage.advance,
         )
-    sizes: dict[str, float] = {}
+    sizes = {}
     for layer, correction in corrections.items():
         sizes[layer] = float(correction.abs().max())
     largest = max(sizes, key=sizes.__getitem__)
@@ -329,7 +331,7 @@ def correct_biases(request: CalibrationRequest, state: CalibrationState) -> Cali
     return replace(state, solution=solution)
 
 
-def finetune(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+def run_finetuning(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Learn how to round weights on the first rank, on all batches, while the others wait."""
     finetuned = (state.solution, state.is_finetuned)
     if request.ranks.is_first:
@@ -365,10 +367,10 @@ def _observes_data(request: CalibrationRequest, state: CalibrationState) -> bool
 
 
 STEPS: tuple[Step, ...] = (
-    Step(run_passes),
-    Step(make_plan),
+    Step(prepare_graph),
+    Step(plan_tensors),
     Step(
-        check_absorption,
+        check_high_biases,
         when=lambda request, state: (
             request.config.settings.include_cle and state.absorption is None
         ),
@@ -387,11 +389,11 @@ STEPS: tuple[Step, ...] = (
     Step(find_scales),
     Step(align_to_dpu, when=_is_for_dpu),
     Step(
-        finetune,
+        run_finetuning,
         when=lambda request, state: bool(request.fast_finetune),
     ),
     Step(
-        correct_biases,
+        run_bias_correction,
         when=lambda request, state: bool(state.calibration.means),
     ),
     Step(finish),
@@ -406,7 +408,7 @@ def run(request: CalibrationRequest) -> CalibrationState:
 
     Raises:
         ConfigError, UsageError, ModelError, DataError, ResultError: see the steps. If the
-            request has checkpoints, they hold what a stopped run needs to go on.
+            request has checkpoints, they hold what a stopped run needs to resume.
     """
     state = request.start
     for step in STEPS:

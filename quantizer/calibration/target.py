@@ -132,7 +132,7 @@ class TracedTarget(Target):
             yield logging.INFO, text
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        specs: dict[Key, QuantizationSpec] = {}
+        specs = {}
         for key, tensor in plan.tensors.items():
             specs[key] = tensor.spec
         return AlgorithmScope(

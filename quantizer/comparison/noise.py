@@ -1,4 +1,4 @@
-"""What a tensor loses to its approximation, added up over batches. Knows no networks."""
+"""Measures the error of an approximation of a tensor, summed over batches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from torch import Tensor
 from quantizer.numerics.blocks import flattened
 from quantizer.numerics.metrics import decibel, energy
 
-GAP = 32
-"""Values that are so many times smaller than the largest have lost five bits to it."""
-SAMPLE = 8192
-"""So many values are looked at before all are."""
+_GAP = 32
+"""Far values are so many times larger than the others, which takes five bits from these."""
+_SAMPLE = 8192
+"""So many values are checked before all are."""
 
 
 @dataclass
 class Noise:
-    """Running energies over batches of a tensor x and its approximation y: |x|^2, |y|^2 and |x
-    - y|^2.
+    """Sums over batches of energies of a tensor x and its approximation y.
+
+    Args:
+        signal: |x|^2.
+        other: |y|^2.
+        error: |x - y|^2.
     """
 
     signal: float = 0.0
@@ -27,41 +31,43 @@ class Noise:
     error: float = 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Take in one batch."""
+        """Add one batch."""
         self.signal += energy(x)
         self.other += energy(y)
         self.error += energy(x - y)
 
     def merge(self, other: Noise) -> None:
-        """Take in other batches."""
+        """Add other batches."""
         self.signal += other.signal
         self.other += other.other
         self.error += other.error
 
     @property
     def sqnr_db(self) -> float:
-        """10 log10(|x|^2 / |x - y|^2): infinite when they are equal."""
+        """Return 10 log10(|x|^2 / |x - y|^2) in dB; infinity if x and y are equal."""
         return decibel(self.signal, self.error)
 
     @property
     def cosine(self) -> float:
-        """x.y / (|x| |y|), with x.y = (|x|^2 + |y|^2 - |x - y|^2) / 2; 1 when both are zero."""
+        """Return x.y / (|x| |y|), with x.y = (|x|^2 + |y|^2 - |x - y|^2) / 2.
+
+        It is 1 if both are zero.
+        """
         norm = math.sqrt(self.signal) * math.sqrt(self.other)
         if not math.isfinite(norm):
             return math.nan
-        return (
-            (self.signal + self.other - self.error) / 2 / norm
-            if norm
-            else float(self.signal == self.other)
-        )
+        if not norm:
+            return float(self.signal == self.other)
+        product = (self.signal + self.other - self.error) / 2
+        return product / norm
 
 
 def beside_far_values(x: Tensor) -> Tensor | None:
-    """Return which values of `x` are not far ones, if a gap lies between these and far ones;
-    None if there is none.
+    """Return a mask of the values that are not far from zero, if a gap lies between them and
+    far values; None if there is no gap.
 
-    Far values, as sentinels are, set the range and have nearly all energy, so that they hide
-    what the others lose.
+    Far values, such as sentinels, have nearly all the energy, so that they hide the error of
+    the others.
 
     >>> import torch
     >>> beside_far_values(torch.tensor([0.5, -1.0, 1e4]))
@@ -72,15 +78,19 @@ def beside_far_values(x: Tensor) -> Tensor | None:
     if x.numel() == 0:
         return None
     middle = float(max(abs(end) for end in x.aminmax())) / 2
-    if not _is_apart(flattened(x)[:: -(-x.numel() // SAMPLE)], middle):
+    step = math.ceil(x.numel() / _SAMPLE)
+    sample = flattened(x)[::step]
+    if not _has_gap(sample, middle) or not _has_gap(x, middle):
         return None
-    return x.abs() < middle if _is_apart(x, middle) else None
+    return x.abs() < middle
 
 
-def _is_apart(x: Tensor, middle: float) -> bool:
-    """Whether values below the middle of the range of magnitudes are not all zero, and far
-    below.
+def _has_gap(x: Tensor, middle: float) -> bool:
+    """Return whether the values below half of the largest magnitude are far below it, and not
+    all zero.
     """
     magnitudes = x.abs()
-    least = magnitudes[magnitudes < middle]
-    return least.numel() > 0 and 0 < float(least.max()) < 2 * middle / GAP
+    small = magnitudes[magnitudes < middle]
+    if not small.numel():
+        return False
+    return 0 < float(small.max()) < 2 * middle / _GAP

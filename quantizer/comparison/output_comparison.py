@@ -1,9 +1,11 @@
-"""Compares what two networks return for one batch: part by part, and rows by what they are,
-wherever they are."""
+"""Compares the outputs of two networks for one batch: part by part, and rows by what they are,
+wherever they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,62 +17,71 @@ from quantizer.comparison.output_figures import (
     PartFigures,
     RowCounts,
 )
+from quantizer.comparison.row_matching import (
+    MatchedRows,
+    SeenOutput,
+    count_unmatched,
+    match_rows,
+)
 from quantizer.errors import ModelError
 from quantizer.graph.label_replay import Seen
 from quantizer.graph.output_parts import Output, Part, output_parts, parts_named_as
-from quantizer.graph.row_order import RowOrder, matched_rows, places_of_rows
 from quantizer.nn.execution import Execution, Watchers
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 
-MOST_SHAPES = 8
-"""Shapes of outputs of which it is remembered where their parts are."""
+_MAX_SHAPES = 8
+"""Shapes of outputs for which the places of parts are cached."""
 
 
 class Recorder:
-    """Keeps what tells the parts of outputs apart while a network runs."""
+    """Records what is needed to find the parts of outputs, while a network runs.
+
+    Attributes:
+        watched: the nodes whose values it has to see.
+        shapes: of their values.
+        values: of nodes on whose values the places depend.
+    """
 
     def __init__(self, outputs: Sequence[Output]) -> None:
         self.shapes: dict[str, torch.Size] = {}
         self.values: dict[str, Any] = {}
-        self._kept: set[str] = set()
+        self._recorded: set[str] = set()
         self.watched: set[str] = set()
         for output in outputs:
             self.watched |= output.watched
             if output.labels is not None:
-                self._kept |= output.labels.replay.steering
+                self._recorded |= output.labels.replay.steering
             if output.order is not None:
-                self._kept |= output.order.kept
+                self._recorded |= output.order.kept
 
     def see(self, name: str, value: Any) -> None:
-        """Take in the value of a node, if it is watched; of several results the last."""
+        """Record the value of a node, if it is watched; of several results the last."""
         if name not in self.watched:
             return
-        last = value[-1] if isinstance(value, (list, tuple)) else value
-        if not isinstance(last, Tensor):
-            self.values[name] = last
+        if isinstance(value, (list, tuple)):
+            value = value[-1]
+        if not isinstance(value, Tensor):
+            self.values[name] = value
             return
-        self.shapes[name] = last.shape
-        if name in self._kept:
-            self.values[name] = last.detach().cpu().clone()  # its memory may be written to
+        self.shapes[name] = value.shape
+        if name in self._recorded:
+            # A copy, as later operators may write into its memory
+            self.values[name] = value.detach().cpu().clone()
 
     @property
     def watchers(self) -> Watchers:
-        """What a network calls with the values of nodes."""
-
-        def watch(name: str) -> Any:
-            return lambda value: self.see(name, value)
-
-        return {name: watch(name) for name in self.watched}
+        """Return the functions that a network calls with the values of nodes."""
+        return {name: partial(self.see, name) for name in self.watched}
 
     @property
     def seen(self) -> Seen:
-        """What was kept."""
+        """Return what was recorded."""
         return Seen(self.shapes, self.values)
 
 
 class OutputComparison:
-    """Compares outputs batch by batch; what tells parts apart is found once for each shape."""
+    """Compares outputs batch by batch; finds the places of parts once for each shape."""
 
     def __init__(self, outputs: Sequence[Output]) -> None:
         self.outputs = outputs
@@ -90,17 +101,20 @@ class OutputComparison:
         """Return the figures of one batch.
 
         Args:
-            reference: what the float network returns; `left` has watched it.
-            quantized: what the quantized one returns, watched by `right`.
+            reference: the outputs of the float network.
+            quantized: the outputs of the quantized network.
+            left: has watched the float network.
+            right: has watched the quantized network.
 
         Raises:
             DataError: an output of the float network is not finite.
-            ModelError: the networks return other sizes.
+            ModelError: the sizes of the outputs differ.
         """
-        figures: list[OutputFigures] = []
+        figures = []
         for number, output in enumerate(self.outputs):
-            pair = reference[number], quantized[number]
-            figures.append(self._of_output(output, pair, (left, right)))
+            x = SeenOutput(reference[number], left.seen)
+            y = SeenOutput(quantized[number], right.seen)
+            figures.append(self._of_output(output, x, y))
         return figures
 
     def pieces(
@@ -109,78 +123,110 @@ class OutputComparison:
         x: Tensor,
         recorder: Recorder,
     ) -> list[tuple[Part, Tensor]]:
-        """Return the values of each part of an output, which a run has made that `recorder`
-        watched."""
-        split = self._split(output, x, recorder)
-        if split is None:
-            is_one = output.labels is None
-            return [(output.parts[0] if is_one else Part(output.name, None, output.node), x)]
-        values = torch.split(x.reshape(-1)[split.order.to(x.device)], split.counts)
-        return list(zip(output.parts, values, strict=True))
+        """Return the values of each part of an output.
+
+        Args:
+            output: the output.
+            x: its value.
+            recorder: has watched the run that computed it.
+        """
+        run = SeenOutput(x, recorder.seen)
+        split = self._split(output, run)
+        if split is not None:
+            return list(zip(output.parts, split.of(x), strict=True))
+        part = output.parts[0]
+        if output.labels is not None:
+            part = Part(output.name, None, output.node)
+        return [(part, x)]
 
     def _of_output(
         self,
         output: Output,
-        values: tuple[Tensor, Tensor],
-        recorders: tuple[Recorder, Recorder],
+        reference: SeenOutput,
+        quantized: SeenOutput,
     ) -> OutputFigures:
-        x, y = values
+        x = reference.value
+        y = quantized.value
         figures = _empty(output)
         if output.channel_axis is not None and x.is_floating_point():
             figures.channels = ChannelExtents.of(x, y, output.channel_axis)
-        split = self._split(output, x, recorders[0])
-        matched = None if output.order is None else _matched(output.order, values, recorders)
+        split = self._split(output, reference)
+        matched = None
+        if output.order is not None:
+            matched = match_rows(output.order, reference, quantized)
         if matched is not None:
             figures.order = matched.counts
         elif x.shape != y.shape:
             raise _other_sizes(x, y)
         elif output.order is not None:
-            figures.order = _unmatched(output.order, recorders[0])
+            figures.order = count_unmatched(output.order, reference.seen)
         if split is not None and split.is_unwritten:
             figures.channels = None
         if split is None:
-            ranges = None if figures.channels is None else figures.channels.whole
-            if matched is not None:
-                x, y = matched.pair(x, y)
-                ranges = None  # of fewer rows
-            figures.whole.add(x, y, ranges)
+            self._add_whole(figures, x, y, matched)
             return figures
-        pieces = split.pieces(x, y) if matched is None else split.matched_pieces(x, y, matched)
-        for part, (mine, its) in zip(figures.parts, pieces, strict=True):
-            part.add(mine, its)
+        if matched is None:
+            pieces = zip(split.of(x), split.of(y), strict=True)
+        else:
+            pieces = zip(*split.matched(x, y, matched), strict=True)
+        for part, (x_piece, y_piece) in zip(figures.parts, pieces, strict=True):
+            part.add(x_piece, y_piece)
             figures.whole.merge(part)
         return figures
 
-    def _split(self, output: Output, x: Tensor, recorder: Recorder) -> _Split | None:
-        """Return where each part of an output is, None if it has one."""
+    def _add_whole(
+        self,
+        figures: OutputFigures,
+        x: Tensor,
+        y: Tensor,
+        matched: MatchedRows | None,
+    ) -> None:
+        """Add the values of an output that has one part."""
+        ranges = None
+        if matched is not None:
+            x, y = matched.select(x, y)
+        elif figures.channels is not None:
+            ranges = figures.channels.whole
+        figures.whole.add(x, y, ranges)
+
+    def _split(
+        self,
+        output: Output,
+        run: SeenOutput,
+    ) -> _Split | None:
+        """Return the places of the parts of an output; None if it has one part."""
         if output.labels is None:
             return None
+        seen = run.seen
         replay = output.labels.replay
-        steering = [recorder.values.get(name) for name in sorted(replay.steering)]
-        has_masks = any(isinstance(value, Tensor) for value in steering)
-        shapes = tuple(recorder.shapes.get(name) for name in sorted(replay.shaped))
-        key = (output.name, x.shape, shapes, () if has_masks else tuple(steering))
-        if not has_masks and key in self._splits:
-            return self._splits[key]
+        steering = [seen.values.get(name) for name in sorted(replay.steering)]
+        shapes = [seen.shapes.get(name) for name in sorted(replay.shaped)]
+        shape = run.value.shape
+        key = None
+        # Places that depend on tensors may be others in each batch
+        if not any(isinstance(value, Tensor) for value in steering):
+            key = (output.name, shape, *shapes, *steering)
+            if key in self._splits:
+                return self._splits[key]
         try:
-            labels = output.labels.of(recorder.seen, x.shape)
+            labels = output.labels.of(seen, shape)
         except ValueError:
-            return None  # the output is one part then
+            return None
         split = _Split(labels, len(output.parts))
-        if not has_masks:
-            if len(self._splits) >= MOST_SHAPES:
+        if key is not None:
+            if len(self._splits) >= _MAX_SHAPES:
                 self._splits.clear()
             self._splits[key] = split
         return split
 
 
 class ComparedNetworks:
-    """The outputs of a float network and a quantized one, and where those of the quantized one
-    are compared with the user's model, also of that.
+    """Compares the outputs of a quantized network with those of the float network, and with
+    those of the user's model if the float network computes another function.
 
     Args:
         reference: the float network that was quantized.
-        user: the user's model, where `reference` computes another function.
+        user: the user's model, if `reference` computes another function.
         outputs: of the network that outputs are compared with; as its graph names them, if
             None.
     """
@@ -193,11 +239,13 @@ class ComparedNetworks:
     ) -> None:
         self._user = user
         if outputs is None:
-            outputs = output_parts((reference if user is None else user).graph)
+            expected = reference if user is None else user
+            outputs = output_parts(expected.graph)
         self._comparison = OutputComparison(outputs)
         self._passed: OutputComparison | None = None
         if user is not None:
-            self._passed = OutputComparison(parts_named_as(reference.graph, user.graph))
+            passed = parts_named_as(reference.graph, user.graph)
+            self._passed = OutputComparison(passed)
 
     def empty(self) -> tuple[list[OutputFigures], list[OutputFigures]]:
         """Return figures without a batch: of the outputs, and of those of the float network."""
@@ -205,9 +253,10 @@ class ComparedNetworks:
         return self._comparison.empty(), passed
 
     def recorders(self) -> tuple[Recorder, Recorder]:
-        """Return what has to watch the float network and the quantized one."""
-        passed = self._passed or self._comparison
-        return Recorder(passed.outputs), Recorder([*passed.outputs, *self._comparison.outputs])
+        """Return recorders that have to watch the float network and the quantized one."""
+        outputs = self._comparison.outputs
+        passed = (self._passed or self._comparison).outputs
+        return Recorder(passed), Recorder([*passed, *outputs])
 
     @torch.no_grad()
     def figures(
@@ -216,12 +265,21 @@ class ComparedNetworks:
         recorders: tuple[Recorder, Recorder],
         batch: Batch,
     ) -> tuple[list[Tensor], list[OutputFigures], list[OutputFigures]]:
-        """Return what outputs were compared with, and the figures as in `empty`, of a batch
-        that both networks have run, watched by `recorders`.
+        """Return the figures of a batch that both networks have run.
+
+        Args:
+            executions: of the float network and the quantized one.
+            recorders: have watched them.
+            batch: runs the user's model.
+
+        Returns:
+            The outputs that were compared with, and the figures as in `empty`.
         """
-        reference, quantized = executions[0].outputs(), executions[1].outputs()
+        reference = executions[0].outputs()
+        quantized = executions[1].outputs()
         if self._user is None or self._passed is None:
-            return reference, self._comparison.figures(reference, quantized, *recorders), []
+            figures = self._comparison.figures(reference, quantized, *recorders)
+            return reference, figures, []
         passed = self._passed.figures(reference, quantized, *recorders)
         recorder = Recorder(self._comparison.outputs)
         execution = self._user.start(batch.args, batch.kwargs)
@@ -231,107 +289,55 @@ class ComparedNetworks:
 
 
 class _Split:
-    """The places of all parts of an output, one after the other."""
+    """The places of all parts of an output, one part after the other.
+
+    Args:
+        labels: the number of the part of each value; -1 for values that no layer has written.
+        parts: how many parts there are.
+    """
 
     def __init__(self, labels: Tensor, parts: int) -> None:
         flat = labels.reshape(-1)
-        self.order = flat.argsort(stable=True)
-        counts = torch.bincount(flat + 1, minlength=parts + 1).tolist()
-        self.is_unwritten = counts[0] > 0
-        self.order = self.order[counts[0] :]  # what nothing has written comes first
-        self.counts: list[int] = counts[1:]
+        unwritten, *counts = torch.bincount(flat + 1, minlength=parts + 1).tolist()
+        self.is_unwritten = unwritten > 0
+        self._counts: list[int] = counts
+        # Values that are not written come first
+        self._order = flat.argsort(stable=True)[unwritten:]
 
-    def pieces(self, x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the values of each part, of both networks."""
-        order = self.order.to(x.device)
-        mine = torch.split(x.reshape(-1)[order], self.counts)
-        its = torch.split(y.reshape(-1)[order], self.counts)
-        return list(zip(mine, its, strict=True))
+    def of(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the values of each part."""
+        order = self._order.to(x.device)
+        values = x.reshape(-1)[order]
+        return torch.split(values, self._counts)
 
-    def matched_pieces(
+    def matched(
         self,
         x: Tensor,
         y: Tensor,
-        matched: _MatchedRows,
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return the values of each part that both networks have, of both."""
-        pieces: list[tuple[Tensor, Tensor]] = []
-        mine, its = x.reshape(-1), y.reshape(-1)
-        for places in torch.split(self.order, self.counts):
+        matched: MatchedRows,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the values of each part that are in rows of both networks."""
+        x_pieces = []
+        y_pieces = []
+        for places in torch.split(self._order, self._counts):
             shared = places[matched.is_there[places]]
-            pieces.append((mine[shared.to(x.device)], its[matched.places[shared].to(y.device)]))
-        return pieces
-
-
-class _MatchedRows:
-    """For each value of the float network's output the place of its counterpart in the
-    quantized one's."""
-
-    def __init__(self, places: Tensor, is_there: Tensor, counts: RowCounts) -> None:
-        self.places, self.is_there, self.counts = places, is_there, counts
-
-    def pair(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values of rows that both networks have, side by side."""
-        mine = x.reshape(-1)[self.is_there.to(x.device)]
-        its = y.reshape(-1)[self.places[self.is_there].to(y.device)]
-        return mine, its
-
-
-def _matched(
-    order: RowOrder,
-    values: tuple[Tensor, Tensor],
-    recorders: tuple[Recorder, Recorder],
-) -> _MatchedRows | None:
-    """Return which values belong together; None if the rows of a network cannot be followed
-    from where they were at first to its output."""
-    tables: list[tuple[Tensor, Tensor]] = []
-    before: list[Tensor] = []
-    for value, recorder in zip(values, recorders, strict=True):
-        if order.node not in recorder.values:
-            return None
-        try:
-            rows = order.rows(recorder.seen, value.shape)
-            before.append(order.places(recorder.seen))
-        except ValueError:
-            return None
-        table = places_of_rows(rows.reshape(-1), recorder.values[order.node].numel())
-        if table is None:
-            return None
-        tables.append(table)
-    (mine, unordered), (its, others) = tables
-    if mine.shape[1] != its.shape[1] or unordered.shape != others.shape:
-        return None
-    matches = matched_rows(before[0], before[1], order.axis).reshape(-1)
-    is_kept = matches >= 0
-    places = torch.zeros(values[0].numel(), dtype=torch.int64)
-    is_there = torch.zeros(values[0].numel(), dtype=torch.bool)
-    places[unordered] = others
-    is_there[unordered] = True
-    places[mine[is_kept].reshape(-1)] = its[matches[is_kept]].reshape(-1)
-    is_there[mine[is_kept].reshape(-1)] = True
-    numbers = torch.arange(len(matches))
-    moved = int((is_kept & (matches != numbers)).sum())
-    return _MatchedRows(places, is_there, RowCounts(len(matches), moved, int((~is_kept).sum())))
-
-
-def _unmatched(order: RowOrder, recorder: Recorder) -> RowCounts | None:
-    """Return the counts of rows that were compared by place; None if what was reduced may have
-    been rows, whose order makes no difference then.
-    """
-    if order.is_reduced:
-        return None
-    positions = recorder.values.get(order.node)
-    return RowCounts(unmatched=positions.numel() if isinstance(positions, Tensor) else 1)
+            others = matched.places[shared]
+            x_pieces.append(x.reshape(-1)[shared.to(x.device)])
+            y_pieces.append(y.reshape(-1)[others.to(y.device)])
+        return x_pieces, y_pieces
 
 
 def _empty(output: Output) -> OutputFigures:
     """Return the figures of an output without a batch."""
-    order = None if output.order is None or output.order.is_reduced else RowCounts()
+    order = None
+    if output.order is not None and not output.order.is_reduced:
+        order = RowCounts()
     if output.labels is None:
         return OutputFigures(_part(output.parts[0]), order=order)
     is_fixed = all(part.is_constant for part in output.parts)
     whole = PartFigures(output.name, None, output.node, is_fixed)
-    return OutputFigures(whole, [_part(part) for part in output.parts], order=order)
+    parts = [_part(part) for part in output.parts]
+    return OutputFigures(whole, parts, order=order)
 
 
 def _part(part: Part) -> PartFigures:
@@ -339,7 +345,7 @@ def _part(part: Part) -> PartFigures:
 
 
 def _other_sizes(x: Tensor, y: Tensor) -> ModelError:
-    """Say that quantization changes how many values there are, as it does behind `nonzero`."""
+    """Return the error about sizes that depend on values, as those after `nonzero`."""
     sizes = f"the float network makes {list(x.shape)}, the quantized one {list(y.shape)}"
     return ModelError(
         f"the output: {sizes}: sizes that depend on values leave nothing to compare",

@@ -1,13 +1,13 @@
-"""What outputs of a network lose, each by itself and part by part, added up over batches.
+"""Measures the error of a network's outputs, of each by itself and of each part, over batches.
 
-A loss in a small part cannot hide behind a large one: the worst part speaks for all.
+The worst part counts, so that a large part cannot hide the error of a small one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from quantizer.errors import DataError
 from quantizer.graph.output_parts import Output
 
 NAMED_FIGURES = ("sqnr_db", "cosine", "equal_outputs")
-"""What there is of each output and part."""
+"""The figures of each output and part."""
 POOLED_FIGURE = "sqnr_db_pooled"
 """The SQNR of all outputs together."""
 ROWS_KEPT = "rows_kept"
@@ -26,56 +26,59 @@ ROWS_KEPT = "rows_kept"
 values."""
 NOT_FINITE = "the float model's output is not finite"
 FEW = 4
-"""Values of a channel that may be equal by chance."""
-FLAT = 1e-3
-"""Values that differ by less than this share of the largest are one value."""
+"""Fewer values may be equal by chance."""
+_FLAT = 1e-3
+"""Values that differ by less than this share of the largest count as one value."""
 
 
 @dataclass
 class Extent:
-    """The least and the greatest value of something."""
+    """The least and the greatest of some values; empty at first."""
 
     low: float = math.inf
     high: float = -math.inf
 
     @classmethod
     def of(cls, x: Tensor) -> Extent:
-        """Return that of a tensor, which may be empty."""
+        """Return the extent of a tensor, which may be empty."""
         if not x.numel():
             return cls()
         low, high = x.aminmax()
         return cls(float(low), float(high))
 
     def merge(self, other: Extent) -> None:
-        """Take in other batches."""
+        """Add other batches."""
         self.low = min(self.low, other.low)
         self.high = max(self.high, other.high)
 
     @property
     def is_finite(self) -> bool:
-        """Whether it has neither NaN nor infinity in it; an empty one has not."""
-        ends = (self.low, self.high)
-        return all(map(math.isfinite, ends)) or ends == (math.inf, -math.inf)
+        """Return whether there are neither NaN nor infinity among the values."""
+        is_empty = self.low == math.inf and self.high == -math.inf
+        return is_empty or (math.isfinite(self.low) and math.isfinite(self.high))
 
     @property
     def is_constant(self) -> bool:
-        """Whether there is one value alone."""
+        """Return whether all values are equal."""
         return self.low == self.high
 
 
 @dataclass
 class PartFigures:
-    """What one output, or one part of one, loses.
+    """The figures of one output, or of one part of it.
 
-    Attributes:
-        name: of the output or part; `index` is another name of a part, if it has one.
-        layer: what makes it.
+    Args:
+        name: of the output or part.
+        index: another name of a part, if it has one.
+        layer: computes it.
         is_fixed: whether it follows from constants alone.
         pooled: the number of sources that it stands for.
-        count: its values, of which `equal` are the same in both networks.
+        is_float: whether it has floating-point values.
+        count: of its values.
+        equal: how many of them are the same in both networks.
         noise: of its floating-point values.
-        reference: the range of the float network's values; `other` is that of the quantized
-            one's.
+        reference: the range of the float network's values.
+        other: the range of the quantized network's values.
     """
 
     name: str
@@ -91,10 +94,15 @@ class PartFigures:
     other: Extent = field(default_factory=Extent)
 
     def add(self, x: Tensor, y: Tensor, ranges: tuple[Extent, Extent] | None = None) -> None:
-        """Take in the values of one batch, of both networks; their ranges, if they are known.
+        """Add the values of one batch.
+
+        Args:
+            x: of the float network.
+            y: of the quantized network.
+            ranges: of both, if they are known.
 
         Raises:
-            DataError: the float network's are not finite.
+            DataError: a value of the float network is not finite.
         """
         self.count += x.numel()
         self.equal += int(torch.count_nonzero(x == y))
@@ -103,16 +111,15 @@ class PartFigures:
         self.is_float = True
         if self.is_fixed:
             return
-        if ranges is None:
-            ranges = Extent.of(x), Extent.of(y)
-        if not ranges[0].is_finite:
+        reference, other = ranges or (Extent.of(x), Extent.of(y))
+        if not reference.is_finite:
             raise DataError(NOT_FINITE, help="check the data and the weights")
         self.noise.add(x, y)
-        self.reference.merge(ranges[0])
-        self.other.merge(ranges[1])
+        self.reference.merge(reference)
+        self.other.merge(other)
 
     def merge(self, other: PartFigures) -> None:
-        """Take in other batches."""
+        """Add other batches."""
         self.count += other.count
         self.equal += other.equal
         self.is_float |= other.is_float
@@ -122,7 +129,7 @@ class PartFigures:
 
     @property
     def kind(self) -> str:
-        """What it is: "float" alone has an SQNR."""
+        """Return "empty", "integer", "constant" or "float"; only "float" has an SQNR."""
         if not self.count:
             return "empty"
         if not self.is_float:
@@ -133,28 +140,29 @@ class PartFigures:
 
     @property
     def sqnr_db(self) -> float | None:
-        """In dB; None for what is constant, integer or empty."""
+        """Return the SQNR in dB; None for what is constant, integer or empty."""
         return self.noise.sqnr_db if self.kind == "float" else None
 
     @property
     def cosine(self) -> float | None:
-        """Between both networks' values; None for what is constant, integer or empty."""
+        """Return the cosine of both networks' values; None where there is no SQNR."""
         return self.noise.cosine if self.kind == "float" else None
 
     @property
     def equal_share(self) -> float | None:
-        """The share of equal values; None where there are no values."""
+        """Return the share of equal values; None if there are no values."""
         return self.equal / self.count if self.count else None
 
     @property
     def collapses(self) -> bool:
-        """Whether quantization makes it one value, which it is not in float."""
-        is_several = self.kind == "float" and self.count >= FEW and not is_flat(self.reference)
-        return is_several and self.other.is_constant
+        """Return whether different float values become one value by quantization."""
+        if self.kind != "float" or self.count < FEW:
+            return False
+        return self.other.is_constant and not is_flat(self.reference)
 
     @property
     def appears(self) -> bool:
-        """Whether quantization makes several values of what is one value in float."""
+        """Return whether one float value becomes different values by quantization."""
         is_one = self.kind == "constant" and not self.is_fixed
         return is_one and not self.other.is_constant
 
@@ -174,15 +182,22 @@ class PartFigures:
 
 
 def is_flat(extent: Extent) -> bool:
-    """Return whether values differ by so little that they are one value."""
-    return extent.high - extent.low <= FLAT * max(abs(extent.low), abs(extent.high))
+    """Return whether values differ by so little that they count as one value."""
+    largest = max(abs(extent.low), abs(extent.high))
+    return extent.high - extent.low <= _FLAT * largest
 
 
 @dataclass
 class ChannelExtents:
-    """The range of each channel of an output in both networks; `axis` is theirs.
+    """The range of each channel of an output in both networks.
 
-    `count` is the number of values of a channel.
+    Args:
+        axis: of the channels.
+        count: the values of each channel.
+        low: [channels] least values in the float network.
+        high: [channels] greatest values in the float network.
+        other_low: [channels] least values in the quantized network.
+        other_high: [channels] greatest values in the quantized network.
     """
 
     axis: int
@@ -194,19 +209,21 @@ class ChannelExtents:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, axis: int) -> ChannelExtents | None:
-        """Return those of one batch; None if there is no such axis, or there are no values."""
+        """Return the ranges of one batch.
+
+        They are None if there is no such axis, there are no values, or the shapes differ.
+        """
         if x.dim() <= axis or not x.numel() or x.shape != y.shape:
             return None
-        ends: list[Tensor] = []
-        for values in (x, y):
-            ends += _ends_along(values, axis)
-        return cls(axis, x.numel() // x.shape[axis], *ends)
+        count = x.numel() // x.shape[axis]
+        return cls(axis, count, *_ends_along(x, axis), *_ends_along(y, axis))
 
     @property
     def whole(self) -> tuple[Extent, Extent]:
-        """The ranges of all channels together, in both networks."""
+        """Return the ranges of all channels together, in both networks."""
         reference = Extent(float(self.low.min()), float(self.high.max()))
-        return reference, Extent(float(self.other_low.min()), float(self.other_high.max()))
+        other = Extent(float(self.other_low.min()), float(self.other_high.max()))
+        return reference, other
 
     def merged(self, other: ChannelExtents) -> ChannelExtents | None:
         """Return those of both; None if they do not have the same channels."""
@@ -223,27 +240,35 @@ class ChannelExtents:
 
     @property
     def collapsed(self) -> list[int]:
-        """The channels that quantization makes one value, which they are not in float."""
+        """Return the channels whose different float values become one value."""
         if self.count < FEW or len(self.low) < 2:
             return []
         spread = self.high - self.low
         largest = torch.maximum(self.low.abs(), self.high.abs())
-        is_lost = (self.other_low == self.other_high) & (spread > FLAT * largest)
-        return [int(channel) for channel in is_lost.nonzero().flatten().tolist()]
+        is_constant = self.other_low == self.other_high
+        is_collapsed = is_constant & (spread > _FLAT * largest)
+        channels = is_collapsed.nonzero().flatten()
+        return [int(channel) for channel in channels.tolist()]
 
 
 def _ends_along(values: Tensor, axis: int) -> list[Tensor]:
     """Return the least and the greatest value at each index of an axis."""
-    others = [other for other in range(values.dim()) if other != axis]
-    return [values.amin(others).float().cpu(), values.amax(others).float().cpu()]
+    axes = list(range(values.dim()))
+    axes.remove(axis)
+    low = values.amin(axes).float().cpu()
+    high = values.amax(axes).float().cpu()
+    return [low, high]
 
 
 @dataclass
 class RowCounts:
-    """Of the rows that the float network selects: how many the quantized one does not, and
-    has in another place.
+    """Counts of the rows that the float network selects.
 
-    `unmatched` are those, besides, that cannot be followed back to where they were.
+    Args:
+        rows: those that can be followed back to where they were.
+        moved: those of them that the quantized network has in another place.
+        exchanged: those of them that the quantized network does not select.
+        unmatched: those that cannot be followed back.
     """
 
     rows: int = 0
@@ -252,29 +277,34 @@ class RowCounts:
     unmatched: int = 0
 
     def merge(self, other: RowCounts) -> None:
-        """Take in other batches."""
+        """Add other batches."""
         self.rows += other.rows
         self.moved += other.moved
         self.exchanged += other.exchanged
         self.unmatched += other.unmatched
 
     def to_json(self) -> dict[str, int]:
-        """Return the counts by name; that of unmatched rows where there are such."""
-        counts = {"rows": self.rows, "moved": self.moved, "exchanged": self.exchanged}
-        return counts | {"unmatched": self.unmatched} if self.unmatched else counts
+        """Return the counts by name; that of unmatched rows only if there are any."""
+        counts = asdict(self)
+        if not self.unmatched:
+            del counts["unmatched"]
+        return counts
 
     @property
     def share(self) -> float:
-        """The share of rows that both networks select."""
+        """Return the share of rows that both networks select."""
         return 1 - self.exchanged / self.rows if self.rows else 1.0
 
 
 @dataclass
 class OutputFigures:
-    """What one output loses: as a whole, in each of its `parts` if there are several, and in
-    its channels.
+    """The figures of one output.
 
-    `order` is there where an operator puts rows in an order that depends on values.
+    Args:
+        whole: of all its values.
+        parts: of its parts, if there are several.
+        channels: the ranges of its channels, if it has channels.
+        order: counts of rows, if an operator puts rows in an order that depends on values.
     """
 
     whole: PartFigures
@@ -283,12 +313,12 @@ class OutputFigures:
     order: RowCounts | None = None
 
     def merge(self, other: OutputFigures) -> None:
-        """Take in other batches."""
+        """Add other batches."""
         if not self.whole.count:
             self.channels = other.channels
         elif self.channels is not None:
-            others = other.channels
-            self.channels = None if others is None else self.channels.merged(others)
+            channels = other.channels
+            self.channels = None if channels is None else self.channels.merged(channels)
         self.whole.merge(other.whole)
         for part, its in zip(self.parts, other.parts, strict=True):
             part.merge(its)
@@ -298,12 +328,12 @@ class OutputFigures:
 
     @property
     def leaves(self) -> list[PartFigures]:
-        """Its parts that have values, or itself if it has none."""
-        return [part for part in self.parts if part.count] or [self.whole]
+        """Return the parts that have values, or the whole if there are none."""
+        return self.rows[1:] or [self.whole]
 
     @property
     def rows(self) -> list[PartFigures]:
-        """Itself, and its parts that have values."""
+        """Return the whole, and the parts that have values."""
         return [self.whole, *(part for part in self.parts if part.count)]
 
 
@@ -316,12 +346,8 @@ def leaves(outputs: Sequence[OutputFigures]) -> Iterator[PartFigures]:
 def worst(outputs: Sequence[OutputFigures]) -> PartFigures | None:
     """Return the part or output with the lowest SQNR, the first of equal ones; None if none
     has an SQNR."""
-    lowest: tuple[float, PartFigures] | None = None
-    for part in leaves(outputs):
-        sqnr = part.sqnr_db
-        if sqnr is not None and (lowest is None or sqnr < lowest[0]):
-            lowest = sqnr, part
-    return None if lowest is None else lowest[1]
+    rated = [part for part in leaves(outputs) if part.sqnr_db is not None]
+    return min(rated, key=lambda part: part.noise.sqnr_db, default=None)
 
 
 def lowest_cosine(outputs: Sequence[OutputFigures]) -> float | None:
@@ -344,7 +370,7 @@ def pooled(outputs: Sequence[OutputFigures]) -> Noise:
 def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
     """Return the figures of each output and part by the names that gates have for them:
     `sqnr_db[0.boxes]`."""
-    metrics: dict[str, float] = {}
+    metrics = {}
     for output in outputs:
         for row in output.rows:
             figures = {
@@ -355,25 +381,25 @@ def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
             if row is output.whole and output.order is not None and output.order.rows:
                 figures[ROWS_KEPT] = output.order.share
             for figure, value in figures.items():
-                if value is None:
-                    continue
-                for name in filter(None, (row.name, row.index)):
-                    metrics[f"{figure}[{name}]"] = value
+                for name in (row.name, row.index):
+                    if name and value is not None:
+                        metrics[f"{figure}[{name}]"] = value
     return metrics
 
 
 def metric_names(outputs: Sequence[Output]) -> set[str]:
-    """Return what gates may ask for of the outputs and parts of a network, before it runs.
+    """Return the names of metrics that a network's outputs and parts will have.
 
-    What is integer or follows from constants alone has a share of equal values alone.
+    What is integer, or follows from constants alone, has only a share of equal values.
     """
-    names: set[str] = set()
+    names = set()
     for output in outputs:
         is_fixed = all(part.is_constant for part in output.parts)
-        rows = [(output.name, is_fixed)]
+        rows = {output.name: is_fixed}
         for part in output.parts:
-            rows += [(part.name, part.is_constant), (part.index or part.name, part.is_constant)]
-        for name, is_constant in rows:
+            rows[part.name] = part.is_constant
+            rows[part.index or part.name] = part.is_constant
+        for name, is_constant in rows.items():
             is_rated = output.is_float and not is_constant
             figures = NAMED_FIGURES if is_rated else NAMED_FIGURES[-1:]
             names |= {f"{figure}[{name}]" for figure in figures}

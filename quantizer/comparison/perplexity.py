@@ -1,6 +1,4 @@
-"""Perplexity: how well a language model's logits predict the tokens of a text. Runs no
-model.
-"""
+"""Computes perplexity: how well a language model's logits predict the tokens of a text."""
 
 import math
 from dataclasses import dataclass
@@ -13,26 +11,35 @@ from quantizer.errors import DataError
 from quantizer.sources.batches import Batch
 from quantizer.sources.text import UNSCORED
 
-CHUNK = 1 << 22  # logits turned into float32 at a time: a vocabulary is long
+_CHUNK_LOGITS = 1 << 22
+"""Logits that are in float32 at a time, as a vocabulary is long."""
 
 
 def next_tokens(batch: Batch) -> Tensor | None:
-    """The token that follows each position [b, s], -100 where none counts; None if the targets
-    are no such tokens.
+    """Return the token that follows each position, if the targets of a batch are tokens.
 
-    Targets may be the input's own tokens, as transformers takes its labels, or these moved by
-    one, as a model that is trained on (x, y) pairs takes them; -100 stands for what is not
-    scored.
+    Targets may be the input's tokens, as the labels of transformers, or the input's tokens
+    moved by one, as in (x, y) pairs. Positions with -100 are not scored.
+
+    Returns:
+        [b, s] tokens, -100 for positions that are not scored; None for other targets.
     """
     target = batch.target
     if target is None or target.dim() != 2 or target.is_floating_point():
         return None
-    ids = next((tensor for _, tensor in batch.tensors() if tensor.shape == target.shape), None)
-    if ids is None or ids.is_floating_point():
+    for _, tensor in batch.tensors():
+        if tensor.shape == target.shape:
+            ids = tensor
+            break
+    else:
+        return None
+    if ids.is_floating_point():
         return None
     if _agree(target, ids):
-        return torch.cat([target[:, 1:], torch.full_like(target[:, :1], UNSCORED)], 1)
-    return target if target.shape[1] > 1 and _agree(target[:, :-1], ids[:, 1:]) else None
+        unscored = torch.full_like(target[:, :1], UNSCORED)
+        return torch.cat([target[:, 1:], unscored], 1)
+    is_moved = target.shape[1] > 1 and _agree(target[:, :-1], ids[:, 1:])
+    return target if is_moved else None
 
 
 @dataclass
@@ -43,30 +50,40 @@ class TokenLoss:
     tokens: int = 0
 
     def add(self, logits: Tensor, following: Tensor) -> None:
-        """Take in logits [b, s, vocabulary] of any float dtype and what `next_tokens` gives;
-        computed in float32.
+        """Add one batch.
+
+        Args:
+            logits: [b, s, vocabulary] of any float dtype.
+            following: [b, s] tokens, as `next_tokens` returns them.
 
         Raises:
             DataError: a token is not in the vocabulary.
         """
-        rows, targets = logits.detach().flatten(0, 1), following.flatten().to(logits.device)
-        if int(targets.max()) >= rows.shape[1]:
+        rows = logits.detach().flatten(0, 1)
+        targets = following.flatten().to(logits.device)
+        classes = rows.shape[1]
+        largest = int(targets.max())
+        if largest >= classes:
             raise DataError(
-                f"token {int(targets.max())} is a target, and the model's output has "
-                f"{rows.shape[1]} classes",
-                help="give the model's own tokenizer",
+                f"token {largest} is a target, and the model's output has {classes} classes",
+                help="use the model's own tokenizer",
             )
-        step = max(1, CHUNK // rows.shape[1])
-        for some in (slice(start, start + step) for start in range(0, len(rows), step)):
+        step = max(1, _CHUNK_LOGITS // classes)
+        for start in range(0, len(rows), step):
+            stop = start + step
             loss = F.cross_entropy(
-                rows[some].float(), targets[some], ignore_index=UNSCORED, reduction="sum"
+                rows[start:stop].float(),
+                targets[start:stop],
+                ignore_index=UNSCORED,
+                reduction="sum",
             )
             self.nll += float(loss)
-        self.tokens += int((targets != UNSCORED).sum())
+        is_scored = targets != UNSCORED
+        self.tokens += int(is_scored.sum())
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean loss per token.
+        """Return exp of the mean loss per token.
 
         >>> round(TokenLoss(nll=4 * math.log(8), tokens=4).perplexity, 6)
         8.0
@@ -76,4 +93,5 @@ class TokenLoss:
 
 
 def _agree(target: Tensor, ids: Tensor) -> bool:
-    return bool(((target == ids) | (target == UNSCORED)).all())
+    is_equal = (target == ids) | (target == UNSCORED)
+    return bool(is_equal.all())

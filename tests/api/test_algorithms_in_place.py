@@ -408,7 +408,7 @@ def test_a_bias_that_was_added_is_taken_away_by_a_failure(
 ) -> None:
     model = biased()
     before = state(model)
-    monkeypatch.setattr("quantizer.calibration.module_target.attach", lambda *_: 1 / 0)
+    monkeypatch.setattr("quantizer.calibration.module_target.attach_solution", lambda *_: 1 / 0)
     wanted = Config(
         QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()]
     )
@@ -446,7 +446,7 @@ def test_names_are_checked_before_data_are_read(algorithm: Any) -> None:
 def test_a_failure_after_the_algorithms_undoes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     before = state(model)
-    monkeypatch.setattr("quantizer.calibration.module_target.attach", lambda *_: 1 / 0)
+    monkeypatch.setattr("quantizer.calibration.module_target.attach_solution", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ModelQuantizer(config(SmoothQuantConfig(), GPTQConfig())).quantize_model(model, IDS)
     assert equal(state(model), before)

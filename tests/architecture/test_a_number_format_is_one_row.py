@@ -16,7 +16,7 @@ from support.toys import built, leaves_equal, traced
 
 from quantizer.api import storage
 from quantizer.calibration import fingerprint, observing
-from quantizer.calibration.module_attach import attach
+from quantizer.calibration.module_attach import attach_solution
 from quantizer.calibration.solution import quantized_network
 from quantizer.export.deployment import Deployment
 from quantizer.export.safetensors import export
@@ -91,7 +91,7 @@ def test_it_is_stored_with_a_model_in_place(dtype: str, tmp_path: Path) -> None:
     model, fresh = (torch.nn.Sequential(torch.nn.Linear(8, 3)) for _ in range(2))
     graph = module_graph(model)
     plan = resolve(hierarchy({"weights": {"dtype": dtype}}), graph, graph)
-    attach(model, graph, observing.solution(observing.start(plan)))
+    attach_solution(model, graph, observing.solution(observing.start(plan)))
     storage.save(model, tmp_path)
     storage.load(fresh, tmp_path)
     assert torch.equal(fresh[0].weight, model[0].weight)

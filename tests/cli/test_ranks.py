@@ -299,7 +299,7 @@ def test_a_stopped_algorithm_goes_on_with_another_number_of_ranks(
     )
     found = run_ranks(after, [*command, "--resume"], tmp_path / "ranks")
     assert [rank.code for rank in found] == [0] * after, found[0].err
-    assert "the algorithms go on after 2 groups of gptq" in found[0].err
+    assert "the algorithms resume after 2 groups of gptq" in found[0].err
     assert_near(tmp_path / "whole", tmp_path / "q")
 
 

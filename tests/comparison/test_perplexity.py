@@ -85,7 +85,7 @@ def test_other_targets_are_no_text(target: Tensor | None) -> None:
 
 def test_chunks_and_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = target_metrics(Bigram(), [batch(IDS)])
-    monkeypatch.setattr(perplexity, "CHUNK", 2 * VOCABULARY + 1)
+    monkeypatch.setattr(perplexity, "_CHUNK_LOGITS", 2 * VOCABULARY + 1)
     parts = [Batch((row[None],), {}, row[None], None) for row in IDS]
     assert target_metrics(Bigram(), parts)["perplexity"] == pytest.approx(
         whole["perplexity"], rel=1e-6

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quantizer.calibration.events import Snapshot
-from quantizer.calibration.snapshots import shared
+from quantizer.calibration.snapshots import share_snapshot
 from quantizer.distributed import ALONE, Ranks
 from quantizer.distributed.process_group import ProcessGroup
 from quantizer.errors import QuantizerError, RankError
@@ -74,7 +74,7 @@ def test_values_come_in_the_order_of_ranks_whatever_they_are(tmp_path: Path) -> 
 def test_what_is_out_of_memory_on_one_rank_is_so_on_all(tmp_path: Path) -> None:
     def work(group: ProcessGroup) -> Any:
         own = Snapshot({"a": out_of_memory(torch.arange(3)), "b": torch.ones(1)}, {"done": 2})
-        found = shared(own if group.is_first else Snapshot({}, {}), group, "here")
+        found = share_snapshot(own if group.is_first else Snapshot({}, {}), group, "here")
         rows = {
             name: [isinstance(each, DeferredTensor), each.tolist()]
             for name, each in found.tensors.items()
