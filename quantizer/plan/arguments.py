@@ -14,7 +14,7 @@ _KERNELS = ("mac", "fusable")
 _UNQUANTIZED = ("passthrough", "structural")
 
 
-def arguments(
+def exact_arguments(
     graph: Graph,
     constants: Set[str],
 ) -> Set[str]:

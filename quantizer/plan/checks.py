@@ -12,7 +12,7 @@ from quantizer.config.rules.check_layered import inherits_float, refused_under_f
 from quantizer.config.rules.spec_rules import conflicts
 from quantizer.graph.ir import Graph
 from quantizer.plan.axes import PlannedTensor
-from quantizer.plan.match import KINDS, RANKS, MatchedRule, advice
+from quantizer.plan.match import RANKS, SELECTED_KINDS, MatchedRule, advice
 from quantizer.plan.model import Key
 
 _KEYS = {
@@ -37,7 +37,7 @@ def unmatched(
         selector = row.rule.selector
         if row.found.note:
             yield Diagnostic("QZ404", row.found.note, selector.place, "note")
-        may_be_missing = not selector.required or selector.text in KINDS
+        may_be_missing = not selector.required or selector.text in SELECTED_KINDS
         if row.found.layers or selector.kind == "all" or may_be_missing:
             continue
         if selector.kind == "weighted":

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from quantizer.graph.axis_rules import ALIKE
 from quantizer.graph.ir import Graph, Node, readers, references
-from quantizer.plan.arguments import arguments
+from quantizer.plan.arguments import exact_arguments
 from quantizer.plan.sentinels import masks, sentinels
 
 DERIVED = "computed from constants and integers alone"
@@ -40,7 +40,7 @@ def floating(graph: Graph) -> dict[str, str]:
     """Return the reason for each layer whose values stay float, unless a layer that multiplies
     reads them. The first reason counts.
     """
-    constants = derived(graph)
+    constants = derived_layers(graph)
     layers_by_reason = (
         (DERIVED, constants),
         (MASK, masks(graph)),
@@ -48,7 +48,7 @@ def floating(graph: Graph) -> dict[str, str]:
         (BOUNDED, _bounded(graph)),
         (DENOMINATOR, _denominators(graph)),
         (COMPARED_TO_COUNT, _compared(graph)),
-        (ARGUMENT, arguments(graph, constants)),
+        (ARGUMENT, exact_arguments(graph, constants)),
         (UNREAD, [name for name, names in graph.consumers.items() if not names]),
     )
     reasons: dict[str, str] = {}
@@ -61,7 +61,7 @@ def floating(graph: Graph) -> dict[str, str]:
     return reasons
 
 
-def derived(graph: Graph) -> set[str]:
+def derived_layers(graph: Graph) -> set[str]:
     """Return the layers whose values follow from constants, sizes and integer inputs, as
     positions, masks and rotations do.
 

@@ -17,7 +17,7 @@ from quantizer.plan.layout import (
     Group,
     Join,
     Layout,
-    Product,
+    Multiplication,
     quantization_point,
 )
 from quantizer.plan.model import is_entry
@@ -30,7 +30,7 @@ __all__ = [
     "Group",
     "Join",
     "Layout",
-    "Product",
+    "Multiplication",
     "layout",
     "quantization_point",
 ]
@@ -124,7 +124,7 @@ class _Layouter:
     def _products_of_parts(
         self,
         group: Group,
-    ) -> tuple[Product, ...]:
+    ) -> tuple[Multiplication, ...]:
         """Return the products of a value that is computed of several parts."""
         if group.point not in self.where.runs:
             return ()
@@ -133,12 +133,12 @@ class _Layouter:
     def _products(
         self,
         reads: Iterable[Reading],
-    ) -> list[Product]:
+    ) -> list[Multiplication]:
         """Return the readers that multiply the value that they read."""
         products = []
         for reader, value in reads:
             if reader and self._multiplies(reader, value):
-                products.append(Product(reader, value))
+                products.append(Multiplication(reader, value))
         return products
 
     def _is_placed_behind(
@@ -202,7 +202,7 @@ class _Layouter:
                 continue
             outside.append(name)
             if self._needs_one_scale(name, value):
-                products.append(Product(name, value))
+                products.append(Multiplication(name, value))
         is_named = node.name in self.single and self.single is not EVERY_JOIN
         is_scaled = self.graph.by_name[group.point].op == PART_SCALE
         is_single = is_named or is_scaled or (self.single is EVERY_JOIN and bool(outside))
@@ -324,7 +324,7 @@ class _Layouter:
 
     def _is_own_input(
         self,
-        product: Product,
+        product: Multiplication,
     ) -> bool:
         """Return whether a layer can quantize a value as its own input. It cannot if the value
         is one of a list.

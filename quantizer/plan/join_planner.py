@@ -12,7 +12,7 @@ from quantizer.config.roles import channels_role
 from quantizer.graph.computed_parts import Runs
 from quantizer.graph.ir import Graph
 from quantizer.plan.joins import input_role, open_joins
-from quantizer.plan.layout import Join, Layout, Product, quantization_point
+from quantizer.plan.layout import Join, Layout, Multiplication, quantization_point
 from quantizer.plan.model import JoinPlan, Key, TensorPlan, is_entry, output_role
 
 _CHANNELS_OF_IMAGES = 1
@@ -215,7 +215,7 @@ class JoinPlanner:
 
     def _input_key(
         self,
-        product: Product,
+        product: Multiplication,
     ) -> Key | None:
         """Return the key of the input that a layer multiplies, if it is planned and calibration
         may drop it.
@@ -261,7 +261,7 @@ class JoinPlanner:
 
     def _channels(
         self,
-        product: Product,
+        product: Multiplication,
     ) -> tuple[tuple[Key | None, int], ...]:
         """Return the tensor of each run of a layer's input channels, None for constants, and
         the run's length.
@@ -276,7 +276,7 @@ class JoinPlanner:
 
     def _is_divisible(
         self,
-        product: Product,
+        product: Multiplication,
     ) -> bool:
         """Return whether a layer's product is a sum, or a row, of products of each part with
         some of the weight.
@@ -293,7 +293,7 @@ class JoinPlanner:
 
     def _is_scalable(
         self,
-        product: Product,
+        product: Multiplication,
     ) -> bool:
         """Return whether the parts lie along the layer's input channels, so that its weights
         can undo factors.

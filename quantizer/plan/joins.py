@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from quantizer.config.model import Config
 from quantizer.graph.ir import Graph
-from quantizer.plan.layout import EVERY_JOIN, Group, Join, Layout, Product
+from quantizer.plan.layout import EVERY_JOIN, Group, Join, Layout, Multiplication
 from quantizer.plan.match import RANKS, MatchedRule
 from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan, part_name
 
@@ -67,9 +67,9 @@ def watched(joins: Iterable[Join]) -> dict[str, Group]:
     return parts
 
 
-def products_of(joins: Iterable[Join]) -> dict[str, list[tuple[Join, Product]]]:
+def products_of(joins: Iterable[Join]) -> dict[str, list[tuple[Join, Multiplication]]]:
     """Return which joins each multiplying layer reads."""
-    by_layer: dict[str, list[tuple[Join, Product]]] = {}
+    by_layer: dict[str, list[tuple[Join, Multiplication]]] = {}
     for join in joins:
         for product in join.products:
             by_layer.setdefault(product.layer, []).append((join, product))
@@ -91,7 +91,7 @@ def observed_at(
 
 def input_role(
     graph: Graph,
-    product: Product,
+    product: Multiplication,
 ) -> str | None:
     """Return the role in which a layer reads a value, or None if the value is one of a list."""
     for role, name in graph.by_name[product.layer].input_roles().items():

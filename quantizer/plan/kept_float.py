@@ -30,7 +30,7 @@ def residual(
     return layers
 
 
-def kept_float(config: Config, graph: Graph) -> dict[str, str]:
+def layers_kept_float(config: Config, graph: Graph) -> dict[str, str]:
     """Return the layers that a global switch keeps in float, with the switch's name."""
     reasons = dict.fromkeys(outside_stubs(graph), OUTSIDE)
     if config.settings.keep_first_last_layer_accuracy:

@@ -21,7 +21,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Product:
+class Multiplication:
     """A layer that multiplies `value`, whose parts may have different scales."""
 
     layer: str
@@ -47,7 +47,7 @@ class Join:
     name: str
     group: Group
     alone: tuple[Group, ...]
-    products: tuple[Product, ...]
+    products: tuple[Multiplication, ...]
     is_returned: bool
     is_single: bool = False
 
@@ -76,7 +76,7 @@ class Layout:
     floats: dict[str, str] = field(default_factory=dict)
     origins: dict[str, Origins] = field(default_factory=dict)
     joins: dict[str, Join] = field(default_factory=dict)
-    arguments: dict[str, tuple[Product, ...]] = field(default_factory=dict)
+    arguments: dict[str, tuple[Multiplication, ...]] = field(default_factory=dict)
     runs: dict[str, Runs] = field(default_factory=dict)
     apart: set[str] = field(default_factory=set)
     blends: dict[str, Join] = field(default_factory=dict)

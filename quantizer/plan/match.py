@@ -20,7 +20,7 @@ from quantizer.plan.model import RuleMatch
 # Weakest first: a rule of a higher rank overrides others, field by field
 RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
 
-KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
+SELECTED_KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
     "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.row.looks_up],
     "kind:head": lambda graph: [node.name for node in graph.nodes if node.is_multiplying][-1:],
 }
@@ -100,7 +100,7 @@ def match(
     if selector.kind == "all":
         return Match(tuple(graph.by_name), RANKS.index("all"))
     if selector.kind == "weighted":
-        weighted = [node.name for node in graph.nodes if is_weighted(node)]
+        weighted = [node.name for node in graph.nodes if has_own_weights(node)]
         return Match(tuple(weighted), RANKS.index("weighted"))
     if selector.kind == "type":
         return _by_type(selector.text, graph, original)
@@ -110,7 +110,7 @@ def match(
     return by_name
 
 
-def is_weighted(node: Node) -> bool:
+def has_own_weights(node: Node) -> bool:
     """Return whether the node is a module such as Linear, with weights of its own. A trained
     tensor in an expression is none.
     """
@@ -179,7 +179,7 @@ def closest_layers(
         near = difflib.get_close_matches(_short(selector.text), types, 3, 0.5)
         return [types[name] for name in near]
     scope = _scope(selector.text)
-    known = {*KINDS}
+    known = {*SELECTED_KINDS}
     same_scope = []
     for node in original.nodes:
         if node.op in ("module", "module_input"):
@@ -219,8 +219,8 @@ def _by_name(
     """
     if text in original.by_name:
         return _survivors([text], "name", graph)
-    if text in KINDS:
-        return Match(tuple(KINDS[text](graph)), RANKS.index("pattern"))
+    if text in SELECTED_KINDS:
+        return Match(tuple(SELECTED_KINDS[text](graph)), RANKS.index("pattern"))
     if "::" in text:
         siblings = [name for name in original.by_name if _scope(name) == _scope(text)]
         if len(siblings) == 1:

@@ -23,7 +23,7 @@ from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
 from quantizer.plan.floating import ARGUMENT, OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
 from quantizer.plan.join_planner import JoinPlanner
-from quantizer.plan.kept_float import FIRST_LAST, kept_float, residual
+from quantizer.plan.kept_float import FIRST_LAST, layers_kept_float, residual
 from quantizer.plan.layout import Group, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule, match
 from quantizer.plan.merged_fields import (
@@ -80,7 +80,7 @@ class _Resolver:
         self.joins = joins.open_joins(self.layout)
         self.products = joins.products_of(self.joins.values())
         self.watched = joins.watched(self.joins.values())
-        self.kept_float = kept_float(config, graph)
+        self.kept_float = layers_kept_float(config, graph)
         self.residual = residual(config, graph, self.rules)
         self.tensors: dict[Key, TensorPlan] = {}
         self.floats: dict[str, str] = {}

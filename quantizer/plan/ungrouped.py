@@ -3,7 +3,7 @@ and groups would hardly have more than one of them.
 """
 
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.floating import derived
+from quantizer.plan.floating import derived_layers
 
 _ENTRIES = ("input", "module_input")
 
@@ -33,4 +33,4 @@ def _looks_up_tokens(
         source = graph.source(source)
     if source is None or source.op in _ENTRIES:
         return True
-    return source.name not in derived(graph)
+    return source.name not in derived_layers(graph)
