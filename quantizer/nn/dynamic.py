@@ -10,8 +10,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import BLOCK_SIZE, fill
 from quantizer.numerics.codes import work_dtype_of
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qparams import CodeRange, IntegerRange, QParams, qparams_from_range
-from quantizer.observers import NegativeValuesError, ObservationError, code_range_of, kernel_of
+from quantizer.numerics.qparams import CodeRange, QParams, qparams_from_range
+from quantizer.observers import ObservationError, check_has_codes, code_range_of, kernel_of
 from quantizer.observers.observed_batch import as_rows, extremes
 
 # The ranges of so many values are computed before they are quantized: blocks share that work
@@ -128,8 +128,4 @@ def _check(
         raise ObservationError(
             f"{where} NaN or infinity, and a range found at run time needs finite values."
         )
-    if isinstance(code_range, IntegerRange) and code_range.nonnegative and least < 0:
-        raise NegativeValuesError(
-            f"The smallest value is {least:g}, and unsigned symmetric codes have no negative "
-            "values; make it signed, or asymmetric."
-        )
+    check_has_codes(least, code_range)

@@ -60,11 +60,15 @@ def fake_quantize(
             round_mode=round_mode,
             ch_axis=ch_axis,
         )
-    kernel = integer_kernel(quant_min, quant_max, round_mode)
-    work = workspace(x, work_dtype(quant_min, quant_max))
-    out = _output_for(work, x, inplace=inplace)
-    fill(out, work, kernel, scale=scale, zero_point=zero_point, ch_axis=ch_axis)
-    return _returned(out, x, inplace=inplace)
+    return _in_blocks(
+        x,
+        integer_kernel(quant_min, quant_max, round_mode),
+        scale=scale,
+        zero_point=zero_point,
+        ch_axis=ch_axis,
+        least=work_dtype(quant_min, quant_max),
+        inplace=inplace,
+    )
 
 
 def fake_cast(
@@ -83,32 +87,33 @@ def fake_cast(
     """
     if torch.compiler.is_compiling():
         return fake_cast_plain(x, scale, name, ch_axis)
-    kernel = float_kernel(name)
-    work = workspace(x)
-    out = _output_for(work, x, inplace=inplace)
     # An expanded zero takes no memory
     zero = torch.zeros((), dtype=torch.int32, device=scale.device).expand(scale.shape)
-    fill(out, work, kernel, scale=scale, zero_point=zero, ch_axis=ch_axis)
-    return _returned(out, x, inplace=inplace)
+    return _in_blocks(
+        x,
+        float_kernel(name),
+        scale=scale,
+        zero_point=zero,
+        ch_axis=ch_axis,
+        least=torch.float32,
+        inplace=inplace,
+    )
 
 
-def _output_for(
-    work: Tensor,
+def _in_blocks(
     x: Tensor,
+    kernel: Kernel,
     *,
+    scale: Tensor,
+    zero_point: Tensor,
+    ch_axis: int | None,
+    least: torch.dtype,
     inplace: bool,
 ) -> Tensor:
-    """Return the memory for the result: `work`, unless that is an `x` to be kept."""
-    return torch.empty_like(work) if work is x and not inplace else work
-
-
-def _returned(
-    out: Tensor,
-    x: Tensor,
-    *,
-    inplace: bool,
-) -> Tensor:
-    """Return the result in the dtype of `x`, and in its memory if `inplace`."""
+    """Return the values of `x` after a kernel, computed in `least` or a wider dtype."""
+    work = workspace(x, least)
+    out = torch.empty_like(work) if work is x and not inplace else work
+    fill(out, work, kernel, scale=scale, zero_point=zero_point, ch_axis=ch_axis)
     if inplace and out is not x:
         return x.copy_(out)
     return out.to(x.dtype)

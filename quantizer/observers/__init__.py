@@ -8,6 +8,7 @@ from quantizer.observers.observer import (
     ObservationError,
     Observer,
     UnobservedError,
+    check_has_codes,
     find_ranges,
 )
 
@@ -20,6 +21,7 @@ __all__ = [
     "Observer",
     "UnobservedError",
     "axis_of",
+    "check_has_codes",
     "code_range_of",
     "find_ranges",
     "kernel_of",

@@ -155,10 +155,10 @@ def _pairs(
     """Return the octaves to cut off from low and high, (2, N): all pairs of `steps` around
     `octaves`.
     """
-    low = (octaves[0] + steps).clamp(min=-_AUTO_WIDER).unique()
+    low = torch.unique((octaves[0] + steps).clamp(min=-_AUTO_WIDER))
     if alike:
         return torch.stack([low, low])
-    high = (octaves[1] + steps).clamp(min=-_AUTO_WIDER).unique()
+    high = torch.unique((octaves[1] + steps).clamp(min=-_AUTO_WIDER))
     # An end at zero stays there
     if extremes[0] == 0:
         low = low[:1]

@@ -161,11 +161,7 @@ def diffs(
     factors = 0.5 ** torch.arange(_DIFFS_CANDIDATES, dtype=torch.float64)
     low = (values.low * factors[:, None]).view(-1)
     high = (values.high * factors[:, None]).view(-1)
-    qparams = qparams_from_range(
-        low,
-        high,
-        code_range_of(spec),
-    ).to(sample.device)
+    qparams = qparams_from_range(low, high, code_range_of(spec)).to(sample.device)
     quantized = sample.new_empty(_DIFFS_CANDIDATES, *sample.shape).copy_(sample)
     rows = quantized.view(-1, sample.shape[1])
     fill(

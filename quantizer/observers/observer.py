@@ -14,6 +14,7 @@ from torch import Tensor
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import (
+    CodeRange,
     IntegerRange,
     QParams,
     qparams_from_range,
@@ -307,14 +308,7 @@ class Observer:
         # NaN shows in the extremes
         if not (math.isfinite(least) and math.isfinite(batch.high.max())):
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
-        is_nonnegative = isinstance(self._code_range, IntegerRange) and (
-            self._code_range.nonnegative
-        )
-        if is_nonnegative and least < 0:
-            raise NegativeValuesError(
-                f"The smallest value is {least:g}, and unsigned symmetric codes have no "
-                "negative values; make it signed, or asymmetric."
-            )
+        check_has_codes(least, self._code_range)
         return batch
 
     def _seen(self) -> Memory:
@@ -325,6 +319,15 @@ class Observer:
 
     def _shaped(self, row: Tensor) -> Tensor:
         return row if self._shape is None else row.view(self._shape)
+
+
+def check_has_codes(least: float, code_range: CodeRange) -> None:
+    """Raise `NegativeValuesError` if the least of some values is negative and has no code."""
+    if isinstance(code_range, IntegerRange) and code_range.nonnegative and least < 0:
+        raise NegativeValuesError(
+            f"The smallest value is {least:g}, and unsigned symmetric codes have no negative "
+            "values; make it signed, or asymmetric."
+        )
 
 
 def find_ranges(observers: Iterable[Observer]) -> None:

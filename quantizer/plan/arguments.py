@@ -1,5 +1,5 @@
-"""Values of which a small error makes another value: angles, what is rounded to integers,
-places that are read.
+"""Values of which a small error makes another value: angles, values that are rounded to
+integers, and indices.
 """
 
 from collections.abc import Iterator, Set
@@ -8,17 +8,22 @@ import torch
 
 from quantizer.graph.ir import Graph, Node, references
 
-_KERNELS = ("mac", "fusable")  # what makes integers
-_UNQUANTIZED = ("passthrough", "structural")  # what has no quantization of its own
+# Their output consists of integers
+_KERNELS = ("mac", "fusable")
+# They have no quantization
+_UNQUANTIZED = ("passthrough", "structural")
 
 
-def arguments(graph: Graph, constants: Set[str]) -> Set[str]:
-    """Return the layers that make arguments of sines, of what rounds to integers, and of what
-    reads at places.
+def exact_arguments(
+    graph: Graph,
+    constants: Set[str],
+) -> Set[str]:
+    """Return the layers whose values are arguments of sines, are rounded to integers, or are
+    indices.
 
-    These are found backwards. Other readers quantize what they make of such a value, and a
-    layer that multiplies it quantizes its own input. What kernels of integers make, as a layer
-    with weights, is no such value where it is returned as well.
+    They are searched backwards. Other readers of such a value quantize their outputs, and a
+    layer that multiplies it quantizes its own input. The output of a kernel of integers, as a
+    layer with weights is, is no argument if the network returns it as well.
     """
     alone: set[str] = set()
     shared: set[str] = set()
@@ -26,22 +31,50 @@ def arguments(graph: Graph, constants: Set[str]) -> Set[str]:
         may_be = node.row.kind != "structural" or node.op in ("input", "parameter")
         if not may_be or node.name in constants or not _has_fractions(node):
             continue
-        read_by = list(_uses(graph, node.name))
-        may_share = node.op == "input" or node.row.kind not in (*_KERNELS, *_UNQUANTIZED)
-        if node.row.kind in _KERNELS:
-            may_share = all(reader for reader, _ in read_by)
-        if read_by and all(_is_argument(graph, reader, alone, constants) for reader in read_by):
+        reads = list(_uses(graph, node.name))
+        exact_reads = [
+            read
+            for read in reads
+            if _is_argument(
+                graph,
+                read,
+                alone,
+                constants,
+            )
+        ]
+        if reads and len(exact_reads) == len(reads):
             alone.add(node.name)
-        elif may_share and any(
-            _is_argument(graph, reader, alone | shared, constants) for reader in read_by
-        ):
-            shared.add(node.name)
+        elif _may_be_shared(node, reads):
+            known = alone | shared
+            if any(
+                _is_argument(
+                    graph,
+                    read,
+                    known,
+                    constants,
+                )
+                for read in reads
+            ):
+                shared.add(node.name)
     return alone | shared
 
 
-def _uses(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
-    """The `readers` of a node's values; a cast to integers, after which they are moved as
-    integers, is one.
+def _may_be_shared(
+    node: Node,
+    reads: list[tuple[str, str]],
+) -> bool:
+    """Return whether a value may be an argument though other readers do not need it exact."""
+    if node.row.kind in _KERNELS:
+        return all(reader for reader, _ in reads)
+    return node.op == "input" or node.row.kind not in _UNQUANTIZED
+
+
+def _uses(
+    graph: Graph,
+    name: str,
+) -> Iterator[tuple[str, str]]:
+    """Yield (reader, what it reads) of a node's values, directly or through moves. A cast to
+    integers is a reader, though integers are moved after it.
     """
     for reader in graph.consumers[name]:
         is_moved = reader and graph.by_name[reader].row.kind == "passthrough"
@@ -52,19 +85,23 @@ def _uses(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_argument(
-    graph: Graph, reading: tuple[str, str], arguments: Set[str], constants: Set[str]
+    graph: Graph,
+    read: tuple[str, str],
+    arguments: Set[str],
+    constants: Set[str],
 ) -> bool:
-    """Whether a reader takes a value as an argument, or makes arguments of it and of
-    constants.
+    """Return whether a reader takes a value as an argument, or computes arguments from it and
+    from constants.
     """
-    name, value = reading
+    name, value = read
     if not name:
         return False
     reader = graph.by_name[name]
     if _is_cast_to_integers(reader):
         return True
-    if any(value in references(reader.inputs.get(key)) for key in _exact_inputs(reader)):
-        return True
+    for key in _exact_inputs(reader):
+        if value in references(reader.inputs.get(key)):
+            return True
     if name not in arguments or reader.row.weight:
         return False
     others = list(reader.refs())
@@ -73,19 +110,20 @@ def _is_argument(
 
 
 def _exact_inputs(node: Node) -> tuple[str, ...]:
-    """The arguments that its operator wants exact, which some do for some settings."""
+    """Return the inputs that its operator needs exact, with some settings or always."""
     if node.op == "div" and node.attrs.get("rounding_mode"):
         return ("input", "other")
     if node.op == "exp" and node.dtype is not None and node.dtype.is_complex:
-        return ("input",)  # a cosine and a sine
+        # A cosine and a sine
+        return ("input",)
     return node.row.exact
 
 
 def _has_fractions(node: Node) -> bool:
-    """Whether the node makes one tensor of floating-point or complex numbers."""
+    """Return whether the node's value is one tensor of floating-point or complex numbers."""
     return node.dtype is not None and (node.dtype.is_floating_point or node.dtype.is_complex)
 
 
 def _is_cast_to_integers(node: Node) -> bool:
-    """Whether a node makes integers of what it reads; truth values are comparisons."""
+    """Return whether a node casts to integers. A cast to truth values is a comparison."""
     return node.op == "to" and node.dtype != torch.bool and not _has_fractions(node)

@@ -1,8 +1,8 @@
-"""What the DPU has engines for, as rows: each limit, the sentence that refuses, and the
+"""The limits of the DPU's engines, as rows: each limit, the sentence that refuses, and the
 document it comes from.
 
 The limits are those of DPUCZDX8G_ISA1_B4096 (ZCU102, ZCU104): channel_parallel 16, bank_depth
-2048. Sees no config.
+2048.
 """
 
 import math
@@ -10,58 +10,67 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 NAME = "DPUCZDX8G_ISA1_B4096"
-OPERATORS = "Vitis AI User Guide (UG1414) 3.5, Currently Supported Operators"
-PYTORCH = "Vitis AI User Guide (UG1414) 3.5, Operators Supported by PyTorch"
-CHANNELS = 256 * 16
-BANK_DEPTH = 2048
+OPERATOR_LIMITS = "Vitis AI User Guide (UG1414) 3.5, Currently Supported Operators"
+PYTORCH_OPERATORS = "Vitis AI User Guide (UG1414) 3.5, Operators Supported by PyTorch"
+_MOST_CHANNELS = 256 * 16
+_BANK_SIZE = 2048
 
-Pair = tuple[int, int]
+Sides = tuple[int, int]
+"""Height and width."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A window that goes over a feature map: (height, width) each."""
+    """A window that moves over a feature map."""
 
-    kernel: Pair = (1, 1)
-    stride: Pair = (1, 1)
-    padding: Pair = (0, 0)
-    dilation: Pair = (1, 1)
+    kernel: Sides = (1, 1)
+    stride: Sides = (1, 1)
+    padding: Sides = (0, 0)
+    dilation: Sides = (1, 1)
     in_channels: int = 1
     out_channels: int = 1
 
     @property
     def banks(self) -> int:
-        """kernel_h * kernel_w * ceil(in_channels / channel_parallel)."""
+        """Return kernel_h * kernel_w * ceil(in_channels / channel_parallel)."""
         return math.prod(self.kernel) * math.ceil(self.in_channels / 16)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """`fits` says whether a geometry is inside; `words` is formatted with the geometry as
-    `g`.
+    """A limit of some engines. `fits` decides whether a geometry is within it. `words` is
+    formatted with the geometry as `g`.
     """
 
     engines: tuple[str, ...]
     fits: Callable[[Geometry], bool]
     words: str
-    source: str = OPERATORS
 
 
-def _within(sides: Pair, most: int) -> bool:
+def _within(sides: Sides, most: int) -> bool:
     return min(sides) >= 1 and max(sides) <= most
 
 
-def _pads(most: Callable[[int], int], dilated: bool = True) -> Callable[[Geometry], bool]:
-    """Whether each side's padding is at most a function of its kernel, times the dilation."""
+def _pads(most: Callable[[int], int], *, dilated: bool = True) -> Callable[[Geometry], bool]:
+    """Return whether the padding of each side is at most a function of its kernel, times the
+    dilation.
+    """
 
     def fits(g: Geometry) -> bool:
-        sides = zip(g.padding, g.kernel, g.dilation, strict=True)
-        return all(
-            pad <= most(kernel) * (dilation if dilated else 1)
-            for pad, kernel, dilation in sides
-        )
+        for pad, kernel, dilation in zip(g.padding, g.kernel, g.dilation, strict=True):
+            factor = dilation if dilated else 1
+            if pad > most(kernel) * factor:
+                return False
+        return True
 
     return fits
+
+
+def _has_ratio(g: Geometry) -> bool:
+    """Return whether kernel over stride, rounded up, is 1 to 16 on each side."""
+    sides = zip(g.kernel, g.stride, strict=True)
+    ratios = [math.ceil(kernel / stride) for kernel, stride in sides]
+    return min(ratios) >= 1 and max(ratios) <= 16
 
 
 _CONVOLVES = ("conv2d", "depthwise-conv2d")
@@ -96,20 +105,18 @@ LIMITS: tuple[Limit, ...] = (
     Limit(("depthwise-conv2d",), _pads(lambda k: min(k - 1, 15)), f"{_BEYOND} the kernel"),
     Limit(
         _CONVOLVES,
-        lambda g: max(g.dilation) * g.in_channels <= CHANNELS or max(g.dilation) == 1,
-        f"dilation times input channels is beyond {CHANNELS} with {{g.dilation}} and "
+        lambda g: max(g.dilation) * g.in_channels <= _MOST_CHANNELS or max(g.dilation) == 1,
+        f"dilation times input channels is beyond {_MOST_CHANNELS} with {{g.dilation}} and "
         f"{{g.in_channels}}",
     ),
     Limit(
         _CONVOLVES,
-        lambda g: g.banks <= BANK_DEPTH,
-        f"kernel and input channels take {{g.banks}} entries of a bank, which has {BANK_DEPTH}",
+        lambda g: g.banks <= _BANK_SIZE,
+        f"kernel and input channels take {{g.banks}} entries of a bank, which has {_BANK_SIZE}",
     ),
     Limit(
         _TRANSPOSED,
-        lambda g: all(
-            1 <= math.ceil(k / s) <= 16 for k, s in zip(g.kernel, g.stride, strict=True)
-        ),
+        _has_ratio,
         "kernel over stride is {g.kernel} over {g.stride}, and the ratio is 1 to 16",
     ),
     Limit(_TRANSPOSED, _pads(lambda k: k - 1, dilated=False), _WIDE),
@@ -126,9 +133,9 @@ LIMITS: tuple[Limit, ...] = (
     Limit(_POOLS, _pads(lambda k: min(k - 1, 15)), f"{_BEYOND} the window"),
     Limit(
         (*_CONVOLVES, *_TRANSPOSED, *_POOLS, "eltwise"),
-        lambda g: max(g.in_channels, g.out_channels) <= CHANNELS,
+        lambda g: max(g.in_channels, g.out_channels) <= _MOST_CHANNELS,
         f"it has {{g.in_channels}} input and {{g.out_channels}} output channels, and "
-        f"{CHANNELS} are the most",
+        f"{_MOST_CHANNELS} are the most",
     ),
 )
 

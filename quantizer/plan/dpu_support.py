@@ -1,7 +1,7 @@
-"""For every layer whether the DPU can run it, and why not. Reads graph and plan; needs no data
-and no scales.
+"""Decide for every layer whether the DPU can run it, and why not, from the graph and the plan.
+Neither data nor scales are needed.
 
-What a compiler decides from a whole network (memory, scheduling) is not seen here.
+What a compiler decides about a whole network (memory, scheduling) is not covered.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,21 +11,32 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.graph.axis_rules import ALIKE, RESHAPED, SAME
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.targets import pair
-from quantizer.plan.dpu_limits import FUSED, LIMITS, OPERATORS, PYTORCH, Geometry
-from quantizer.plan.groups import EVERY_JOIN, Layout, layout, quantization_point
+from quantizer.plan.dpu_limits import (
+    FUSED,
+    LIMITS,
+    OPERATOR_LIMITS,
+    PYTORCH_OPERATORS,
+    Geometry,
+)
+from quantizer.plan.groups import layout
+from quantizer.plan.layout import EVERY_JOIN, Layout, quantization_point
 from quantizer.plan.model import Plan
 
-RESTRICTIONS = (
+_RESTRICTIONS = (
     "the DPU's restrictions on a configuration: 8 bits, symmetric, one power-of-two scale"
 )
-# They say where quantization begins and ends, and compute nothing
-STUBS = ("quant_stub", "dequant_stub")
+# They mark where quantization begins and ends, and compute nothing
+_STUBS = ("quant_stub", "dequant_stub")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`device` is "DPU", "CPU", or "" for what computes nothing; `engine` what runs it, `why`
-    and `source` why not.
+    """The device that runs a layer.
+
+    Attributes:
+        device: "DPU", "CPU", or "" for a layer that computes nothing.
+        engine: what runs the layer on the DPU.
+        why, source: why the DPU cannot run it, and the document that says so.
     """
 
     device: str
@@ -34,82 +45,106 @@ class Verdict:
     source: str = ""
 
     def to_json(self) -> dict[str, str]:
-        """The fields that say something."""
+        """Return the fields that are not empty."""
         return {key: value for key, value in asdict(self).items() if value}
 
 
-def _refused(why: str, source: str = PYTORCH) -> Verdict:
+def _refused(why: str, source: str = PYTORCH_OPERATORS) -> Verdict:
     return Verdict("CPU", why=why, source=source)
 
 
 def verdicts(plan: Plan) -> dict[str, Verdict]:
-    """Each layer's verdict by name, in execution order."""
-    where, found = layout(plan.graph, EVERY_JOIN), dict[str, Verdict]()
+    """Return each layer's verdict by name, in execution order."""
+    where = layout(plan.graph, EVERY_JOIN)
+    by_name: dict[str, Verdict] = {}
     for node in plan.graph.nodes:
-        verdict = _verdict(plan.graph, node, found)
-        if verdict.device == "DPU" and (why := _unquantized(plan, where, node)):
-            verdict = _refused(why, RESTRICTIONS)
-        found[node.name] = verdict
-    return found
+        verdict = _verdict(plan.graph, node, by_name)
+        if verdict.device == "DPU":
+            why = _unquantized(plan, where, node)
+            if why:
+                verdict = _refused(why, _RESTRICTIONS)
+        by_name[node.name] = verdict
+    return by_name
 
 
-def subgraphs(graph: Graph, found: Mapping[str, Verdict]) -> int:
-    """In how many pieces the DPU runs the network: layers that feed each other without the CPU
-    between.
+def subgraphs(graph: Graph, verdicts: Mapping[str, Verdict]) -> int:
+    """Return in how many pieces the DPU runs the network. A piece consists of layers that feed
+    each other without the CPU between them.
     """
-    stage: dict[str, int] = {}
-    piece: dict[str, str] = {}
+    # How often the device changes on the way to a layer
+    stages: dict[str, int] = {}
+    pieces: dict[str, str] = {}
     for node in graph.nodes:
-        device = found[node.name].device
-        read = [name for name in node.refs() if found[name].device]
-        stage[node.name] = max(
-            (stage[name] + (found[name].device != device) for name in read), default=0
-        )
-        if device == "DPU":
-            piece[node.name] = node.name
-            joined = {
-                piece[n]
-                for n in read
-                if found[n].device == "DPU" and stage[n] == stage[node.name]
-            }
-            piece = {
-                name: node.name if owner in joined else owner for name, owner in piece.items()
-            }
-    return len(set(piece.values()))
+        device = verdicts[node.name].device
+        sources = [name for name in node.refs() if verdicts[name].device]
+        stage = 0
+        for name in sources:
+            is_change = verdicts[name].device != device
+            stage = max(stage, stages[name] + is_change)
+        stages[node.name] = stage
+        if device != "DPU":
+            continue
+        pieces[node.name] = node.name
+        joined: set[str] = set()
+        for name in sources:
+            if verdicts[name].device == "DPU" and stages[name] == stage:
+                joined.add(pieces[name])
+        for name, piece in pieces.items():
+            if piece in joined:
+                pieces[name] = node.name
+    return len(set(pieces.values()))
 
 
-def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
-    """What the operator and its shape say."""
-    # Results
-    several = node.dtype is None and any(graph.by_name[name].is_float for name in node.refs())
-    if node.row.kind == "structural" or node.op in STUBS or not (node.is_float or several):
+def _verdict(
+    graph: Graph,
+    node: Node,
+    verdicts: Mapping[str, Verdict],
+) -> Verdict:
+    """Return the verdict on a layer's operator and shape."""
+    if node.row.kind == "structural" or node.op in _STUBS:
         return Verdict("")
-    # Values stay as they lie in memory
-    in_order = node.row.only_moves and node.row.axes in (SAME, RESHAPED)
-    if node.op == "getitem" or (
-        in_order and node.dtype == graph.by_name[next(node.refs())].dtype
-    ):
-        source = found[next(node.refs())]
-        return source if source.device != "CPU" else _refused("it moves what the CPU makes")
+    sources = [graph.by_name[name] for name in node.refs()]
+    has_results = node.dtype is None and any(source.is_float for source in sources)
+    if not node.is_float and not has_results:
+        return Verdict("")
+    if node.op == "getitem" or _stays_in_memory(node, sources):
+        verdict = verdicts[sources[0].name]
+        if verdict.device == "CPU":
+            return _refused("it moves what the CPU makes")
+        return verdict
     op = _activation(node)
     if op in FUSED["conv2d"]:
-        return _fused(graph, node, op, found)
+        return _fused(graph, node, op, verdicts)
     rule = _RULES.get(node.op)
-    return rule(graph, node) if rule else _refused(f"the DPU has no {node.op}")
+    if rule is None:
+        return _refused(f"the DPU has no {node.op}")
+    return rule(graph, node)
+
+
+def _stays_in_memory(node: Node, sources: list[Node]) -> bool:
+    """Return whether the node leaves values where they are in memory."""
+    if not node.row.only_moves or node.row.axes not in (SAME, RESHAPED):
+        return False
+    return node.dtype == sources[0].dtype
 
 
 def _within_limits(engine: str, geometry: Geometry) -> Verdict:
-    """The first limit that a geometry breaks."""
+    """Return a refusal with the first limit that a geometry breaks, or the engine."""
     for limit in LIMITS:
         if engine in limit.engines and not limit.fits(geometry):
-            return _refused(limit.words.format(g=geometry), limit.source)
+            return _refused(limit.words.format(g=geometry), OPERATOR_LIMITS)
     return Verdict("DPU", engine)
 
 
-def _fused(graph: Graph, node: Node, op: str, found: Mapping[str, Verdict]) -> Verdict:
-    """An activation runs with the layer whose output it alone reads."""
+def _fused(
+    graph: Graph,
+    node: Node,
+    op: str,
+    verdicts: Mapping[str, Verdict],
+) -> Verdict:
+    """Return the verdict on an activation, which runs with the layer before it."""
     producer = next(node.refs())
-    engine = found[producer].engine
+    engine = verdicts[producer].engine
     if graph.consumers[producer] != (node.name,) and node.row.kind == "fusable":
         return _refused(f"{producer} has other readers, so {op} cannot be part of it")
     if _activation(graph.by_name[producer]) in FUSED["conv2d"]:
@@ -118,69 +153,92 @@ def _fused(graph: Graph, node: Node, op: str, found: Mapping[str, Verdict]) -> V
         return Verdict("DPU", engine)
     return _refused(
         f"{op} runs as part of another layer, and {engine or 'what the CPU runs'} has none",
-        OPERATORS,
+        OPERATOR_LIMITS,
     )
 
 
 def _convolution(graph: Graph, node: Node) -> Verdict:
-    shape, attrs = graph.by_name[next(node.refs())].shape, node.attrs
+    attrs = node.attrs
+    shape = graph.by_name[next(node.refs())].shape
     if shape is None or len(shape) != 4 or "weight" not in node.params:
         return _refused(
             "it is not a convolution of [b, channels, height, width] with a weight of its own"
         )
-    weight, transposed = graph.weight(node).shape, node.row.transposed
+    weight = graph.weight(node).shape
+    transposed = node.row.transposed
     groups = attrs.get("groups", 1)
-    channels = (
-        (weight[0], weight[1] * groups) if transposed else (weight[1] * groups, weight[0])
-    )
-    if groups not in (1, channels[0]):
+    out_channels = weight[0]
+    in_channels = weight[1] * groups
+    if transposed:
+        in_channels, out_channels = out_channels, in_channels
+    if groups not in (1, in_channels):
         return _refused(f"it has {groups} groups, and the DPU has 1 or one per input channel")
     if transposed and max(pair(attrs.get("output_padding", 0))):
         return _refused("its output_padding is not zero")
-    padding, dilation = attrs.get("padding", 0), pair(attrs.get("dilation", 1))
+    kernel = (weight[2], weight[3])
+    dilation = pair(attrs.get("dilation", 1))
+    padding = attrs.get("padding", 0)
     if isinstance(padding, str):
-        padding = [(k - 1) * d // 2 for k, d in zip(weight[2:], dilation, strict=True)]
-    kernel = weight[2], weight[3]
+        sides = zip(kernel, dilation, strict=True)
+        padding = [(size - 1) * step // 2 for size, step in sides]
     geometry = Geometry(
-        kernel, pair(attrs.get("stride", 1)), pair(padding), dilation, *channels
+        kernel,
+        stride=pair(attrs.get("stride", 1)),
+        padding=pair(padding),
+        dilation=dilation,
+        in_channels=in_channels,
+        out_channels=out_channels,
     )
-    depthwise = "depthwise-" if groups > 1 else ""
-    return _within_limits(f"{depthwise}{'transposed-' if transposed else ''}conv2d", geometry)
+    engine = "transposed-conv2d" if transposed else "conv2d"
+    if groups > 1:
+        engine = f"depthwise-{engine}"
+    return _within_limits(engine, geometry)
 
 
 def _linear(graph: Graph, node: Node) -> Verdict:
-    """A convolution whose kernel is the whole map that was flattened."""
+    """Return the verdict on a linear layer, which is a convolution. Its kernel is the whole map
+    that was flattened.
+    """
     if "weight" not in node.params or node.shape is None or len(node.shape) != 2:
         return _refused("it is not a linear layer of [b, features] with a weight of its own")
-    out, features = graph.weight(node).shape
+    out_channels, features = graph.weight(node).shape
+    geometry = Geometry(in_channels=features, out_channels=out_channels)
     source = graph.by_name[next(node.refs())]
-    before = graph.by_name[next(source.refs())].shape if source.row.axes is RESHAPED else None
-    if before is not None and len(before) == 4 and before[1] and before[2] and before[3]:
-        return _within_limits(
-            "conv2d", Geometry((before[2], before[3]), in_channels=before[1], out_channels=out)
-        )
-    return _within_limits("conv2d", Geometry(in_channels=features, out_channels=out))
+    if source.row.axes is RESHAPED:
+        shape = graph.by_name[next(source.refs())].shape or ()
+        if len(shape) == 4 and shape[1] and shape[2] and shape[3]:
+            geometry = Geometry(
+                (shape[2], shape[3]),
+                in_channels=shape[1],
+                out_channels=out_channels,
+            )
+    return _within_limits("conv2d", geometry)
 
 
 def _pooling(graph: Graph, node: Node) -> Verdict:
-    attrs, shape = node.attrs, node.shape
+    attrs = node.attrs
     if node.op != "max_pool2d" and node.target != "dpu.avg_pool2d":
         return _refused(
             "it is not an average over windows of one fixed size in height and width"
         )
-    kernel, channels = pair(attrs["kernel_size"]), (shape or (1, 1))[1] or 1
     if max(pair(attrs.get("dilation", 1))) > 1:
         return _refused("its window is dilated")
+    kernel = pair(attrs["kernel_size"])
     geometry = Geometry(
         kernel,
-        pair(attrs.get("stride") or kernel),
-        pair(attrs.get("padding") or 0),
-        (1, 1),
-        channels,
+        stride=pair(attrs.get("stride") or kernel),
+        padding=pair(attrs.get("padding") or 0),
+        in_channels=_channels(node),
     )
-    return _within_limits(
-        "max-pooling" if node.op == "max_pool2d" else "average-pooling", geometry
-    )
+    engine = "max-pooling" if node.op == "max_pool2d" else "average-pooling"
+    return _within_limits(engine, geometry)
+
+
+def _channels(node: Node) -> int:
+    """Return the size of dimension 1, or 1 if there is none or it is dynamic."""
+    if node.shape is None or len(node.shape) < 2:
+        return 1
+    return node.shape[1] or 1
 
 
 def _elementwise(graph: Graph, node: Node) -> Verdict:
@@ -189,84 +247,103 @@ def _elementwise(graph: Graph, node: Node) -> Verdict:
         return _refused("its operands differ in shape")
     if len(node.input_roles()) < 2 and node.row.axes is ALIKE:
         return _refused("it adds a constant")
-    channels = (node.shape or (1, 1))[1:2]
-    return _within_limits("eltwise", Geometry(in_channels=channels[0] or 1 if channels else 1))
+    return _within_limits("eltwise", Geometry(in_channels=_channels(node)))
 
 
 def _join(graph: Graph, node: Node) -> Verdict:
-    along = int(node.attrs.get("dim", 0)) % max(node.rank, 1)
-    return (
-        Verdict("DPU", "concat")
-        if node.op == "cat" and along == 1
-        else _refused("it does not join channels")
-    )
+    axis = int(node.attrs.get("dim", 0)) % max(node.rank, 1)
+    if node.op != "cat" or axis != 1:
+        return _refused("it does not join channels")
+    return Verdict("DPU", "concat")
 
 
 def _pad(graph: Graph, node: Node) -> Verdict:
-    constant = node.attrs.get("mode", "constant") == "constant" and not node.attrs.get("value")
-    return (
-        Verdict("DPU", "pad")
-        if constant
-        else _refused("it pads with something else than zeros")
-    )
+    is_constant = node.attrs.get("mode", "constant") == "constant"
+    if not is_constant or node.attrs.get("value"):
+        return _refused("it pads with something else than zeros")
+    return Verdict("DPU", "pad")
 
 
 def _nearest(graph: Graph, node: Node) -> Verdict:
-    before, after = graph.by_name[next(node.refs())].shape, node.shape
-    whole = (
-        before
-        and after
-        and all(a and b and b % a == 0 for a, b in zip(before[2:], after[2:], strict=True))
-    )
-    return (
-        Verdict("DPU", "resize") if whole else _refused("it does not enlarge by whole numbers")
-    )
+    refusal = _refused("it does not enlarge by whole numbers")
+    before = graph.by_name[next(node.refs())].shape
+    after = node.shape
+    if not before or not after:
+        return refusal
+    for size, new_size in zip(before[2:], after[2:], strict=True):
+        if not size or not new_size or new_size % size:
+            return refusal
+    return Verdict("DPU", "resize")
 
 
 def _slice(graph: Graph, node: Node) -> Verdict:
     dim = int(node.attrs.get("dim", 0))
-    plain = dim > 1 or (int(node.attrs.get("step", 1)) == 1 and dim == 1)
-    why = "it slices the batch, or channels in steps"
-    return Verdict("DPU", "strided-slice") if plain else _refused(why, OPERATORS)
+    step = int(node.attrs.get("step", 1))
+    if dim > 1 or (dim == 1 and step == 1):
+        return Verdict("DPU", "strided-slice")
+    return _refused("it slices the batch, or channels in steps", OPERATOR_LIMITS)
 
 
 def _activation(node: Node) -> str:
-    """The operator; a Hardtanh or clamp from 0 to 6 is a ReLU6."""
-    low, high = (node.attrs.get(f"{end}_val", node.attrs.get(end)) for end in ("min", "max"))
-    return "relu6" if node.op in ("hardtanh", "clamp") and (low, high) == (0, 6) else node.op
+    """Return the operator. A Hardtanh or clamp from 0 to 6 is a ReLU6."""
+    if node.op == "hardtanh":
+        bounds = (node.attrs.get("min_val"), node.attrs.get("max_val"))
+    elif node.op == "clamp":
+        bounds = (node.attrs.get("min"), node.attrs.get("max"))
+    else:
+        return node.op
+    return "relu6" if bounds == (0, 6) else node.op
 
 
-def _unquantized(plan: Plan, where: Layout, node: Node) -> str:
-    """What is missing for the layer to run in 8-bit integers."""
+def _unquantized(
+    plan: Plan,
+    where: Layout,
+    node: Node,
+) -> str:
+    """Return why the layer cannot run in 8-bit integers, or ""."""
     tensors = plan.of_layer(node.name)
     for role, tensor in tensors.items():
-        if why := _unfit(tensor.spec):
-            return f"its {role} {'have' if role.startswith('weights') else 'has'} {why}"
+        why = _unfit(tensor.spec)
+        if why:
+            verb = "have" if role.startswith("weights") else "has"
+            return f"its {role} {verb} {why}"
     if node.row.weight and "weights" not in tensors:
         return "its weights are not quantized"
-    for name in [*node.refs(), node.name]:
-        point = quantization_point(plan.graph, where, name)
-        quantized = point and any(
-            (point, role) in plan.tensors for role in ("activation", "input")
-        )
-        if plan.graph.by_name[name].is_float and not quantized:
-            return f"{'its output' if name == node.name else name} is not quantized"
+    for name in node.refs():
+        if not _is_quantized(plan, where, name):
+            return f"{name} is not quantized"
+    if not _is_quantized(plan, where, node.name):
+        return "its output is not quantized"
     return ""
 
 
+def _is_quantized(
+    plan: Plan,
+    where: Layout,
+    name: str,
+) -> bool:
+    """Return whether a node's value is quantized, or no floating-point value."""
+    if not plan.graph.by_name[name].is_float:
+        return True
+    point = quantization_point(plan.graph, where, name)
+    if point is None:
+        return False
+    return (point, "activation") in plan.tensors or (point, "input") in plan.tensors
+
+
 def _unfit(spec: QuantizationSpec) -> str:
-    """Why the DPU has no such codes."""
-    if spec.dtype != "int" or spec.bit_width != 8:
-        return f"{spec.bit_width} bits" if spec.dtype == "int" else f"the datatype {spec.dtype}"
+    """Return why the DPU has no such codes, or ""."""
+    if spec.dtype != "int":
+        return f"the datatype {spec.dtype}"
+    if spec.bit_width != 8:
+        return f"{spec.bit_width} bits"
     if not (spec.symmetric and spec.signed):
         return "codes that are not signed and symmetric"
     if spec.is_dynamic:
         return "a dynamic range"
-    return (
-        ""
-        if spec.scale_type == "poweroftwo" and spec.ch_axis is None
-        else "no single power-of-two scale"
-    )
+    if spec.scale_type != "poweroftwo" or spec.ch_axis is not None:
+        return "no single power-of-two scale"
+    return ""
 
 
 _RULES: dict[str, Callable[[Graph, Node], Verdict]] = {

@@ -1,19 +1,19 @@
-"""Values that stay float whatever a config says, and why: read off the graph alone, before
-there is any data.
+"""Values that stay float whatever a config says, and why. This follows from the graph alone,
+without data.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 
 from quantizer.graph.axis_rules import ALIKE
 from quantizer.graph.ir import Graph, Node, readers, references
-from quantizer.plan.arguments import arguments
+from quantizer.plan.arguments import exact_arguments
 from quantizer.plan.sentinels import masks, sentinels
 
 DERIVED = "computed from constants and integers alone"
 MASK = "may hold sentinels, as a mask's lowest values, which leave no resolution for the others"
 BOUNDED = "bounds what a float operator computes"
 DENOMINATOR = "divides, and rounding would make small values zero"
-COMPARED = "is compared to count an index, and rounding could count none"
+COMPARED_TO_COUNT = "is compared to count an index, and rounding could count none"
 ARGUMENT = (
     "makes an angle, an index or what is rounded to integers, and a small error there makes "
     "another value"
@@ -23,82 +23,89 @@ UNREAD = "nothing reads it"
 RESIDUAL = "only normalizations, and sums that they read, take it"
 OUTSIDE = "outside QuantStub … DeQuantStub"
 
-_NORM_PARTS = ("rsqrt", "pow", "square")  # of a normalization that is written by hand
+# Of a normalization that is written by hand
+_NORM_PARTS = ("rsqrt", "pow", "square")
 # On either side of a stub
-_NEVER = ("size", "constant", "zeros", "ones", "full", "arange", "empty")
-_PICKS = ("gather", "take_along_dim", "index_select", "index")  # by integers
+_NO_OUTSIDE = ("size", "constant", "zeros", "ones", "full", "arange", "empty")
+# They select by integers
+_PICKS = ("gather", "take_along_dim", "index_select", "index")
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
-_HANDS_ON = ("compute", "fusable", "passthrough")  # with one operand: a sum, a guard, a slice
-_PRODUCTS_PLUS = ("addmm", "baddbmm")  # their first argument is added to a product
+# With one operand: a sum, a guard, a slice
+_KEEPS_ZEROS = ("compute", "fusable", "passthrough")
+# Their first argument is added to a product
+_PRODUCTS_PLUS = ("addmm", "baddbmm")
 
 
 def floating(graph: Graph) -> dict[str, str]:
-    """The reason for each layer whose values stay float, unless a layer that multiplies reads
-    them.
+    """Return the reason for each layer whose values stay float, unless a layer that multiplies
+    reads them. The first reason counts.
     """
-    found = dict.fromkeys(derived(graph), DERIVED)
-    constants = set(found)
-    found |= dict.fromkeys((name for name in masks(graph) if name not in found), MASK)
-    found |= dict.fromkeys(
-        (name for name in sentinels(graph, constants) if name not in found), MASK
+    constants = derived_layers(graph)
+    layers_by_reason = (
+        (DERIVED, constants),
+        (MASK, masks(graph)),
+        (MASK, sentinels(graph, constants)),
+        (BOUNDED, _bounded(graph)),
+        (DENOMINATOR, _denominators(graph)),
+        (COMPARED_TO_COUNT, _compared(graph)),
+        (ARGUMENT, exact_arguments(graph, constants)),
+        (UNREAD, [name for name, names in graph.consumers.items() if not names]),
     )
-    found |= dict.fromkeys((name for name in _bounded(graph) if name not in found), BOUNDED)
-    found |= dict.fromkeys(
-        (name for name in _denominators(graph) if name not in found), DENOMINATOR
-    )
-    found |= dict.fromkeys((name for name in _compared(graph) if name not in found), COMPARED)
-    found |= dict.fromkeys(
-        (name for name in arguments(graph, constants) if name not in found), ARGUMENT
-    )
-    found |= dict.fromkeys(
-        (name for name, read_by in graph.consumers.items() if not read_by), UNREAD
-    )
+    reasons: dict[str, str] = {}
+    for reason, names in layers_by_reason:
+        for name in names:
+            reasons.setdefault(name, reason)
     for node in reversed(graph.nodes):
-        if node.name not in found and _read_by_float_only(graph, node, found):
-            found[node.name] = FLOAT_READERS
-    return found
+        if node.name not in reasons and _has_only_float_readers(graph, node, reasons):
+            reasons[node.name] = FLOAT_READERS
+    return reasons
 
 
-def derived(graph: Graph) -> set[str]:
-    """Layers whose values follow from constants, sizes and integer inputs: positions, masks,
-    rotations.
+def derived_layers(graph: Graph) -> set[str]:
+    """Return the layers whose values follow from constants, sizes and integer inputs, as
+    positions, masks and rotations do.
 
-    What layers with weights make of integers (an embedding) is not among them.
+    The outputs of layers with weights that read integers, as an embedding does, do not.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for node in graph.nodes:
         if node.op == "input":
             follows = not node.is_float
         elif node.row.kind == "structural":
             follows = node.op not in ("parameter", "module_input", "dequant_stub")
+        elif node.params or node.op == "quant_stub":
+            follows = False
         else:
-            follows = (
-                not node.params
-                and node.op != "quant_stub"
-                and all(name in found for name in node.refs())
-            )
+            follows = names.issuperset(node.refs())
         if follows:
-            found.add(node.name)
-    return found
+            names.add(node.name)
+    return names
 
 
-def multiplied(node: Node, name: str) -> bool:
-    """Whether the node multiplies the values of `name`: not a mask that it adds, nor a first
-    state.
+def multiplied(
+    node: Node,
+    name: str,
+) -> bool:
+    """Return whether the node multiplies the values of `name`: not if they are a mask that it
+    adds, or a first state.
     """
     if node.row.kind != "mac":
         return False
-    added = ("attn_mask", "bias", "hx", *(("input",) if node.op in _PRODUCTS_PLUS else ()))
-    return any(
-        name in references(value) for key, value in node.inputs.items() if key not in added
-    )
+    added = ["attn_mask", "bias", "hx"]
+    if node.op in _PRODUCTS_PLUS:
+        added.append("input")
+    factors = [value for key, value in node.inputs.items() if key not in added]
+    return name in references(factors)
 
 
-def computes_in_float(node: Node, floats: Mapping[str, str]) -> bool:
-    """Return whether a node multiplies floats though it could multiply integers; `floats` are
+def computes_in_float(
+    node: Node,
+    floats: Mapping[str, str],
+) -> bool:
+    """Return whether a node multiplies floats though it could multiply integers. `floats` are
     those of the graph.
 
-    A product with constants does so where it makes an argument. A layer with weights never
+    A product with constants does so if its value is an argument. A layer with weights never
     does.
     """
     reason = floats.get(node.name)
@@ -106,68 +113,69 @@ def computes_in_float(node: Node, floats: Mapping[str, str]) -> bool:
 
 
 def outside_stubs(graph: Graph) -> set[str]:
-    """Layers outside the part that a model marks with QuantStub and DeQuantStub; none where it
-    has no QuantStub.
+    """Return the layers outside the part that a model marks with QuantStub and DeQuantStub. A
+    model without QuantStub has none.
     """
-    if all(node.op != "quant_stub" for node in graph.nodes):
-        return set()
     inside: set[str] = set()
     for node in graph.nodes:
-        if node.op == "quant_stub" or (
-            node.op != "dequant_stub" and any(name in inside for name in node.refs())
-        ):
+        is_after = node.op != "dequant_stub" and not inside.isdisjoint(node.refs())
+        if node.op == "quant_stub" or is_after:
             inside.add(node.name)
-    inside |= {
-        n.name
-        for n in graph.nodes
-        if n.op == "parameter" and inside.intersection(graph.consumers[n.name])
-    }
-    return {
-        node.name for node in graph.nodes if node.name not in inside and node.op not in _NEVER
-    }
+    if not inside:
+        return set()
+    outside: set[str] = set()
+    for node in graph.nodes:
+        if node.name in inside or node.op in _NO_OUTSIDE:
+            continue
+        if node.op != "parameter" or inside.isdisjoint(graph.consumers[node.name]):
+            outside.add(node.name)
+    return outside
 
 
 def before_norms(graph: Graph) -> set[str]:
-    """Sums that only normalizations read, directly or through more such sums, and what linear
-    layers add to them.
+    """Return the sums that only normalizations read, directly or through more such sums, and
+    the outputs of linear layers that are added to them.
 
-    The residual stream of a transformer: some of its channels are a hundred times as large as
-    the others, so few bits say nothing about these, and as normalizations compute in float
-    nothing is gained by rounding what they read.
+    They are the residual stream of a transformer. Some of its channels are a hundred times as
+    large as the others, so that few bits leave nothing of these, and as normalizations compute
+    in float, nothing is gained by rounding their inputs.
 
     Source: Bondarenko et al., "Understanding and Overcoming the Challenges of Efficient
     Transformer Quantization", 2021, section 3.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for node in reversed(graph.nodes):
-        added = node.op in ("add", "sub") or node.row.spatial == 0 or node.row.looks_up
-        if added and node.is_float:
-            taking = [
-                graph.by_name[name] if name else None for name, _ in readers(graph, node.name)
-            ]
-            if taking and all(
-                reader and _feeds_norm(graph, reader, found) for reader in taking
-            ):
-                found.add(node.name)
-    return found
+        is_sum = node.op in ("add", "sub")
+        is_added = is_sum or node.row.spatial == 0 or node.row.looks_up
+        if not is_added or not node.is_float:
+            continue
+        reading = [name for name, _ in readers(graph, node.name)]
+        # "" is the network's output
+        if not reading or "" in reading:
+            continue
+        if all(_feeds_norm(graph, graph.by_name[name], names) for name in reading):
+            names.add(node.name)
+    return names
 
 
-def _feeds_norm(graph: Graph, reader: Node, found: set[str]) -> bool:
-    """Whether the reader is a normalization, a part of one, or a sum before one."""
-    scaled = reader.op == "mul" and any(
-        graph.by_name[name].op == "rsqrt" for name in reader.refs()
-    )
-    return (
-        scaled
-        or reader.row.normalizes
-        or reader.op in _NORM_PARTS
-        or (reader.name in found and not reader.row.weight)
-    )
+def _feeds_norm(
+    graph: Graph,
+    reader: Node,
+    before_norms: set[str],
+) -> bool:
+    """Return whether the reader is a normalization, a part of one, or a sum before one."""
+    if reader.row.normalizes or reader.op in _NORM_PARTS:
+        return True
+    if reader.op == "mul":
+        for name in reader.refs():
+            if graph.by_name[name].op == "rsqrt":
+                return True
+    return reader.name in before_norms and not reader.row.weight
 
 
 def _bounded(graph: Graph) -> Iterator[str]:
-    """Layers that cut off what float operators compute: a norm that is kept from zero before
-    something is divided by it would be rounded to zero.
+    """Yield layers that bound the output of float operators: a norm that is kept from zero,
+    before something is divided by it, would be rounded to zero.
     """
     for node in graph.nodes:
         source = graph.source(node)
@@ -176,76 +184,89 @@ def _bounded(graph: Graph) -> Iterator[str]:
 
 
 def _denominators(graph: Graph) -> Iterator[str]:
-    """Layers that make what is divided by, back through sums to the products and the layers
-    that it comes from.
+    """Yield layers whose values are divisors, back through sums to the products and the layers
+    that the sums consist of.
 
-    The least divisors are the ones that count, and are what rounding makes zero: a guard of
-    1e-15 then divides instead.
+    The smallest divisors matter most, and rounding would make them zero: then a guard of 1e-15
+    would divide instead.
     """
-    divisors = (node.inputs.get(node.row.nonzero) for node in graph.nodes if node.row.nonzero)
-    return _made_of(graph, (name for divisor in divisors for name in references(divisor)))
+    divisors: list[str] = []
+    for node in graph.nodes:
+        if node.row.nonzero:
+            divisors.extend(references(node.inputs.get(node.row.nonzero)))
+    return _origins(graph, divisors)
 
 
 def _compared(graph: Graph) -> Iterator[str]:
-    """Layers that make what is compared, where an index is counted from the outcome, as in a
-    sparsemax.
+    """Yield layers whose values are compared to count an index, as in a sparsemax.
 
-    In float one of the comparisons holds, whatever the values are; among rounded ones it may be
-    that none does, and the index lies outside.
+    In float one of the comparisons holds, whatever the values are. Of rounded values none may,
+    and the index lies outside.
     """
-    picking = (node for node in graph.nodes if node.op in _PICKS)
-    pending, seen = [name for node in picking for name in node.refs()], set[str]()
+    pending: list[str] = []
+    for node in graph.nodes:
+        if node.op in _PICKS:
+            pending.extend(node.refs())
     compared: list[str] = []
+    seen: set[str] = set()
     while pending:
         node = graph.by_name[pending.pop()]
         if node.is_float or node.name in seen:
             continue
         seen.add(node.name)
-        (compared if node.op in _COMPARES else pending).extend(node.refs())
-    return _made_of(graph, compared)
+        if node.op in _COMPARES:
+            compared.extend(node.refs())
+        else:
+            pending.extend(node.refs())
+    return _origins(graph, compared)
 
 
-def _made_of(graph: Graph, names: Iterable[str]) -> Iterator[str]:
-    """Layers that make these values, back to products, to what computes in float, and to
+def _origins(
+    graph: Graph,
+    names: Iterable[str],
+) -> Iterator[str]:
+    """Yield the layers from which values come, back to products, to float operators, and to
     integers.
     """
-    pending, found = [*names], set[str]()
+    pending = [*names]
+    seen: set[str] = set()
     while pending:
         node = graph.by_name[pending.pop()]
-        if node.name in found or node.row.kind in ("float", "structural") or not node.is_float:
+        if node.name in seen or node.row.kind in ("float", "structural") or not node.is_float:
             continue
-        found.add(node.name)
+        seen.add(node.name)
         yield node.name
-        refs = set(node.refs())
-        if (
-            len(refs) == 1 and node.row.kind in _HANDS_ON and not node.row.weight
-        ) or node.row.axes is ALIKE:
-            pending += refs
+        operands = set(node.refs())
+        has_one = len(operands) == 1 and node.row.kind in _KEEPS_ZEROS and not node.row.weight
+        if has_one or node.row.axes is ALIKE:
+            pending += operands
 
 
-def _read_by_float_only(graph: Graph, node: Node, floats: dict[str, str]) -> bool:
-    """Whether no reader takes integers: then rounding the values would only lose something."""
-    if node.row.kind not in ("compute", "nonlinear", "passthrough") and node.op not in (
-        "input",
-        "parameter",
-    ):
+def _has_only_float_readers(
+    graph: Graph,
+    node: Node,
+    floats: dict[str, str],
+) -> bool:
+    """Return whether no reader needs integers, so that rounding the values is of no use."""
+    is_source = node.op in ("input", "parameter")
+    if not is_source and node.row.kind not in ("compute", "nonlinear", "passthrough"):
         return False
     names = graph.consumers[node.name]
-    return (
-        node.op != "quant_stub"
-        and bool(names)
-        and all(_takes_float(graph, name, floats) for name in names)
-    )
+    if node.op == "quant_stub" or not names:
+        return False
+    return all(_takes_float(graph, name, floats) for name in names)
 
 
-def _takes_float(graph: Graph, name: str, floats: dict[str, str]) -> bool:
-    """Whether the reader of that name runs in float; a DeQuantStub ends what does not, as the
-    output does.
+def _takes_float(
+    graph: Graph,
+    name: str,
+    floats: dict[str, str],
+) -> bool:
+    """Return whether the reader of that name runs in float. A DeQuantStub does not, nor does
+    the output.
     """
     if not name or graph.by_name[name].op == "dequant_stub":
         return False
-    return floats.get(name) == FLOAT_READERS or graph.by_name[name].row.kind in (
-        "float",
-        "unknown",
-        "structural",
-    )
+    if floats.get(name) == FLOAT_READERS:
+        return True
+    return graph.by_name[name].row.kind in ("float", "unknown", "structural")

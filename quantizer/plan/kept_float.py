@@ -1,5 +1,5 @@
-"""Layers that a config keeps in float without naming them: by a global switch, or as part of a
-residual stream.
+"""Layers that stay float though the config does not name them: by a global switch, or as part
+of a residual stream.
 """
 
 from quantizer.config.model import Config
@@ -10,30 +10,37 @@ from quantizer.plan.match import MatchedRule
 FIRST_LAST = "keep_first_last_layer_accuracy"
 
 
-def residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]:
-    """Layers whose outputs are no integers, as normalizations alone read them, but for those
-    that the file speaks of; the DPU has no other memory than integers, and the hierarchical
-    form says itself which outputs it means.
+def residual(
+    config: Config,
+    graph: Graph,
+    rules: list[MatchedRule],
+) -> set[str]:
+    """Return the layers of the residual stream, which only normalizations read, except for
+    those that the config selects.
+
+    The DPU has no memory other than integers, and the hierarchical form itself says which
+    outputs it means. There are none for these.
     """
     if config.form == "hierarchical" or config.settings.target_device == "DPU":
         return set()
-    return before_norms(graph) - {
-        name for row in rules if row.found.rank for name in row.found.layers
-    }
+    layers = before_norms(graph)
+    for rule in rules:
+        if rule.found.rank:
+            layers.difference_update(rule.found.layers)
+    return layers
 
 
-def kept_float(config: Config, graph: Graph) -> dict[str, str]:
-    """Layers that a global switch keeps in float, with the switch's name."""
-    kept = dict.fromkeys(outside_stubs(graph), OUTSIDE)
-    weighted = [
-        node.name
-        for node in graph.nodes
-        if node.row.weight and node.params and node.op != "parameter"
-    ]
-    if config.settings.keep_first_last_layer_accuracy and weighted:
-        kept |= dict.fromkeys((weighted[0], weighted[-1]), FIRST_LAST)
+def layers_kept_float(config: Config, graph: Graph) -> dict[str, str]:
+    """Return the layers that a global switch keeps in float, with the switch's name."""
+    reasons = dict.fromkeys(outside_stubs(graph), OUTSIDE)
+    if config.settings.keep_first_last_layer_accuracy:
+        weighted = []
+        for node in graph.nodes:
+            if node.row.weight and node.params and node.op != "parameter":
+                weighted.append(node.name)
+        reasons.update(dict.fromkeys(weighted[:1] + weighted[-1:], FIRST_LAST))
     if config.settings.keep_add_layer_accuracy:
-        kept |= {
-            node.name: "keep_add_layer_accuracy" for node in graph.nodes if node.op == "add"
-        }
-    return kept
+        for node in graph.nodes:
+            if node.op == "add":
+                reasons[node.name] = "keep_add_layer_accuracy"
+    return reasons

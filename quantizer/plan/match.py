@@ -1,6 +1,4 @@
-"""Which layers a selector finds, and the closest names when it finds none; reporting that is
-the caller's.
-"""
+"""Find the layers that a selector matches, and the closest names if it matches none."""
 
 import dataclasses
 import difflib
@@ -19,25 +17,26 @@ from quantizer.graph.module_names import call_paths, module_of
 from quantizer.graph.names import around
 from quantizer.plan.model import RuleMatch
 
-# Weakest first: a rule of a higher rank wins, field by field.
+# Weakest first: a rule of a higher rank overrides others, field by field
 RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
 
-KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
+SELECTED_KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
     "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.row.looks_up],
     "kind:head": lambda graph: [node.name for node in graph.nodes if node.is_multiplying][-1:],
 }
-"""What can be said of any model, so that a model without such layers is no error. The head is
+"""Selectors that fit any model, so that a model without such layers is no error. The head is
 the last layer that multiplies.
 """
-
-# The word of other frameworks, which the documentation of the form uses, too
+MATCHING_S = 2
+"""The time limit for a regular expression."""
+# The word of other frameworks, and of the documentation of the hierarchical form
 _OTHER_WORDS = {"dense": "Linear"}
 
 
 @dataclass(frozen=True)
 class Match:
-    """The layers a selector finds, how specific it is, and a `note` when it was not taken
-    literally.
+    """The layers that a selector matches, how specific it is, and a `note` if it was not taken
+    literally. `absorbed` are matched layers that were folded into others.
     """
 
     layers: tuple[str, ...]
@@ -48,202 +47,228 @@ class Match:
 
 @dataclass
 class MatchedRule:
-    """A rule with what its selector finds; `effects` counts the tensors that it sets something
-    for.
+    """A rule with the match of its selector. `effects` counts the tensors for which it sets
+    something.
     """
 
     rule: ConfigRule
     found: Match
     effects: int = 0
 
-    def speaks_of(self, role: Role) -> bool:
-        """Whether it says anything about a role."""
-        return (
-            role in (self.rule.roles or ())
-            or role in self.rule.adds
-            or bool(self.rule.fields.get(role))
-        )
+    def speaks_of(
+        self,
+        role: Role,
+    ) -> bool:
+        """Return whether it configures a role."""
+        roles = (*(self.rule.roles or ()), *self.rule.adds)
+        return role in roles or bool(self.rule.fields.get(role))
 
-    def quantizes(self, role: Role, before: bool) -> bool:
-        """Whether the role is quantized after the rule, which may not say."""
-        return (
-            before if self.rule.roles is None else role in self.rule.roles
-        ) or role in self.rule.adds
+    def quantizes(
+        self,
+        role: Role,
+        before: bool,
+    ) -> bool:
+        """Return whether the role is quantized after the rule. A rule without roles leaves it
+        as it was `before`.
+        """
+        if role in self.rule.adds:
+            return True
+        return before if self.rule.roles is None else role in self.rule.roles
 
     def summary(self) -> RuleMatch:
-        """For the plan."""
+        """Return the entry of the plan."""
         selector = self.rule.selector
-        shown = selector.text or selector.kind
         return RuleMatch(
-            self.rule.label, shown, self.found.layers, self.effects, str(selector.place or "")
+            label=self.rule.label,
+            selector=selector.text or selector.kind,
+            layers=self.found.layers,
+            took_effect=self.effects,
+            place=str(selector.place or ""),
         )
 
 
-def match(selector: Selector, graph: Graph, original: Graph) -> Match:
-    """The layers of `graph` that `selector` means; `original` is the graph as traced, before
-    layers were folded away.
+def match(
+    selector: Selector,
+    graph: Graph,
+    original: Graph,
+) -> Match:
+    """Return the layers of `graph` that `selector` matches. `original` is the graph as traced,
+    before layers were folded.
 
-    A folded layer stands for the layer it went into when it is named, not when its type is.
+    The name of a folded layer selects the layer it was folded into, its type does not.
     """
     if selector.kind == "all":
         return Match(tuple(graph.by_name), RANKS.index("all"))
     if selector.kind == "weighted":
-        return Match(
-            tuple(node.name for node in graph.nodes if is_weighted(node)),
-            RANKS.index("weighted"),
-        )
+        weighted = [node.name for node in graph.nodes if has_own_weights(node)]
+        return Match(tuple(weighted), RANKS.index("weighted"))
     if selector.kind == "type":
         return _by_type(selector.text, graph, original)
-    found_by_name = _by_name(selector.text, graph, original)
+    by_name = _by_name(selector.text, graph, original)
     if selector.kind == "exclude":
-        return dataclasses.replace(found_by_name, rank=RANKS.index("exclude"))
-    return found_by_name
+        return dataclasses.replace(by_name, rank=RANKS.index("exclude"))
+    return by_name
 
 
-def is_weighted(node: Node) -> bool:
-    """Whether the node is a module such as Linear, with weights of its own; not a trained
-    tensor in an expression.
+def has_own_weights(node: Node) -> bool:
+    """Return whether the node is a module such as Linear, with weights of its own. A trained
+    tensor in an expression is none.
     """
-    return (
-        node.row.weight and bool(node.params) and node.op not in ("parameter", "channel_scale")
-    )
+    if node.op in ("parameter", "channel_scale"):
+        return False
+    return node.row.weight and bool(node.params)
 
 
 def type_names(node: Node) -> frozenset[str]:
-    """All words that select the node by type: operator, torch's names for it, its modules'
-    classes.
+    """Return all words that select the node by type: its operator, torch's names for that, and
+    the classes of its modules.
     """
-    names = {node.op, *node.row.types, *node.classes}
-    short = {name.rpartition(".")[2] for name in names}
-    return frozenset(
-        names
-        | short
-        | {f"nn.{n.rpartition('.')[2]}" for n in names if n.startswith("torch.nn.")}
-    )
+    names: set[str] = set()
+    for name in (node.op, *node.row.types, *node.classes):
+        names |= {name, _short(name)}
+        if name.startswith("torch.nn."):
+            names.add(f"nn.{_short(name)}")
+    return frozenset(names)
 
 
-def _by_type(text: str, graph: Graph, original: Graph) -> Match:
-    """Layers of a type; other tools' words for torch's types are read as those, and so is
-    another case.
+def _short(name: str) -> str:
+    """Return the last part of a dotted name."""
+    return name.rpartition(".")[2]
+
+
+def _by_type(
+    text: str,
+    graph: Graph,
+    original: Graph,
+) -> Match:
+    """Return the layers of a type. Words of other tools are translated to torch's, and case may
+    differ.
 
     Layers of experts have the names of their tensors, which no module of the traced graph has
     run.
     """
     experts = {node.name: node for node in graph.nodes if node.row.experts}
     nodes = [*(node for node in original.nodes if node.name not in experts), *experts.values()]
-    found = [node.name for node in nodes if text in type_names(node)]
+    names = [node.name for node in nodes if text in type_names(node)]
     note = None
-    if not found:
+    if not names:
+        known: dict[str, str] = {}
+        for node in nodes:
+            for name in sorted(type_names(node), reverse=True):
+                known[name.casefold()] = name
         word = _OTHER_WORDS.get(text.casefold(), text)
-        known = {
-            name.casefold(): name
-            for node in nodes
-            for name in sorted(type_names(node), reverse=True)
-        }
         meant = known.get(word.casefold(), "")
-        found = [node.name for node in nodes if meant in type_names(node)]
-        note = f"{text!r} is read as {meant!r}" if found else None
-    kept = tuple(name for name in found if name in graph.by_name)
-    return Match(
-        kept,
-        RANKS.index("type"),
-        note,
-        absorbed=tuple(name for name in found if name not in graph.by_name),
-    )
+        names = [node.name for node in nodes if meant in type_names(node)]
+        if names:
+            note = f"{text!r} is read as {meant!r}"
+    layers = tuple(name for name in names if name in graph.by_name)
+    absorbed = tuple(name for name in names if name not in graph.by_name)
+    return Match(layers, RANKS.index("type"), note, absorbed)
 
 
-def closest(selector: Selector, original: Graph) -> list[str]:
-    """Up to three names close to a selector that found nothing."""
+def closest_layers(
+    selector: Selector,
+    original: Graph,
+) -> list[str]:
+    """Return up to three names close to a selector that matches nothing."""
     if selector.kind == "type":
-        known = {
-            name
-            for node in original.nodes
-            for name in (*node.row.types, *node.classes, node.op)
-        }
-        short = {name.rpartition(".")[2]: name for name in known}
-        near = difflib.get_close_matches(selector.text.rpartition(".")[2], short, 3, 0.5)
-        return [short[name] for name in near]
-    layers = [node for node in original.nodes if node.op not in ("module", "module_input")]
-    known = (
-        {node.name for node in layers}
-        | {node.scope for node in layers if node.scope}
-        | {*KINDS}
-    )
-    scope = selector.text.rpartition("/")[0]
-    same_scope = [
-        node.name for node in layers if scope and node.name.rpartition("/")[0] == scope
-    ]
-    return (same_scope + difflib.get_close_matches(selector.text, sorted(known), 3, 0.5))[:3]
+        types: dict[str, str] = {}
+        for node in original.nodes:
+            for name in (*node.row.types, *node.classes, node.op):
+                types[_short(name)] = name
+        near = difflib.get_close_matches(_short(selector.text), types, 3, 0.5)
+        return [types[name] for name in near]
+    scope = _scope(selector.text)
+    known = {*SELECTED_KINDS}
+    same_scope = []
+    for node in original.nodes:
+        if node.op in ("module", "module_input"):
+            continue
+        known.add(node.name)
+        if node.scope:
+            known.add(node.scope)
+        if scope and _scope(node.name) == scope:
+            same_scope.append(node.name)
+    near = difflib.get_close_matches(selector.text, sorted(known), 3, 0.5)
+    return (same_scope + near)[:3]
 
 
-def advice(selector: Selector, original: Graph) -> str:
-    """What to do about a selector that found nothing."""
-    near = closest(selector, original)
-    return (
-        f"closest: {', '.join(near)}"
-        if near
-        else "`quantizer inspect --top all` lists all layers"
-    )
+def _scope(name: str) -> str:
+    """Return the module of a layer's name."""
+    return name.rpartition("/")[0]
 
 
-def _by_name(text: str, graph: Graph, original: Graph) -> Match:
-    """Exact name, then a kind, the same scope with another last part, a module path, its
-    operator, `re:`, a glob.
+def advice(
+    selector: Selector,
+    original: Graph,
+) -> str:
+    """Return a remedy for a selector that matches nothing."""
+    near = closest_layers(selector, original)
+    if near:
+        return f"closest: {', '.join(near)}"
+    return "`quantizer inspect --top all` lists all layers"
+
+
+def _by_name(
+    text: str,
+    graph: Graph,
+    original: Graph,
+) -> Match:
+    """Return the layers that `text` names. It is an exact name, a kind, a name whose scope has
+    one layer, a module path, a path of the operator, `re:…` or a glob, whatever matches first.
     """
     if text in original.by_name:
         return _survivors([text], "name", graph)
-    if text in KINDS:
-        return Match(tuple(KINDS[text](graph)), RANKS.index("pattern"))
-    scope = text.rpartition("/")[0]
-    siblings = (
-        [name for name in original.by_name if name.rpartition("/")[0] == scope]
-        if "::" in text
-        else []
-    )
-    if len(siblings) == 1:
-        note = f"{text!r} is read as {siblings[0]!r}, the only layer of that module"
-        return _survivors(siblings, "name", graph, note)
-    inside = [
-        node.name
-        for node in original.nodes
-        if node.scope == text or node.scope.startswith(f"{text}.")
-    ]
+    if text in SELECTED_KINDS:
+        return Match(tuple(SELECTED_KINDS[text](graph)), RANKS.index("pattern"))
+    if "::" in text:
+        siblings = [name for name in original.by_name if _scope(name) == _scope(text)]
+        if len(siblings) == 1:
+            note = f"{text!r} is read as {siblings[0]!r}, the only layer of that module"
+            return _survivors(siblings, "name", graph, note)
+    inside = []
+    called = []
+    for node in original.nodes:
+        if node.scope == text or node.scope.startswith(f"{text}."):
+            inside.append(node.name)
+        if text in call_paths(node.name, module_of(original, node.name)):
+            called.append(node.name)
     if inside and not text.startswith("re:"):
         return _survivors(inside, "path", graph)
-    called = [
-        n.name
-        for n in original.nodes
-        if text in call_paths(n.name, module_of(original, n.name))
-    ]
     if called:
         return _survivors(called, "name", graph)
     patterns = _patterns(text)
     if patterns is None:
         return Match((), RANKS.index("name"))
-    names, paths = (pattern.fullmatch for pattern in patterns)
-    with _in_time(text):
-        found = [
-            node.name
-            for node in original.nodes
-            if names(node.name) or any(map(paths, _around(node, graph)))
-        ]
-    return _survivors(found, "pattern", graph)
+    name_pattern, path_pattern = patterns
+    names = []
+    with _time_limit(text):
+        for node in original.nodes:
+            paths = map(path_pattern.fullmatch, _paths_around(node, graph))
+            if name_pattern.fullmatch(node.name) or any(paths):
+                names.append(node.name)
+    return _survivors(names, "pattern", graph)
 
 
-def _around(node: Node, graph: Graph) -> list[str]:
-    """The paths of the modules around a node of the traced graph; the tensors of experts have
-    paths of their own.
+def _paths_around(
+    node: Node,
+    graph: Graph,
+) -> list[str]:
+    """Return the paths of the modules around a node of the traced graph. The tensors of experts
+    have paths of their own.
     """
-    now = graph.by_name.get(node.name, node)
-    return [*around(now.scope), *(node.params.values() if now.row.experts else ())]
+    current = graph.by_name.get(node.name, node)
+    paths = [*around(current.scope)]
+    if current.row.experts:
+        paths.extend(node.params.values())
+    return paths
 
 
 @contextmanager
-def _in_time(text: str) -> Iterator[None]:
-    """Refuse a regular expression that tries too many ways to match a name: some take longer
-    than a universe lasts.
+def _time_limit(text: str) -> Iterator[None]:
+    """Stop a regular expression that backtracks for too long.
 
-    Python has no limit for that; a signal ends it, which only the main thread has.
+    Python has no limit for that. A signal stops it, which only the main thread can receive.
 
     Raises:
         UsageError: it takes too long.
@@ -253,10 +278,9 @@ def _in_time(text: str) -> Iterator[None]:
         return
 
     def stop(*_: object) -> None:
-        remedy = "repeat nothing inside of what is repeated"
         raise UsageError(
             f"the pattern {text!r} takes more than {MATCHING_S} s to match names of layers",
-            help=remedy,
+            help="repeat nothing inside of what is repeated",
         )
 
     before = signal.signal(signal.SIGALRM, stop)
@@ -268,34 +292,38 @@ def _in_time(text: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-MATCHING_S = 2
-
-
 def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
-    """For layer names and for module paths, the regular expressions of `re:…` or of a glob.
+    """Return the regular expressions of `re:…` or of a glob for layer names and for module
+    paths, or None if it is neither.
 
-    Layer names have brackets, so there they stand for themselves, and `[[]`, as shells want
-    them, for one; in a module path `[0-3]` is a set, as in a shell.
+    Layer names have brackets, so in these a bracket is literal, and so is `[[]`, as shells
+    write it. In a module path `[0-3]` is a set, as in a shell.
     """
     if text.startswith("re:"):
         try:
-            return (re.compile(text[3:]),) * 2
+            pattern = re.compile(text[3:])
         except re.error:
             return None
+        return pattern, pattern
     if not any(sign in text for sign in "*?["):
         return None
     literal = re.escape(text.replace("[[]", "[")).replace(r"\*", ".*").replace(r"\?", ".")
     return re.compile(literal), re.compile(fnmatch.translate(text))
 
 
-def _survivors(names: list[str], rank: str, graph: Graph, note: str | None = None) -> Match:
-    """The layers the found ones live in now; a layer that was folded counts as the one that
-    took it.
+def _survivors(
+    names: list[str],
+    rank: str,
+    graph: Graph,
+    note: str | None = None,
+) -> Match:
+    """Return the match of named layers. A folded layer counts as the one that it was folded
+    into.
     """
-    alive = []
+    alive: dict[str, None] = {}
     for name in names:
         while name in graph.absorbed:
             name = graph.absorbed[name]
-        alive.append(name)
-    gone = tuple(name for name in names if name in graph.absorbed)
-    return Match(tuple(dict.fromkeys(alive)), RANKS.index(rank), note, gone)
+        alive[name] = None
+    absorbed = tuple(name for name in names if name in graph.absorbed)
+    return Match(tuple(alive), RANKS.index(rank), note, absorbed)

@@ -1,5 +1,5 @@
-"""The plan: for each (layer, role) one spec and where its values came from; for the rest, why
-it stays float.
+"""The plan: for each (layer, role) one spec and where its values came from. For all others, why
+they stay float.
 """
 
 from __future__ import annotations
@@ -14,25 +14,38 @@ from torch import Tensor
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import QuantizationSpec, Settings
 from quantizer.config.roles import is_of_channels, is_parameter, parameter_name
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 
 Key = tuple[str, str]
 """A layer and a role, which together name one tensor."""
-T = TypeVar("T")
-Span = tuple[int, int, int]
-"""Some channels of a value: the axis, the first of them, and how many."""
-ENTRIES = ("input", "quant_stub")
-"""Operators whose output is what a config calls the network's input."""
+_Value = TypeVar("_Value")
+_ENTRIES = ("input", "quant_stub")
+"""Operators whose output is the network's input in the words of a config."""
+
+
+def output_role(node: Node) -> str:
+    """Return the role of a layer's output."""
+    return "input" if is_entry(node) else "activation"
+
+
+def is_entry(node: Node) -> bool:
+    """Return whether a layer's output is the network's input in the words of a config."""
+    return node.op in _ENTRIES
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One quantized tensor; its `role` is one of `config.roles`.
+    """One quantized tensor.
 
-    `source` is the node whose value is quantized (for parameters, the layer itself), `members`
-    the layers that share it, `origins` the file position of each value of `spec`, or "default",
-    `scales` how many scales a parameter has. `channels` are those of the source that are looked
-    at; None for all.
+    Attributes:
+        layer, role: the layer that quantizes it, and a role of `config.roles`.
+        spec: how it is quantized.
+        origins: the file position of each value of `spec`, or "default".
+        source: the node whose value is quantized; for parameters, the layer itself.
+        members: the layers that share it.
+        scales: how many scales a parameter has.
+        channels: the axis, the first and the number of the source's channels that are observed;
+            None for all.
     """
 
     layer: str
@@ -42,12 +55,12 @@ class TensorPlan:
     source: str
     members: tuple[str, ...] = ()
     scales: int = 0
-    channels: Span | None = None
+    channels: tuple[int, int, int] | None = None
 
     @property
     def place(self) -> str:
-        """The source, with the channels of it: what tensors that are observed together have in
-        common.
+        """Return the source with its channels, which tensors that are observed together have
+        in common.
         """
         if self.channels is None:
             return self.source
@@ -56,43 +69,47 @@ class TensorPlan:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether its scale is found on calibration data and then stays."""
-        return self.spec.is_scaled and not self.spec.is_dynamic and not is_parameter(self.role)
+        """Return whether its scale is static and comes from calibration data."""
+        is_static = self.spec.is_scaled and not self.spec.is_dynamic
+        return is_static and not is_parameter(self.role)
 
     def decided(self) -> dict[str, Any]:
-        """For quant_info.json: what was decided, whatever file said so."""
+        """Return the entry of quant_info.json, which does not depend on the config's
+        form.
+        """
         row: dict[str, Any] = {"spec": self.spec.to_json()}
         others = [name for name in self.members if name != self.layer]
-        return row | {"shared_with": others} if others else row
+        if others:
+            row["shared_with"] = others
+        return row
 
     def to_json(self) -> dict[str, Any]:
-        """For plan.json: what was decided, and where each value comes from."""
-        elsewhere = {"source": self.place} if self.place != self.layer else {}
-        return (
-            self.decided()
-            | elsewhere
-            | {"origins": {k: _portable(v) for k, v in self.origins.items()}}
-        )
+        """Return the entry of plan.json, with the origin of each value."""
+        row = self.decided()
+        if self.place != self.layer:
+            row["source"] = self.place
+        row["origins"] = {name: _portable(origin) for name, origin in self.origins.items()}
+        return row
 
 
 @dataclass(frozen=True)
 class JoinPlan:
-    """A join that products read, whose parts share one scale or keep their own: calibration
-    decides.
+    """A join that products read. Calibration decides whether its parts share one scale or keep
+    their own.
 
-    The plan holds the tensors of both ways, of which those of one are left.
+    The plan contains the tensors of both ways, until calibration drops those of one.
 
     Attributes:
         name: the layer that joins.
-        single: the tensor at the join; None where nothing is quantized there.
+        single: the tensor at the join; None if nothing is quantized there.
         sources: the tensors of its parts.
         alone: those of `sources` that nothing else reads.
-        observed: those of `sources` that are there for this decision alone.
+        observed: those of `sources` that exist only for this decision.
         inputs: the whole, quantized again for each layer that multiplies it.
         divisible: those of `inputs` whose layer can multiply each part on its own scale.
-        scalable: the layers whose weights can take back what each part is multiplied with.
+        scalable: the layers whose weights can undo a factor on each part.
         is_returned: whether the network returns some of it.
-        is_single: whether the config asks for one scale, or the device has no other way.
+        is_single: whether the config asks for one scale, or the device allows nothing else.
         parts: by layer that multiplies the join with a weight, which of `sources` each run of
             its input channels comes from, and the run's length; None for constants.
     """
@@ -111,14 +128,14 @@ class JoinPlan:
 
     @property
     def is_of_channels(self) -> bool:
-        """Whether its parts are channels of what an operator computes, and so cannot be
-        quantized before it.
+        """Return whether its parts are channels of an operator's output, so that they cannot
+        be quantized before it.
         """
         return any(is_of_channels(role) for _, role in self.sources)
 
 
 def part_name(key: Key) -> str:
-    """Return what a part of a join is called: the layer that makes it, or channels of that.
+    """Return the name of a part of a join: the layer that computes it, or channels of that.
 
     >>> part_name(("Net/mul", "activation")), part_name(("Net/mul", "activation_4_7"))
     ('Net/mul', 'Net/mul[4:7]')
@@ -132,17 +149,15 @@ def part_name(key: Key) -> str:
 
 @dataclass(frozen=True)
 class JoinDecision:
-    """How calibration has decided that a join is quantized.
+    """The decision of calibration on how a join is quantized.
 
     Attributes:
-        join: what was to be decided.
+        join: the join.
         scale: "one" for all parts, "own" for each, or "scaled": one for parts that are brought
             to one range first.
-        gains: by layer that multiplies the join, how much the error of each part weighs in its
-            output.
+        gains: by layer that multiplies the join, the weight of each part's error in its output.
         lost_bits: by layer, how many bits its values would lose on the scale of the whole.
-        lost_db: how much larger the error of what multiplies the join is with one scale, at
-            worst.
+        lost_db: how much one scale increases the error of the products of the join, at most.
         left: the tensors that were observed for this decision and are not quantized after it.
     """
 
@@ -156,7 +171,7 @@ class JoinDecision:
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """How many layers a block of the config found; `took_effect` counts the tensors it sets a
+    """The layers that a block of the config matches. `took_effect` counts the tensors it sets a
     value for.
     """
 
@@ -169,9 +184,19 @@ class RuleMatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions for one graph and one config; `off` are the tensors set to float32, and
-    where that is said, `ungrouped` those that stay float as groups do not fit them, and why;
-    `joins` are open until calibration, and `left` the tensors that it then does without.
+    """All decisions for one graph and one config.
+
+    Attributes:
+        graph: the graph after passes.
+        tensors: the quantized tensors.
+        rules: what each block of the config matches.
+        floats: the layers whose output stays float, and why.
+        diagnostics: findings about the config.
+        settings: the config's settings.
+        off: the tensors set to float32, and where the config sets that.
+        ungrouped: the tensors that stay float as groups do not divide them, and why.
+        joins: the joins on which calibration decides.
+        left: the tensors that calibration dropped.
     """
 
     graph: Graph
@@ -186,18 +211,16 @@ class Plan:
     left: Mapping[Key, TensorPlan] = field(default_factory=dict)
 
     def without(self, dropped: Mapping[Key, str]) -> Plan:
-        """Return the plan without tensors of joins that are decided, and why each layer's
-        output stays float.
-        """
+        """Return the plan without the tensors `dropped`, whose values are the reasons why."""
         tensors = {key: tensor for key, tensor in self.tensors.items() if key not in dropped}
         floats = dict(self.floats)
-        for (layer, role), why in dropped.items():
-            if role == "activation" or self.graph.by_name[layer].op in ENTRIES:
-                floats[layer] = why
+        for (layer, role), reason in dropped.items():
+            if role == "activation" or is_entry(self.graph.by_name[layer]):
+                floats[layer] = reason
         return replace(self, tensors=tensors, floats=floats)
 
     def of_layer(self, layer: str) -> Mapping[str, TensorPlan]:
-        """The layer's tensors by role."""
+        """Return the layer's tensors by role."""
         return self._by_layer.get(layer, {})
 
     @cached_property
@@ -205,62 +228,91 @@ class Plan:
         return _by_layer(self.tensors)
 
     def parameter(self, key: Key) -> Tensor:
-        """The float value of a layer's weight, bias or other parameter."""
+        """Return the float value of a layer's weight, bias or other parameter."""
         layer, role = key
-        return self.graph.tensors[self.graph.by_name[layer].params[parameter_name(role)]]
+        path = self.graph.by_name[layer].params[parameter_name(role)]
+        return self.graph.tensors[path]
 
     @property
     def needs_data(self) -> bool:
-        """Whether calibration has to run the model: to find a range that stays, or a mean
+        """Return whether calibration has to run the model, for a static range or for a mean
         output to correct by.
         """
-        return bool(self.corrected) or any(
-            tensor.is_calibrated for tensor in self.tensors.values()
-        )
+        if self.corrected:
+            return True
+        return any(tensor.is_calibrated for tensor in self.tensors.values())
 
     @cached_property
     def corrected(self) -> tuple[str, ...]:
-        """Layers whose bias is corrected: all that multiply by quantized weights, if the config
-        asks for it.
+        """Return the layers whose bias is corrected: all that multiply by quantized weights, if
+        the config asks for it.
 
-        On the DPU, which stores a bias as a code, only those that have one.
+        On the DPU, which stores a bias as a code, these are only the layers with a bias.
         """
         if not self.settings.include_bias_corr:
             return ()
-        as_codes = self.settings.target_device == "DPU"
-        weights = {
-            layer: tensor for (layer, role), tensor in self.tensors.items() if role == "weights"
-        }
-        return tuple(
-            node.name
-            for node in self.graph.nodes
-            if node.row.kind == "mac"
-            and node.name in weights
-            and weights[node.name].spec.dtype != "float32"
-            if "bias" in node.params or not as_codes
-        )
+        needs_bias = self.settings.target_device == "DPU"
+        names = []
+        for node in self.graph.nodes:
+            weights = self.tensors.get((node.name, "weights"))
+            if node.row.kind != "mac" or weights is None or weights.spec.dtype == "float32":
+                continue
+            if "bias" in node.params or not needs_bias:
+                names.append(node.name)
+        return tuple(names)
 
     def to_json(self) -> dict[str, Any]:
-        """plan.json: rules with their matches, what passes did to parameters, then layers in
-        execution order.
+        """Return plan.json: rules with their matches, what passes did to parameters, then
+        layers in execution order.
         """
-        layers, off, ungrouped = [], _by_layer(self.off), _by_layer(self.ungrouped)
+        rules = []
+        for rule in self.rules:
+            rules.append(
+                {
+                    "rule": rule.label,
+                    "selector": rule.selector,
+                    "place": _portable(rule.place),
+                    "layers": list(rule.layers),
+                    "tensors_set": rule.took_effect,
+                }
+            )
+        changes = []
+        for change in self.graph.changes:
+            changes.append(
+                {
+                    "pass": change.rewrite,
+                    "layers": list(change.layers),
+                    "amount": round(change.amount, 3),
+                }
+            )
+        return {
+            "model": self.graph.model,
+            "target": {
+                "device": self.settings.target_device,
+                "onnx_opset_version": self.settings.onnx_opset_version,
+            },
+            "rules": rules,
+            "changes": changes,
+            "layers": self._layers_to_json(),
+        }
+
+    def _layers_to_json(self) -> list[dict[str, Any]]:
+        """Return the layers of plan.json."""
+        left = _by_layer(self.left)
+        off = _by_layer(self.off)
+        ungrouped = _by_layer(self.ungrouped)
+        layers = []
         for node in self.graph.nodes:
             row: dict[str, Any] = {"name": node.name, "op": node.op}
             tensors = self.of_layer(node.name)
             if tensors:
                 row["tensors"] = {role: tensor.to_json() for role, tensor in tensors.items()}
-            observed = {
-                role: tensor.to_json()
-                for (layer, role), tensor in self.left.items()
-                if layer == node.name
-            }
-            if observed:
-                row["left_by_joins"] = observed
+            if node.name in left:
+                observed = left[node.name].items()
+                row["left_by_joins"] = {role: tensor.to_json() for role, tensor in observed}
             if node.name in off:
-                row["float32"] = {
-                    role: _portable(origin) for role, origin in off[node.name].items()
-                }
+                origins = off[node.name].items()
+                row["float32"] = {role: _portable(origin) for role, origin in origins}
             if node.name in ungrouped:
                 row["ungrouped"] = ungrouped[node.name]
             if node.name in self.corrected:
@@ -268,45 +320,19 @@ class Plan:
             if node.name in self.floats:
                 row["activation_is_float"] = self.floats[node.name]
             layers.append(row)
-        rules = [
-            {
-                "rule": r.label,
-                "selector": r.selector,
-                "place": _portable(r.place),
-                "layers": list(r.layers),
-                "tensors_set": r.took_effect,
-            }
-            for r in self.rules
-        ]
-        target = {
-            "device": self.settings.target_device,
-            "onnx_opset_version": self.settings.onnx_opset_version,
-        }
-        changes = [
-            {
-                "pass": change.rewrite,
-                "layers": list(change.layers),
-                "amount": round(change.amount, 3),
-            }
-            for change in self.graph.changes
-        ]
-        return {
-            "model": self.graph.model,
-            "target": target,
-            "rules": rules,
-            "changes": changes,
-            "layers": layers,
-        }
+        return layers
 
 
-def _by_layer(values: Mapping[Key, T]) -> dict[str, dict[str, T]]:
-    """What keys of layer and role name, by layer and then by role."""
-    found: dict[str, dict[str, T]] = {}
+def _by_layer(values: Mapping[Key, _Value]) -> dict[str, dict[str, _Value]]:
+    """Return the values by layer and then by role."""
+    by_layer: dict[str, dict[str, _Value]] = {}
     for (layer, role), value in values.items():
-        found.setdefault(layer, {})[role] = value
-    return found
+        by_layer.setdefault(layer, {})[role] = value
+    return by_layer
 
 
 def _portable(origin: str) -> str:
-    """An origin without folders, so that results do not depend on where the config lay."""
+    """Return an origin without folders, so that results do not depend on the config's
+    place.
+    """
     return origin.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""What the user should hear of a plan: what passes changed, and which operators stay float."""
+"""Sentences about a plan for the user: what passes changed, and what stays float."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -10,9 +10,12 @@ from quantizer.graph.passes import summary
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 
+MUCH = 0.2
+"""A share of the parameters in float that is most likely a mistake."""
+
 
 def remarks(plan: Plan) -> Iterator[str]:
-    """A sentence each."""
+    """Yield sentences about what passes changed and what stays float."""
     yield from summary(plan.graph)
     for length in plan.graph.lengths:
         inputs = ", ".join(f"axis {axis} of input_{index}" for index, axis in length.axes)
@@ -24,22 +27,21 @@ def remarks(plan: Plan) -> Iterator[str]:
     if waiting:
         text = "calibration decides whether what they join shares a scale or keeps its own"
         yield f"{text}: {shortened(waiting, 3)}"
+    share, largest = left_parameters(plan)
     if not plan.tensors:
         yield "warning: nothing is quantized: the config leaves all of the network float"
-    elif (found := left_parameters(plan))[0] > MUCH:
-        yield f"warning: {share_left(found[0])}, the largest is {found[1]}"
+    elif share > MUCH:
+        yield f"warning: {share_left(share)}, the largest is {largest}"
     yield from ungrouped(plan)
-    yield from left_float(
-        node.op for node in plan.graph.nodes if plan.floats.get(node.name) == NO_RULES
-    )
-
-
-MUCH = 0.2
-"""A share of the parameters in float that nobody wants without knowing."""
+    without_rules = []
+    for node in plan.graph.nodes:
+        if plan.floats.get(node.name) == NO_RULES:
+            without_rules.append(node.op)
+    yield from left_float(without_rules)
 
 
 def share_left(share: float) -> str:
-    """A sentence on the share of a model's parameters that stay float.
+    """Return a sentence on the share of a model's parameters that stay float.
 
     >>> share_left(0.001)
     '0.1% of the parameters stay float'
@@ -48,53 +50,64 @@ def share_left(share: float) -> str:
 
 
 def left_parameters(plan: Plan) -> tuple[float, str]:
-    """The share of the parameters' values that no tensor of the plan covers, and the path of
-    the largest such one.
+    """Return the share of the parameters' values that stay float, and the path of the largest
+    such parameter.
     """
-    own = [
-        node for node in plan.graph.nodes if node.op != "constant" and node.row.kind != "float"
-    ]  # no inserted factors
-    used = {path: node for node in own for path in node.params.values()}
-    sizes = {
-        path: plan.graph.tensors[path].numel()
-        for path in used
-        if plan.graph.tensors[path].is_floating_point()
-    }
-    names = [
-        (plan.graph.by_name[layer], parameter_name(role))
-        for layer, role in plan.tensors
-        if is_parameter(role)
-    ]
-    covered = {node.params[name] for node, name in names}
-    left = {path: size for path, size in sizes.items() if path not in covered}
+    graph = plan.graph
+    quantized: set[str] = set()
+    for layer, role in plan.tensors:
+        if is_parameter(role):
+            params = graph.by_name[layer].params
+            quantized.add(params[parameter_name(role)])
+    total = 0
+    left: dict[str, int] = {}
+    seen: set[str] = set()
+    for node in graph.nodes:
+        # Inserted factors are no parameters of the model
+        if node.op == "constant" or node.row.kind == "float":
+            continue
+        for path in node.params.values():
+            value = graph.tensors[path]
+            if path in seen or not value.is_floating_point():
+                continue
+            seen.add(path)
+            total += value.numel()
+            if path not in quantized:
+                left[path] = value.numel()
     largest = max(left, key=left.__getitem__, default="")
-    return sum(left.values()) / (sum(sizes.values()) or 1), largest
+    share = sum(left.values()) / (total or 1)
+    return share, largest
 
 
 def behind_norms(graph: Graph) -> list[str]:
-    """Linear layers that read what a normalization over channels makes, as those of
-    transformers do.
+    """Return the linear layers that read the output of a normalization over channels, as those
+    of transformers do.
     """
-    norms = [node.name for node in graph.nodes if node.row.normalizes]
-    reading = {name for norm in norms for name, _ in readers(graph, norm) if name}
-    return [node.name for node in graph.nodes if node.name in reading and node.row.spatial == 0]
+    reading: set[str] = set()
+    for node in graph.nodes:
+        if node.row.normalizes:
+            reading.update(reader for reader, _ in readers(graph, node.name))
+    names = []
+    for node in graph.nodes:
+        if node.name in reading and node.row.spatial == 0:
+            names.append(node.name)
+    return names
 
 
 def ungrouped(plan: Plan) -> Iterator[str]:
-    """One sentence for each size that groups do not fit, where that is no error."""
-    for why in dict.fromkeys(plan.ungrouped.values()):
-        names = [
-            f"{role} of {layer}"
-            for (layer, role), each in plan.ungrouped.items()
-            if each == why
-        ]
-        yield f"left float, as {why}: {shortened(names)}"
+    """Yield a sentence for each size that groups do not fit, if that is no error."""
+    names: dict[str, list[str]] = {}
+    for (layer, role), reason in plan.ungrouped.items():
+        names.setdefault(reason, []).append(f"{role} of {layer}")
+    for reason, tensors in names.items():
+        yield f"left float, as {reason}: {shortened(tensors)}"
 
 
 def left_float(kinds: Iterable[str]) -> Iterator[str]:
-    """One sentence on operators or modules without quantization rules; none if there are none
-    of these.
+    """Yield one sentence on operators or modules without quantization rules, if there are
+    any.
     """
-    names = ", ".join(f"{name} ({count})" for name, count in sorted(Counter(kinds).items()))
-    if names:
+    counts = sorted(Counter(kinds).items())
+    if counts:
+        names = ", ".join(f"{name} ({count})" for name, count in counts)
         yield f"left float, as there are no quantization rules for them: {names}"

@@ -1,17 +1,15 @@
-"""Config x graph -> plan. Decides for every tensor whether and how it is quantized; computes
-nothing on tensors.
+"""Resolve a config and a graph to a plan: decide for every tensor whether and how it is
+quantized. No tensor is computed.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.effective import effective
 from quantizer.config.model import (
-    AUTO,
     CAST_ONLY,
-    POOLED,
     Config,
     QuantizationSpec,
     Role,
@@ -20,62 +18,69 @@ from quantizer.config.model import (
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
-from quantizer.plan import axes, checks
-from quantizer.plan.axes import Misfit, TensorView
+from quantizer.plan import axes, checks, joins
+from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
 from quantizer.plan.floating import ARGUMENT, OUTSIDE, RESIDUAL
-from quantizer.plan.groups import Group, layout, quantization_point
-from quantizer.plan.joins import (
-    OWN,
-    JoinPlanner,
-    decided_unseen,
-    input_role,
-    observed_at,
-    open_joins,
-    products_of,
-    single_joins,
-    watched,
-)
-from quantizer.plan.kept_float import FIRST_LAST, kept_float, residual
+from quantizer.plan.groups import layout
+from quantizer.plan.join_planner import JoinPlanner
+from quantizer.plan.kept_float import FIRST_LAST, layers_kept_float, residual
+from quantizer.plan.layout import Group, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule, match
-from quantizer.plan.merged_fields import merged, with_finest_position
-from quantizer.plan.model import ENTRIES, Key, Plan, TensorPlan
+from quantizer.plan.merged_fields import (
+    MergedSpec,
+    count_effects,
+    count_silenced,
+    merged_spec,
+)
+from quantizer.plan.model import Key, Plan, TensorPlan, output_role
 from quantizer.plan.ungrouped import is_apart
 
 NO_RULES = "operator without quantization rules"
 EXCLUDED = "excluded"
 LEFT_FLOAT = "the config leaves it float"
-APART = "holds parts that nothing reads which needs one scale for them"
-_FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
+_SEPARATE_PARTS = "holds parts that nothing reads which needs one scale for them"
+_SPEC_FIELDS = tuple(field.name for field in dataclasses.fields(QuantizationSpec))
 _NO_VALUES = {
     "constant": "a constant",
     "module": "a module without weights that can be quantized",
 }
-_DERIVED = ("ch_axis", "finest_position")  # by default from the layer and from the device
+# By default they follow from the layer and from the device
+_DERIVED_FIELDS = ("ch_axis", "finest_position")
 
 
-def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
-    """The plan of `config` for `graph`; `original` is the graph before passes, whose names
-    users may write too.
+def resolve(
+    config: Config,
+    graph: Graph,
+    original: Graph,
+) -> Plan:
+    """Return the plan of `config` for `graph`. `original` is the graph before passes, whose
+    names users may write too.
 
-    The plan's `diagnostics` hold errors as well: selectors that match nothing and conflicts
-    that only show after merging.
+    The plan's `diagnostics` contain errors as well: selectors that match nothing and conflicts
+    that show only after merging.
     """
     return _Resolver(config, graph, original).plan()
 
 
 class _Resolver:
-    """Everything one resolution needs, and what it has decided so far."""
+    """The inputs of one resolution and its decisions so far."""
 
-    def __init__(self, config: Config, graph: Graph, original: Graph) -> None:
-        self.config, self.graph = config, graph
-        self.rules = [
-            MatchedRule(rule, match(rule.selector, graph, original)) for rule in config.rules
-        ]
-        self.where = layout(graph, single_joins(config, graph, self.rules))
-        self.joins = open_joins(self.where)
-        self.products = products_of(self.joins.values())
-        self.watched = watched(self.joins.values())
-        self.kept = kept_float(config, graph)
+    def __init__(
+        self,
+        config: Config,
+        graph: Graph,
+        original: Graph,
+    ) -> None:
+        self.config = config
+        self.graph = graph
+        self.rules: list[MatchedRule] = []
+        for rule in config.rules:
+            self.rules.append(MatchedRule(rule, match(rule.selector, graph, original)))
+        self.layout = layout(graph, joins.single_joins(config, graph, self.rules))
+        self.joins = joins.open_joins(self.layout)
+        self.products = joins.products_of(self.joins.values())
+        self.watched = joins.watched(self.joins.values())
+        self.kept_float = layers_kept_float(config, graph)
         self.residual = residual(config, graph, self.rules)
         self.tensors: dict[Key, TensorPlan] = {}
         self.floats: dict[str, str] = {}
@@ -86,48 +91,48 @@ class _Resolver:
         self.misfits: list[Misfit] = []
 
     def plan(self) -> Plan:
-        """Decide layer by layer."""
+        """Decide layer by layer, and return the plan."""
         for node in self.graph.nodes:
             self._plan_parameters(node)
             self._plan_activation(node)
             self._plan_inputs(node)
             self._plan_joined_inputs(node)
         self._plan_argument_inputs()
-        planner = JoinPlanner(self.where, self.graph, self.tensors, stated=self.stated)
+        planner = JoinPlanner(self.layout, self.graph, self.tensors, stated=self.stated)
         observed = planner.unplanned_parts()
         self.tensors |= observed
-        joins = planner.plans(observed)
-        for name, point in self.where.served.items():
+        for name, point in self.layout.served.items():
             is_planned = (name, "activation") in self.tensors
-            if point in self.where.groups and point in self.floats and not is_planned:
+            if point in self.layout.groups and point in self.floats and not is_planned:
                 self.floats[name] = self.floats[point]
         self.findings += checks.ineffective(self.rules, self.floats)
         self.findings += checks.overridden(self.rules)
         self.findings += checks.embeddings(self.rules, self.graph, self.tensors)
         self.findings += axes.misfits(self.misfits)
-        rules = tuple(row.summary() for row in self.rules)
-        findings = tuple(self.findings)
         plan = Plan(
             graph=self.graph,
             tensors=self.tensors,
-            rules=rules,
+            rules=tuple(row.summary() for row in self.rules),
             floats=self.floats,
-            diagnostics=findings,
+            diagnostics=tuple(self.findings),
             settings=self.config.settings,
             off=self.off,
             ungrouped=self.ungrouped,
-            joins=tuple(joins),
+            joins=tuple(planner.plans(observed)),
         )
-        return decided_unseen(plan)
+        return joins.decided_unseen(plan)
 
-    def _plan_parameters(self, node: Node) -> None:
-        """Weights and biases of the layers that have them; no single number, nor what only
-        float operators read.
+    def _plan_parameters(
+        self,
+        node: Node,
+    ) -> None:
+        """Plan the weights and biases of a layer. Single numbers, and parameters that only
+        float operators read, stay float.
         """
-        if not node.row.weight or node.name in self.kept:
+        if not node.row.weight or node.name in self.kept_float:
             return
         if node.op == "parameter":
-            stays = not node.is_float or node.name in self.where.floats
+            stays = not node.is_float or node.name in self.layout.floats
             if stays or self.graph.weight(node).numel() <= 1:
                 return
         for key in sorted(node.params, key=lambda name: name.startswith("bias")):
@@ -135,273 +140,309 @@ class _Resolver:
             view = axes.parameter_view(self.graph, node, role)
             self._add(node.name, role, Group(node.name, (node.name,)), view)
 
-    def _plan_activation(self, node: Node) -> None:
-        """The layer's output, where its group is quantized."""
-        join = self.joins.get(node.name)
-        group = self.where.groups.get(node.name) or self.watched.get(node.name)
-        if join is not None:
-            group = join.group
-        if node.name in self.where.arguments:
-            group = Group(node.name, (node.name,))
-        if group is None or self.kept.get(node.name) == OUTSIDE:
-            self.floats[node.name] = (
-                OUTSIDE if self.kept.get(node.name) == OUTSIDE else self._why_float(node)
-            )
-            return
-        reason = next(
-            (self.kept[member] for member in group.members if member in self.kept), None
-        )
+    def _plan_activation(
+        self,
+        node: Node,
+    ) -> None:
+        """Plan the layer's output, if it is the one of its group that is quantized."""
+        group = self._group_of(node)
+        if self.kept_float.get(node.name) == OUTSIDE:
+            self.floats[node.name] = OUTSIDE
+        elif group is None:
+            self.floats[node.name] = self._why_float(node)
+        else:
+            reason = self._why_group_stays_float(node, group)
+            if reason:
+                self.floats[node.name] = reason
+            elif not self._add(node.name, output_role(node), group, self._view(group)):
+                self.floats[node.name] = LEFT_FLOAT
+                for rule in self._rules_for(group.members):
+                    if RANKS[rule.found.rank] == "exclude":
+                        self.floats[node.name] = EXCLUDED
+
+    def _group_of(
+        self,
+        node: Node,
+    ) -> Group | None:
+        """Return the group that is quantized at the layer's output, if any."""
+        if node.name in self.layout.arguments:
+            return Group(node.name, (node.name,))
+        if node.name in self.joins:
+            return self.joins[node.name].group
+        return self.layout.groups.get(node.name) or self.watched.get(node.name)
+
+    def _why_group_stays_float(
+        self,
+        node: Node,
+        group: Group,
+    ) -> str:
+        """Return why the output of a group stays float, or "" if the config decides."""
+        for member in group.members:
+            if member in self.kept_float:
+                return self.kept_float[member]
         readers = self.graph.consumers[node.name]
-        if (
-            reason is None
-            and node.op == "input"
-            and readers
-            and all(self.kept.get(n) == FIRST_LAST for n in readers)
-        ):
-            reason = FIRST_LAST
-        if reason is None and node.name in self.residual and not self._is_cast(group):
-            reason = RESIDUAL
-        if reason is None and self._holds_weights(node):
-            reason = "keeps the quantization of its weights"
-        role: Role = "input" if node.op in ENTRIES else "activation"
-        if reason is None and self._add(node.name, role, group, self._view(group)):
-            return
-        excluded = reason is None and any(
-            RANKS[r.found.rank] == "exclude" for r in self._rules_for(group.members)
-        )
-        self.floats[node.name] = reason or (EXCLUDED if excluded else LEFT_FLOAT)
+        reasons = {self.kept_float.get(name) for name in readers}
+        if node.op == "input" and reasons == {FIRST_LAST}:
+            return FIRST_LAST
+        if node.name in self.residual and not self._is_cast(group):
+            return RESIDUAL
+        if self._has_quantized_rows(node):
+            return "keeps the quantization of its weights"
+        return ""
 
-    def _view(self, group: Group) -> TensorView:
-        """What is quantized at the group's point; its features are those that the group's first
-        layer makes.
+    def _view(
+        self,
+        group: Group,
+    ) -> TensorView:
+        """Return the view of the value at the group's point. Its features are those of the
+        group's first layer.
         """
-        return axes.activation_view(
-            self.graph, self.graph.by_name[group.members[0]], group.point
-        )
+        first = self.graph.by_name[group.members[0]]
+        return axes.activation_view(self.graph, first, group.point)
 
-    def _is_cast(self, group: Group) -> bool:
-        """Whether its values are cast to a shorter float, in which large ones cost small ones
-        nothing.
+    def _is_cast(
+        self,
+        group: Group,
+    ) -> bool:
+        """Return whether its values are cast to a shorter float, in which large values cost
+        small ones nothing.
         """
-        merged = self._merge(self._rules_for(group.members), "activation")
-        return merged is not None and merged[0].dtype in CAST_ONLY
+        spec, _ = self._merge(self._rules_for(group.members), "activation")
+        return spec is not None and spec.dtype in CAST_ONLY
 
-    def _holds_weights(self, node: Node) -> bool:
-        """Whether the output is rows of weights, quantized alike for all rows: rounding again
-        changes nothing.
+    def _has_quantized_rows(
+        self,
+        node: Node,
+    ) -> bool:
+        """Return whether the output consists of rows of weights that have one scale. Rounding
+        them again would change nothing.
         """
-        weights = self.tensors.get((node.name, "weights")) if node.row.looks_up else None
+        if not node.row.looks_up:
+            return False
+        weights = self.tensors.get((node.name, "weights"))
         if weights is None or weights.spec.ch_axis is not None:
             return False
-        merged = self._merge(self._rules_for((node.name,)), "activation")
-        if merged is None:
+        spec, _ = self._merge(self._rules_for((node.name,)), "activation")
+        if spec is None or spec.is_dynamic or weights.spec.dtype != spec.dtype:
             return False
-        spec, _ = merged
-        return (
-            weights.spec.dtype == spec.dtype
-            and weights.spec.bit_width <= spec.bit_width
-            and not spec.is_dynamic
-        )
+        return weights.spec.bit_width <= spec.bit_width
 
-    def _why_float(self, node: Node) -> str:
-        """In words, for `inspect` and plan.json."""
-        served = self.where.served.get(node.name)
-        if (
-            served == ""
-            and node.name in self.where.runs
-            and self.graph.consumers[node.name] != ("",)
-        ):
-            return APART
-        if served is not None:
-            return f"quantized at {served}" if served else "the network's last activation"
+    def _why_float(
+        self,
+        node: Node,
+    ) -> str:
+        """Return why no group is quantized at the layer's output, for `inspect` and
+        plan.json.
+        """
+        served = self.layout.served.get(node.name)
+        if served:
+            return f"quantized at {served}"
+        if served == "":
+            is_output = self.graph.consumers[node.name] == ("",)
+            if node.name in self.layout.runs and not is_output:
+                return _SEPARATE_PARTS
+            return "the network's last activation"
         if node.op in _NO_VALUES:
             return _NO_VALUES[node.op]
-        if node.name in self.where.floats and node.is_float:
-            return self.where.floats[node.name]
+        if node.name in self.layout.floats and node.is_float:
+            return self.layout.floats[node.name]
         if node.is_join:
-            return OWN
+            return joins.OWN
         if node.row.kind == "float":
             return "computed in float"
         if node.dtype is not None and not node.is_float:
             return "not a floating-point tensor"
-        if node.row.kind == "unknown" and any(
-            self.graph.by_name[name].is_float for name in node.refs()
-        ):
-            return NO_RULES
+        if node.row.kind == "unknown":
+            for name in node.refs():
+                if self.graph.by_name[name].is_float:
+                    return NO_RULES
         if node.row.keeps_scale:
             return "keeps the quantization of its input"
-        return (
-            "not an activation"
-            if node.row.kind == "structural"
-            else "not a floating-point tensor"
-        )
+        if node.row.kind == "structural":
+            return "not an activation"
+        return "not a floating-point tensor"
 
-    def _plan_inputs(self, node: Node) -> None:
-        """The layer's own quantization of what it reads, where a rule for it sets another than
-        its producer has.
+    def _plan_inputs(
+        self,
+        node: Node,
+    ) -> None:
+        """Plan the layer's own quantization of its inputs, if a rule for it differs from the
+        quantization of their producers.
         """
-        rules = self._rules_for((node.name,)) if node.row.kind in ("mac", "compute") else []
-        if node.name in self.kept or not any(
-            row.found.rank and row.speaks_of("input") for row in rules
-        ):
+        if node.row.kind not in ("mac", "compute") or node.name in self.kept_float:
             return
+        rules = self._rules_for((node.name,))
+        ranks = [row.found.rank for row in rules if row.speaks_of("input")]
+        if not any(ranks):
+            return
+        is_stated = any(RANKS[rank] not in ("all", "weighted") for rank in ranks)
         for role, name in node.input_roles().items():
             if not self.graph.by_name[name].is_float:
                 continue
             view = axes.activation_view(self.graph, node, name)
-            merged = self._merge(rules, "input")
-            if any(
-                RANKS[row.found.rank] not in ("all", "weighted") and row.speaks_of("input")
-                for row in rules
-            ):
+            if is_stated:
                 self.stated.add((node.name, role))
-            if merged and self._is_quantized(name, axes.fitted(merged[0], view, role)):
-                _count(rules, "input")
+            spec, _ = self._merge(rules, "input")
+            if spec and self._is_quantized(name, axes.fitted(spec, view, role)):
+                count_effects(rules, "input")
             else:
                 self._add(node.name, role, Group(name, (node.name,)), view)
 
-    def _plan_joined_inputs(self, node: Node) -> None:
-        """What the layer multiplies of joins, quantized again as a whole, in case that parts
-        keep their own scales.
+    def _plan_joined_inputs(
+        self,
+        node: Node,
+    ) -> None:
+        """Plan to quantize what the layer multiplies of joins again as a whole, in case that
+        their parts keep their own scales.
         """
         for join, product in self.products.get(node.name, ()):
             if join.is_single:
                 continue
             whole = self.tensors.get((join.group.point, "activation"))
-            role = input_role(self.graph, product)
+            role = joins.input_role(self.graph, product)
             if whole is None or role is None or (node.name, role) in self.tensors:
                 continue
-            self.tensors[node.name, role] = dataclasses.replace(
-                whole,
-                layer=node.name,
-                role=role,
-                source=observed_at(self.where, join, product.value),
-                members=(node.name,),
-            )
+            source = joins.observed_at(self.layout, join, product.value)
+            self._plan_input_like(whole, node.name, role, source)
 
     def _plan_argument_inputs(self) -> None:
-        """What a layer multiplies of an argument, quantized by the layer: the argument stays as
-        it is.
+        """Plan to quantize what layers multiply of an argument at their inputs. The argument
+        itself stays float.
         """
-        for name, products in self.where.arguments.items():
-            role = "input" if self.graph.by_name[name].op in ENTRIES else "activation"
-            whole = self.tensors.pop((name, role), None)
+        for name, products in self.layout.arguments.items():
+            whole = self.tensors.pop((name, output_role(self.graph.by_name[name])), None)
             if whole is None:
                 continue
             self.floats[name] = ARGUMENT
             for product in products:
-                for key, value in self.graph.by_name[product.layer].input_roles().items():
-                    if value == product.value and (product.layer, key) not in self.tensors:
-                        own = dataclasses.replace(
-                            whole,
-                            layer=product.layer,
-                            role=key,
-                            source=value,
-                            members=(product.layer,),
-                        )
-                        self.tensors[product.layer, key] = own
+                for role, value in self.graph.by_name[product.layer].input_roles().items():
+                    if value == product.value and (product.layer, role) not in self.tensors:
+                        self._plan_input_like(whole, product.layer, role, value)
 
-    def _is_quantized(self, name: str, spec: QuantizationSpec) -> bool:
-        """Whether values come from a quantizer with this spec already; moved values keep but
-        one scale for all.
-        """
-        point = quantization_point(self.graph, self.where, name) or name
-        made = "input" if self.graph.by_name[point].op in ENTRIES else "activation"
-        producer = self.tensors.get((point, made))
-        same = producer is not None and effective(producer.spec) == effective(spec)
-        return same and (
-            point == name or (spec.qscheme == "per_tensor" and not spec.is_dynamic)
+    def _plan_input_like(
+        self,
+        tensor: TensorPlan,
+        layer: str,
+        role: str,
+        source: str,
+    ) -> None:
+        """Plan the input of a layer with the spec of another tensor."""
+        self.tensors[layer, role] = dataclasses.replace(
+            tensor,
+            layer=layer,
+            role=role,
+            source=source,
+            members=(layer,),
         )
 
-    def _add(self, layer: str, role: str, group: Group, view: TensorView) -> bool:
-        """Resolve and record one tensor; False when the config leaves it float."""
-        base, rules = base_role(role), self._rules_for(group.members)
-        merged = self._merge(rules, base)
-        if merged is None:
-            _count_silenced(rules, base)
+    def _is_quantized(
+        self,
+        name: str,
+        spec: QuantizationSpec,
+    ) -> bool:
+        """Return whether values come from a quantizer with this spec already. Values that were
+        moved keep only one scale for all.
+        """
+        point = quantization_point(self.graph, self.layout, name) or name
+        producer = self.tensors.get((point, output_role(self.graph.by_name[point])))
+        if producer is None or effective(producer.spec) != effective(spec):
             return False
-        spec, sources = axes.fitted(merged[0], view, role), merged[1]
-        stated = {name: sources[name].origin for name in _FIELDS if name in sources}
-        origins = {
-            name: stated.get(name, "default")
-            for name in _FIELDS
-            if name in stated or name not in _DERIVED
-        }
-        weakest_first = [row.rule for row in rules]
-        found = [
-            *checks.conflicting(layer, base, spec, sources, self.config, weakest_first),
-            *checks.under_float(base, spec, weakest_first),
-        ]
-        is_refused = any(finding.severity == "error" for finding in found)
-        if not is_refused:
-            found += axes.impossible(layer, role, spec, view, sources)
-            is_refused = any(finding.severity == "error" for finding in found)
-        self.findings += [
-            f
-            for f in found
-            if not any(f.code == g.code and f.place == g.place for g in self.findings)
-        ]
-        misfit = axes.misfit(layer, role, spec, view, sources)
-        _count(rules, base)
-        if misfit and is_parameter(role) and is_apart(self.graph, self.graph.by_name[layer]):
-            self.ungrouped[(layer, role)] = (
-                f"groups of {misfit.group_size} do not divide {misfit.length}"
-            )
+        return point == name or (spec.qscheme == "per_tensor" and not spec.is_dynamic)
+
+    def _add(
+        self,
+        layer: str,
+        role: str,
+        group: Group,
+        view: TensorView,
+    ) -> bool:
+        """Decide one tensor, and return whether it is quantized."""
+        base = base_role(role)
+        rules = self._rules_for(group.members)
+        spec, sources = self._merge(rules, base)
+        if spec is None:
+            count_silenced(rules, base)
             return False
-        self.misfits += [misfit] if misfit else []
+        spec = axes.fitted(spec, view, role)
+        tensor = PlannedTensor(
+            layer,
+            role,
+            spec,
+            view,
+            sources,
+        )
+        is_refused = self._check(tensor, rules)
+        misfit = axes.misfit(tensor)
+        count_effects(rules, base)
+        if misfit is not None:
+            if is_parameter(role) and is_apart(self.graph, self.graph.by_name[layer]):
+                reason = f"groups of {misfit.group_size} do not divide {misfit.length}"
+                self.ungrouped[layer, role] = reason
+                return False
+            self.misfits.append(misfit)
+        origins = _origins(sources)
         if spec.dtype == "float32":
-            self.off[(layer, role)] = origins["dtype"]
+            self.off[layer, role] = origins["dtype"]
             return False
-        scales = 0  # that a parameter has
+        scales = 0
         if is_parameter(role) and spec.is_scaled and not is_refused:
             sizes = tuple(size or 0 for size in view.sizes or ())
             scales = math.prod(scale_shape(sizes, spec.cut))
-        self.tensors[(layer, role)] = TensorPlan(
-            layer, role, spec, origins, group.point, group.members, scales
+        self.tensors[layer, role] = TensorPlan(
+            layer,
+            role,
+            spec,
+            origins,
+            source=group.point,
+            members=group.members,
+            scales=scales,
         )
         return True
 
-    def _rules_for(self, members: Iterable[str]) -> list[MatchedRule]:
-        """The rules that speak about any of the layers, weakest first; equal ranks in the
-        file's order.
+    def _check(
+        self,
+        tensor: PlannedTensor,
+        rules: list[MatchedRule],
+    ) -> bool:
+        """Record the findings about a tensor, and return whether one is an error."""
+        weakest_first = [row.rule for row in rules]
+        findings = [
+            *checks.conflicting(tensor, self.config, weakest_first),
+            *checks.under_float(base_role(tensor.role), tensor.spec, weakest_first),
+        ]
+        if not any(finding.severity == "error" for finding in findings):
+            findings += axes.impossible(tensor)
+        known = {(finding.code, finding.place) for finding in self.findings}
+        for finding in findings:
+            if (finding.code, finding.place) not in known:
+                self.findings.append(finding)
+        return any(finding.severity == "error" for finding in findings)
+
+    def _rules_for(
+        self,
+        members: Iterable[str],
+    ) -> list[MatchedRule]:
+        """Return the rules for any of the layers, weakest first. Equal ranks are in the file's
+        order.
         """
-        wanted = set(members)
-        return sorted(
-            (r for r in self.rules if wanted.intersection(r.found.layers)),
-            key=lambda row: row.found.rank,
-        )
+        layers = set(members)
+        rules = [row for row in self.rules if not layers.isdisjoint(row.found.layers)]
+        return sorted(rules, key=lambda row: row.found.rank)
 
     def _merge(
-        self, rules: list[MatchedRule], role: Role
-    ) -> tuple[QuantizationSpec, dict[str, Sourced]] | None:
-        """The effective spec, each field from the strongest rule that sets it; None if the last
-        word is "float".
-        """
-        quantized = True
-        for row in rules:
-            quantized = row.quantizes(role, quantized)
-        if not quantized:
-            return None
-        values = merged([row.rule.fields.get(role, {}) for row in rules], role)
-        spec = with_finest_position(
-            QuantizationSpec.of(values), self.config.settings.target_device
-        )
-        # Of a parameter there is one batch, with all values
-        is_pooled = spec.method == AUTO and not is_parameter(role)
-        return (dataclasses.replace(spec, statistic=POOLED) if is_pooled else spec), values
+        self,
+        rules: list[MatchedRule],
+        role: Role,
+    ) -> MergedSpec:
+        return merged_spec(rules, role, self.config.settings.target_device)
 
 
-def _count(rules: list[MatchedRule], role: Role) -> None:
-    """Note for each rule that it set something for this tensor."""
-    for row in rules:
-        row.effects += bool(row.rule.fields.get(role))
-
-
-def _count_silenced(rules: list[MatchedRule], role: Role) -> None:
-    """Note for each rule for some layers that it leaves this tensor float, which weaker ones do
-    not.
-    """
-    quantized = True
-    for row in rules:
-        before, quantized = quantized, row.quantizes(role, quantized)
-        row.effects += bool(row.found.rank) and before and not quantized
+def _origins(sources: Mapping[str, Sourced]) -> dict[str, str]:
+    """Return where the value of each field of a spec came from."""
+    origins: dict[str, str] = {}
+    for name in _SPEC_FIELDS:
+        if name in sources:
+            origins[name] = sources[name].origin
+        elif name not in _DERIVED_FIELDS:
+            origins[name] = "default"
+    return origins

@@ -1,8 +1,9 @@
-"""What a plan costs, from the graph alone: bytes of the weights before and after, peak memory
-of a calibration pass.
+"""The cost of a plan, from the graph alone: bytes of the weights before and after, and peak
+memory of a calibration pass.
 """
 
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from quantizer.plan.model import Plan
 
 
 def weight_bytes(plan: Plan) -> tuple[int, int]:
-    """(float bytes, quantized bytes) of all tensors the graph owns; scales and zero points
-    count.
+    """Return the float bytes and the quantized bytes of all parameters of the graph, with
+    scales and zero points.
     """
-    before = after = 0
+    before = 0
+    after = 0
     counted: set[str] = set()
     for node in plan.graph.nodes:
         tensors = plan.of_layer(node.name)
@@ -27,100 +29,136 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
             if path in counted:
                 continue
             counted.add(path)
-            tensor = plan.graph.tensors[path]
-            size = tensor.numel() * tensor.element_size()
+            value = plan.graph.tensors[path]
+            size = value.numel() * value.element_size()
             before += size
-            planned = tensors.get(parameter_role(key))
-            after += (
-                size
-                if planned is None
-                else parameter_bytes(tensor.numel(), planned.spec, planned.scales)
-            )
+            tensor = tensors.get(parameter_role(key))
+            if tensor is not None:
+                size = parameter_bytes(
+                    value.numel(),
+                    tensor.spec,
+                    tensor.scales,
+                )
+            after += size
     return before, after
 
 
-def parameter_bytes(values: int, spec: QuantizationSpec, scales: int) -> int:
-    """Of a parameter with that many values and scales, in the bytes that these take; integers
-    have zero points, too.
+def parameter_bytes(
+    values: int,
+    spec: QuantizationSpec,
+    scales: int,
+) -> int:
+    """Return the bytes of a parameter with so many values and scales. Integers have zero
+    points, too.
     """
-    zero_points = scales if spec.dtype == "int" else 0
-    return (
-        math.ceil(values * bits_of(spec) / 8)
-        + scale_bytes(spec.scale_type, scales)
-        + zero_points
-    )
+    code_bytes = math.ceil(values * bits_of(spec) / 8)
+    zero_point_bytes = scales if spec.dtype == "int" else 0
+    return code_bytes + scale_bytes(spec.scale_type, scales) + zero_point_bytes
 
 
-def peak_activation_bytes(graph: Graph, batch_size: int) -> int:
-    """Most bytes of values alive at once in one pass; values are freed after their last
-    reader.
+def peak_activation_bytes(
+    graph: Graph,
+    batch_size: int,
+) -> int:
+    """Return the most bytes of values alive at once in one pass. Values are freed after their
+    last reader.
     """
-    return max((during for during, _ in alive_bytes(graph, batch_size).values()), default=0)
+    alive = alive_bytes(graph, batch_size).values()
+    return max((during for during, _ in alive), default=0)
 
 
-def alive_bytes(graph: Graph, batch_size: int) -> dict[str, tuple[int, int]]:
-    """The bytes of all values that are alive while a node runs, and those that are read after
-    it, by its name.
+def alive_bytes(
+    graph: Graph,
+    batch_size: int,
+) -> dict[str, tuple[int, int]]:
+    """Return for each node the bytes of all values that are alive while it runs, and of those
+    that are read after it.
 
     A value lives as long as its views do.
     """
-    order = {node.name: at for at, node in enumerate(graph.nodes)}
-    last = order | dict.fromkeys(references(graph.output), len(order))
+    order = {node.name: index for index, node in enumerate(graph.nodes)}
+    last_uses = order | dict.fromkeys(references(graph.output), len(order))
     for node in reversed(graph.nodes):
+        last_use = last_uses[node.name] if _is_view(node) else order[node.name]
         for name in node.refs():
-            end = last[node.name] if _is_view(node) else order[node.name]
-            last[name] = max(last[name], end)
-    freed: dict[int, list[str]] = {}
-    for name, end in last.items():
-        freed.setdefault(end, []).append(name)
-    alive, found = 0, dict[str, tuple[int, int]]()
-    for node in graph.nodes:
-        alive += value_bytes(graph, node.name, batch_size)
-        during = alive
-        alive -= sum(
-            value_bytes(graph, name, batch_size) for name in freed.get(order[node.name], ())
+            last_uses[name] = max(last_uses[name], last_use)
+    freed_bytes: Counter[int] = Counter()
+    for name, last_use in last_uses.items():
+        freed_bytes[last_use] += value_bytes(
+            graph,
+            name,
+            batch_size,
         )
-        found[node.name] = during, alive
-    return found
+    alive: dict[str, tuple[int, int]] = {}
+    current = 0
+    for index, node in enumerate(graph.nodes):
+        during = current + value_bytes(
+            graph,
+            node.name,
+            batch_size,
+        )
+        current = during - freed_bytes[index]
+        alive[node.name] = during, current
+    return alive
 
 
-def working_bytes(graph: Graph, node: Node, batch_size: int) -> int:
-    """What an operator takes beside its input and output: oneDNN, which runs convolutions,
-    copies the larger of them to channels in blocks.
+def working_bytes(
+    graph: Graph,
+    node: Node,
+    batch_size: int,
+) -> int:
+    """Return the bytes that an operator needs besides its input and output: oneDNN, which runs
+    convolutions, copies the larger of them to channels in blocks.
     """
     if not node.row.spatial:
         return 0
     names = (node.name, *node.refs())
-    return max(value_bytes(graph, name, batch_size) for name in names)
-
-
-def value_bytes(graph: Graph, name: str, batch_size: int) -> int:
-    """Bytes of one value; views and parameters take none of their own."""
-    node = graph.by_name[name]
-    if (
-        node.shape is None
-        or node.dtype is None
-        or not (_is_computed(node) or node.op == "input")
-    ):
-        return 0
-    return (
-        math.prod(batch_size if size is None else size for size in node.shape)
-        * node.dtype.itemsize
+    return max(
+        value_bytes(
+            graph,
+            name,
+            batch_size,
+        )
+        for name in names
     )
+
+
+def value_bytes(
+    graph: Graph,
+    name: str,
+    batch_size: int,
+) -> int:
+    """Return the bytes of one value. Views and parameters take none of their own."""
+    node = graph.by_name[name]
+    has_memory = node.op == "input" or _is_computed(node)
+    if node.shape is None or node.dtype is None or not has_memory:
+        return 0
+    sizes = [batch_size if size is None else size for size in node.shape]
+    return math.prod(sizes) * node.dtype.itemsize
 
 
 def _is_computed(node: Node) -> bool:
-    return node.row.fresh or (
-        node.row.kind not in ("structural", "unknown") and not _is_view(node)
-    )
+    if node.row.fresh:
+        return True
+    return node.row.kind not in ("structural", "unknown") and not _is_view(node)
 
 
 def _is_view(node: Node) -> bool:
-    """Whether its value shares memory with what it reads, as torch declares its operator."""
+    """Return whether its value shares memory with an input, as torch declares its operator."""
     if node.row.fresh or next(node.refs(), None) is None:
         return False
     operator: Any = torch.ops
     for part in str(node.target).split("."):
-        operator = getattr(operator, part, None)
-    schema = getattr(operator, "_schema", None)
-    return schema is None or any(each.alias_info is not None for each in schema.returns)
+        operator = getattr(
+            operator,
+            part,
+            None,
+        )
+    schema = getattr(
+        operator,
+        "_schema",
+        None,
+    )
+    if schema is None:
+        return True
+    return any(result.alias_info is not None for result in schema.returns)

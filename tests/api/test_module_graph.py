@@ -13,7 +13,7 @@ from torch import nn
 from quantizer.errors import ModelError
 from quantizer.graph.modules import left_out, module_graph
 from quantizer.graph.trace import trace
-from quantizer.plan.match import is_weighted
+from quantizer.plan.match import has_own_weights
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -27,7 +27,7 @@ def test_layers_are_called_what_a_trace_calls_them(name: str) -> None:
 
 def test_the_layers_of_a_language_model_are_those_of_its_trace() -> None:
     model = tiny_lm()
-    expected = [node for node in trace(model, (tokens(),)).nodes if is_weighted(node)]
+    expected = [node for node in trace(model, (tokens(),)).nodes if has_own_weights(node)]
     found = [node for node in module_graph(model).nodes if node.params]
     assert {node.name for node in found} == {node.name for node in expected}
     assert {node.name: dict(node.params) for node in found} == {

@@ -19,7 +19,7 @@ from quantizer.graph.trace import trace
 from quantizer.plan.floating import (
     ARGUMENT,
     BOUNDED,
-    COMPARED,
+    COMPARED_TO_COUNT,
     DENOMINATOR,
     DERIVED,
     FLOAT_READERS,
@@ -97,7 +97,7 @@ def sparsemax(x: Tensor) -> Tensor:
 
 
 GIVEN = {"Net::input_2": UNREAD}
-SPARSEMAX = {"sub": COMPARED, "mul": COMPARED}
+SPARSEMAX = {"sub": COMPARED_TO_COUNT, "mul": COMPARED_TO_COUNT}
 CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "nothing": (lambda n, x, i, g: n.a(x) + 1, GIVEN),
     "a buffer of -100": (lambda n, x, i, g: (scores(n, x) + n.far).softmax(-1), GIVEN | {"add": MASK}),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from quantizer.graph.trace import trace
 from quantizer.plan.floating import multiplied
-from quantizer.plan.groups import EVERY_JOIN, Product, layout, quantization_point
+from quantizer.plan.groups import EVERY_JOIN, Multiplication, layout, quantization_point
 
 
 def halves(y: Tensor, first: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def test_what_layers_that_multiply_read_is_quantized(name: str) -> None:
             for read in node.refs():
                 source = graph.by_name[read]
                 if source.is_float and source.op != "parameter" and multiplied(node, read):
-                    is_decided_later = Product(node.name, read) in products
+                    is_decided_later = Multiplication(node.name, read) in products
                     assert is_decided_later or quantization_point(graph, where, read), (
                         f"{read} of {node.name}"
                     )

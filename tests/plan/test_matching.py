@@ -7,7 +7,7 @@ from support.toys import traced
 
 from quantizer.config.model import Config, ConfigRule, Selector, Settings
 from quantizer.graph.passes import run_passes
-from quantizer.plan.match import RANKS, Match, closest, match
+from quantizer.plan.match import RANKS, Match, closest_layers, match
 from quantizer.plan.resolve import resolve
 
 ROOT = "Residual::Residual/"
@@ -104,7 +104,7 @@ def test_kinds_are_found_in_any_model_and_none_is_no_error() -> None:
         )
         plan = resolve(config, original, original)
         assert [finding.code for finding in plan.diagnostics] == ["QZ402"] * findings
-    assert closest(Selector("name", "kind:heads"), original)[0] == "kind:head"
+    assert closest_layers(Selector("name", "kind:heads"), original)[0] == "kind:head"
 
 
 def test_an_old_name_is_taken_with_a_note() -> None:
