@@ -20,7 +20,7 @@ from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.lengths import open_lengths, same_shape, same_size, size_of, sizes_of
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
-from quantizer.graph.output_names import leaf_names
+from quantizer.graph.output_names import leaf_names, plain_output
 from quantizer.graph.program_nodes import (
     MARK,
     STUB_OPERATORS,
@@ -58,7 +58,11 @@ class Converter:
         sizes: the values of torch's symbols in the example.
     """
 
-    def __init__(self, program: ExportedProgram, module: nn.Module) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        module: nn.Module,
+    ) -> None:
         self.program = program
         self.namer = Namer(module)
         self.nodes: list[Node] = []
@@ -118,7 +122,7 @@ class Converter:
             return pytree.tree_unflatten(leaves, out_spec)
 
         returned = pytree.tree_unflatten(leaves, out_spec)
-        output = _plain(returned)
+        output = plain_output(returned)
         return Graph(
             self.namer.model,
             _alive(self.nodes, output),
@@ -130,7 +134,10 @@ class Converter:
             output_names=leaf_names(returned),
         )
 
-    def _placeholder(self, node: fx.Node) -> None:
+    def _placeholder(
+        self,
+        node: fx.Node,
+    ) -> None:
         spec = self._specs[node.name]
         if spec.kind != InputKind.USER_INPUT:
             path = self._tensor(node, spec.target or node.name)
@@ -148,7 +155,11 @@ class Converter:
             self.values[node] = value
         self.nodes.append(Node(name, "input", "input", attrs=attrs, **self._kind(value)))
 
-    def _tensor(self, node: fx.Node, target: str) -> str:
+    def _tensor(
+        self,
+        node: fx.Node,
+        target: str,
+    ) -> str:
         """Add a tensor of the program and return its path."""
         tensor = self.program.state_dict.get(target)
         if tensor is None:
@@ -197,7 +208,10 @@ class Converter:
         inputs = {"input": Ref(name)}
         return self._add(scope, "aten.view_as_complex.default", inputs, numbers).name
 
-    def _call(self, node: fx.Node) -> None:
+    def _call(
+        self,
+        node: fx.Node,
+    ) -> None:
         """Add a call, and rename what an in-place operator writes to.
 
         After `y = x.add_(1)`, all readers of x read y.
@@ -216,7 +230,10 @@ class Converter:
                 if value == before:
                     self.values[key] = self.values[node]
 
-    def _returns_first(self, node: fx.Node) -> bool:
+    def _returns_first(
+        self,
+        node: fx.Node,
+    ) -> bool:
         """Return whether a call only passes on its first argument."""
         target = targets.target_name(node)
         if target == "operator.getitem":
@@ -227,7 +244,10 @@ class Converter:
             return False
         return targets.is_noise(target) or takes_whole_length(node, self.sizes)
 
-    def _stub(self, node: fx.Node) -> str | None:
+    def _stub(
+        self,
+        node: fx.Node,
+    ) -> str | None:
         """Return the operator of the stub in which a mark ran."""
         scope = self.namer.canonical(module_path(node))
         return STUB_OPERATORS.get(self.namer.class_name(scope))
@@ -286,7 +306,12 @@ class Converter:
         self.nodes.append(node)
         return Ref(node.name)
 
-    def _product_with_vector(self, scope: str, arguments: dict[str, Any], value: Any) -> Ref:
+    def _product_with_vector(
+        self,
+        scope: str,
+        arguments: dict[str, Any],
+        value: Any,
+    ) -> Ref:
         """Add what `F.linear` computes with a vector for a weight.
 
         Such a product has no output channels, so it is no linear layer.
@@ -298,7 +323,11 @@ class Converter:
             return product
         return self._add(scope, "aten.add.Tensor", {"input": product, "other": bias}, value)
 
-    def _copied(self, node: fx.Node, scope: str) -> Any:
+    def _copied(
+        self,
+        node: fx.Node,
+        scope: str,
+    ) -> Any:
         """Return what stands for a copy or a fill: a number or another tensor, in the dtype and
         the sizes of the first argument.
         """
@@ -325,7 +354,11 @@ class Converter:
             return self._add(scope, "aten.clone.default", {"input": copied}, result)
         return copied
 
-    def _sizes(self, node: fx.Node, scope: str) -> list[Any]:
+    def _sizes(
+        self,
+        node: fx.Node,
+        scope: str,
+    ) -> list[Any]:
         """Return the sizes of what a node makes.
 
         Open sizes are read from an input of the network that has them.
@@ -340,7 +373,10 @@ class Converter:
             sizes.append(size)
         return sizes
 
-    def _input_with_size(self, size: Any) -> tuple[fx.Node, int] | None:
+    def _input_with_size(
+        self,
+        size: Any,
+    ) -> tuple[fx.Node, int] | None:
         """Return the first input that has a size, and the axis; None if no input has it."""
         for node in self.program.graph.find_nodes(op="placeholder"):
             value = node.meta.get("val")
@@ -349,7 +385,11 @@ class Converter:
                     return node, axis
         return None
 
-    def _split(self, op: str, arguments: Mapping[str, Any]) -> _Arguments:
+    def _split(
+        self,
+        op: str,
+        arguments: Mapping[str, Any],
+    ) -> _Arguments:
         """Return arguments as what other nodes make, constants, and tensors of the layer."""
         split = _Arguments()
         owns = op in OPS and (OPS[op].weight or OPS[op].owns)
@@ -375,7 +415,10 @@ class Converter:
             return False
         return not argument.meta["val"].is_complex()
 
-    def _kind(self, value: Any) -> dict[str, Any]:
+    def _kind(
+        self,
+        value: Any,
+    ) -> dict[str, Any]:
         """Return the fields of a node that describe its tensor."""
         if not isinstance(value, Tensor):
             return {}
@@ -388,19 +431,10 @@ class Converter:
         return {"shape": tuple(shape), "dtype": value.dtype, "open_axes": tuple(open_axes)}
 
 
-def _plain(value: Any) -> Any:
-    """Return an output with its containers as dicts, lists and tuples."""
-    if isinstance(value, Ref):
-        return value
-    if isinstance(value, dict) or hasattr(value, "items"):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_plain(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
-
-
-def _alive(nodes: Sequence[Node], output: Any) -> tuple[Node, ...]:
+def _alive(
+    nodes: Sequence[Node],
+    output: Any,
+) -> tuple[Node, ...]:
     """Return the nodes that something reads, and all inputs, because the call has them."""
     read = set(references(output))
     alive: list[Node] = []

@@ -30,11 +30,20 @@ def marked(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _leave_mark(_module: nn.Module, _args: Any, output: Any) -> Any:
-    return torch.ops.aten.alias.default(output) if isinstance(output, Tensor) else output
+def _leave_mark(
+    _module: nn.Module,
+    _args: Any,
+    output: Any,
+) -> Any:
+    if not isinstance(output, Tensor):
+        return output
+    return torch.ops.aten.alias.default(output)
 
 
-def takes_whole_length(node: fx.Node, sizes: Mapping[Any, int]) -> bool:
+def takes_whole_length(
+    node: fx.Node,
+    sizes: Mapping[Any, int],
+) -> bool:
     """Return whether the node slices nothing off a length.
 
     Along a fixed size, torch drops such a slice.
@@ -45,17 +54,22 @@ def takes_whole_length(node: fx.Node, sizes: Mapping[Any, int]) -> bool:
     """
     if node.target is not torch.ops.aten.slice.Tensor:
         return False
-    arguments = {"dim": 0, "start": None, "end": None, "step": 1}
+    arguments: dict[str, Any] = {"dim": 0, "start": None, "end": None, "step": 1}
     arguments |= targets.named_arguments(node)
-    size = arguments["input"].meta["val"].shape[arguments["dim"]]
+    value = arguments["input"].meta["val"]
+    size = value.shape[arguments["dim"]]
     if isinstance(size, int) or size_of(size, sizes) is None:
         return False
-    if arguments["start"] not in (None, 0) or arguments["step"] != 1:
+    if arguments["start"] not in (None, 0):
+        return False
+    if arguments["step"] != 1:
         return False
     end = arguments["end"]
     if isinstance(end, fx.Node):
         end = end.meta["val"]
-    return end is None or same_size(end, sys.maxsize) or same_size(end, size)
+    if end is None:
+        return True
+    return same_size(end, sys.maxsize) or same_size(end, size)
 
 
 def writes_all(node: fx.Node) -> bool:
@@ -65,11 +79,17 @@ def writes_all(node: fx.Node) -> bool:
     result = node.meta["val"]
     written: Any = node.args[1]
     source = written.meta["val"]
-    return bool(result.dtype == source.dtype) and same_shape(result, source)
+    if result.dtype != source.dtype:
+        return False
+    return same_shape(result, source)
 
 
 def module_path(node: fx.Node) -> str:
     """Return the path of the innermost module in which the node ran."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    return "" if path.startswith("_empty") else path.partition("@")[0]
+    modules = node.meta.get("nn_module_stack") or {}
+    if not modules:
+        return ""
+    path, _ = list(modules.values())[-1]
+    if str(path).startswith("_empty"):
+        return ""
+    return str(path).partition("@")[0]
