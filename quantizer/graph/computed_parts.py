@@ -48,7 +48,10 @@ class Runs:
         return spans
 
 
-def computed_parts(graph: Graph, origins: Mapping[str, Origins]) -> dict[str, Runs]:
+def computed_parts(
+    graph: Graph,
+    origins: Mapping[str, Origins],
+) -> dict[str, Runs]:
     """Return where the parts of joins lie in values that are computed from them, by the node
     that makes such a value.
 
@@ -93,7 +96,11 @@ class _PartNumbers:
         self.labels = ChannelLabels(graph)
         self.known: dict[str, Any] = {}
 
-    def start(self, node: Node, origins: Origins) -> None:
+    def start(
+        self,
+        node: Node,
+        origins: Origins,
+    ) -> None:
         """Number the parts of a join, or of what is moved out of one."""
         value = self.labels.values.get(node.name)
         if origins.axis is None or len(origins.parts) < 2 or not isinstance(value, Tensor):

@@ -33,7 +33,10 @@ class Insertion:
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> Graph:
+def with_weights(
+    graph: Graph,
+    weights: Mapping[str, Mapping[str, Tensor]],
+) -> Graph:
     """Return the graph with some layers' parameters replaced.
 
     Other layers that shared them keep the old values. A layer without a bias may be given one.
@@ -53,7 +56,11 @@ def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> G
     return graph.replaced(nodes=tuple(nodes), tensors=tensors)
 
 
-def _path(node: Node, key: str, uses: Mapping[str, int]) -> str:
+def _path(
+    node: Node,
+    key: str,
+    uses: Mapping[str, int],
+) -> str:
     """Return the path for a layer's own parameter: the present one if no other layer uses
     it.
     """
@@ -66,14 +73,20 @@ def _path(node: Node, key: str, uses: Mapping[str, int]) -> str:
     return path if is_own else f"{path}@{node.name}"
 
 
-def inserted(graph: Graph, insertions: Iterable[Insertion]) -> Graph:
+def inserted(
+    graph: Graph,
+    insertions: Iterable[Insertion],
+) -> Graph:
     """Return the graph with these layers, each right after the node it reads."""
     for insertion in insertions:
         graph = _inserted(graph, insertion)
     return graph
 
 
-def _inserted(graph: Graph, insertion: Insertion) -> Graph:
+def _inserted(
+    graph: Graph,
+    insertion: Insertion,
+) -> Graph:
     source = graph.by_name[insertion.source]
     layer = replace(
         source,
@@ -111,7 +124,10 @@ def by_channel(node: Node, weight: Tensor) -> Tensor:
     return table.transpose(1, 2) if node.row.transposed else table
 
 
-def channels_of(node: Node, weight: Tensor) -> tuple[int, int]:
+def channels_of(
+    node: Node,
+    weight: Tensor,
+) -> tuple[int, int]:
     """Return how many output and input channels a linear or convolution layer has."""
     groups, outputs, inputs, _ = by_channel(node, weight).shape
     if node.row.experts:

@@ -1,10 +1,12 @@
-"""The readable `<Model>.py`: a line per layer, ending in its name, and a straight forward;
-literals only.
+"""Write a graph as a readable `<Model>.py`: a line per layer that ends in its name, and a
+forward without control flow. All values are literals.
 """
 
 import json
 import keyword
+import math
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,86 +30,88 @@ class {model}(torch.nn.Module):
 
 
 def is_emitted(text: str) -> bool:
-    """Whether a text begins as those of `emit` do."""
-    return (
-        re.match(r'"""\S+ as traced and quantized, written by quantizer\. ', text) is not None
-    )
+    """Return whether a text begins as those of `emit` do."""
+    start = re.match(r'"""\S+ as traced and quantized, written by quantizer\. ', text)
+    return start is not None
 
 
 def emit(graph: Graph) -> str:
-    """Python source of the network; `<Model>()` reads its weights and scales from the folder
-    the file lies in.
+    """Return the Python source of the network.
 
-    Calls take the same arguments as the traced model; the output is made of dicts, lists and
-    tuples.
+    `<Model>()` reads its weights and scales from the folder that contains the file. Calls take
+    the same arguments as the traced model. The output is made of dicts, lists and tuples.
     """
     modules = {node.name: f"module_{index}" for index, node in enumerate(graph.nodes)}
-    inputs = {
-        # `kwargs['opts'][0]`
-        node.name: ("kwargs" if root else "args") + "".join(f"[{key!r}]" for key in keys)
-        for node, (root, *keys) in zip(
-            (n for n in graph.nodes if n.op == "input"), graph.input_paths, strict=True
-        )
-    }
+    paths = iter(graph.input_paths)
     lines = [_HEADER.format(model=graph.model)]
+    calls: list[str] = []
     for node in graph.nodes:
-        call = describe(graph, node)
-        arguments = [_literal(value, {}) for value in call.args]
-        arguments += [f"{key}={_literal(value, {})}" for key, value in call.kwargs.items()]
-        made = f"quantizer.nn.{call.cls}({', '.join(arguments)})"
-        lines.append(f"        self.{modules[node.name]} = {made} #{node.name}\n")
-    lines.append(
-        "        quantizer.nn.load(self, __file__)\n\n    def forward(self, *args, **kwargs):\n"
-    )
-    for node in graph.nodes:
-        given = (
-            f"input={inputs[node.name]}" if node.name in inputs else _arguments(node, modules)
-        )
-        lines.append(
-            f"        output_{modules[node.name]} = self.{modules[node.name]}({given})\n"
-        )
+        module = modules[node.name]
+        layer = describe(graph, node)
+        arguments = [_literal(value, {}) for value in layer.args]
+        arguments += _keywords(layer.kwargs, {})
+        constructor = f"quantizer.nn.{layer.cls}({', '.join(arguments)})"
+        lines.append(f"        self.{module} = {constructor} #{node.name}\n")
+        if node.op == "input":
+            read = f"input={_access(next(paths))}"
+        else:
+            read = _arguments(node, modules)
+        calls.append(f"        output_{module} = self.{module}({read})\n")
+    lines.append("        quantizer.nn.load(self, __file__)\n\n")
+    lines.append("    def forward(self, *args, **kwargs):\n")
+    lines += calls
     lines.append(f"        return {_literal(graph.output, modules)}\n")
     return "".join(lines)
 
 
-def _arguments(node: Node, modules: dict[str, str]) -> str:
-    """A single tensor is positional; several are named, as the function names them."""
-    if (
-        len(node.inputs) == 1
-        and isinstance(next(iter(node.inputs.values())), Ref)
-        and "input" in node.inputs
-    ):
+def _access(path: tuple[Any, ...]) -> str:
+    """Return how to read an input of the call, for example `kwargs['opts'][0]`."""
+    is_keyword, *keys = path
+    text = "kwargs" if is_keyword else "args"
+    for key in keys:
+        text += f"[{key!r}]"
+    return text
+
+
+def _keywords(values: Mapping[str, Any], modules: Mapping[str, str]) -> list[str]:
+    return [f"{key}={_literal(value, modules)}" for key, value in values.items()]
+
+
+def _arguments(node: Node, modules: Mapping[str, str]) -> str:
+    """Return the arguments of a call. A single input is positional, others are named as the
+    function names them.
+    """
+    if node.inputs.keys() == {"input"} and isinstance(node.inputs["input"], Ref):
         return _literal(node.inputs["input"], modules)
     if all(key.isidentifier() and not keyword.iskeyword(key) for key in node.inputs):
-        return ", ".join(
-            f"{key}={_literal(value, modules)}" for key, value in node.inputs.items()
-        )
-    items = [
-        f"{json.dumps(key)}: {_literal(value, modules)}" for key, value in node.inputs.items()
-    ]
+        return ", ".join(_keywords(node.inputs, modules))
+    items: list[str] = []
+    for key, value in node.inputs.items():
+        items.append(f"{json.dumps(key)}: {_literal(value, modules)}")
     return f"**{{{', '.join(items)}}}"
 
 
-def _literal(value: Any, modules: dict[str, str]) -> str:
-    """Source text of a nested constant or reference; TypeError for a kind of value that has no
-    literal.
+def _literal(value: Any, modules: Mapping[str, str]) -> str:
+    """Return the source text of a nested constant or reference.
+
+    Args:
+        value: what to write.
+        modules: the attribute of each layer, by name.
+
+    Raises:
+        TypeError: this kind of value has no literal.
     """
     if isinstance(value, Ref):
         return f"output_{modules[value.name]}"
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{key!r}: {_literal(item, modules)}" for key, item in value.items())
-            + "}"
-        )
-    if isinstance(value, (list, tuple)):
-        items = ", ".join(_literal(item, modules) for item in value)
-        return (
-            f"[{items}]"
-            if isinstance(value, list)
-            else f"({items}{',' if len(value) == 1 else ''})"
-        )
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        items = [f"{key!r}: {_literal(item, modules)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list):
+        return f"[{_literals(value, modules)}]"
+    if isinstance(value, tuple):
+        comma = "," if len(value) == 1 else ""
+        return f"({_literals(value, modules)}{comma})"
+    if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
@@ -116,3 +120,7 @@ def _literal(value: Any, modules: dict[str, str]) -> str:
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     raise TypeError(f"{type(value).__name__} has no literal")
+
+
+def _literals(values: Iterable[Any], modules: Mapping[str, str]) -> str:
+    return ", ".join(_literal(value, modules) for value in values)

@@ -1,11 +1,10 @@
-"""From an exported program to our graph: canonical operators, arguments by name, in-place ones
-made functional.
+"""Convert an exported program to a graph: canonical operators, arguments by name, in-place
+operators made functional.
 """
 
-import contextlib
 import itertools
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,91 +14,93 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
-from quantizer.graph import targets as call
+from quantizer.graph import targets
 from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.lengths import open_lengths, same_shape, same_size, size_of, sizes_of
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
-from quantizer.graph.output_names import leaf_names
-
-# QuantStub and DeQuantStub compute nothing, so torch.export forgets them unless they leave a
-# mark.
-# By class: torch's own and those of other tools
-STUBS = {"QuantStub": "quant_stub", "DeQuantStub": "dequant_stub"}
-# Gives its input; the module that it runs in says which stub it stands for
-MARK = "aten.alias.default"
-
-
-@contextlib.contextmanager
-def marked(module: nn.Module) -> Iterator[None]:
-    """While this lasts, each stub inside `module` leaves an operator in a trace."""
-    handles = [
-        child.register_forward_hook(_leave_mark)
-        for child in module.modules()
-        if type(child).__name__ in STUBS
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+from quantizer.graph.output_names import leaf_names, plain_output
+from quantizer.graph.program_nodes import (
+    MARK,
+    STUB_OPERATORS,
+    module_path,
+    takes_whole_length,
+    writes_all,
+)
 
 
-def _leave_mark(_module: nn.Module, _args: Any, output: Any) -> Any:
-    return torch.ops.aten.alias.default(output) if isinstance(output, Tensor) else output
+@dataclass
+class _Arguments:
+    """The arguments of a node.
+
+    Args:
+        inputs: what other nodes make.
+        attrs: constants.
+        params: paths of tensors that the layer owns.
+    """
+
+    inputs: dict[str, Any] = field(default_factory=dict)
+    attrs: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, str] = field(default_factory=dict)
 
 
 class Converter:
-    """Walks the program once; `values` maps its nodes to ours."""
+    """Converts one program in a walk over its nodes.
 
-    def __init__(self, program: ExportedProgram, module: nn.Module) -> None:
-        self.program, self.namer = program, Namer(module)
+    Attributes:
+        nodes: of the graph, so far.
+        values: for each node of the program what stands for it in the graph.
+        paths: for each placeholder of a tensor its path.
+        tensors: by path.
+        learned: the paths of parameters.
+        tensor_nodes: the nodes that give tensors, by path.
+        sizes: the values of torch's symbols in the example.
+    """
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        module: nn.Module,
+    ) -> None:
+        self.program = program
+        self.namer = Namer(module)
         self.nodes: list[Node] = []
         self.values: dict[fx.Node, Any] = {}
         self.paths: dict[fx.Node, str] = {}
-        self.parameter_nodes: dict[str, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.learned: set[str] = set()
+        self.tensor_nodes: dict[str, str] = {}
         self.sizes: dict[Any, int] = {}
-        self._first_path = {
-            id(t): p
-            for p, t in itertools.chain(module.named_buffers(), module.named_parameters())
-        }
+        self._specs: dict[str, Any] = {}
+        for spec in program.graph_signature.input_specs:
+            self._specs[spec.arg.name] = spec
+        self._first_path: dict[int, str] = {}
+        named = itertools.chain(module.named_buffers(), module.named_parameters())
+        for path, tensor in named:
+            self._first_path[id(tensor)] = path
 
     def graph(
         self, input_paths: tuple[tuple[Any, ...], ...], shapes: Sequence[Sequence[int]]
     ) -> Graph:
-        """The graph of the program; `shapes` are those of the call's leaves, which lengths have
-        in the graph.
+        """Return the graph of the program.
+
+        Args:
+            input_paths: where each input stands in the call.
+            shapes: those of the call's leaves, which give open lengths their size in the graph.
 
         Raises:
-            ModelError: it holds a node with no place in a straight line.
+            ModelError: the program calls other programs.
         """
-        signature = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
         self.sizes = sizes_of(self.program, shapes)
-        inputs = 0
+        outputs: Sequence[fx.Node] = ()
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
-                spec = signature[node.name]
-                if spec.kind == InputKind.USER_INPUT:
-                    self._input(node, inputs)
-                    inputs += 1
-                else:
-                    self._tensor(
-                        node, spec.target or node.name, learned=spec.kind == InputKind.PARAMETER
-                    )
+                self._placeholder(node)
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
-                outputs = zip(
-                    self.program.graph_signature.output_specs, node.args[0], strict=True
-                )
-                leaves = [
-                    self._value(value)
-                    for spec, value in outputs
-                    if spec.kind == OutputKind.USER_OUTPUT
-                ]
+                outputs = node.args[0]
             else:
                 raise ModelError(
                     f"{self.namer.model} cannot be quantized: it runs other programs "
@@ -107,311 +108,338 @@ class Converter:
                     help="compute both branches and choose with torch.where, or write the loop "
                     "out",
                 )
+        leaves: list[Any] = []
+        specs = self.program.graph_signature.output_specs
+        for spec, value in zip(specs, outputs, strict=True):
+            if spec.kind == OutputKind.USER_OUTPUT:
+                leaves.append(self._value(value))
         out_spec = self.program.call_spec.out_spec
         assert out_spec is not None  # torch.export always fills it
 
         def rebuild(output: Any) -> Any:
-            """The plain output in the model's own type."""
-            return pytree.tree_unflatten(
-                pytree.tree_leaves(output, is_leaf=lambda item: item is None), out_spec
-            )
+            """Return the plain output in the model's own type."""
+            leaves = pytree.tree_leaves(output, is_leaf=lambda item: item is None)
+            return pytree.tree_unflatten(leaves, out_spec)
 
         returned = pytree.tree_unflatten(leaves, out_spec)
-        held = tuple(open_lengths(self.program).values())
-        graph = Graph(
+        output = plain_output(returned)
+        return Graph(
             self.namer.model,
-            tuple(self.nodes),
-            _plain(returned),
+            _alive(self.nodes, output),
+            output,
             self.tensors,
             input_paths,
-            held,
+            tuple(open_lengths(self.program).values()),
             rebuild=rebuild,
             output_names=leaf_names(returned),
         )
-        return _without_dead(graph)
 
-    def _input(self, node: fx.Node, index: int) -> None:
-        value = node.meta.get("val")
+    def _placeholder(
+        self,
+        node: fx.Node,
+    ) -> None:
+        spec = self._specs[node.name]
+        if spec.kind != InputKind.USER_INPUT:
+            path = self._tensor(node, spec.target or node.name)
+            if spec.kind == InputKind.PARAMETER:
+                self.learned.add(path)
+            return
+        index = sum(known.op == "input" for known in self.nodes)
         name = self.namer.input_name(index)
+        value = node.meta.get("val")
         attrs: dict[str, Any] = {"index": index}
-        if isinstance(value, Tensor):
-            self.values[node] = Ref(name)
-        else:
-            # Torch bakes plain numbers into the trace
-            self.values[node] = attrs["value"] = value
+        self.values[node] = Ref(name)
+        if not isinstance(value, Tensor):
+            # torch makes constants of plain numbers
+            attrs["value"] = value
+            self.values[node] = value
         self.nodes.append(Node(name, "input", "input", attrs=attrs, **self._kind(value)))
 
-    def _tensor(self, node: fx.Node, target: str, *, learned: bool) -> None:
-        state = self.program.state_dict.get(target)
-        tensor = state if state is not None else self.program.constants[target]
+    def _tensor(
+        self,
+        node: fx.Node,
+        target: str,
+    ) -> str:
+        """Add a tensor of the program and return its path."""
+        tensor = self.program.state_dict.get(target)
+        if tensor is None:
+            tensor = self.program.constants[target]
         assert isinstance(tensor, Tensor)
         path = self._first_path.get(id(tensor), target)
         self.paths[node] = path
         self.tensors[path] = tensor.detach()
-        if learned:
-            self.learned.add(path)
+        return path
 
     def _value(self, argument: Any) -> Any:
-        """Our value for an argument: a Ref, a parameter node's Ref, a constant, or a list of
+        """Return what stands for an argument in the graph: a Ref, a constant, or a list of
         these.
         """
-        if isinstance(argument, fx.Node):
-            if argument in self.paths:
-                return Ref(self._parameter(self.paths[argument]))
-            return self.values[argument]
         if isinstance(argument, (list, tuple)):
             return [self._value(item) for item in argument]
-        return argument
+        if not isinstance(argument, fx.Node):
+            return argument
+        if argument not in self.paths:
+            return self.values[argument]
+        path = self.paths[argument]
+        if path not in self.tensor_nodes:
+            self.tensor_nodes[path] = self._add_tensor_node(path)
+        return Ref(self.tensor_nodes[path])
 
-    def _parameter(self, path: str) -> str:
-        """The node that gives a parameter, or a constant, used by a plain expression (`x +
-        self.shift`).
+    def _add_tensor_node(self, path: str) -> str:
+        """Add a node that gives a parameter or a constant, and return its name.
+
+        An expression such as `x + self.shift` reads it.
         """
-        if path not in self.parameter_nodes:
-            scope, _, attr = path.rpartition(".")
-            module = self.namer.canonical(scope)
-            name = self.namer.name(module, attr)
-            tensor = self.tensors[path]
-            is_complex = tensor.is_complex()
-            if is_complex:  # files hold floats alone
-                tensor = torch.view_as_real(tensor.resolve_conj()).contiguous()
-                self.tensors[path] = tensor
-            op = "parameter" if path in self.learned and not is_complex else "constant"
-            params = {"weight": path}
-            self.nodes.append(
-                Node(name, op, op, params=params, shape=tuple(tensor.shape), dtype=tensor.dtype)
-            )
-            if is_complex:
-                numbers = torch.view_as_complex(tensor)
-                name = self._add(
-                    module, "aten.view_as_complex.default", {"input": Ref(name)}, numbers
-                ).name
-            self.parameter_nodes[path] = name
-        return self.parameter_nodes[path]
+        owner, _, attribute = path.rpartition(".")
+        scope = self.namer.canonical(owner)
+        name = self.namer.name(scope, attribute)
+        tensor = self.tensors[path]
+        is_complex = tensor.is_complex()
+        if is_complex:  # files contain floats only
+            tensor = torch.view_as_real(tensor.resolve_conj()).contiguous()
+            self.tensors[path] = tensor
+        op = "parameter" if path in self.learned and not is_complex else "constant"
+        params = {"weight": path}
+        shape = tuple(tensor.shape)
+        self.nodes.append(Node(name, op, op, params=params, shape=shape, dtype=tensor.dtype))
+        if not is_complex:
+            return name
+        numbers = torch.view_as_complex(tensor)
+        inputs = {"input": Ref(name)}
+        return self._add(scope, "aten.view_as_complex.default", inputs, numbers).name
 
-    def _call(self, node: fx.Node) -> None:
-        target = call.target_name(node)
-        path = self.namer.canonical(_module_path(node))
-        stub = STUBS.get(self.namer.class_name(path)) if target == MARK else None
-        first = node.args[0] if node.args else None
-        picks_norm = (
-            target == "operator.getitem"
-            and call.target_name(first) == call.NORM_WITHOUT_STATISTICS
-        )
-        if picks_norm or (
-            stub is None and (call.is_noise(target) or self._takes_whole_length(node))
-        ):
+    def _call(
+        self,
+        node: fx.Node,
+    ) -> None:
+        """Add a call, and rename what an in-place operator writes to.
+
+        After `y = x.add_(1)`, all readers of x read y.
+        """
+        if self._returns_first(node):
+            first = node.args[0] if node.args else None
             self.values[node] = self._value(first)
             return
-        if target == "aten.slice_scatter.default" and _writes_all(node):
+        if writes_all(node):
             self.values[node] = self._value(node.args[1])
             return
-        value: Any = node.meta.get("val")
-        if call.is_copy(target):
-            self.values[node] = self._copied(node, path)
-        elif (
-            target == call.NORM_WITHOUT_STATISTICS
-        ):  # torch's functional form also returns the statistics
-            arguments = call.named_arguments(node)
-            self.values[node] = self._add(path, "aten.batch_norm.default", arguments, value[0])
-        elif target in call.CONVOLUTIONS:
-            self.values[node] = self._add(
-                path, *call.convolution(call.named_arguments(node)), value
-            )
-        elif target == call.LINEAR and call.rank(node.args[1]) == 1:
-            self.values[node] = self._product_with_vector(
-                path, call.named_arguments(node), value
-            )
-        else:
-            self.values[node] = self._add(path, target, call.named_arguments(node), value, stub)
+        self.values[node] = self._converted(node)
         if is_inplace(node):
-            self._rename_mutated(node)
+            before = self._value(node.args[0])
+            for key, value in self.values.items():
+                if value == before:
+                    self.values[key] = self.values[node]
+
+    def _returns_first(
+        self,
+        node: fx.Node,
+    ) -> bool:
+        """Return whether a call only passes on its first argument."""
+        target = targets.target_name(node)
+        if target == "operator.getitem":
+            # torch's functional batch norm also returns statistics
+            source = targets.target_name(node.args[0])
+            return source == targets.NORM_WITHOUT_STATISTICS
+        if target == MARK and self._stub(node) is not None:
+            return False
+        return targets.is_noise(target) or takes_whole_length(node, self.sizes)
+
+    def _stub(
+        self,
+        node: fx.Node,
+    ) -> str | None:
+        """Return the operator of the stub in which a mark ran."""
+        scope = self.namer.canonical(module_path(node))
+        return STUB_OPERATORS.get(self.namer.class_name(scope))
+
+    def _converted(self, node: fx.Node) -> Any:
+        """Return what stands for the result of a call, and add the nodes that compute it."""
+        target = targets.target_name(node)
+        scope = self.namer.canonical(module_path(node))
+        if targets.is_copy(target):
+            return self._copied(node, scope)
+        value: Any = node.meta.get("val")
+        arguments = targets.named_arguments(node)
+        if target == MARK:
+            return self._add(scope, target, arguments, value, op=self._stub(node))
+        if target == targets.NORM_WITHOUT_STATISTICS:
+            return self._add(scope, "aten.batch_norm.default", arguments, value[0])
+        if target in targets.CONVOLUTIONS:
+            target, arguments = targets.convolution(arguments)
+        elif target == targets.LINEAR and targets.rank(node.args[1]) == 1:
+            return self._product_with_vector(scope, arguments, value)
+        return self._add(scope, target, arguments, value)
 
     def _add(
         self,
-        path: str,
+        scope: str,
         target: str,
         arguments: dict[str, Any],
         value: Any,
+        *,
         op: str | None = None,
     ) -> Ref:
-        """A node of ours in the module at `path`; `op` where that is no operator of torch."""
-        op = op or call.refine(find_op(call.packet(target)).name, arguments)
-        inputs, attrs, params = self._split(op, arguments)
-        name, classes, target = (
-            self.namer.name(path, op),
-            self.namer.classes(path),
-            call.functional(target),
-        )
-        self.nodes.append(
-            Node(name, op, target, inputs, attrs, params, path, classes, **self._kind(value))
-        )
-        return Ref(name)
+        """Add a node and return a reference to it.
 
-    def _product_with_vector(self, path: str, arguments: dict[str, Any], value: Any) -> Ref:
-        """Add what `F.linear` computes with a vector for a weight, which is no layer with
-        output channels.
+        Args:
+            scope: the path of its module.
+            target: how torch calls the operator.
+            arguments: of the call, by name.
+            value: what the node makes, as torch knows it.
+            op: the operator's name, where that does not follow from `target`.
+        """
+        if op is None:
+            row = find_op(targets.packet(target))
+            op = targets.refine(row.name, arguments)
+        split = self._split(op, arguments)
+        node = Node(
+            name=self.namer.name(scope, op),
+            op=op,
+            target=targets.functional(target),
+            inputs=split.inputs,
+            attrs=split.attrs,
+            params=split.params,
+            scope=scope,
+            classes=self.namer.classes(scope),
+            **self._kind(value),
+        )
+        self.nodes.append(node)
+        return Ref(node.name)
+
+    def _product_with_vector(
+        self,
+        scope: str,
+        arguments: dict[str, Any],
+        value: Any,
+    ) -> Ref:
+        """Add what `F.linear` computes with a vector for a weight.
+
+        Such a product has no output channels, so it is no linear layer.
         """
         operands = {"input": arguments["input"], "other": arguments["weight"]}
-        product = self._add(path, "aten.matmul.default", operands, value)
+        product = self._add(scope, "aten.matmul.default", operands, value)
         bias = arguments.get("bias")
         if bias is None:
             return product
-        return self._add(path, "aten.add.Tensor", {"input": product, "other": bias}, value)
+        return self._add(scope, "aten.add.Tensor", {"input": product, "other": bias}, value)
 
-    def _copied(self, node: fx.Node, path: str) -> Any:
-        """What a copy or a fill makes: a number or another tensor, in the dtype and the sizes
-        of its first argument.
+    def _copied(
+        self,
+        node: fx.Node,
+        scope: str,
+    ) -> Any:
+        """Return what stands for a copy or a fill: a number or another tensor, in the dtype and
+        the sizes of the first argument.
         """
-        made, written = node.meta["val"], node.args[1] if len(node.args) > 1 else 0
+        result = node.meta["val"]
+        written = node.args[1] if len(node.args) > 1 else 0
         if not isinstance(written, fx.Node):
-            kind = {"fill_value": written, "dtype": made.dtype, "device": made.device}
-            return self._add(
-                path, "aten.full.default", {"size": self._sizes(node, path), **kind}, made
-            )
-        given, found = written.meta["val"], self._value(written)
-        if given.dtype != made.dtype:
-            found = self._add(
-                path,
-                "aten.to.dtype",
-                {"input": found, "dtype": made.dtype},
-                given.to(made.dtype),
-            )
-        if not same_shape(given, made):
-            return self._add(
-                path,
-                "aten.expand.default",
-                {"input": found, "size": self._sizes(node, path)},
-                made,
-            )
-        # What is written into in place has a future of its own.
-        return (
-            self._add(path, "aten.clone.default", {"input": found}, made)
-            if is_inplace(node)
-            else found
-        )
+            arguments = {
+                "size": self._sizes(node, scope),
+                "fill_value": written,
+                "dtype": result.dtype,
+                "device": result.device,
+            }
+            return self._add(scope, "aten.full.default", arguments, result)
+        source = written.meta["val"]
+        copied = self._value(written)
+        if source.dtype != result.dtype:
+            arguments = {"input": copied, "dtype": result.dtype}
+            copied = self._add(scope, "aten.to.dtype", arguments, source.to(result.dtype))
+        if not same_shape(source, result):
+            arguments = {"input": copied, "size": self._sizes(node, scope)}
+            return self._add(scope, "aten.expand.default", arguments, result)
+        # Later in-place operators may change the copy without changing its source
+        if is_inplace(node):
+            return self._add(scope, "aten.clone.default", {"input": copied}, result)
+        return copied
 
-    def _sizes(self, node: fx.Node, path: str) -> list[Any]:
-        """The sizes of what a node makes, those that are open read off an input of the network
-        that has them.
+    def _sizes(
+        self,
+        node: fx.Node,
+        scope: str,
+    ) -> list[Any]:
+        """Return the sizes of what a node makes.
+
+        Open sizes are read from an input of the network that has them.
         """
-        inputs = self.program.graph.find_nodes(op="placeholder")
-        axes = [
-            (n, at, own)
-            for n in inputs
-            for at, own in enumerate(getattr(n.meta.get("val"), "shape", ()))
-        ]
         sizes: list[Any] = []
         for axis, size in enumerate(node.meta["val"].shape):
             if not isinstance(size, int):
-                held = (each[:2] for each in axes if same_size(each[2], size))
-                read, at = next(held, (node.args[0], axis))
-                size = self._add(
-                    path, "aten.sym_size.int", {"input": self._value(read), "dim": at}, size
-                )
+                place = self._input_with_size(size)
+                source, dim = (node.args[0], axis) if place is None else place
+                arguments = {"input": self._value(source), "dim": dim}
+                size = self._add(scope, "aten.sym_size.int", arguments, size)
             sizes.append(size)
         return sizes
 
-    def _rename_mutated(self, node: fx.Node) -> None:
-        """After `y = x.add_(1)`, whoever reads x reads y; an in-place chain on one tensor
-        renames every link.
-        """
-        before = self._value(node.args[0])
-        for key, value in self.values.items():
-            if value == before:
-                self.values[key] = self.values[node]
+    def _input_with_size(
+        self,
+        size: Any,
+    ) -> tuple[fx.Node, int] | None:
+        """Return the first input that has a size, and the axis; None if no input has it."""
+        for node in self.program.graph.find_nodes(op="placeholder"):
+            value = node.meta.get("val")
+            for axis, known in enumerate(getattr(value, "shape", ())):
+                if same_size(known, size):
+                    return node, axis
+        return None
 
     def _split(
-        self, op: str, arguments: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-        """Arguments as what other nodes make, constants, and tensor paths that the layer itself
-        will own.
-        """
-        inputs: dict[str, Any] = {}
-        attrs: dict[str, Any] = {}
-        params: dict[str, str] = {}
-        # Of a recurrent layer
-        if "params" in arguments and all(item in self.paths for item in arguments["params"]):
-            names = call.parameter_names(arguments)
-            params = dict(
-                zip(names, (self.paths[item] for item in arguments["params"]), strict=True)
-            )
-            arguments = {key: value for key, value in arguments.items() if key != "params"}
+        self,
+        op: str,
+        arguments: Mapping[str, Any],
+    ) -> _Arguments:
+        """Return arguments as what other nodes make, constants, and tensors of the layer."""
+        split = _Arguments()
         owns = op in OPS and (OPS[op].weight or OPS[op].owns)
         for key, argument in arguments.items():
-            if owns and key not in ("input", "indices") and self._is_own(argument):
-                params[key] = self.paths[argument]
-                continue
-            value = self._value(argument)
-            (inputs if any(references(value)) else attrs)[key] = value
-        return inputs, attrs, params
+            if key == "params" and all(item in self.paths for item in argument):
+                # The weights of a recurrent layer
+                names = targets.parameter_names(arguments)
+                for name, item in zip(names, argument, strict=True):
+                    split.params[name] = self.paths[item]
+            elif owns and key not in ("input", "indices") and self._is_own(argument):
+                split.params[key] = self.paths[argument]
+            else:
+                value = self._value(argument)
+                group = split.inputs if any(references(value)) else split.attrs
+                group[key] = value
+        return split
 
     def _is_own(self, argument: Any) -> bool:
-        """Return whether an argument is a tensor that a layer can hold; none holds complex
-        numbers.
+        """Return whether an argument is a tensor that a layer can own, which complex tensors
+        are not.
         """
         if not isinstance(argument, fx.Node) or argument not in self.paths:
             return False
         return not argument.meta["val"].is_complex()
 
-    def _takes_whole_length(self, node: fx.Node) -> bool:
-        """Whether the node slices nothing off a length; along a size that is fixed, torch
-        leaves such a slice out.
-        """
-        if node.target is not torch.ops.aten.slice.Tensor:
-            return False
-        given = {"dim": 0, "start": None, "end": None, "step": 1} | call.named_arguments(node)
-        size = given["input"].meta["val"].shape[given["dim"]]
-        is_length = not isinstance(size, int) and size_of(size, self.sizes) is not None
-        end = given["end"].meta["val"] if isinstance(given["end"], fx.Node) else given["end"]
-        is_last = end is None or same_size(end, sys.maxsize) or same_size(end, size)
-        return is_length and given["start"] in (None, 0) and given["step"] == 1 and is_last
-
-    def _kind(self, value: Any) -> dict[str, Any]:
-        """What a node says of the tensor that it makes."""
+    def _kind(
+        self,
+        value: Any,
+    ) -> dict[str, Any]:
+        """Return the fields of a node that describe its tensor."""
         if not isinstance(value, Tensor):
             return {}
-        shape = tuple(size_of(size, self.sizes) for size in value.shape)
-        named = enumerate(zip(value.shape, shape, strict=True))
-        open_axes = tuple(
-            at for at, (own, size) in named if size is not None and size_of(own, {}) is None
-        )
-        return {"shape": shape, "dtype": value.dtype, "open_axes": open_axes}
+        shape: list[int | None] = []
+        open_axes: list[int] = []
+        for axis, size in enumerate(value.shape):
+            shape.append(size_of(size, self.sizes))
+            if shape[axis] is not None and size_of(size, {}) is None:
+                open_axes.append(axis)
+        return {"shape": tuple(shape), "dtype": value.dtype, "open_axes": tuple(open_axes)}
 
 
-def _writes_all(node: fx.Node) -> bool:
-    """Whether a tensor is written over all of another, so that nothing of that is left."""
-    made, written = (
-        each.meta["val"] for each in (node, node.args[1]) if isinstance(each, fx.Node)
-    )
-    return bool(made.dtype == written.dtype) and same_shape(made, written)
-
-
-def _module_path(node: fx.Node) -> str:
-    """Dotted path of the innermost module the node ran in."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0] if stack else ""
-    return "" if path.startswith("_empty") else str(path).partition("@")[0]
-
-
-def _plain(value: Any) -> Any:
-    """Output containers as plain dicts, lists and tuples."""
-    if isinstance(value, Ref):
-        return value
-    if isinstance(value, dict) or hasattr(value, "items"):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_plain(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
-
-
-def _without_dead(graph: Graph) -> Graph:
-    """Without nodes that nothing reads; inputs stay, because they are the call's signature."""
-    alive = set(references(graph.output))
-    kept = []
-    for node in reversed(graph.nodes):
-        if node.name in alive or node.op == "input":
-            kept.append(node)
-            alive.update(node.refs())
-    return graph.replaced(nodes=tuple(reversed(kept)))
+def _alive(
+    nodes: Sequence[Node],
+    output: Any,
+) -> tuple[Node, ...]:
+    """Return the nodes that something reads, and all inputs, because the call has them."""
+    read = set(references(output))
+    alive: list[Node] = []
+    for node in reversed(nodes):
+        if node.name in read or node.op == "input":
+            alive.append(node)
+            read.update(node.refs())
+    return tuple(reversed(alive))

@@ -50,7 +50,11 @@ class Flow:
     between: list[str] = field(default_factory=list)
     mixed: dict[str, frozenset[int]] = field(default_factory=dict)
 
-    def mix(self, reader: str, labels: Any) -> None:
+    def mix(
+        self,
+        reader: str,
+        labels: Any,
+    ) -> None:
         """Record that `reader` uses these labels in a way that no factor passes."""
         before = self.mixed.get(reader, frozenset())
         self.mixed[reader] = before | distinct(labels)
@@ -83,7 +87,10 @@ class Folds:
         """Return a number that is the smaller, the later a source runs."""
         return -self.graph.index[source.node.name]
 
-    def sources(self, name: str) -> tuple[list[Source], str]:
+    def sources(
+        self,
+        name: str,
+    ) -> tuple[list[Source], str]:
         """Return the layers whose channels those of a value may be, nearest first, and why the
         first way back that reaches no layer ends.
         """
@@ -133,7 +140,11 @@ class Folds:
             return None
         return Source("norm", node)
 
-    def _factor(self, node: Node, name: str) -> Source | None:
+    def _factor(
+        self,
+        node: Node,
+        name: str,
+    ) -> Source | None:
         """Return what a decomposed normalization multiplies with: a tensor of the model, or
         the sum of one and a number.
         """
@@ -159,7 +170,12 @@ class Folds:
             return None
         return Source("norm", factor, offset, skipped)
 
-    def _fold(self, source: Source, group: InputGroup, before: Container[str]) -> Fold | str:
+    def _fold(
+        self,
+        source: Source,
+        group: InputGroup,
+        before: Container[str],
+    ) -> Fold | str:
         """Return the fold of a group in a source, or why its channels cannot be divided there.
 
         Args:
@@ -199,7 +215,11 @@ class Folds:
             channels = None
         return Fold(source.kind, name, channels, source.offset, tuple(extra))
 
-    def _other_user(self, path: str, name: str) -> str:
+    def _other_user(
+        self,
+        path: str,
+        name: str,
+    ) -> str:
         """Return the first node beside `name` that uses a tensor."""
         users = (node for node in self.graph.nodes if path in node.params.values())
         return next(user.name for user in users if user.name != name)
@@ -248,7 +268,13 @@ class Folds:
                 labels[name] = moved
                 flow.between.append(name)
 
-    def _step(self, node: Node, source: Source, labels: Mapping[str, Any], flow: Flow) -> Any:
+    def _step(
+        self,
+        node: Node,
+        source: Source,
+        labels: Mapping[str, Any],
+        flow: Flow,
+    ) -> Any:
         """Return the labels of what a node makes.
 
         Where the way ends, return None and record the end in `flow`.

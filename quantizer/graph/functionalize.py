@@ -12,11 +12,14 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from quantizer.errors import ModelError
 
-_IDENTITIES = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout")
+_IDENTITIES = ("dropout", "feature_dropout", "alpha_dropout")
 """Operators that return their input itself in inference, which their schemas do not say."""
 
 
-def functionalize(program: ExportedProgram, model: str) -> ExportedProgram:
+def functionalize(
+    program: ExportedProgram,
+    model: str,
+) -> ExportedProgram:
     """Return the program without writes to memory that a view shares, and without subprograms
     that only switch a mode.
 
@@ -99,7 +102,7 @@ def _is_view(node: fx.Node) -> bool:
         source = node.args[0]
         is_part = getattr(node.target, "__name__", "") == "getitem"
         return is_part and isinstance(source, fx.Node) and _is_view(source)
-    if schema.name in _IDENTITIES:
+    if schema.name.removeprefix("aten::") in _IDENTITIES:
         return True
     aliases = [value.alias_info for value in schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)

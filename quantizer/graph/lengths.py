@@ -169,7 +169,7 @@ def _axes_of_symbols(program: ExportedProgram) -> dict[Any, list[tuple[int, int]
     """
     axes: dict[Any, list[tuple[int, int]]] = {}
     for leaf, value in enumerate(_inputs(program)):
-        shape = value.shape if isinstance(value, Tensor) else ()
+        shape: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
         for axis, size in enumerate(shape):
             if axis and _is_symbol(size):
                 axes.setdefault(size.node.expr, []).append((leaf, axis))

@@ -82,7 +82,10 @@ def _weight(node: Node) -> str | None:
     return None
 
 
-def call_paths(name: str, path: str) -> tuple[str, str]:
+def call_paths(
+    name: str,
+    path: str,
+) -> tuple[str, str]:
     """Return a layer's name with its operator and without, both after its module's path.
 
     >>> call_paths("Net::Net/Sequential[layers]/ReLU[0]/relu.1", "layers.0")
@@ -106,7 +109,11 @@ class BlockNames:
     of experts.
     """
 
-    def __init__(self, graph: Graph, path: str) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        path: str,
+    ) -> None:
         self._path = path
         self._modules: list[str] = []
         self._layers: dict[str, list[str]] = {}
@@ -118,13 +125,20 @@ class BlockNames:
             if node.is_multiplying and f"{node.scope}.".startswith(beginning):
                 self._layers.setdefault(layer_path(node), []).append(node.name)
 
-    def known(self, *, modules: bool = False) -> list[str]:
+    def known(
+        self,
+        *,
+        modules: bool = False,
+    ) -> list[str]:
         """Return the relative paths of the layers, or of all modules."""
         paths = self._modules if modules else self._layers
         start = len(self._path) + 1
         return [path[start:] for path in paths]
 
-    def layers(self, name: str) -> dict[str, list[str]]:
+    def layers(
+        self,
+        name: str,
+    ) -> dict[str, list[str]]:
         """Return the layers called `name`, by the path of the module to which that is relative:
         the block, or an expert.
         """
@@ -138,7 +152,10 @@ class BlockNames:
                 layers[path.removesuffix(ending)] = nodes
         return layers
 
-    def sets(self, names: Sequence[str]) -> dict[str, list[str]]:
+    def sets(
+        self,
+        names: Sequence[str],
+    ) -> dict[str, list[str]]:
         """Return the layers of several names, as `layers` does for one."""
         sets: dict[str, list[str]] = {}
         for name in names:
@@ -146,7 +163,11 @@ class BlockNames:
                 sets.setdefault(prefix, []).extend(layers)
         return sets
 
-    def modules(self, name: str, prefix: str) -> list[str]:
+    def modules(
+        self,
+        name: str,
+        prefix: str,
+    ) -> list[str]:
         """Return the paths of the modules called `name`.
 
         The expert at `prefix` comes first, then the block, then all modules inside the block.

@@ -1,4 +1,4 @@
-"""Make rows of the table of operators: one function for each kind of row."""
+"""Builders of rows of the table of operators, one for each kind of row."""
 
 from typing import Any
 
@@ -18,23 +18,31 @@ from quantizer.graph.op_row import Kind, Op
 def make_op(
     name: str, kind: Kind, *types: str, aten: tuple[str, ...] | None = None, **columns: Any
 ) -> Op:
-    """A row; what computes makes fresh memory, but an einsum that only permutes returns a
-    view.
+    """Return a row.
+
+    Args:
+        name: of the operator.
+        kind: how it behaves towards quantization.
+        types: the classes and functions that users may name.
+        aten: the packets that torch traces; its name if they are None.
+        columns: further columns. `fresh` and `any_layout` have defaults by the kind.
     """
-    fresh = (
-        kind not in ("passthrough", "structural", "float", "unknown") and name not in _SEVERAL
-    )
-    derived = {"fresh": fresh, "any_layout": columns.get("axes") in ELEMENTWISE}
-    return Op(name, kind, types, (name,) if aten is None else aten, **derived | columns)
+    is_fresh = kind not in ("passthrough", "structural", "float", "unknown")
+    derived = {
+        "fresh": is_fresh and name not in _NOT_FRESH,
+        "any_layout": columns.get("axes") in ELEMENTWISE,
+    }
+    packets = (name,) if aten is None else aten
+    return Op(name, kind, types, packets, **derived | columns)
 
 
 def torch_ops(kind: Kind, *names: str, **columns: Any) -> tuple[Op, ...]:
-    """Rows of functions that have no module and one name."""
+    """Return rows of functions that have no module and one name."""
     return tuple(make_op(name, kind, f"torch.{name}", **columns) for name in names)
 
 
 def layer_op(name: str, spatial: int, *types: str, transposed: bool = False) -> Op:
-    """A linear or convolution layer."""
+    """Return the row of a linear or convolution layer."""
     return make_op(
         name,
         "mac",
@@ -47,17 +55,17 @@ def layer_op(name: str, spatial: int, *types: str, transposed: bool = False) -> 
 
 
 def norm_op(name: str, channels: int, *types: str, **columns: Any) -> Op:
-    """A normalization whose weight and bias stay float."""
+    """Return the row of a normalization whose weight and bias stay float."""
     return make_op(name, "compute", *types, owns=True, channels=channels, **columns)
 
 
 def activation_op(name: str, kind: Kind, *types: str, **columns: Any) -> Op:
-    """A function of each element."""
+    """Return the row of a function of each element."""
     return make_op(name, kind, *types, axes=SAME, **columns)
 
 
 def pool_op(name: str, dims: int, kind: Kind, commutes: Commutes, *types: str) -> Op:
-    """Windows over the last axes."""
+    """Return the row of an operator on windows over the last axes."""
     return make_op(
         name,
         kind,
@@ -70,23 +78,21 @@ def pool_op(name: str, dims: int, kind: Kind, commutes: Commutes, *types: str) -
 
 
 def move_op(name: str, *types: str, axes: AxisRule = MOVED, **columns: Any) -> Op:
-    """Moves values and computes nothing."""
+    """Return the row of an operator that moves values and computes nothing."""
     return make_op(name, "passthrough", *types, axes=axes, commutes=ALL, **columns)
 
 
 def join_op(name: str, *joins: str, **columns: Any) -> Op:
-    """Puts the values of these arguments into one tensor."""
+    """Return the row of an operator that puts the values of some arguments into one tensor."""
     return make_op(name, "join", f"torch.{name}", joins=joins, **columns)
 
 
-ALL, AFFINE, LINEAR, SCALING = Commutes.ALL, Commutes.AFFINE, Commutes.LINEAR, Commutes.SCALING
-
-
+ALL = Commutes.ALL
+AFFINE = Commutes.AFFINE
+LINEAR = Commutes.LINEAR
+SCALING = Commutes.SCALING
 ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
-
-
-# They may return a view, or several tensors.
-_SEVERAL = (
+_NOT_FRESH = (
     "einsum",
     "lstm",
     "gru",
@@ -97,3 +103,4 @@ _SEVERAL = (
     "meshgrid",
     "broadcast_tensors",
 )
+"""Operators that may return a view, as an einsum that only permutes, or several tensors."""

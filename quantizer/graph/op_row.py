@@ -1,4 +1,4 @@
-"""What a row of the table of operators (`ops`) says."""
+"""A row of the table of operators (`ops`)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,15 +16,22 @@ Kind = Literal[
     "float",
     "unknown",
 ]
-# mac          multiplies and accumulates; on integer hardware its inputs must be integers as
-# well as its output compute      makes new values; its output is quantized fusable      an
-# activation that hardware applies before writing the producer's output: one quantization for
-# both nonlinear    an activation of its own: quantized unless it is what the network returns
-# join         puts values of several tensors into one and computes nothing: each keeps its
-# quantization passthrough  moves or selects values, so that they keep the scale of its input
-# structural   inputs, parameters, constants, sizes and integers: nothing to quantize float
-# known, and computed in float on purpose: few bits of what it makes say too little (roots,
-# exponentials)
+"""How an operator behaves towards quantization.
+
+- mac: multiplies and accumulates. On integer hardware its inputs must be integers as well as
+  its output.
+- compute: makes new values, which are quantized.
+- fusable: an activation that hardware applies before it writes the producer's output, so that
+  both have one quantization.
+- nonlinear: another activation. Its output is quantized unless the network returns it.
+- join: puts values of several tensors into one and computes nothing. Each keeps its
+  quantization.
+- passthrough: moves or selects values, which keep the scale of its input.
+- structural: inputs, parameters, constants, sizes and integers, which are not quantized.
+- float: computed in float on purpose, because few bits of its output would not be enough
+  (roots, exponentials).
+- unknown: not in the table.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,33 +43,32 @@ class Op:
         kind: how it behaves towards quantization.
         types: the classes and functions that users may name.
         aten: the packets that torch traces it as; none for a layer of this package.
-        axes: where the channels of what it reads are in what it makes; None where they mix.
-        commutes: what may be done to these channels before it or after it, alike.
+        axes: where the channels of its input are in its output; None where they mix.
+        commutes: changes of these channels that have the same effect before and after it.
         weight: whether it has a weight to quantize.
-        owns: whether parameters that it is called with are its own, though they stay float.
-        channels: the axis, in what it makes, that its own weight is about.
+        owns: whether the parameters of its call are its own, though they stay float.
+        channels: the axis of its output that belongs to its own weight.
         spatial: how many axes the kernel of a linear or convolution layer has; None for other
             operators.
         transposed: whether its weight is [inputs, outputs, *kernel] instead of [outputs,
             inputs, *kernel].
-        experts: whether its weight is a stack of matrices, one below the other, each for tokens
-            of its own.
+        experts: whether its weight is a stack of matrices, one below the other, each for other
+            tokens.
         rectifies: whether it is max(x, 0).
-        cuts: whether it cuts off values and leaves the others as they are.
-        normalizes: whether it brings the last axis, a transformer's channels, to one size.
-        nonzero: the argument that must not become zero, as it is divided by, or its logarithm
-            taken.
-        exact: the arguments of which a small error makes another value: angles, what is rounded
+        cuts: whether it clips values and leaves the others as they are.
+        normalizes: whether it normalizes the last axis, a transformer's channels.
+        nonzero: the argument that must not become zero: a divisor, or that of a logarithm.
+        exact: the arguments whose small errors change the result much: angles, what is rounded
             to integers, places.
         fresh: whether the output shares no memory with an input.
-        any_layout: whether it computes on any order of memory alike, and makes images of the
-            order of those it reads.
-        shape_of: the argument of which it reads the shape alone.
+        any_layout: whether it computes the same for any memory format, and returns images in
+            the format of its input.
+        shape_of: the argument of which it reads only the shape.
         joins: the arguments whose values a join puts into its output, later ones over earlier
             ones.
-        unwritten: whether what it makes is memory that nobody has written.
-        orders: whether it puts rows in the order of their values; its last result says which
-            row each was.
+        unwritten: whether its output is memory that nothing has written.
+        orders: whether it orders rows by their values; its last result is the former place of
+            each row.
     """
 
     name: str
@@ -91,14 +97,12 @@ class Op:
 
     @property
     def is_linear_or_convolution(self) -> bool:
-        """Whether it multiplies channels with a weight that has its outputs and inputs as
-        axes.
-        """
+        """Return whether its weight has its output and input channels as axes."""
         return self.spatial is not None
 
     @property
     def scales_channels(self) -> bool:
-        """Whether it multiplies each channel with a weight of its own."""
+        """Return whether it multiplies each channel by a factor of its own."""
         return (
             self.kind == "mac"
             and self.channels is not None
@@ -108,22 +112,22 @@ class Op:
 
     @property
     def looks_up(self) -> bool:
-        """Whether it makes rows of its own weight, as an embedding does."""
+        """Return whether it looks up rows of its own weight, as an embedding does."""
         return self.weight and self.kind == "compute"
 
     @property
     def reads_values(self) -> bool:
-        """Whether what it makes depends on values that it reads, and not on their shape
-        alone.
+        """Return whether its output depends on values that it reads, not only on their
+        shape.
         """
         return self.kind != "structural" or not self.aten
 
     @property
     def keeps_scale(self) -> bool:
-        """Whether what it makes needs no other scale than what it reads."""
+        """Return whether its output can have the scale of its input."""
         return self.kind == "passthrough" or self.rectifies
 
     @property
     def only_moves(self) -> bool:
-        """Whether it moves values, all alike; a maximum chooses among them."""
+        """Return whether it moves values whatever they are; a maximum chooses among them."""
         return self.kind == "passthrough" and Commutes.ROTATIONS in self.commutes

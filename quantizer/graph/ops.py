@@ -1,7 +1,7 @@
-"""The one table of operators: what each is called, how it behaves towards quantization, and
-what channels do in it.
+"""The table of operators: their names, how they behave towards quantization, and where channels
+go in them.
 
-An operator without a row is legal: it runs as torch runs it, stays float, and `inspect` lists
+An operator without a row is allowed. It runs as in torch and stays float, and `inspect` lists
 it.
 """
 
@@ -47,7 +47,7 @@ PACKETS: dict[str, Op] = {}
 
 
 def register(row: Op) -> Op:
-    """Add a row: from then on every pass, algorithm and plan reads it.
+    """Register a row, which every pass, algorithm and plan then reads.
 
     Raises:
         ValueError: there is a row of this name, or for one of its packets.
@@ -60,7 +60,7 @@ def register(row: Op) -> Op:
 
 
 def find_op(packet: str) -> Op:
-    """The row of a packet as `arguments.packet` names it (`conv2d`; `relu_` is `relu`), an
+    """Return the row of a packet as `targets.packet` names it (`conv2d`; `relu_` is `relu`), an
     "unknown" row for others.
     """
     row = PACKETS.get(packet) or PACKETS.get(packet.removesuffix("_"))
@@ -68,7 +68,7 @@ def find_op(packet: str) -> Op:
 
 
 def unknown(name: str) -> Op:
-    """The row of an operator that has none."""
+    """Return a row for an operator that is not in the table."""
     return Op(name, "unknown", aten=(name,))
 
 

@@ -18,7 +18,10 @@ OTHERS = "others"
 """The name of the parts of an output beyond those that have names."""
 
 
-def leaf_names(value: Any, prefix: str = "") -> tuple[str, ...]:
+def leaf_names(
+    value: Any,
+    prefix: str = "",
+) -> tuple[str, ...]:
     """Return a name for each leaf of a nested output: keys, fields, else numbers, joined by
     dots.
 
@@ -35,6 +38,18 @@ def leaf_names(value: Any, prefix: str = "") -> tuple[str, ...]:
     return tuple(names)
 
 
+def plain_output(value: Any) -> Any:
+    """Return an output with its containers as dicts, lists and tuples."""
+    if isinstance(value, Ref):
+        return value
+    if isinstance(value, dict) or hasattr(value, "items"):
+        return {str(key): plain_output(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [plain_output(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
     """Return the keys and values of a container, None for what is none."""
     if isinstance(value, Ref):
@@ -45,7 +60,11 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, Mapping) or hasattr(value, "items"):
         return list(value.items())
     if isinstance(value, (list, tuple)):
-        keys = getattr(value, "_fields", range(len(value)))
+        keys = getattr(
+            value,
+            "_fields",
+            range(len(value)),
+        )
         return list(zip(keys, value, strict=True))
     return None
 
@@ -99,7 +118,10 @@ def unique_names(makers: Sequence[Node | None]) -> list[str]:
             levels[choice] += 1
 
 
-def unused_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
+def unused_names(
+    names: Sequence[str],
+    taken: Collection[str],
+) -> list[str]:
     """Return the names, with a number after each that is taken or repeated.
 
     >>> unused_names(["0.head", "0.head"], {"0"})
@@ -125,7 +147,11 @@ def output_leaves(graph: Graph) -> list[tuple[str, str]]:
     if len(names) != len(leaves):
         names = leaf_names(graph.output)
     tensors: list[tuple[str, str]] = []
-    for name, leaf in zip(names, leaves, strict=True):
+    for name, leaf in zip(
+        names,
+        leaves,
+        strict=True,
+    ):
         if isinstance(leaf, Ref) and graph.by_name[leaf.name].shape is not None:
             tensors.append((name, leaf.name))
     return tensors

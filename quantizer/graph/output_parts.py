@@ -113,7 +113,11 @@ class PartLabels:
     labels: Mapping[str, int]
     parts: Tensor
 
-    def of(self, seen: Seen, shape: Sequence[int]) -> Tensor:
+    def of(
+        self,
+        seen: Seen,
+        shape: Sequence[int],
+    ) -> Tensor:
         """Return for each value the index of its part, -1 for memory that nothing has written.
 
         Raises:
@@ -162,7 +166,11 @@ class _Group:
     place: Range | None
 
 
-def _with_parts(provenance: Provenance, output: Output, taken: set[str]) -> Output:
+def _with_parts(
+    provenance: Provenance,
+    output: Output,
+    taken: set[str],
+) -> Output:
     """Return an output with its parts, itself if there is one part.
 
     If all parts lie along one axis, that is its `channel_axis`.
@@ -203,7 +211,10 @@ def _with_parts(provenance: Provenance, output: Output, taken: set[str]) -> Outp
     return replace(output, parts=parts, labels=part_labels, channel_axis=axis)
 
 
-def _in_order(makers: Mapping[int, str], places: Mapping[int, Range | None]) -> list[int]:
+def _in_order(
+    makers: Mapping[int, str],
+    places: Mapping[int, Range | None],
+) -> list[int]:
     """Return the labels that an output has by where they begin; those without a range keep
     their order behind the others.
     """
@@ -310,7 +321,10 @@ def _places(
     return places
 
 
-def _shapes(graph: Graph, replay: Replay) -> dict[str, torch.Size] | None:
+def _shapes(
+    graph: Graph,
+    replay: Replay,
+) -> dict[str, torch.Size] | None:
     """Return the shapes that a replay needs and that of its end, None if the graph does not
     know one of them.
     """
@@ -323,7 +337,10 @@ def _shapes(graph: Graph, replay: Replay) -> dict[str, torch.Size] | None:
     return shapes
 
 
-def _range(is_part: Tensor, axes: Sequence[int]) -> Range | None:
+def _range(
+    is_part: Tensor,
+    axes: Sequence[int],
+) -> Range | None:
     """Return the range of one of these axes that is exactly where a mask is true."""
     for axis in axes:
         rows = is_part.movedim(axis, 0).reshape(is_part.shape[axis], -1)
@@ -373,7 +390,10 @@ def _channel_axis(provenance: Provenance, output: Output) -> int | None:
     return axes[0] if len(axes) == 1 else 1
 
 
-def parts_named_as(graph: Graph, original: Graph) -> tuple[Output, ...]:
+def parts_named_as(
+    graph: Graph,
+    original: Graph,
+) -> tuple[Output, ...]:
     """Return the outputs of a graph that passes have made of `original`, with the names that
     this gives them.
 

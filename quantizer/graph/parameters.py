@@ -12,7 +12,10 @@ from quantizer.storage.deferred_tensor import DeferredTensor
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def replace_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def replace_parameters(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+) -> None:
     """Put tensors in the place of a module's parameters, also where these are shared."""
     replacements: dict[int, nn.Parameter] = {}
     for name, tensor in tensors.items():
@@ -24,7 +27,11 @@ def replace_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None
                 part._parameters[name] = replacements[id(parameter)]
 
 
-def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+def set_parameter(
+    module: nn.Module,
+    name: str,
+    value: Tensor,
+) -> None:
     """Give a module another parameter, on the device of the one before.
 
     A deferred tensor on that device stays deferred.
@@ -36,7 +43,10 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     module._parameters[name] = parameter
 
 
-def placed(module: Module, device: torch.device) -> Module:
+def placed(
+    module: Module,
+    device: torch.device,
+) -> Module:
     """Move a module to a device and return it.
 
     Deferred parameters stay deferred: each goes there whenever it is used. So a model may be

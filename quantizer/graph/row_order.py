@@ -73,7 +73,11 @@ class RowOrder:
         earlier = frozenset[str]() if self.before is None else self.before.watched
         return self.replay.shaped | self.kept | {self.operand} | earlier
 
-    def rows(self, seen: Seen, shape: torch.Size) -> Tensor:
+    def rows(
+        self,
+        seen: Seen,
+        shape: torch.Size,
+    ) -> Tensor:
         """Return for each value of the output the number of its row, -1 without an order.
 
         Args:
@@ -106,7 +110,10 @@ class RowOrder:
         """
         return self._places(seen)[0]
 
-    def _places(self, seen: Seen) -> tuple[Tensor, int]:
+    def _places(
+        self,
+        seen: Seen,
+    ) -> tuple[Tensor, int]:
         """Return the places, and a number above all possible ones."""
         is_seen = self.node in seen.values and self.operand in seen.shapes
         if not self.is_traced or not is_seen:
@@ -132,7 +139,11 @@ class RowOrder:
         return places, end + len(outside)
 
 
-def _unique_places(positions: Tensor, axis: int, length: int) -> Tensor:
+def _unique_places(
+    positions: Tensor,
+    axis: int,
+    length: int,
+) -> Tensor:
     """Return positions along an axis so that those of no two lines are the same number."""
     lines = list(positions.shape)
     lines[axis] = 1
@@ -140,7 +151,10 @@ def _unique_places(positions: Tensor, axis: int, length: int) -> Tensor:
     return positions + starts * length
 
 
-def places_of_rows(rows: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+def places_of_rows(
+    rows: Tensor,
+    count: int,
+) -> tuple[Tensor, Tensor] | None:
     """Return the places of each row's values, [rows, values], and those of what is in no
     row; None if rows have different numbers of values.
 
@@ -158,12 +172,19 @@ def places_of_rows(rows: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
     return order[outside:].view(count, -1), order[:outside]
 
 
-def row_order(graph: Graph, end: str) -> RowOrder | None:
+def row_order(
+    graph: Graph,
+    end: str,
+) -> RowOrder | None:
     """Return what orders the rows of a node's value, None if nothing does."""
     return _row_order(graph, end, _orders(graph))
 
 
-def _row_order(graph: Graph, end: str, orders: _Orders) -> RowOrder | None:
+def _row_order(
+    graph: Graph,
+    end: str,
+    orders: _Orders,
+) -> RowOrder | None:
     leads = orders.leads
     first = leads[end]
     if first is None:
@@ -195,7 +216,13 @@ def _row_order(graph: Graph, end: str, orders: _Orders) -> RowOrder | None:
         node=first,
         axis=axis,
         operand=operand,
-        replay=Replay(graph, end, [first, *unordered], carriers, spread=_spread),
+        replay=Replay(
+            graph,
+            end,
+            [first, *unordered],
+            carriers,
+            spread=_spread,
+        ),
         is_pair=operator.shape is None,
         unordered=tuple(unordered),
         before=_row_order(graph, operand, orders),
@@ -210,7 +237,12 @@ def _ordered_operand(operator: Node) -> str:
     return scores[0] if scores else next(iter(operator.refs()))
 
 
-def _carrier(graph: Graph, node: Node, ordered: list[str], reduced: Collection[str]) -> str:
+def _carrier(
+    graph: Graph,
+    node: Node,
+    ordered: list[str],
+    reduced: Collection[str],
+) -> str:
     """Return the operand whose rows a node keeps, preferably one that is neither reduced nor
     expanded.
     """
@@ -278,7 +310,10 @@ def _indices(node: Node) -> list[str]:
     return []
 
 
-def _row_operands(graph: Graph, node: Node) -> Iterator[str]:
+def _row_operands(
+    graph: Graph,
+    node: Node,
+) -> Iterator[str]:
     """Yield the operands whose rows are in the order of those that a node makes."""
     if _indices(node):
         yield from _indices(node)
@@ -294,7 +329,11 @@ def _row_operands(graph: Graph, node: Node) -> Iterator[str]:
             yield source.name
 
 
-def _spread(node: Node, labels: Tensor, shape: torch.Size) -> Tensor:
+def _spread(
+    node: Node,
+    labels: Tensor,
+    shape: torch.Size,
+) -> Tensor:
     """Return the rows of what a node computes, from those of the operand whose rows it keeps.
 
     Raises:
@@ -329,7 +368,10 @@ def _along_last(labels: Tensor) -> Tensor:
     return first
 
 
-def _reduced(node: Node, labels: Tensor) -> Tensor:
+def _reduced(
+    node: Node,
+    labels: Tensor,
+) -> Tensor:
     """Return the labels after a reduction.
 
     Raises:
@@ -356,7 +398,11 @@ def _leading(indices: Iterable[object]) -> int:
     return count
 
 
-def matched_rows(reference: Tensor, other: Tensor, axis: int) -> Tensor:
+def matched_rows(
+    reference: Tensor,
+    other: Tensor,
+    axis: int,
+) -> Tensor:
     """Return for each row of `reference` the number of the row of `other` that was in the
     same place; -1 for none.
 

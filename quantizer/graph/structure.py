@@ -134,7 +134,11 @@ def _containers(graph: Graph) -> list[str]:
     return sorted(sizes, key=sizes.__getitem__, reverse=True)
 
 
-def blocks_of(graph: Graph, container: str, least: int = 1) -> tuple[ModuleBlock, ...]:
+def blocks_of(
+    graph: Graph,
+    container: str,
+    least: int = 1,
+) -> tuple[ModuleBlock, ...]:
     """Return the runs of nodes of a container's children in execution order.
 
     Args:
@@ -153,11 +157,20 @@ def blocks_of(graph: Graph, container: str, least: int = 1) -> tuple[ModuleBlock
     blocks: list[ModuleBlock] = []
     for child, run in runs.items():
         if layers[child] >= least:
-            blocks.append(ModuleBlock(prefix + child, run[0], run[-1] + 1))
+            blocks.append(
+                ModuleBlock(
+                    prefix + child,
+                    run[0],
+                    run[-1] + 1,
+                )
+            )
     return tuple(blocks)
 
 
-def _is_nested(one: str, other: str) -> bool:
+def _is_nested(
+    one: str,
+    other: str,
+) -> bool:
     if "" in (one, other):
         return True
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")

@@ -1,5 +1,6 @@
-"""Operators as torch traces and runs them: targets, packets, named arguments. Knows torch's
-schemas, not the graph.
+"""Operators as torch traces and runs them: targets, packets, named arguments.
+
+This file knows torch's schemas, but not the graph.
 """
 
 import math
@@ -10,68 +11,74 @@ from typing import Any
 import torch
 from torch import fx
 
-_SYMBOLIC = (
-    *(math.ceil, math.floor, math.trunc, round),
-    *(
-        torch.sym_max,
-        torch.sym_min,
-        torch.sym_int,
-        torch.sym_float,
-        torch.sym_not,
-        torch.sym_ite,
-        torch.sym_sqrt,
-    ),
+_SIZE_FUNCTIONS: tuple[Any, ...] = (
+    math.ceil,
+    math.floor,
+    math.trunc,
+    round,
+    torch.sym_max,
+    torch.sym_min,
+    torch.sym_int,
+    torch.sym_float,
+    torch.sym_not,
+    torch.sym_ite,
+    torch.sym_sqrt,
 )
+"""What Python computes with sizes besides `operator`."""
 _OF_SIZES: dict[str, Callable[..., Any]] = {
-    f"{each.__module__}.{each.__name__}": each for each in _SYMBOLIC
+    f"{function.__module__}.{function.__name__}": function for function in _SIZE_FUNCTIONS
 }
-"""What Python computes of sizes beside `operator`: "math.ceil", "builtins.round",
-"torch.sym_max".
-"""
+"""The same by target: "math.ceil", "builtins.round", "torch.sym_max"."""
 NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
 CONVOLUTIONS = ("aten._convolution.default", "aten.convolution.default")
 LINEAR = "aten.linear.default"
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The callable behind "aten.relu.default" or "operator.getitem"; nothing outside torch's
-    operators and arithmetic.
+    """Return the callable behind "aten.relu.default" or "operator.getitem".
+
+    Only torch's operators and arithmetic are allowed.
 
     Raises:
         ValueError: the target names something else.
     """
-    namespace, packet, *overload = target.split(".")
     if target in _OF_SIZES:
         return _OF_SIZES[target]
-    if namespace == "operator" and hasattr(operator, packet) and not packet.startswith("_"):
-        return getattr(operator, packet)  # type: ignore[no-any-return]
+    namespace, name, *overload = target.split(".")
+    if namespace == "operator" and hasattr(operator, name) and not name.startswith("_"):
+        return getattr(operator, name)  # type: ignore[no-any-return]
     if not overload or not namespace.isidentifier():
         raise ValueError(f"{target!r} is not a torch operator such as 'aten.relu.default'")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload[0])  # type: ignore[no-any-return]
+    overloads = getattr(getattr(torch.ops, namespace), name)
+    return getattr(overloads, overload[0])  # type: ignore[no-any-return]
 
 
 def takes_self(function: Callable[..., Any]) -> bool:
-    """Whether torch calls the first argument "self", which cannot be a keyword of a method:
-    ours is "input".
+    """Return whether torch calls an argument "self". We call it "input", because "self" cannot
+    be a keyword of a method.
     """
     schema = getattr(function, "_schema", None)
-    return schema is not None and any(argument.name == "self" for argument in schema.arguments)
+    if schema is None:
+        return False
+    return any(argument.name == "self" for argument in schema.arguments)
 
 
-def call(target: str, arguments: Mapping[str, Any]) -> Any:
+def call(
+    target: str,
+    arguments: Mapping[str, Any],
+) -> Any:
     """Run an operator on arguments by our names."""
     function = resolve(target)
     if not hasattr(function, "_schema"):
-        return function(*(value for _, value in sorted(arguments.items())))
-    if takes_self(function):
-        arguments = {
-            "self" if name == "input" else name: value for name, value in arguments.items()
-        }
-    return function(**arguments)
+        return function(*(arguments[name] for name in sorted(arguments)))
+    named = dict(arguments)
+    if "input" in named and takes_self(function):
+        named["self"] = named.pop("input")
+    return function(**named)
 
 
 def target_name(node: Any) -> str:
-    """`aten.conv2d.default`, `operator.getitem`."""
+    """Return the target of a node or a function: `aten.conv2d.default`, `operator.getitem`."""
     target = node.target if isinstance(node, fx.Node) else node
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
@@ -81,19 +88,18 @@ def target_name(node: Any) -> str:
 
 
 def packet(target: str) -> str:
-    """`conv2d` of `aten.conv2d.default`; Python's integer arithmetic keeps apart from tensor
-    arithmetic.
+    """Return the packet of a target: `conv2d` of `aten.conv2d.default`.
+
+    Outside aten the namespace stays, which distinguishes integer arithmetic of Python.
     """
     namespace, name = target.split(".")[:2]
-    if target == "operator.getitem":
-        return "getitem"
-    return name if namespace == "aten" else f"{namespace}_{name}"
+    if namespace == "aten" or target == "operator.getitem":
+        return name
+    return f"{namespace}_{name}"
 
 
 def functional(target: str) -> str:
-    """The target without the trailing underscore of in-place operations, where torch has such a
-    twin.
-    """
+    """Return the out-of-place twin of an in-place target, the target itself if it has none."""
     namespace, name, *overload = target.split(".")
     if namespace != "aten" or not name.endswith("_") or name.endswith("__"):
         return target
@@ -101,44 +107,55 @@ def functional(target: str) -> str:
     if not hasattr(torch.ops.aten, twin):
         return target
     names = getattr(torch.ops.aten, twin).overloads()
-    return f"aten.{twin}.{overload[0] if overload and overload[0] in names else names[0]}"
+    same = [known for known in names if known in overload[:1]]
+    return f"aten.{twin}.{[*same, *names][0]}"
 
 
-def refine(op: str, arguments: Mapping[str, Any]) -> str:
-    """torch traces ReLU6 as hardtanh between 0 and 6."""
+def refine(
+    op: str,
+    arguments: Mapping[str, Any],
+) -> str:
+    """Return "relu6" for a hardtanh between 0 and 6, as torch traces ReLU6; else `op`."""
     if op == "hardtanh" and arguments.get("min_val") == 0 and arguments.get("max_val") == 6:
         return "relu6"
     return op
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments by the names of the operator's schema, `self` as "input"."""
+    """Return all arguments by the names of the operator's schema, `self` as "input"."""
     if target_name(node) == NORM_WITHOUT_STATISTICS:
         keys = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
-        return {
-            **dict(zip(keys, node.args, strict=False)),
-            "training": False,
-            "cudnn_enabled": False,
-        }
+        norm = dict(zip(keys, node.args, strict=False))
+        return {**norm, "training": False, "cudnn_enabled": False}
     schema = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema else ["a", "b", "c"]
-    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {"input" if name == "self" else name: value for name, value in arguments.items()}
+    names = ["a", "b", "c"]
+    if schema:
+        names = [argument.name for argument in schema.arguments]
+    arguments: dict[str, Any] = {}
+    for name, value in (
+        *zip(
+            names,
+            node.args,
+            strict=False,
+        ),
+        *node.kwargs.items(),
+    ):
+        arguments["input" if name == "self" else name] = value
+    return arguments
 
 
 def convolution(arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return target and arguments of `conv2d` and its kin for `convolution`, the one function
-    that `torch.jit.trace` writes for all of them.
+    """Return the target and the arguments of `conv2d` and its kin for `convolution`, the one
+    function that `torch.jit.trace` writes for all of them.
     """
-    shared = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = {name: arguments[name] for name in shared}
+    names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
     dims = len(arguments["stride"])
-    if not arguments["transposed"]:
-        return f"aten.conv{dims}d.default", given
-    overload = "default" if dims == 1 else "input"
-    return f"aten.conv_transpose{dims}d.{overload}", given | {
-        "output_padding": arguments["output_padding"]
-    }
+    target = f"aten.conv{dims}d.default"
+    if arguments["transposed"]:
+        overload = "default" if dims == 1 else "input"
+        target = f"aten.conv_transpose{dims}d.{overload}"
+        names.append("output_padding")
+    return target, {name: arguments[name] for name in names}
 
 
 def rank(argument: Any) -> int:
@@ -147,39 +164,39 @@ def rank(argument: Any) -> int:
 
 
 def parameter_names(arguments: Mapping[str, Any]) -> list[str]:
-    """torch's names for the entries of the list of parameters that a recurrent operator
+    """Return torch's names for the entries of the list of parameters that a recurrent operator
     takes.
     """
     directions = ("", "_reverse") if arguments["bidirectional"] else ("",)
-    each = len(arguments["params"]) // (arguments["num_layers"] * len(directions))
     kinds = ["weight_ih", "weight_hh"]
-    kinds += ["bias_ih", "bias_hh"] if arguments["has_biases"] else []
-    # The projection of an LSTM with proj_size
-    kinds += ["weight_hr"] if each > len(kinds) else []
-    layers = range(arguments["num_layers"])
-    return [
-        f"{kind}_l{layer}{direction}"
-        for layer in layers
-        for direction in directions
-        for kind in kinds
-    ]
+    if arguments["has_biases"]:
+        kinds += ["bias_ih", "bias_hh"]
+    layers = arguments["num_layers"]
+    count = len(arguments["params"]) // (layers * len(directions))
+    # An LSTM with proj_size has a projection
+    if count > len(kinds):
+        kinds.append("weight_hr")
+    names: list[str] = []
+    for layer in range(layers):
+        for direction in directions:
+            names += [f"{kind}_l{layer}{direction}" for kind in kinds]
+    return names
 
 
 def pair(value: Any) -> tuple[int, int]:
-    """An argument that is one number for height and width, or one for each."""
+    """Return an argument as (height, width), which may be one number for both."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values[0], values[-1]
 
 
 def is_copy(target: str) -> bool:
-    """Whether all that is read of the first argument is what it is made of: its dtype, its
-    sizes.
-    """
+    """Return whether an operator reads only the dtype and the sizes of its first argument."""
     return packet(target).removesuffix("_") in ("copy", "fill", "zero")
 
 
 def is_noise(target: str) -> bool:
-    """Checks and bookkeeping that compute nothing."""
+    """Return whether an operator is a check or bookkeeping and computes nothing."""
     name = target.split(".")[1]
-    checks = name.startswith(("_assert", "sym_constrain", "lift_fresh", "_guards"))
-    return checks or name in ("detach", "detach_", "alias")
+    if name in ("detach", "detach_", "alias"):
+        return True
+    return name.startswith(("_assert", "sym_constrain", "lift_fresh", "_guards"))

@@ -19,7 +19,7 @@ from torch.fx import config as fx_config
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
-from quantizer.graph.exported_program import Converter, marked
+from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
 from quantizer.graph.lengths import (
@@ -30,6 +30,7 @@ from quantizer.graph.lengths import (
 )
 from quantizer.graph.names import check_names
 from quantizer.graph.parameters import without_values
+from quantizer.graph.program_nodes import marked
 from quantizer.storage.process_memory import uncollected
 
 logger = logging.getLogger(__name__)

@@ -68,7 +68,10 @@ def find_pairs(graph: Graph) -> tuple[Pair, ...]:
     return tuple(pairs)
 
 
-def _is_scalable(graph: Graph, node: Node) -> bool:
+def _is_scalable(
+    graph: Graph,
+    node: Node,
+) -> bool:
     """Return whether a node is a convolution or linear layer that shares no parameters."""
     if not node.is_multiplying or node.inputs.keys() != {"input"}:
         return False
@@ -90,7 +93,12 @@ def cross_layer_equalization(graph: Graph) -> Graph:
         if pair.first.name not in layers:
             layers[pair.first.name] = _LayerRanges(graph, pair.first)
         before = layers[pair.first.name]
-        layers[pair.second.name] = _LayerRanges(graph, pair.second, pair, before)
+        layers[pair.second.name] = _LayerRanges(
+            graph,
+            pair.second,
+            pair,
+            before,
+        )
     for _ in range(_MAX_SWEEPS):
         largest = 0.0
         for pair in pairs:
@@ -154,7 +162,7 @@ class _LayerRanges:
             largest = columns.scatter_reduce(2, index, largest, "amax")
             self.columns = torch.arange(count)
         self.weight = largest.to("cpu", torch.float64)  # [groups, outputs, columns]
-        self.outputs = torch.ones(groups * outputs, dtype=torch.float64)
+        self.outputs: Tensor = torch.ones(groups * outputs, dtype=torch.float64)
         self.inputs = torch.ones(count, dtype=torch.float64)
         values = _output_ranges(graph, node)
         values = torch.zeros_like(self.outputs) if values is None else values
@@ -162,11 +170,21 @@ class _LayerRanges:
         widest = values.max().clamp(min=torch.finfo(torch.float64).tiny)
         self.values = values * self.weight.max() / widest
 
-    def parameters(self, graph: Graph) -> dict[str, Tensor]:
+    def parameters(
+        self,
+        graph: Graph,
+    ) -> dict[str, Tensor]:
         """Return the scaled weight and bias."""
         weight = graph.weight(self.node)
         inputs = self.inputs[self.channels]
-        tensors = {"weight": rescaled(self.node, weight, self.outputs, inputs)}
+        tensors = {
+            "weight": rescaled(
+                self.node,
+                weight,
+                self.outputs,
+                inputs,
+            )
+        }
         if "bias" in self.node.params:
             bias = graph.tensors[self.node.params["bias"]]
             scaled = bias * self.outputs.to(bias.device)
@@ -174,7 +192,10 @@ class _LayerRanges:
         return tensors
 
 
-def _output_ranges(graph: Graph, node: Node) -> Tensor | None:
+def _output_ranges(
+    graph: Graph,
+    node: Node,
+) -> Tensor | None:
     """Return how wide each output channel is by a folded batch norm, else by the bias; None
     without either.
     """
@@ -186,20 +207,40 @@ def _output_ranges(graph: Graph, node: Node) -> Tensor | None:
     return None
 
 
-def _balance(first: _LayerRanges, second: _LayerRanges) -> float:
+def _balance(
+    first: _LayerRanges,
+    second: _LayerRanges,
+) -> float:
     """Make the channels of a pair equally wide, and return the exponent of the largest
     factor.
     """
     r1 = torch.maximum(first.weight.amax(2).flatten(), first.values)
     widths = second.weight.amax(1).flatten()
-    r2 = torch.zeros_like(second.inputs).scatter_reduce(0, second.columns, widths, "amax")
+    r2 = torch.zeros_like(second.inputs).scatter_reduce(
+        0,
+        second.columns,
+        widths,
+        "amax",
+    )
     squared = r1 / r2  # r2 is 0 for a channel that is not read
-    s = torch.where((squared > 0) & squared.isfinite(), squared.sqrt(), 1.0)
+    s = torch.where(
+        (squared > 0) & squared.isfinite(),
+        squared.sqrt(),
+        1.0,
+    )
     first.outputs *= 1 / s
     first.values *= 1 / s
-    first.weight *= (1 / s).reshape(len(first.weight), -1, 1)
+    first.weight *= (1 / s).reshape(
+        len(first.weight),
+        -1,
+        1,
+    )
     second.inputs *= s
-    second.weight *= s[second.columns].reshape(len(second.weight), 1, -1)
+    second.weight *= s[second.columns].reshape(
+        len(second.weight),
+        1,
+        -1,
+    )
     return _largest_exponent(s)
 
 
@@ -244,7 +285,10 @@ def find_absorptions(graph: Graph) -> Iterator[Absorption]:
             yield Absorption(pair, high)
 
 
-def absorb_high_biases(graph: Graph, refused: Collection[str] = ()) -> Graph:
+def absorb_high_biases(
+    graph: Graph,
+    refused: Collection[str] = (),
+) -> Graph:
     """Return the graph with high biases moved to the layers after them.
 
     Args:
@@ -269,7 +313,13 @@ def absorb_high_biases(graph: Graph, refused: Collection[str] = ()) -> Graph:
         response = taps @ absorption.high_inputs.reshape(len(taps), -1, 1)
         biases[second.name] = biases[second.name] + response.flatten()
         count = int(high.count_nonzero())
-        changes.append(Change("absorb_high_biases", (first.name, second.name), count))
+        changes.append(
+            Change(
+                "absorb_high_biases",
+                (first.name, second.name),
+                count,
+            )
+        )
     if not changes:
         return graph
     rounded: dict[str, dict[str, Tensor]] = {}
@@ -290,7 +340,10 @@ def _passes_shift(pair: Pair) -> bool:
     return len(others) < len(pair.between) and all(map(passes_shifts, others))
 
 
-def _bias(graph: Graph, node: Node) -> Tensor:
+def _bias(
+    graph: Graph,
+    node: Node,
+) -> Tensor:
     """Return the layer's bias in float64, zeros if it has none."""
     if "bias" in node.params:
         return graph.tensors[node.params["bias"]].double()

@@ -86,11 +86,18 @@ class _Norm:
     def factor(self) -> Tensor:
         return self.gamma / self.deviation
 
-    def shifted(self, bias: Tensor | float) -> Tensor:
+    def shifted(
+        self,
+        bias: Tensor | float,
+    ) -> Tensor:
         """Return what the norm makes of a constant."""
         return (bias - self.mean) * self.factor + self.beta
 
-    def part(self, start: int, stop: int) -> _Norm:
+    def part(
+        self,
+        start: int,
+        stop: int,
+    ) -> _Norm:
         """Return the norm of some of the channels."""
         channels = slice(start, stop)
         return _Norm(
@@ -101,7 +108,10 @@ class _Norm:
         )
 
 
-def _norm_of(graph: Graph, node: Node) -> _Norm:
+def _norm_of(
+    graph: Graph,
+    node: Node,
+) -> _Norm:
     tensors = {key: graph.tensors[path].double() for key, path in node.params.items()}
     mean = tensors["running_mean"]
     variance = tensors["running_var"] + float(node.attrs.get("eps", 1e-5))
@@ -120,14 +130,17 @@ class _NormSources:
     def labels(self) -> ChannelLabels:
         return ChannelLabels(self.graph)
 
-    def layers(self, norm: Node) -> list[Node]:
+    def layers(
+        self,
+        norm: Node,
+    ) -> list[Node]:
         """Return the layers into which a batch norm can fold, in the order of their channels;
         none if it cannot.
         """
         source = self._source(next(norm.refs()), norm, 1)
         if source is None:
             return []
-        sources = [source]
+        sources: list[tuple[Node, int] | None] = [source]
         join, axis = source
         if join.op == "cat" and int(join.attrs.get("dim", 0)) % join.rank == axis:
             sources = [self._source(name, join, axis) for name in references(join.inputs)]
@@ -138,7 +151,12 @@ class _NormSources:
             layers[source[0].name] = source[0]
         return list(layers.values()) if len(layers) == len(sources) else []
 
-    def _source(self, name: str, reader: Node, axis: int) -> tuple[Node, int] | None:
+    def _source(
+        self,
+        name: str,
+        reader: Node,
+        axis: int,
+    ) -> tuple[Node, int] | None:
         """Return the node before all that only moves the value `name`, and the axis of its
         value that holds the channels; None if others than `reader` read it.
 
@@ -159,7 +177,10 @@ class _NormSources:
         return self._source(source.name, node, before)
 
 
-def _makes_channels(layer: Node, axis: int) -> bool:
+def _makes_channels(
+    layer: Node,
+    axis: int,
+) -> bool:
     """Return whether a layer multiplies its only input, and has its output channels at an
     axis.
     """
@@ -175,4 +196,11 @@ def _channel_scale(norm: Node) -> Node:
     op = "channel_scale"
     params = {key: f"{key}@{norm.name}" for key in ("weight", "bias")}
     inputs = {"input": norm.inputs["input"]}
-    return replace(norm, op=op, target=op, inputs=inputs, attrs={}, params=params)
+    return replace(
+        norm,
+        op=op,
+        target=op,
+        inputs=inputs,
+        attrs={},
+        params=params,
+    )

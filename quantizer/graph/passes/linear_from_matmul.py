@@ -38,7 +38,15 @@ def linear_from_matmul(graph: Graph) -> Graph:
     for node in reversed(graph.nodes):
         readers = graph.consumers[node.name]
         is_trained = node.op == "parameter"
-        if not is_trained and flipped(graph, Ref(node.name), 2) is None:
+        if (
+            not is_trained
+            and flipped(
+                graph,
+                Ref(node.name),
+                2,
+            )
+            is None
+        ):
             continue
         if all(reader in layers or reader in moved for reader in readers):
             moved[node.name] = moved.get(readers[0], readers[0])
@@ -48,7 +56,11 @@ def linear_from_matmul(graph: Graph) -> Graph:
     return rewire(changed.replaced(tensors=tensors), moved, absorbed)
 
 
-def trained(graph: Graph, value: object, rank: int) -> Node | None:
+def trained(
+    graph: Graph,
+    value: object,
+    rank: int,
+) -> Node | None:
     """Return the trained tensor of this rank that a value is, None if it is none."""
     if not isinstance(value, Ref):
         return None
@@ -56,7 +68,11 @@ def trained(graph: Graph, value: object, rank: int) -> Node | None:
     return node if node.op == "parameter" and node.rank == rank else None
 
 
-def flipped(graph: Graph, value: object, rank: int) -> Node | None:
+def flipped(
+    graph: Graph,
+    value: object,
+    rank: int,
+) -> Node | None:
     """Return the trained tensor of which a value is the transpose of the last two axes."""
     node = graph.by_name[value.name] if isinstance(value, Ref) else None
     if node is None or node.op not in _TRANSPOSITIONS:
@@ -71,7 +87,11 @@ def flipped(graph: Graph, value: object, rank: int) -> Node | None:
     return trained(graph, node.inputs.get("input"), rank)
 
 
-def _linear(graph: Graph, node: Node, tensors: dict[str, Tensor]) -> Node | None:
+def _linear(
+    graph: Graph,
+    node: Node,
+    tensors: dict[str, Tensor],
+) -> Node | None:
     """Return the linear layer that computes a node, None if no such layer does.
 
     The layer's weight, [out, in], is added to `tensors` if the model has it transposed.
