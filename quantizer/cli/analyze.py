@@ -252,7 +252,7 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
     model.
     """
     seed_everything(options.seed)
-    read = session.read_config(options.config_file)
+    read = session.read_config_file(options.config_file)
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     if batches.stands_in:
@@ -266,14 +266,14 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
             check_plan(
                 reported,
                 read.config,
-                session.make_plan(read, original, quiet=True, graph=graph),
+                session.resolved_plan(read, original, quiet=True, graph=graph),
             )
     return Subject(options, read, loaded, batches, original)
 
 
 def _floats(subject: Subject, metric: str) -> Findings:
     """The search for the fewest bytes in float."""
-    session.make_plan(subject.read, subject.original, quiet=subject.options.json)
+    session.resolved_plan(subject.read, subject.original, quiet=subject.options.json)
     found, gate, tensors = cheapest_floats(subject, metric)
     content = found.to_json(gate) | {"tensors": sensitivity.ablation_json(tensors)}
     lines = found.lines(gate, path_names(subject.original))
@@ -300,7 +300,7 @@ def _run(
         original, read.config.settings, session.on_device(options, batches)
     )
     graph = run_passes(original, read.config.settings, refused=absorption.refused(record))
-    plan = session.make_plan(read, original, quiet=options.json, graph=graph)
+    plan = session.resolved_plan(read, original, quiet=options.json, graph=graph)
     tensors = measured_tensors(subject)[0] if options.tensors else None
     beside = {"tensors": sensitivity.ablation_json(tensors)} if tensors else {}
     if read.config.algorithms:

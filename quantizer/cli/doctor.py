@@ -119,7 +119,7 @@ def _check_model(options: Options, config: Config | None) -> Iterator[Check]:
     yield Check("model", "ok", text)
     if config is None:
         return
-    plan = session.make_plan(session.ReadConfig(config, (), {}), original, quiet=True)
+    plan = session.resolved_plan(session.ReadConfig(config, (), {}), original, quiet=True)
     yield from checkup.check_plan(plan)
     data = memory_prediction.Data(traced.size, traced.batches or 1, options.memory)
     peaks = peaks_of(plan, config, data, traced, finetuned=False)
