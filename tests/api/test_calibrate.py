@@ -413,7 +413,7 @@ def test_a_notebook_shows_progress_as_bars(
     monkeypatch.setitem(
         sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display)
     )
-    monkeypatch.setattr("quantizer.api.notebook.REDRAW_S", 0)
+    monkeypatch.setattr("quantizer.api.notebook._SECONDS_BETWEEN_DRAWINGS", 0)
     found = quantizer.calibrate(network, LAYERED, data)
     assert any(f'<progress value="1" max="{len(data)}">' in page for page in pages)
     assert pages[-1] == ""
