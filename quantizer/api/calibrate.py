@@ -40,14 +40,14 @@ from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
 from quantizer.storage.process_memory import parsed
 
-Data = str | Iterable[Any] | Callable[[], Any]
+CalibrationData = str | Iterable[Any] | Callable[[], Any]
 
 
 @user_exits("the model", ModelError)
 def calibrate(
     model: nn.Module,
     config: AnyConfig | None,
-    data: Data,
+    data: CalibrationData,
     *,
     batch_size: int | None = None,
     subset_len: int | None = None,
@@ -128,7 +128,9 @@ def _budget(memory: int | str | None) -> int | None:
 
 
 @user_exits("the model", ModelError)
-def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = None) -> Result:
+def load(
+    folder: str | os.PathLike[str], model: nn.Module, data: CalibrationData | None = None
+) -> Result:
     """Load a result folder for the same float model.
 
     Args:
@@ -155,7 +157,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
 
 def _batches(
     model: nn.Module,
-    data: Data,
+    data: CalibrationData,
     *,
     seed: int,
     batch_size: int | None = None,

@@ -20,7 +20,7 @@ from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.follow import progress
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_output
-from quantizer.cli.places import Place
+from quantizer.cli.places import PathType
 from quantizer.cli.render import say
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
@@ -32,7 +32,7 @@ from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
 from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
-from quantizer.evaluation.analyze import Analysis, Budget, Choice, Width, width_bits
+from quantizer.evaluation.analyze import Analysis, Budget, Width, WidthChoice, width_bits
 from quantizer.evaluation.width_changes import WidthChanges, chosen_specs, unwanted_changes
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
@@ -94,7 +94,7 @@ class AnalyzeOptions(Options):
     )
     apply: bool = option("Write the changed config into --config_file.", default=False)
     report: str | None = option(
-        "Add the results to the report of this result folder.", type=Place(), metavar="DIR"
+        "Add the results to the report of this result folder.", type=PathType(), metavar="DIR"
     )
 
 
@@ -188,7 +188,7 @@ class AnalysisResult:
     content: dict[str, Any]
     text: str
     analysis: Analysis | None = None
-    choice: Choice | None = None
+    choice: WidthChoice | None = None
     lines: Sequence[str] = ()
     tensors: Ablation | None = None
 

@@ -148,7 +148,7 @@ def open_data(
         DataError: it cannot be read.
     """
     option = options.data
-    source = loaded.calibration_data
+    source: Any = loaded.calibration_data
     if evaluation:
         option = options.eval_data or options.data
         source = loaded.evaluation_data
