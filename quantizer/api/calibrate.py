@@ -1,6 +1,4 @@
-"""`calibrate` and `load`: the pipeline from Python, for both file forms, with the files and
-sentences of the shell.
-"""
+"""Defines `calibrate` and `load`, which do in Python what the shell does."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -43,14 +41,14 @@ from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
 from quantizer.storage.process_memory import parsed
 
-Data = str | Iterable[Any] | Callable[[], Any]
+CalibrationData = str | Iterable[Any] | Callable[[], Any]
 
 
 @user_exits("the model", ModelError)
 def calibrate(
     model: nn.Module,
     config: AnyConfig | None,
-    data: Data,
+    data: CalibrationData,
     *,
     batch_size: int | None = None,
     subset_len: int | None = None,
@@ -62,35 +60,34 @@ def calibrate(
     memory: int | str | None = None,
     events: Events | None = None,
 ) -> Result:
-    """Quantize a traced copy of `model`, as `quantizer --quant_mode calib` does; the model
-    stays as it is.
+    """Quantize a traced copy of a model, as `quantizer --quant_mode calib` does.
 
     Args:
-        model: any `torch.nn.Module`; it is traced on the first batch, in evaluation mode.
-        config: a path, a dict or a `Config`, of either file form; None for the built-in default
-            of the DPU.
+        model: any `torch.nn.Module`. It stays unchanged, and is traced on the first batch in
+            evaluation mode.
+        config: a path, a dict or a `Config`; None for the built-in default for the DPU.
         data: an iterable of batches (tensors, tuples, dicts, with or without targets), a
-            function that returns one, or what `--data` takes as text; the same batches each
-            time. Without ranges to find, the first gives the shape.
-        batch_size: samples per batch, of data that come as text; of any data, `subset_len`
-            samples are used.
+            function that returns one, or a text as for `--data`. Each pass has to give the same
+            batches. If no ranges are calibrated, only the shape of the first batch matters.
+        batch_size: samples per batch, if `data` is a text.
+        subset_len: use only the first samples.
         seed: of all randomness.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
-        dpu_accuracy: "high" to equalize layers, correct biases and finetune as well, for the
-            DPU.
-        folder: where checkpoints go while it runs, and where `resume` looks for them to go on
-            with a stopped run.
-        memory: bytes of activations kept in memory, or "8GB"; more go to files. None for half
-            of what is free.
-        events: who follows the run; None for bars in a notebook and log records elsewhere.
+        dpu_accuracy: "high" to also equalize layers, correct biases and finetune, for the DPU.
+        folder: of checkpoints.
+        resume: whether to continue from the checkpoint in `folder`.
+        memory: for activations, in bytes or as "8GB"; the rest is written to files. None for
+            half of the free memory.
+        events: receives progress and messages; None for bars in a notebook and log records
+            elsewhere.
 
     Raises:
         ConfigError: all findings on the config, alone and with this model.
         ModelError: the model cannot be traced, or has NaN or Inf in its weights.
-        DataError: there are no data, or they are not what the model takes.
+        DataError: there is no data, or the model cannot take it.
         ResultError: another run uses `folder`, or it has links among its files.
-        UsageError: `memory` is no size, or `fast_finetune` or `dpu_accuracy` does not go with
-            the config.
+        UsageError: `memory` is not a size, or the config excludes `fast_finetune` or
+            `dpu_accuracy`.
     """
     check_float(model, traced=True)
     read, budget = read_config(config), _budget(memory)
@@ -130,50 +127,52 @@ def _result(
         header = request.header(state)
         write_results(folder, original, config, state.calibration, state.solution, header)
 
-    return Result(model, calibrated, state.plan, request.batches, events, write=write)
+    return Result(model, calibrated, state.plan, request.batches, events=events, write=write)
 
 
 def _budget(memory: int | str | None) -> int | None:
-    """In bytes."""
+    """Return the memory in bytes; None if it is None."""
     try:
         if memory is None or (isinstance(memory, int) and memory >= 0):
             return memory
         return parsed(str(memory))
     except ValueError:
         raise UsageError(
-            f"memory={memory!r} is no size", help='give bytes, or a text such as "8GB"'
+            f"memory={memory!r} is not a size", help='give bytes, or a text such as "8GB"'
         ) from None
 
 
 @user_exits("the model", ModelError)
-def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = None) -> Result:
-    """What `calibrate` saved, or the shell wrote, for the same float model.
+def load(
+    folder: str | os.PathLike[str], model: nn.Module, data: CalibrationData | None = None
+) -> Result:
+    """Load a result folder for the same float model.
 
     Args:
-        folder: the result folder.
+        folder: that `Result.save` or the shell has written.
         model: the float model that was calibrated, with the same weights.
-        data: as in `calibrate`; the first batch is read for its shape, all are the default of
-            `Result.test`. None for what needs a shape only, which the folder knows.
+        data: as in `calibrate`, and the default of `Result.test`; None if no data is needed.
 
     Raises:
         ResultError: the folder is incomplete or damaged, or of another model.
     """
     check_float(model, traced=True)
     info = read_info(Path(folder))
-    batches = (
-        _shape_alone(info) if data is None else _batches(model, data, seed=info.header["seed"])
-    )
+    if data is None:
+        batches = _example_batches(info)
+    else:
+        batches = _batches(model, data, seed=info.header["seed"])
     original, batch = _traced(model, batches)
     with evaluating(model), without_cache(model):
         calibrated = reopened(model, batch, original, info)
     rules = stored_config(info)
     plan = check_plan(info, rules, resolve(rules, calibrated.graph, original))
-    return Result(model, calibrated, plan, batches, follower(), opened=info)
+    return Result(model, calibrated, plan, batches, events=follower(), opened=info)
 
 
 def _batches(
     model: nn.Module,
-    data: Data,
+    data: CalibrationData,
     *,
     seed: int,
     batch_size: int | None = None,
@@ -194,7 +193,7 @@ def _batches(
     )
 
 
-def _shape_alone(info: QuantInfo) -> Batches:
+def _example_batches(info: QuantInfo) -> Batches:
     batch = example_batch(info.header)
     return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
@@ -202,13 +201,18 @@ def _shape_alone(info: QuantInfo) -> Batches:
 def _traced(
     model: nn.Module, batches: Batches, *, compared: bool = False
 ) -> tuple[Graph, Batch]:
-    """The model's graph, perhaps compared with the model, whose weights are finite, and the
-    batch it was traced on.
+    """Return the model's graph, and the batch that it was traced on.
+
+    Args:
+        model: to trace.
+        batches: of data.
+        compared: whether to check that weights are finite, and to compare graph and model.
     """
     if compared:
         check_finite(model)
     batch = batches.first()
-    device = next((parameter.device for parameter in model.parameters()), None)
-    batch = batch if device is None else batch.to(device)
+    parameter = next(model.parameters(), None)
+    if parameter is not None:
+        batch = batch.to(parameter.device)
     with evaluating(model), without_cache(model):
         return traced(model, batch, compared=compared), batch

@@ -1,5 +1,4 @@
-"""What to quantize and how, as dataclasses with the fields of the hierarchical file form.
-Imports no torch.
+"""Defines the hierarchical form of a config as dataclasses. Imports no torch.
 
 Source of names, order and defaults: AMD Quark for PyTorch, documentation of
 `quark.torch.quantization.config.config`.
@@ -32,14 +31,18 @@ from quantizer.storage.atomic_write import replace_file
 @checked
 @dataclass
 class QuantizationSpec:
-    """How one tensor is quantized. None means that a wider level, or the default, says it.
+    """Describes how one tensor is quantized. None takes the value of a wider level, or the
+    default.
 
-    The fields from `percentage` on are additions: `percentage` is read by
-    `PerTensorPercentileObserver`; `mx_element_dtype` is the element of `Dtype.mx`;
-    `scale_format="e8m0"` gives groups of another format a shared exponent, too, which
-    `scale_calculation_mode` ("floor", "even" or "ceil") finds, and "e4m3" gives them scales of
-    8 bits (NVFP4 is `Dtype.fp4` with it); `symmetric_scale` ("quant_max" or "half_range") is
-    what the largest magnitude of symmetric integers is divided by.
+    The fields from `percentage` on are not in Quark:
+
+    - `percentage`: for `PerTensorPercentileObserver`.
+    - `mx_element_dtype`: the elements of `Dtype.mx`.
+    - `scale_format`: of groups; "e8m0" is a shared exponent, "e4m3" a scale of 8 bits (with
+      `Dtype.fp4` this is NVFP4).
+    - `scale_calculation_mode`: how a shared exponent is rounded, "floor", "even" or "ceil".
+    - `symmetric_scale`: the divisor of the largest magnitude of symmetric integers,
+      "quant_max" or "half_range".
     """
 
     dtype: Dtype
@@ -61,8 +64,8 @@ class QuantizationSpec:
 @checked
 @dataclass
 class QuantizationConfig:
-    """The specs of a layer's tensors. None inherits: layer from layer type, layer type from
-    global; there, float.
+    """Holds the specs of a layer's tensors. None inherits: a layer from its layer type, a layer
+    type from global. None in global means float.
     """
 
     input_tensors: QuantizationSpec | None = None
@@ -75,9 +78,10 @@ class QuantizationConfig:
 @checked
 @dataclass
 class Config:
-    """A whole configuration: global < layer type < layer name < exclude, field by field.
+    """Holds a whole config. Later levels override earlier ones, field by field: global, layer
+    type, layer name, exclude.
 
-    `to_dict` gives the hierarchical file form, so `save` writes a file for `--config_file`.
+    `save` writes a file for `--config_file`.
     """
 
     global_quant_config: QuantizationConfig
@@ -88,21 +92,21 @@ class Config:
     pre_quant_opt_config: PreQuantOptConfig | list[PreQuantOptConfig] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The config in the words of the hierarchical form; fields that are None are left out.
+        """Return the config in the hierarchical form, without fields that are None.
 
         Raises:
-            UsageError: a field has been given a value of another type.
+            UsageError: a field has a value of another type.
         """
         document: dict[str, Any] = _to_json(self)
         return document
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Config:
-        """The config that a document of the hierarchical form says.
+        """Return the config of a document in the hierarchical form.
 
         Raises:
             ConfigError: with all findings, if it cannot be used.
-            UsageError: it is no dict, or has no `global_quant_config`.
+            UsageError: it is not a dict, or has no `global_quant_config`.
         """
         if not isinstance(document, Mapping):
             raise UsageError(
@@ -112,10 +116,7 @@ class Config:
         if not document:
             raise UsageError(
                 "the document has no global_quant_config, the config of all layers",
-                help=(
-                    "write it, for example "
-                    '{"global_quant_config": {"weight": {"dtype": "int8"}}}'
-                ),
+                help='add it, as in {"global_quant_config": {"weight": {"dtype": "int8"}}}',
             )
         return cls._of(check_document(Document.of(document, cls.__name__)))
 
@@ -123,53 +124,48 @@ class Config:
         """Write a config file.
 
         Raises:
-            UsageError: the file cannot be written, or `path` is no path.
+            UsageError: the file cannot be written, or `path` is not a path.
         """
-        place, text = path_of(path), json.dumps(self.to_dict(), indent=2) + "\n"
+        place = path_of(path)
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
         try:
             replace_file(place, text.encode())
         except OSError as error:
-            raise UsageError(
-                f"cannot write {os.fspath(path)}: {error.strerror or error}"
-            ) from error
+            message = f"cannot write {os.fspath(path)}: {error.strerror or error}"
+            raise UsageError(message) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Config:
-        """The config of a file in the hierarchical form.
+        """Return the config of a file in the hierarchical form.
 
         Raises:
             ConfigError: with all findings and their places, if it cannot be used.
-            UsageError: it is of the layered form, or `path` is no path.
+            UsageError: it has the layered form, or `path` is not a path.
         """
         path_of(path)
         return cls._of(load_config(path))
 
     @classmethod
     def _of(cls, result: LoadResult) -> Config:
-        """The words of other versions end in `config`, and `canonical` turns them into ours."""
+        """Return the config of a checked document, which may use words of other versions."""
         config = result.require()
-        assert result.document is not None  # a config came of it
+        assert result.document is not None
         if config.form != "hierarchical":
             raise UsageError(
-                f"{config.source} is of the layered form, which the dataclasses cannot say",
-                help="`quantizer convert --to hierarchical` turns it into the form they can",
+                f"{config.source} has the layered form, which the dataclasses cannot express",
+                help="`quantizer convert --to hierarchical` converts it",
             )
-        read: Config = _from_json(cls, canonical(result.document)[0].value)
-        return read
+        document, _ = canonical(result.document)
+        converted: Config = _from_json(cls, document.value)
+        return converted
 
 
 AnyConfig = str | os.PathLike[str] | Mapping[str, Any] | Config
-"""A config in whichever way Python gives it: a path, a dict or dataclasses, of either file
-form.
-"""
+"""A config as Python gives it: a path, a dict or dataclasses."""
 
 
 def check_kind(config: Any) -> None:
-    """Refuse what is no config at all.
-
-    Raises:
-        UsageError: saying what it is.
-    """
+    """Raise `UsageError` if a value cannot be a config."""
     if not isinstance(config, (str, os.PathLike, Mapping, Config)):
         raise UsageError(
             f"config is {a_kind(config)}, not a config",
@@ -178,10 +174,10 @@ def check_kind(config: Any) -> None:
 
 
 def read_config(config: AnyConfig | None) -> LoadResult:
-    """The checked config; the built-in default for None.
+    """Return the checked config; the built-in default for None.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the value cannot be a config.
     """
     if config is None:
         return LoadResult(default_config(), (), {})
@@ -194,10 +190,10 @@ def read_config(config: AnyConfig | None) -> LoadResult:
 
 
 def path_of(path: Any, name: str = "path") -> Path:
-    """A path that was given as text or as a path object.
+    """Return the path of a text or path object.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is neither.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise UsageError(
@@ -207,57 +203,68 @@ def path_of(path: Any, name: str = "path") -> Path:
 
 
 def _to_json(value: Any) -> Any:
-    """Enumeration members and classes become their names; what is None, or an algorithm's
-    default, is not written.
+    """Return a value as JSON: enumeration members and classes by name, without None and without
+    defaults of algorithms.
     """
     if is_dataclass(value):
-        check(value)
-        named = {f.name: getattr(value, f.name) for f in fields(value)}
-        if isinstance(value, AlgoConfig):
-            default = vars(type(value)())
-            named = {
-                name: item
-                for name, item in named.items()
-                if name == "name" or item != default[name]
-            }
-        return {name: _to_json(item) for name, item in named.items() if item is not None}
-    if isinstance(value, (Enum, type)):
-        return value.name if isinstance(value, Enum) else value.__name__
+        return _fields_to_json(value)
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, type):
+        return value.__name__
     if isinstance(value, dict):
         return {key: _to_json(item) for key, item in value.items()}
-    return [_to_json(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_to_json(item) for item in value]
+    return value
+
+
+def _fields_to_json(value: Any) -> dict[str, Any]:
+    check(value)
+    defaults: dict[str, Any] = {}
+    if isinstance(value, AlgoConfig):
+        defaults = vars(type(value)())
+    content = {}
+    for name in (one.name for one in fields(value)):
+        item = getattr(value, name)
+        is_default = name != "name" and name in defaults and item == defaults[name]
+        if item is not None and not is_default:
+            content[name] = _to_json(item)
+    return content
 
 
 def _from_json(hint: Any, value: Any) -> Any:
-    """A JSON value as what an annotation asks for; keys without a field say nothing, or the
-    check had refused them.
-    """
+    """Return a JSON value as the type of an annotation. Keys without a field are ignored."""
+    origin = get_origin(hint)
     if value is None:
         return None
-    if get_origin(hint) in (Union, types.UnionType):
-        wanted = [
-            member
-            for member in get_args(hint)
-            if (get_origin(member) is list) == isinstance(value, list)
-        ]
-        return _from_json(wanted[0], value)
-    if get_origin(hint) is type:
+    if origin in (Union, types.UnionType):
+        is_list = isinstance(value, list)
+        members = [one for one in get_args(hint) if (get_origin(one) is list) == is_list]
+        return _from_json(members[0], value)
+    if origin is type:
         return OBSERVERS.get(value)
-    if get_origin(hint) is list:
+    if origin is list:
         return [_from_json(get_args(hint)[0], item) for item in value]
-    if get_origin(hint) is dict:
-        return {
-            key: _from_json(get_args(hint)[1], item)
-            for key, item in value.items()
-            if not key.startswith("//")
-        }
+    if origin is dict:
+        content = {}
+        for key, item in value.items():
+            if not key.startswith("//"):
+                content[key] = _from_json(get_args(hint)[1], item)
+        return content
     if is_dataclass(hint):
-        cls: Any = hint
-        if issubclass(cls, AlgoConfig):
-            cls = entry_kinds("hierarchical")[value["name"]]
-        hints, stated = (
-            get_type_hints(cls),
-            [f.name for f in fields(cls) if value.get(f.name) is not None],
-        )
-        return cls(**{name: _from_json(hints[name], value[name]) for name in stated})
-    return hint[value] if isinstance(hint, type) and issubclass(hint, Enum) else value
+        return _dataclass_from_json(hint, value)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint[value]
+    return value
+
+
+def _dataclass_from_json(cls: Any, value: Mapping[str, Any]) -> Any:
+    if issubclass(cls, AlgoConfig):
+        cls = entry_kinds("hierarchical")[value["name"]]
+    hints = get_type_hints(cls)
+    arguments = {}
+    for name in (one.name for one in fields(cls)):
+        if value.get(name) is not None:
+            arguments[name] = _from_json(hints[name], value[name])
+    return cls(**arguments)

@@ -1,6 +1,4 @@
-"""What `ModelQuantizer.quantize_model` does: runs the pipeline on a module tree, all of it or
-nothing.
-"""
+"""Quantizes and exports a model in place, for `ModelQuantizer`."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -31,20 +29,23 @@ from quantizer.sources.user_code import user_errors, user_exits
 from quantizer.sources.user_data import batches_of
 from quantizer.sources.weights import check_kinds
 
-EXAMPLE_LENGTH = 32
-"""Tokens of a made-up input."""
+_EXAMPLE_LENGTH = 32
+"""Tokens of an example input."""
 
 
 @user_exits("the model", ModelError)
 def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
-    """Quantize `model`; see `ModelQuantizer.quantize_model`."""
+    """Quantize a model, or leave it unchanged if that fails; see
+    `ModelQuantizer.quantize_model`.
+    """
     check_float(model)
     check_kinds(model)
     read = read_config(config)
     rules = read.require()
     target = ModuleTarget.of(model)
 
-    items = _items(() if dataloader is None else dataloader, model)
+    data = () if dataloader is None else dataloader
+    items = _items(data, model)
 
     def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
         nonlocal items
@@ -52,7 +53,7 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         target.check(plan)
         outputs = any(tensor.role == "activation" for tensor in plan.tensors.values())
         if dataloader is None and (plan.needs_data or rules.algorithms or outputs):
-            why, remedy = _wants_data(rules, plan)
+            why, remedy = _need_of_data(rules, plan)
             raise DataError(
                 f"no dataloader, but {why}",
                 help=f"give quantize_model(model, dataloader) {remedy}",
@@ -65,9 +66,7 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         return replace(state, target=placed, plan=plan)
 
     def batches() -> Iterator[Batch]:
-        """A pass; algorithms take several, so batches are kept for them, each read when a pass
-        first comes to it.
-        """
+        """Start a pass. Algorithms take several passes, so batches are kept for them."""
         nonlocal items
         if not rules.algorithms:
             return items
@@ -92,46 +91,47 @@ def export(
 ) -> Verification:
     """Write a checkpoint; see `ModelQuantizer.export`."""
     place = path_of(folder, "folder")
-    items = (
-        [example_input(model, EXAMPLE_LENGTH)]
-        if dataloader is None and hasattr(model, "config")
-        else dataloader
-    )
-    return export_modules(model, place, _items(items or (), model))
+    if dataloader is None:
+        dataloader = ()
+        if hasattr(model, "config"):
+            dataloader = [example_input(model, _EXAMPLE_LENGTH)]
+    return export_modules(model, place, _items(dataloader, model))
 
 
-def _wants_data(config: Config, plan: Plan) -> tuple[str, str]:
-    """What data are for, and what to give."""
+def _need_of_data(config: Config, plan: Plan) -> tuple[str, str]:
+    """Return why data is needed, and what to give."""
     algorithms = config.algorithms
-    reading = next((settings.name for settings in algorithms if settings.needs_data), None)
-    if reading is not None:
-        return f"{reading} works on the values that data give", "some batches"
+    for algorithm in algorithms:
+        if algorithm.needs_data:
+            return f"{algorithm.name} needs activations of the data", "some batches"
+    tensors = plan.tensors.values()
     if plan.needs_data:
-        found = next(tensor for tensor in plan.tensors.values() if tensor.is_calibrated)
-        why = f"the {found.role} of {found.layer} has a static scale, which is found on data"
-        return why, "some batches" + ("" if algorithms else ", or set is_dynamic=True")
+        tensor = next(tensor for tensor in tensors if tensor.is_calibrated)
+        why = f"the {tensor.role} of {tensor.layer} has a static scale, which data determines"
+        remedy = "some batches" if algorithms else "some batches, or set is_dynamic=True"
+        return why, remedy
     if algorithms:
-        return (
-            f"{algorithms[0].name} works on a trace of the model, which runs it on one batch",
-            "one batch",
-        )
-    found = next(tensor for tensor in plan.tensors.values() if tensor.role == "activation")
-    return (
-        f"whether a ReLU follows {found.layer}, whose output is quantized, one batch shows",
-        "one batch",
-    )
+        return f"{algorithms[0].name} traces the model, which runs it on one batch", "one batch"
+    tensor = next(tensor for tensor in tensors if tensor.role == "activation")
+    why = f"the output of {tensor.layer} is quantized: a batch shows if a ReLU follows"
+    return why, "one batch"
 
 
 def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
-    """The user's items (tensors, tuples, lists or dicts) as batches on the model's device."""
+    """Yield the user's items (tensors, tuples, lists or dicts) as batches on the model's
+    device.
+    """
     if not isinstance(dataloader, Iterable) and not hasattr(dataloader, "__getitem__"):
-        raise DataError(f"dataloader is {a_kind(dataloader)}, which gives no batches")
+        raise DataError(
+            f"dataloader is {a_kind(dataloader)}, which gives no batches",
+            help="give a DataLoader, or a list of batches",
+        )
     with user_errors("the dataloader", DataError):
         items = iter(dataloader)
-    given = arguments_of(model)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
     is_empty = True
-    for batch in batches_of(items, "the dataloader", given):
+    for batch in batches_of(items, "the dataloader", arguments_of(model)):
         is_empty = False
         yield batch.to(device)
     if is_empty:

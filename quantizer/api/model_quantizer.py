@@ -1,6 +1,4 @@
-"""The door of the Python API. What it calls is imported at the first call, so that importing
-the API is cheap.
-"""
+"""Defines `ModelQuantizer`, which imports torch only when it is used."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ Model = TypeVar("Model", bound="nn.Module")
 
 
 class ModelQuantizer:
-    """`ModelQuantizer(config).quantize_model(model, dataloader)`: weight-only, static or
-    dynamic, as the config says.
+    """Quantizes a model in place: weight-only, static or dynamic, as the config says.
 
-    Linear, convolutions, transposed convolutions, embeddings, recurrent layers, their
-    subclasses and the experts of transformers' mixtures are quantized; what else has weights
-    stays float and is logged. The command line does the same to a traced copy of the model.
+    It quantizes linear layers, convolutions, transposed convolutions, embeddings, recurrent
+    layers, their subclasses, and the experts of transformers' mixtures. Other layers with
+    weights stay in float and are logged. The command line does the same to a traced copy of the
+    model.
     """
 
     def __init__(self, config: AnyConfig) -> None:
@@ -32,19 +30,20 @@ class ModelQuantizer:
         self.config = config
 
     def quantize_model(self, model: Model, dataloader: Iterable[Any] | None = None) -> Model:
-        """Quantize `model` in place and return it; it keeps its class's methods, its dtype and
-        its training mode.
+        """Quantize a model in place and return it. It keeps the methods of its class, its dtype
+        and its training mode. If the call fails, the model is unchanged.
 
-        Batches are tensors, tuples or lists (positional arguments, a target may follow) or
-        dicts (keyword arguments). They are read only if a tensor other than a weight or bias
-        has a static scale. A call that fails leaves the model as it was.
+        Args:
+            model: to quantize.
+            dataloader: batches; each is a tensor, a tuple or list (positional arguments, and
+                optionally a target) or a dict (keyword arguments). They are read only if an
+                activation has a static scale.
 
         Raises:
             ConfigError: all findings on the config, alone and with this model.
-            ModelError: NaN or Inf in weights; weights without values; a model that is quantized
-                already.
-            DataError: a static config without batches, or with batches that the model cannot
-                take or that give NaN.
+            ModelError: weights have NaN, Inf or no values; or the model is already quantized.
+            DataError: a static config has no batches, or the model cannot take them, or gives
+                NaN.
         """
         from quantizer.api.in_place import quantize
 
@@ -53,8 +52,8 @@ class ModelQuantizer:
 
     @staticmethod
     def freeze(model: Model) -> Model:
-        """Make a quantized model final: no gradients any more. Its outputs are the same, bit
-        for bit.
+        """Disable the gradients of a quantized model, and return it. Its outputs stay the
+        same.
         """
         return model.requires_grad_(False)
 
@@ -65,20 +64,20 @@ class ModelQuantizer:
         dataloader: Iterable[Any] | None = None,
     ) -> Verification:
         """Write a quantized model of transformers as a checkpoint in compressed-tensors, which
-        transformers, vLLM and SGLang load, and compare what transformers makes of it with the
-        model.
+        transformers, vLLM and SGLang load, and verify it.
 
         Args:
+            model: that is quantized.
             folder: a new one, or an earlier export.
-            dataloader: batches to compare on, as `quantize_model` takes them; None for a
-                made-up input.
+            dataloader: batches to compare on, as `quantize_model` takes them; None for an
+                example input.
 
         Raises:
             ModelError: no layer is quantized.
-            UsageError: the format cannot say how one is quantized, or this is no model of
-                transformers.
-            VerificationError: transformers does not give the model's outputs; nothing is
-                written then.
+            UsageError: the format cannot express the quantization of a layer, or this is not a
+                model of transformers.
+            VerificationError: the outputs in transformers differ from the model's; then nothing
+                is written.
         """
         from quantizer.api.in_place import export
 
@@ -86,14 +85,14 @@ class ModelQuantizer:
 
     @staticmethod
     def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-        """Write a quantized model's state; see `storage.save`."""
+        """Write the state of a quantized model; see `storage.save`."""
         from quantizer.api import storage
 
         storage.save(model, folder)
 
     @staticmethod
     def load(model: Model, folder: str | os.PathLike[str]) -> Model:
-        """Make a float model of the same architecture the quantized one that was saved; see
+        """Load a saved quantized model into a float model of the same architecture; see
         `storage.load`.
         """
         from quantizer.api import storage

@@ -1,6 +1,4 @@
-"""What a notebook shows: tables as HTML, and progress as bars. Elsewhere a run reports to the
-log.
-"""
+"""Shows tables and progress in notebooks. Elsewhere progress is logged."""
 
 import sys
 import time
@@ -10,18 +8,20 @@ from quantizer.calibration.events import Events, Forked, Logged, Stage
 from quantizer.report.page.html import Markup, element
 from quantizer.report.view import Listing
 
-REDRAW_S = 0.1
+_SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 def follower() -> Events:
-    """Bars and log records in a notebook, log records elsewhere."""
-    return Forked(NotebookBars(), Logged()) if in_notebook() else Logged()
+    """Return the display of progress: bars and log records in a notebook, otherwise log
+    records.
+    """
+    if in_notebook():
+        return Forked(NotebookBars(), Logged())
+    return Logged()
 
 
 class NotebookBars(Events):
-    """Shows each stage of a run as a bar, which vanishes at its end; IPython alone is enough
-    for it.
-    """
+    """Shows a bar for each stage of a run while it lasts. It needs only IPython."""
 
     def __init__(self) -> None:
         self._stages: list[Stage] = []
@@ -34,18 +34,19 @@ class NotebookBars(Events):
         self._draw()
 
     def advanced(self, stage: Stage) -> None:
-        """Move it, but not so often that drawing takes time."""
-        if time.monotonic() - self._drawn >= REDRAW_S:
+        """Update the bar, at most every tenth of a second."""
+        if time.monotonic() - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
             self._draw()
 
     def stopped(self, stage: Stage, error: BaseException | None) -> None:
-        """Take it away."""
+        """Remove the bar."""
         self._stages.remove(stage)
         self._draw()
 
     def _draw(self) -> None:
         ipython = sys.modules["IPython.display"]
-        content = ipython.HTML("".join(map(_bar, self._stages)))
+        bars = "".join(map(_bar, self._stages))
+        content = ipython.HTML(bars)
         if self._display is None:
             self._display = ipython.display(content, display_id=True)
         else:
@@ -54,32 +55,39 @@ class NotebookBars(Events):
 
 
 def _bar(stage: Stage) -> Markup:
-    bar = element(
-        "progress", value=stage.done if stage.total else None, max=stage.total or None
-    )
-    count = f"{stage.done}/{stage.total}" if stage.total else str(stage.done)
+    count = str(stage.done)
+    bar = element("progress", value=None, max=None)
+    if stage.total:
+        count += f"/{stage.total}"
+        bar = element("progress", value=stage.done, max=stage.total)
     return element("div", f"{stage.name} ", bar, f" {count} {stage.unit}")
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Return whether this process is the kernel of a notebook."""
     module: Any = sys.modules.get("IPython")
-    shell = module.get_ipython() if module is not None else None
+    if module is None:
+        return False
+    shell = module.get_ipython()
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 def html_table(listing: Listing) -> Markup:
-    """An HTML table of the same rows in the widest layout."""
-    rows = [_row("td", row, listing) for row in listing.rows_of(listing.widest)]
-    return element(
-        "table", element("thead", _row("th", listing.widest, listing)), element("tbody", rows)
-    )
+    """Return an HTML table with all columns."""
+    head = element("thead", _row("th", listing.widest, listing))
+    rows = []
+    for row in listing.rows_of(listing.widest):
+        rows.append(_row("td", row, listing))
+    return element("table", head, element("tbody", rows))
 
 
-def _row(tag: str, values: tuple[str, ...], listing: Listing) -> Markup:
-    sides = ("right" if title in listing.numbers else "left" for title in listing.widest)
-    cells = [
-        element(tag, text, style=f"text-align:{side}")
-        for text, side in zip(values, sides, strict=True)
-    ]
+def _row(
+    tag: str,
+    values: tuple[str, ...],
+    listing: Listing,
+) -> Markup:
+    cells = []
+    for text, title in zip(values, listing.widest, strict=True):
+        side = "right" if title in listing.numbers else "left"
+        cells.append(element(tag, text, style=f"text-align:{side}"))
     return element("tr", cells)

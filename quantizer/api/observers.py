@@ -1,59 +1,58 @@
-"""The calibration methods by the names that a `QuantizationSpec` gives them. Names only: no
-tensors, no instances.
-"""
+"""Defines the names of calibration methods for `QuantizationSpec`, as classes."""
 
 from quantizer.errors import UsageError
 
 
 class ObserverBase:
-    """How a tensor's range is found. A spec takes the class itself; `quantizer.observers` does
-    what it names.
-    """
+    """Names how a range is found. A spec takes the class itself, never an instance."""
 
     def __init__(self) -> None:
         name = type(self).__name__
         raise UsageError(
-            f"{name} is given as a class", help=f"write {name}, without parentheses"
+            f"{name} has to be a class, not an instance",
+            help=f"write {name}, without parentheses",
         )
 
 
 class PerTensorMinMaxObserver(ObserverBase):
-    """One range for the tensor: its smallest and its largest value."""
+    """Selects one range for the tensor, from its smallest to its largest value."""
 
 
 class PerChannelMinMaxObserver(ObserverBase):
-    """A range for each channel along `ch_axis`, or for each group of its values: smallest and
-    largest value.
+    """Selects a range for each channel along `ch_axis`, or for each group of its values, from
+    the smallest to the largest value.
     """
 
 
 class PerGroupMinMaxObserver(ObserverBase):
-    """A range for each group of `group_size` values along `ch_axis`: smallest and largest
-    value.
+    """Selects a range for each group of `group_size` values along `ch_axis`, from the smallest
+    to the largest value.
     """
 
 
 class PerTensorPercentileObserver(ObserverBase):
-    """One range that leaves out the outermost values; the spec's `percentage` is kept."""
+    """Selects one range that contains `percentage` percent of the values."""
 
 
 class PerTensorMSEObserver(ObserverBase):
-    """The range with the least squared error."""
+    """Selects the range with the least squared error."""
 
 
 class PerBlockMXObserver(ObserverBase):
-    """A shared exponent for each block of a microscaling format: the largest magnitude."""
+    """Selects a shared exponent for each block of a microscaling format, from its largest
+    magnitude.
+    """
 
 
 class PerBlockBFPObserver(ObserverBase):
-    """A shared exponent for each block of `bfp16`: the largest magnitude."""
+    """Selects a shared exponent for each block of `bfp16`, from its largest magnitude."""
 
 
 class PlaceholderObserver(ObserverBase):
-    """For formats without a scale, which need no range."""
+    """Selects no range, for formats without a scale."""
 
 
 OBSERVERS: dict[str, type[ObserverBase]] = {
     cls.__name__: cls for cls in ObserverBase.__subclasses__()
 }
-"""By the names that files use."""
+"""The classes by their names in config files."""

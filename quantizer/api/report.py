@@ -1,4 +1,4 @@
-"""The report on a calibration, in Python: a page in a notebook, and files."""
+"""Shows the report of a calibration in a notebook, and writes it to files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quantizer.storage.files import write_text
 
 
 class Report:
-    """What a calibration found, and a test of it; shows as a page in a notebook.
+    """The report of a calibration and of a test of it; a notebook shows it as a page.
 
     Attributes:
-        values: as report.json has them.
-        html: the page, as report.html has it.
+        values: the content of report.json.
+        html: the content of report.html.
     """
 
     def __init__(self, opened: OpenedResults, tested: dict[str, Any]) -> None:
@@ -32,9 +32,16 @@ class Report:
         """
         write_text(Path(path), self.html)
 
-    def save_plots(self, folder: str | os.PathLike[str], kind: str = "svg") -> list[Path]:
-        """Write each drawing as a file, "svg" or, with the extra "plots", "png"; return their
-        paths.
+    def save_plots(
+        self,
+        folder: str | os.PathLike[str],
+        kind: str = "svg",
+    ) -> list[Path]:
+        """Write each drawing as a file, and return the paths.
+
+        Args:
+            folder: to write to.
+            kind: "svg", or with the extra "plots" also "png".
 
         Raises:
             UsageError: there is no such kind, or its package is missing.
@@ -55,7 +62,7 @@ class Report:
         return f"Report({len(self.values['layers'])} tensors of {self.values['model']})"
 
     def _repr_html_(self) -> str:
-        """The page in a frame, so that its style is its own."""
+        """Return the page in a frame, which keeps its style apart."""
         return element(
             "iframe",
             srcdoc=self.html,

@@ -1,5 +1,5 @@
-"""What `calibrate` and `load` give: a plan, a quantized network, and the ways to test, save and
-export it.
+"""Defines the result of `calibrate` and `load`: a quantized network that can be tested, saved
+and exported.
 """
 
 from __future__ import annotations
@@ -40,41 +40,41 @@ from quantizer.sources.user_code import user_exits
 
 
 class PlanView:
-    """A plan that shows as a table; its decisions are those of `plan`, a
-    `quantizer.plan.model.Plan`.
+    """A plan that a notebook shows as a table.
+
+    Attributes:
+        plan: a `quantizer.plan.model.Plan`.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
     def to_json(self) -> dict[str, Any]:
-        """As plan.json has it."""
+        """Return the content of plan.json."""
         return self.plan.to_json()
 
     def __repr__(self) -> str:
         return f"Plan({len(self.plan.tensors)} tensors of {self.plan.graph.model})"
 
     def _repr_html_(self) -> str:
-        return html_table(tables.rule_table(self.plan)) + html_table(
-            tables.plan_table(self.plan, View())
-        )
+        rules = html_table(tables.rule_table(self.plan))
+        return rules + html_table(tables.plan_table(self.plan, View()))
 
 
 class Comparison:
-    """What a test found.
+    """The result of a test.
 
     Attributes:
         metrics: by name: sqnr_db and cosine of the worst output or part, sqnr_db_pooled of all
-            together, the user's own with `_float` beside them, and with `_drop`, the loss of
-            quality, where it is known which way a metric is good.
-        outputs: a row per output, and per part that a join or a write makes of one, with its
-            own figures.
-        warnings: what outputs lose that the figures of all together would hide, and the tensors
-            to blame.
-        layers: a row per quantized tensor, the most damaged first, with local and accumulated
-            SQNR in dB.
-        passes: what passes that change the model's function cost on one batch, and what
-            quantization does; None if there are none.
+            together, and the metrics of the task. A metric X of the task has an `X_float`, and
+            an `X_drop`, the loss of quality, if the direction of X is known.
+        outputs: a row of figures for each output, and for each part that a join or a write
+            makes of one.
+        warnings: about outputs that lose much more than the others, with the causes.
+        layers: a row for each quantized tensor, the most damaged first, with local and
+            accumulated SQNR in dB.
+        passes: the loss of passes that change the model's function, and of quantization, on one
+            batch; None if there are no such passes.
     """
 
     def __init__(
@@ -85,84 +85,77 @@ class Comparison:
         self.outputs = tables.output_rows(scores.comparison.outputs)
         self.warnings = [warning.to_json() for warning in scores.warnings]
         self.layers = tables.layer_rows(scores.comparison, specs)
-        self._scores, self._pairs, self._stamp = scores, scores.pairs, stamp
-        self._directions = scores.directions
         self.passes = scores.passes
+        self._scores = scores
+        self._stamp = stamp
 
     def require(self, **bounds: float) -> Comparison:
-        """Raise GateError for each metric that is worse than its bound: `require(sqnr_db=20)`;
-        returns itself.
+        """Raise `GateError` if metrics are worse than their bounds, otherwise return itself.
 
-        A bound is the least that a metric may be, or the most where less is better:
-        `require(mae=0.1, top1_drop=0.01)`.
-
-        Of one output or part: `require(**{"sqnr_db[0.scores]": 30})`.
+        A bound is a minimum, or a maximum for metrics of which less is better:
+        `require(sqnr_db=20, top1_drop=0.01)`. A metric of one output or part:
+        `require(**{"sqnr_db[0.scores]": 30})`.
 
         Raises:
-            GateError: naming those that are not met.
-            UsageError: there is no such metric, or which way it is good is unknown.
+            GateError: naming the bounds that do not hold.
+            UsageError: there is no such metric, or its direction is unknown.
         """
         metrics = self._scores.gated
         failed = []
         for name, bound in bounds.items():
             self._require_known(name)
             if self._is_bounded_above(name):
-                comparison, holds = "<=", metrics[name] <= bound
-            else:
-                comparison, holds = ">=", metrics[name] >= bound
-            if not holds:
-                failed.append(f"{name}{comparison}{bound:g}")
+                if not metrics[name] <= bound:
+                    failed.append(f"{name}<={bound:g}")
+            elif not metrics[name] >= bound:
+                failed.append(f"{name}>={bound:g}")
         if failed:
             raise GateError(
                 f"not met: {', '.join(failed)}",
-                help="layers, the worst first, shows which lose most",
+                help="see which layers lose most in `layers`, the worst first",
             )
         return self
 
     def _require_known(self, name: str) -> None:
-        """Refuse a bound for a metric that there is not.
-
-        Raises:
-            UsageError: saying which there are, or how its direction is declared.
+        """Raise `UsageError` if there is no such metric. Its help names the known ones, or says
+        how to declare a direction.
         """
         if name in self._scores.gated:
             return
         base = name.removesuffix(DROP)
-        if name.endswith(DROP) and base in self._pairs:
+        if name.endswith(DROP) and base in self._scores.pairs:
             remedy = (
                 f"give test() lower_is_better={{{base!r}}} or higher_is_better={{{base!r}}}"
             )
             raise UsageError(
                 f"whether less or more of {base!r} is better is not known", help=remedy
             )
+        remedy = f"known here: {', '.join(sorted(self.metrics))}"
         near = closest(name, list(self._scores.gated))
-        known = (
-            f"did you mean {near}?"
-            if near
-            else f"known here: {', '.join(sorted(self.metrics))}"
-        )
-        raise UsageError(f"there is no metric {name!r}", help=known)
+        if near is not None:
+            remedy = f"did you mean {near}?"
+        raise UsageError(f"there is no metric {name!r}", help=remedy)
 
     def _is_bounded_above(self, name: str) -> bool:
-        """Whether more of a metric is worse."""
-        for base in self._pairs:
+        """Return whether a larger value of a metric is worse."""
+        for base in self._scores.pairs:
             if name == f"{base}_float":
-                return self._directions.lower_is_better(base) is True
+                return self._scores.directions.lower_is_better(base) is True
             if name in (f"{base}{DROP}", f"{base}{RATIO}"):
                 return True
-        return self._directions.of_figure(name, self._pairs) is True
+        return self._scores.directions.of_figure(name, self._scores.pairs) is True
 
     def to_json(self) -> dict[str, Any]:
-        """As report.json has it, beside what calibration found."""
+        """Return the part of report.json about the test."""
         return tables.report(
             self.metrics,
-            self._pairs,
+            self._scores.pairs,
             self.layers,
             self._stamp,
             self.passes,
             outputs=self._scores.comparison.outputs,
             warnings=self._scores.warnings,
-            directions=self._directions,
+            directions=self._scores.directions,
         )
 
     def __repr__(self) -> str:
@@ -170,22 +163,21 @@ class Comparison:
         return f"Comparison({', '.join(metrics)})"
 
     def _repr_html_(self) -> str:
-        shown = html_table(tables.damage_table(self.layers, View()))
-        pairs = html_table(tables.metric_table(self._pairs)) if self._pairs else ""
-        passes = "" if self.passes is None else element("p", self.passes.line)
-        outputs = (
-            html_table(tables.output_table(self.outputs, View()))
-            if len(self.outputs) > 1
-            else ""
-        )
-        return f"<p>{self!r}</p>{passes}{pairs}{outputs}{shown}"
+        html = f"<p>{self!r}</p>"
+        if self.passes is not None:
+            html += element("p", self.passes.line)
+        if self._scores.pairs:
+            html += html_table(tables.metric_table(self._scores.pairs))
+        if len(self.outputs) > 1:
+            html += html_table(tables.output_table(self.outputs, View()))
+        return html + html_table(tables.damage_table(self.layers, View()))
 
 
 class Result:
     """A calibrated model.
 
     Attributes:
-        plan: what was decided for each tensor; shows as a table in a notebook.
+        plan: the decisions for each tensor; a notebook shows them as a table.
     """
 
     def __init__(
@@ -194,23 +186,24 @@ class Result:
         calibrated: Calibrated,
         plan: Plan,
         batches: Batches,
-        events: Events,
         *,
+        events: Events,
         write: Callable[[Path], None] | None = None,
         opened: OpenedResults | None = None,
     ) -> None:
         self.plan = PlanView(plan)
-        self._model, self._calibrated, self._batches, self._events = (
-            model,
-            calibrated,
-            batches,
-            events,
-        )
-        self._write, self._opened = write, opened
+        self._model = model
+        self._calibrated = calibrated
+        self._batches = batches
+        self._events = events
+        self._write = write
+        self._opened = opened
 
     @cached_property
     def network(self) -> nn.Module:
-        """The quantized network, called as the model; equal to test mode bit for bit."""
+        """Return the quantized network. It is called like the model, and its outputs are
+        bit-identical to those of test mode.
+        """
         return self._calibrated.network()
 
     @user_exits("the model", ModelError)
@@ -225,12 +218,12 @@ class Result:
         """Run the quantized and the float network on the same batches.
 
         Args:
-            data: as in `calibrate`; None for those that were given there, or to `load`.
-            evaluate: `evaluate(model, data)` gives a dict of metrics; without it top-1 accuracy
-                or perplexity is found where the data have targets.
-            lower_is_better: names of metrics of `evaluate` of which less is better, where the
-                name does not say so.
-            higher_is_better: names of those of which more is better.
+            data: as in `calibrate`; None for the data of `calibrate` or `load`.
+            evaluate: `evaluate(model, data)` returns a dict of metrics. Without it, top-1
+                accuracy or perplexity is measured if the data has targets.
+            lower_is_better: metrics of `evaluate` of which less is better, if their names do
+                not tell.
+            higher_is_better: metrics of which more is better.
 
         Raises:
             DataError: no batches, or outputs that are not finite.
@@ -238,7 +231,7 @@ class Result:
         """
         directions = Directions.of(lower_is_better, higher_is_better)
         function = None if evaluate is None else Evaluate(evaluate, directions)
-        batches = self._given(data)
+        batches = self._batches_of(data)
         with evaluating(self._model):
             scores = score(
                 self._calibrated,
@@ -251,8 +244,8 @@ class Result:
         return Comparison(scores, self._calibrated, batches.stamp)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the result folder, as the shell does: the same files, byte for byte, but
-        run.json and run.log, and reports without the commands that would make them again.
+        """Write the result folder. Its files are equal to those of the shell, byte for byte,
+        except that run.json, run.log and the commands in reports are missing.
 
         Raises:
             ResultError: it cannot be written, is in use, or holds results of another model.
@@ -267,9 +260,7 @@ class Result:
             write_report(open_written(place, READ))
 
     def _is_in(self, place: Path) -> bool:
-        """Whether the folder is the one that was loaded, and nobody has replaced its
-        results.
-        """
+        """Return whether the folder is the loaded one, with unchanged results."""
         opened = self._opened
         if opened is None or opened.folder.resolve() != place.resolve():
             return False
@@ -278,11 +269,11 @@ class Result:
     def report(
         self, path: str | os.PathLike[str] | None = None, tested: Comparison | None = None
     ) -> Report:
-        """The page about this calibration, as the result folder has it, and about a test of it.
+        """Return the report of this calibration, and of a test of it.
 
         Args:
-            path: where to write it, too; a notebook shows what is returned.
-            tested: what `test` gave.
+            path: the page is also written there.
+            tested: the result of `test`.
 
         Raises:
             ResultError: it cannot be written.
@@ -291,7 +282,8 @@ class Result:
             if self._write is not None:
                 self._write(Path(place))
             opened = self._opened or open_written(Path(place), READ)
-            report = Report(opened, tested.to_json() if tested else {})
+            values = tested.to_json() if tested else {}
+            report = Report(opened, values)
         if path is not None:
             report.save(path)
         return report
@@ -308,28 +300,27 @@ class Result:
         onnx_weights: str = "uint8",
         gguf_template: str | os.PathLike[str] = "",
     ) -> Verification:
-        """Write the network for another runtime and verify the file: "onnx", "pt2", "pt2_float"
-        or "safetensors".
-
-        Engines for language models load what is written of a model of transformers:
-        "compressed-tensors", a folder, and "gguf", a file, whose scales are rounded to halfs.
+        """Write the network for another runtime and verify the file.
 
         Args:
+            target: "onnx", "pt2", "pt2_float" or "safetensors"; for models of transformers also
+                "compressed-tensors" (a folder) and "gguf" (scales are rounded to float16).
+            path: of the file or folder.
             data: to verify it with; as in `test`.
-            pt2_activations: the integers of activations in a .pt2: "uint8" for torch's
-                compiler, "int8" for ExecuTorch.
-            onnx_profile: "exact" rounds in an .onnx as the config says, "fast" as ONNX
-                Runtime's fastest kernels do.
-            onnx_weights: 8-bit weights in an .onnx are "uint8" for any CPU, or "int8" for those
-                with VNNI, faster.
-            gguf_template: a .gguf of the same model, whose keys and tokenizer another keeps.
+            pt2_activations: the type of activations in a .pt2: "uint8" for torch.compile,
+                "int8" for ExecuTorch.
+            onnx_profile: how an .onnx rounds: "exact" as the config says, "fast" as the fastest
+                kernels of ONNX Runtime do.
+            onnx_weights: the type of 8-bit weights in an .onnx: "uint8" is correct on every
+                CPU, "int8" is faster on CPUs with VNNI.
+            gguf_template: a .gguf of the same model, from which metadata and tokenizer are
+                copied.
 
         Raises:
-            DataError: there are no data.
-            UsageError: there is no such target, its packages are missing, or it cannot express
-                this config; or there are no such integers.
-            VerificationError: the file does not compute what test mode does; it is not left
-                there.
+            DataError: there is no data.
+            UsageError: there is no such target or type, packages are missing, or the target
+                cannot express the config.
+            VerificationError: the outputs of the file differ from test mode; it is removed.
         """
         if target not in EXPORTERS:
             raise UsageError(
@@ -340,8 +331,8 @@ class Result:
             "pt2_activations": pt2_activations,
             "onnx_profile": onnx_profile,
             "onnx_weights": onnx_weights,
+            "gguf_template": os.fspath(gguf_template),
         }
-        choices["gguf_template"] = os.fspath(gguf_template)
         require_choices(choices, [target])
         require_extras([target])
         calibrated = self._calibrated
@@ -351,17 +342,25 @@ class Result:
             calibrated.solution.specs,
             calibrated.settings.onnx_opset_version,
         )
-        batches = self._given(data)
+        batches = self._batches_of(data)
         scores = score(calibrated, self._model, batches, self._events, explained=True)
-        figures, lost = scores.quantization, scores.lost
-        given = Deployment.of(calibrated, self._model, batches, figures, choices, warnings=lost)
-        return export(target, given, Path(path), self._events, batches.total)
+        deployment = Deployment.of(
+            calibrated,
+            self._model,
+            batches,
+            scores.quantization,
+            choices,
+            warnings=scores.lost,
+        )
+        return export(target, deployment, Path(path), self._events, batches.total)
 
-    def _given(self, data: Any) -> Batches:
-        """These data, or those that the result was made with."""
-        if data is None and self._batches.stands_in:
-            raise DataError("there are no data", help="give them here or to `load`")
-        return self._batches if data is None else load_batches(data, module=self._model)
+    def _batches_of(self, data: Any) -> Batches:
+        """Return the batches of some data; of None, those of `calibrate` or `load`."""
+        if data is not None:
+            return load_batches(data, module=self._model)
+        if self._batches.stands_in:
+            raise DataError("there is no data", help="give it here or to `load`")
+        return self._batches
 
     def __repr__(self) -> str:
         return (

@@ -1,10 +1,11 @@
-"""`quantizer analyze`: what each weight's width costs, and the config with the best widths
-under a budget.
+"""`quantizer analyze`: measures the loss of each weight at each bit width, and writes a config
+with the best widths.
 """
 
 import json
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.follow import progress
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_output
-from quantizer.cli.places import Place
+from quantizer.cli.places import PathType
 from quantizer.cli.render import say
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
@@ -31,7 +32,7 @@ from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
 from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
-from quantizer.evaluation.analyze import Analysis, Budget, Width, width_bits
+from quantizer.evaluation.analyze import Analysis, Budget, Width, WidthChoice, width_bits
 from quantizer.evaluation.width_changes import WidthChanges, chosen_specs, unwanted_changes
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
@@ -41,7 +42,6 @@ from quantizer.plan.resolve import resolve
 from quantizer.printable import json_text, one_line
 from quantizer.report import sensitivity
 from quantizer.report.files import READ, write_report
-from quantizer.report.view import Listing, View
 from quantizer.results.folder import ANALYSIS, QuantInfo, open_written, read_info
 from quantizer.results.result_set import locked_as_opened
 from quantizer.results.same_calibration import check_model, check_plan
@@ -49,45 +49,52 @@ from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
 from quantizer.storage.files import write_json
 
-Choice = tuple[int, ...]
-
-MANY = 200
-"""Up to so many weights, the noise of each is measured unless --passes says otherwise."""
+MAX_MEASURED = 200
+"""With more weights, noise is predicted from gradients unless --passes is given."""
 _FLOATS = tuple(sorted(CAST_ONLY - {"float32"}))
 
 
 @dataclass(frozen=True)
 class AnalyzeOptions(Options):
-    """Those of commands about a model, and its own."""
+    """The options of `quantizer analyze`."""
 
     budget: float | None = option(
-        "Mean bits per weight, without scales, e.g. 4.5.", type=float, metavar="BITS"
+        "Limit of the mean bits per weight, without scales, e.g. 4.5.",
+        type=float,
+        metavar="BITS",
     )
     size: str | None = option(
-        "Size of all weights in percent of the config's, e.g. 60%.", metavar="SHARE"
+        "Limit of the size of all weights, in percent of that of the config, e.g. 60%.",
+        metavar="SHARE",
     )
     max_mb: float | None = option(
-        "Size of all weights with their scales, in 10^6 bytes.", type=float, metavar="MB"
+        "Limit of the size of all weights with scales, in 10^6 bytes.",
+        type=float,
+        metavar="MB",
     )
     choices: str = option(
-        "Bits to choose from, also float16, bfloat16.", default="2,3,4,8", metavar="LIST"
+        "Bit widths to choose from, also float16 and bfloat16.",
+        default="2,3,4,8",
+        metavar="LIST",
     )
     passes: str | None = option(
-        "Measure the output's noise at the smallest width, measure it at every width, or "
-        f"predict it from gradients.  [default: network; over {MANY} weights fast]",
+        "How the noise at the output is found: measured at the smallest width (network), at "
+        "every width (every), or predicted from gradients (fast).  [default: network, or fast "
+        f"for more than {MAX_MEASURED} weights]",
         type=click.Choice(engine.NOISE_METHODS),
     )
     tensors: bool = option(
-        "Also measure each quantized tensor: alone, and all others without it.", default=False
+        "Also measure each quantized tensor: with it alone quantized, and with all others.",
+        default=False,
     )
     metric: str | None = option(
-        "Leave the fewest bytes in float for which this holds in test runs, e.g. "
+        "Find the layers to leave in float, the fewest bytes, so that TEST holds, e.g. "
         "'top1_drop<=0.005'.",
         metavar="TEST",
     )
     apply: bool = option("Write the changed config into --config_file.", default=False)
     report: str | None = option(
-        "Add what is found to the report of this result folder.", type=Place(), metavar="DIR"
+        "Add the results to the report of this result folder.", type=PathType(), metavar="DIR"
     )
 
 
@@ -101,27 +108,54 @@ BUDGETS = ("budget", "size", "max_mb")
     kind=AnalyzeOptions,
 )
 def analyze(options: AnalyzeOptions) -> None:
-    """Measure how much each weight loses at each bit width; with a budget, choose widths and
-    write a config with them.
+    """Measure how much each weight loses at each bit width. With a budget, choose the best
+    widths and write a config with them.
 
-    If one width for all weights turns out to be better, the config has that one. Without -o
-    FILE the config is printed, and the table goes to standard error. With --metric layers stay
-    in float instead, as few as test runs allow.
+    If a single width for all weights is better, the config has that one. Without -o FILE the
+    config is printed, and the table goes to standard error. With --metric, the config leaves
+    layers in float instead, as few as test runs allow.
 
     \b
     quantizer analyze --config_file net.json --model my_model.py
     quantizer analyze --budget 4 --config net.json --model my_model.py -o mix.json
     quantizer analyze --metric 'sqnr_db>=20' --config net.json --model my_model.py
     """
-    widths, budget = parse_choices(options.choices), parse_budget(options)
+    widths = parse_choices(options.choices)
+    budget = parse_budget(options)
+    changes = options.metric or budget
+    _require_fitting(options, budget)
+    reported = read_info(Path(options.report)) if options.report else None
+    with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
+        subject = _subject(options, reported)
+        if options.metric:
+            result = _search_floats(subject, options.metric)
+        else:
+            result = _analyze_widths(options, subject, widths, budget)
+    file = options.config_file if options.apply else options.file
+    if file:
+        write_output(file, result.text)
+    if reported is not None:
+        _add_to_report(reported, result.content)
+    if options.json:
+        click.echo(json_text(result.content))
+        return
+    prints_config = bool(changes) and file is None
+    _print(result, options, stderr=prints_config)
+    if prints_config:
+        click.echo(result.text, nl=False)
+
+
+def _require_fitting(options: AnalyzeOptions, budget: Budget | None) -> None:
+    """Raise `UsageError` if options do not fit each other."""
     changes = options.metric or budget
     if options.config_file is None and (changes or options.tensors):
         raise UsageError(
-            "Missing option '--config_file'",
-            help="it says what is measured, and what would be changed",
+            "Missing option '--config_file'", help="give the config to measure or change"
         )
     if options.metric and budget:
-        raise UsageError("--metric and a budget of size are two searches: give one of them")
+        raise UsageError(
+            "--metric and a budget of size exclude each other", help="give one of them"
+        )
     if options.apply and (not changes or options.output):
         raise UsageError(
             "--apply writes a changed config",
@@ -134,125 +168,110 @@ def analyze(options: AnalyzeOptions) -> None:
         )
     else:
         refuse_typed(["eval_data", "evaluate"], "they are for the test runs of --metric")
-    reported = read_info(Path(options.report)) if options.report else None
-    with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
-        subject = _subject(options, reported)
-        search = _floats(subject, options.metric) if options.metric else None
-        result = search or _run(options, subject, widths, budget)
-    file = options.config_file if options.apply else options.file
-    if file:
-        write_output(file, result.text)
-    if reported is not None:
-        _add_to_report(reported, result.content)
-    if options.json:
-        click.echo(json_text(result.content))
-        return
-    on_stdout = not changes or file is not None
-    console, view = (
-        session.console(stderr=not on_stdout),
-        table_view(options, result.graph, stderr=not on_stdout),
-    )
-    for table in result.tables(view):
-        console.print(table)
-    for line in (*result.notes(view), *result.lines):
-        # A path is one line however long, and no markup
-        console.print(Text(one_line(line)), soft_wrap=True)
-    if not on_stdout:
-        click.echo(result.text, nl=False)
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What was found on a graph, and with a budget the widths picked; `text` is the file that
-    is written, `content` what --json prints, `lines` what people see below the table.
+class AnalysisResult:
+    """The result of a command.
+
+    Attributes:
+        graph: that was analysed.
+        content: printed with --json.
+        text: of the config that is written.
+        analysis: of the widths, if they were analysed.
+        choice: of widths, if there is a budget.
+        lines: printed below the tables.
+        tensors: the effects of all tensors, if they were measured.
     """
 
     graph: Graph
     content: dict[str, Any]
     text: str
-    found: Analysis | None = None
-    picked: Choice | None = None
-    lines: tuple[str, ...] = ()
+    analysis: Analysis | None = None
+    choice: WidthChoice | None = None
+    lines: Sequence[str] = ()
     tensors: Ablation | None = None
 
-    def tables(self, view: View) -> list[Listing]:
-        """What people see first."""
-        widths = (
-            [] if self.found is None else [sensitivity.table(self.found, self.picked, view)]
-        )
-        return [
-            *([] if self.tensors is None else [sensitivity.ablation_table(self.tensors, view)]),
-            *widths,
-        ]
 
-    def notes(self, view: View) -> list[str]:
-        """What is said of the tables."""
-        said = [] if self.tensors is None else [sensitivity.ablation_line(self.tensors)]
-        return (
-            said if self.found is None else [*said, *sensitivity.kept_lines(self.found, view)]
-        )
+def _print(result: AnalysisResult, options: AnalyzeOptions, *, stderr: bool) -> None:
+    """Print the tables, and the lines below them."""
+    console = session.console(stderr=stderr)
+    view = table_view(options, result.graph, stderr=stderr)
+    lines: list[str] = []
+    if result.tensors is not None:
+        console.print(sensitivity.ablation_table(result.tensors, view))
+        lines.append(sensitivity.ablation_line(result.tensors))
+    if result.analysis is not None:
+        console.print(sensitivity.table(result.analysis, result.choice, view))
+        lines += sensitivity.kept_lines(result.analysis, view)
+    for line in (*lines, *result.lines):
+        # A path is not markup, and stays on one line.
+        console.print(Text(one_line(line)), soft_wrap=True)
 
 
 def parse_choices(text: str) -> tuple[Width, ...]:
-    """The widths of `--choices`, the smallest first.
+    """Return the widths of `--choices`, the smallest first.
 
     Raises:
-        UsageError: one is none.
+        UsageError: a word is not a width.
     """
-    found: list[Width] = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        if word not in _FLOATS and not (word.isdecimal() and 2 <= int(word) <= 16):
+    widths: set[Width] = set()
+    for part in text.split(","):
+        word = part.strip()
+        if word in _FLOATS:
+            widths.add(word)
+        elif word.isdecimal() and 2 <= int(word) <= 16:
+            widths.add(int(word))
+        elif word:
             raise UsageError(
-                f"--choices {text!r}: {word!r} is no width",
-                help=f"2 to 16 bits, {', '.join(_FLOATS)}",
+                f"--choices {text!r}: {word!r} is not a width",
+                help=f"give 2 to 16 bits, {', '.join(_FLOATS)}",
             )
-        found.append(word if word in _FLOATS else int(word))
-    if not found:
+    if not widths:
         raise UsageError(f"--choices {text!r} has no width", help="write for example 2,3,4,8")
-    return tuple(
-        sorted(dict.fromkeys(found), key=lambda width: (width_bits(width), str(width)))
-    )
+    return tuple(sorted(widths, key=lambda width: (width_bits(width), str(width))))
 
 
 def parse_budget(options: AnalyzeOptions) -> Budget | None:
-    """The budget of `--budget`, `--size` or `--max_mb`; None if there is none.
+    """Return the budget of `--budget`, `--size` or `--max_mb`; None if there is none.
 
     Raises:
-        UsageError: several, or a value that is no size.
+        UsageError: there are several, or a value is not a size.
     """
-    given = {name: value for name in BUDGETS if (value := getattr(options, name)) is not None}
-    if len(given) > 1:
-        raise UsageError(f"--{' and --'.join(given)} are budgets: give one of them")
-    if not given:
-        return None
-    (name, value), *_ = given.items()
-    try:
-        number = (
-            float(value.strip().removesuffix("%")) / 100 if name == "size" else float(value)
+    names = [name for name in BUDGETS if getattr(options, name) is not None]
+    if len(names) > 1:
+        raise UsageError(
+            f"--{' and --'.join(names)} exclude each other", help="give one of them"
         )
+    if not names:
+        return None
+    name = names[0]
+    text = str(getattr(options, name)).strip()
+    is_percent = name == "size"
+    try:
+        number = float(text.removesuffix("%")) if is_percent else float(text)
     except ValueError:
         raise UsageError(
-            f"--size {value!r} is no share", help="write for example 60%"
+            f"--size {text!r} is not a share", help="write for example 60%"
         ) from None
-    if not 0 < number < math.inf or (name == "size" and not value.strip().endswith("%")):
+    if not 0 < number < math.inf or is_percent != text.endswith("%"):
         raise UsageError(
-            f"--{name} {value} is no size",
+            f"--{name} {text} is not a size",
             help="write for example --budget 4.5, --size 60% or --max_mb 20",
         )
-    sizes = {
-        "budget": Budget(bits=number),
-        "size": Budget(share=number),
-        "max_mb": Budget(max_bytes=int(number * 1e6)),
-    }
-    return sizes[name]
+    if name == "budget":
+        return Budget(bits=number)
+    if name == "size":
+        return Budget(share=number / 100)
+    return Budget(max_bytes=int(number * 1e6))
 
 
 def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
-    """What is analyzed; the calibration whose report takes up what is found is of the same
-    model.
+    """Open config, model and data. If results are added to the report of a calibration, check
+    that it has the same model and plan.
     """
     seed_everything(options.seed)
-    read = session.read_config(options.config_file)
+    read = session.read_config_file(options.config_file)
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     if batches.stands_in:
@@ -263,28 +282,26 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
         if not read.config.algorithms:
             refused = absorption.refused(reported.solution.absorption)
             graph = run_passes(original, read.config.settings, refused=refused)
-            check_plan(
-                reported,
-                read.config,
-                session.make_plan(read, original, quiet=True, graph=graph),
-            )
+            plan = session.resolved_plan(read, original, quiet=True, graph=graph)
+            check_plan(reported, read.config, plan)
     return Subject(options, read, loaded, batches, original)
 
 
-def _floats(subject: Subject, metric: str) -> Findings:
-    """The search for the fewest bytes in float."""
-    session.make_plan(subject.read, subject.original, quiet=subject.options.json)
-    found, gate, tensors = cheapest_floats(subject, metric)
-    content = found.to_json(gate) | {"tensors": sensitivity.ablation_json(tensors)}
-    lines = found.lines(gate, path_names(subject.original))
-    return Findings(subject.original, content, found.text, lines=tuple(lines), tensors=tensors)
+def _search_floats(subject: Subject, metric: str) -> AnalysisResult:
+    """Find the layers to leave in float."""
+    session.resolved_plan(subject.read, subject.original, quiet=subject.options.json)
+    search, tensors = cheapest_floats(subject, metric)
+    content = search.to_json()
+    content["tensors"] = sensitivity.ablation_json(tensors)
+    lines = search.lines(path_names(subject.original))
+    return AnalysisResult(subject.original, content, search.text, lines=lines, tensors=tensors)
 
 
 def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
-    """Keep what was found in the folder of a calibration, and write its report again.
+    """Write the results into the folder of a calibration, and its report again.
 
     Raises:
-        ResultError: another calibration has taken its place.
+        ResultError: the folder holds another calibration meanwhile.
     """
     folder = reported.folder
     with locked_as_opened(reported.files):
@@ -292,65 +309,96 @@ def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
         write_report(open_written(folder, READ))
 
 
-def _run(
-    options: AnalyzeOptions, subject: Subject, widths: tuple[Width, ...], budget: Budget | None
-) -> Findings:
-    read, original, batches = subject.read, subject.original, subject.batches
+def _analyze_widths(
+    options: AnalyzeOptions,
+    subject: Subject,
+    widths: tuple[Width, ...],
+    budget: Budget | None,
+) -> AnalysisResult:
+    """Measure all widths, and with a budget choose the best."""
+    read = subject.read
+    batches = subject.batches
     record = absorption.decide(
-        original, read.config.settings, session.on_device(options, batches)
+        subject.original, read.config.settings, session.on_device(options, batches)
     )
-    graph = run_passes(original, read.config.settings, refused=absorption.refused(record))
-    plan = session.make_plan(read, original, quiet=options.json, graph=graph)
+    refused = absorption.refused(record)
+    graph = run_passes(subject.original, read.config.settings, refused=refused)
+    plan = session.resolved_plan(read, subject.original, quiet=options.json, graph=graph)
     tensors = measured_tensors(subject)[0] if options.tensors else None
-    beside = {"tensors": sensitivity.ablation_json(tensors)} if tensors else {}
     if read.config.algorithms:
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
         say(f"note: errors are those of round-to-nearest, without {names}", err=True)
-    found = _measure(options, plan, widths, batches)
-    if budget is None:
-        content = sensitivity.analysis_json(found) | beside
-        return Findings(plan.graph, content, json_text(content) + "\n", found, tensors=tensors)
-    both = {
-        "mixed": engine.best_choice(found, budget),
-        "uniform": engine.uniform_choice(found, budget),
-    }
-    choices = {label: picked for label, picked in both.items() if picked is not None}
-    noise = {
-        label: engine.measured_noise(
-            plan, found, picked, lambda: session.on_device(options, batches)
+    analysis = _measure(options, plan, widths, batches)
+    if budget is not None:
+        return _choose(options, subject, plan, analysis, budget=budget, tensors=tensors)
+    content = sensitivity.analysis_json(analysis)
+    if tensors is not None:
+        content["tensors"] = sensitivity.ablation_json(tensors)
+    text = json_text(content) + "\n"
+    return AnalysisResult(plan.graph, content, text, analysis=analysis, tensors=tensors)
+
+
+def _choose(
+    options: AnalyzeOptions,
+    subject: Subject,
+    plan: Plan,
+    analysis: Analysis,
+    *,
+    budget: Budget,
+    tensors: Ablation | None,
+) -> AnalysisResult:
+    """Choose the better one of mixed widths and a uniform width, measured on some batches."""
+    choices = {"mixed": engine.best_choice(analysis, budget)}
+    uniform = engine.uniform_choice(analysis, budget)
+    if uniform is not None:
+        choices["uniform"] = uniform
+    noise = {}
+    for label, choice in choices.items():
+        noise[label] = engine.measured_noise(
+            plan, analysis, choice, lambda: session.on_device(options, subject.batches)
         )
-        for label, picked in choices.items()
-    }
-    best = min(noise, key=noise.__getitem__)  # of equally good ones the first
-    changes = chosen_specs(plan, found, choices[best])
-    changed = patched(read.config.document, changes)
-    _check(plan, original, changes, changed)
-    content = (
-        sensitivity.analysis_json(found, choices[best])
-        | {"written": best, "config": changed}
-        | beside
-    )
+    # The first one, if both are equally good.
+    best = min(noise, key=noise.__getitem__)
+    changes = chosen_specs(plan, analysis, choices[best])
+    config = patched(subject.read.config.document, changes)
+    _require_exact(plan, subject.original, changes, config)
+    content = sensitivity.analysis_json(analysis, choices[best])
+    content["written"] = best
+    content["config"] = config
+    if tensors is not None:
+        content["tensors"] = sensitivity.ablation_json(tensors)
     lines = []
-    for label, picked in choices.items():
-        content[label] = sensitivity.choice_json(found, picked, noise[label])
-        name = label if label == "mixed" else f"uniform {found.widths[picked[0]]}"
-        lines.append(sensitivity.choice_line(name, found, picked, noise[label]))
+    for label, choice in choices.items():
+        content[label] = sensitivity.choice_json(analysis, choice, noise[label])
+        name = label
+        if label == "uniform":
+            name += f" {analysis.widths[choice[0]]}"
+        lines.append(sensitivity.choice_line(name, analysis, choice, noise[label]))
     if best == "uniform":
-        lines.append(
-            "note: as measured, the uniform width is better, so the config has that one"
-        )
+        lines.append("note: the uniform width measures better, so the config has that one")
         lines.append("note: --passes every or other --choices may find better widths")
-    if file := options.config_file if options.apply else options.file:
+    file = options.config_file if options.apply else options.file
+    if file:
         lines.append(f"config: {file}")
-    text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
-    return Findings(plan.graph, content, text, found, choices[best], tuple(lines), tensors)
+    return AnalysisResult(
+        plan.graph,
+        content,
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        analysis=analysis,
+        choice=choices[best],
+        lines=lines,
+        tensors=tensors,
+    )
 
 
 def _measure(
     options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches
 ) -> Analysis:
+    """Measure what each width costs each weight."""
     count = len(engine.width_candidates(plan)[0])
-    passes = options.passes or ("network" if count <= MANY else "fast")
+    passes = options.passes
+    if passes is None:
+        passes = "network" if count <= MAX_MEASURED else "fast"
     total, unit = engine.units_of_work(passes, count, batches.total)
     with Stage(progress(quiet=options.json), "analyze", total, unit) as stage:
         return engine.analyze_weights(
@@ -362,19 +410,24 @@ def _measure(
         )
 
 
-def _check(plan: Plan, original: Graph, changes: WidthChanges, changed: dict[str, Any]) -> None:
-    """Refuse a config that does not do exactly what was chosen.
+def _require_exact(
+    plan: Plan,
+    original: Graph,
+    changes: WidthChanges,
+    config: dict[str, Any],
+) -> None:
+    """Check that a changed config has exactly the chosen widths.
 
     Raises:
-        ConfigError: it is not valid, as where a device has no such width.
-        UsageError: the config's form cannot say it.
+        ConfigError: it is not valid, for example because the device lacks a width.
+        UsageError: its form cannot express the widths.
     """
-    checked = check_document(Document.of(changed, "the config with the chosen widths"))
-    config = checked.require()
-    after = resolve(config, plan.graph, original)
+    checked = check_document(Document.of(config, "the config with the chosen widths"))
+    after = resolve(checked.require(), plan.graph, original)
     if any(finding.severity == "error" for finding in after.diagnostics):
         raise ConfigError(after.diagnostics, checked.sources)
-    if wrong := unwanted_changes(plan, after, changes):
+    wrong = unwanted_changes(plan, after, changes)
+    if wrong:
         raise UsageError(
             f"the config cannot be changed in place: {wrong[0]} would not be as chosen",
             help="state the weights' dtype, scheme and axis in one place, global or overall",

@@ -1,6 +1,4 @@
-"""The parts of `quantizer analyze` that calibrate: what each tensor costs the output, what has
-to stay in float.
-"""
+"""Runs the parts of `quantizer analyze` that calibrate: `--tensors` and `--metric`."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +12,7 @@ from quantizer.calibration.events import Stage
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
+from quantizer.cli.float_mode import evaluator_of
 from quantizer.cli.follow import followed, progress
 from quantizer.cli.gates import (
     MEASURED,
@@ -31,6 +30,7 @@ from quantizer.config.document.document import Document
 from quantizer.config.forms.left_float import with_float
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
+from quantizer.config.wording import counted
 from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate
 from quantizer.evaluation.analyze import NOISE_BATCHES, few
@@ -45,12 +45,12 @@ from quantizer.report.tables import finite
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
-from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
+from quantizer.sources.models import LoadedModel
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its data, and the config that is analysed."""
+    """A config, with the model and data that it is analysed on."""
 
     options: Options
     read: ReadConfig
@@ -59,7 +59,7 @@ class Subject:
     original: Graph
 
     def calibrated(self, config: Config) -> tuple[Calibrated, Plan]:
-        """The model calibrated with a config, in memory."""
+        """Return the model calibrated with a config, in memory, and the plan."""
         request = CalibrationRequest(
             target=TracedTarget(self.original),
             config=config,
@@ -74,24 +74,38 @@ class Subject:
 
 
 def measured_tensors(subject: Subject) -> tuple[Ablation, Plan]:
-    """What each quantized tensor does to the output, on the first batches."""
+    """Measure the effect of each quantized tensor on the output, on the first batches."""
+    options = subject.options
     calibrated, plan = subject.calibrated(subject.read.config)
-    quantized, batches = calibrated.network(), subject.batches
-    count = sum(1 for _ in quantized.quantizers())
-    total = count * min(batches.total or NOISE_BATCHES, NOISE_BATCHES)
-    with Stage(
-        progress(quiet=subject.options.json), "analyze tensors", total, "tensors"
-    ) as stage:
-        here = few(lambda: session.on_device(subject.options, batches))
-        user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
-        reference = Network(calibrated.float_graph)
-        return ablate(reference, quantized, here, after_tensor=stage.advance, user=user), plan
+    quantized = calibrated.network()
+    batches = min(subject.batches.total or NOISE_BATCHES, NOISE_BATCHES)
+    total = batches * len(list(quantized.quantizers()))
+    user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
+    with Stage(progress(quiet=options.json), "analyze tensors", total, "tensors") as stage:
+        ablation = ablate(
+            Network(calibrated.float_graph),
+            quantized,
+            few(lambda: session.on_device(options, subject.batches)),
+            after_tensor=stage.advance,
+            user=user,
+        )
+    return ablation, plan
 
 
 @dataclass(frozen=True)
-class Found:
-    """The layers to leave in float, the config that does, and the metrics before and after."""
+class FloatSearch:
+    """The result of a search for layers to leave in float.
 
+    Attributes:
+        gate: that has to hold.
+        chosen: the layers.
+        config: with these layers in float.
+        before: the metrics of the original config.
+        after: the metrics of `config`.
+        runs: the number of tests.
+    """
+
+    gate: Gate
     chosen: Sequence[FloatPart]
     config: Mapping[str, Any]
     before: Mapping[str, float]
@@ -100,54 +114,65 @@ class Found:
 
     @property
     def text(self) -> str:
-        """Of the config."""
+        """Return the text of the config."""
         return json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
 
-    def to_json(self, gate: Gate) -> dict[str, Any]:
-        """For programs."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the result for programs."""
         floats = [{"layers": list(part.layers), "bytes": part.cost} for part in self.chosen]
-        metrics = {
-            when: {name: finite(value) for name, value in found.items()}
-            for when, found in (("before", self.before), ("after", self.after))
-        }
+        metrics = {"before": _finite(self.before), "after": _finite(self.after)}
         return {
-            "metric": gate.text,
+            "metric": self.gate.text,
             "float": floats,
             "metrics": metrics,
             "runs": self.runs,
             "config": self.config,
         }
 
-    def lines(self, gate: Gate, paths: Mapping[str, str]) -> list[str]:
-        """For people."""
-        said = [f"{gate.metric} {self.before[gate.metric]:.6g} as the config is"]
+    def lines(self, paths: Mapping[str, str]) -> list[str]:
+        """Return the result for people, with layers by their module paths."""
+        metric = self.gate.metric
+        lines = [f"{metric} {self.before[metric]:.6g} with the config as it is"]
         if not self.chosen:
-            return [*said, f"{gate.text} holds already: nothing is changed"]
-        names = [paths.get(layer, layer) for part in self.chosen for layer in part.layers]
+            return [*lines, f"{self.gate.text} already holds: nothing is changed"]
+        layers = layers_of(self.chosen)
+        for layer in layers:
+            lines.append(f"float: {paths.get(layer, layer)}")
         extra = sum(part.cost for part in self.chosen)
-        more = (
-            f"{len(names)} layers, {extra / 1e6:.3f} MB of weights and of one sample's values"
+        lines.append(
+            f"{metric} {self.after[metric]:.6g} with them in float: "
+            f"{counted(len(layers), 'layer')}, {extra / 1e6:.3f} MB of weights and of one "
+            f"sample's values; {counted(self.runs, 'test run')}"
         )
-        tests = f"{self.runs} test runs"
-        return [
-            *said,
-            *(f"float: {name}" for name in names),
-            f"{gate.metric} {self.after[gate.metric]:.6g} with them in float: {more}; {tests}",
-        ]
+        return lines
 
 
-def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablation]:
-    """The fewest bytes to leave in float for a metric to hold.
+def _finite(metrics: Mapping[str, float]) -> dict[str, Any]:
+    return {name: finite(value) for name, value in metrics.items()}
+
+
+def layers_of(parts: Sequence[FloatPart]) -> tuple[str, ...]:
+    """Return the layers of all parts."""
+    layers: list[str] = []
+    for part in parts:
+        layers += part.layers
+    return tuple(layers)
+
+
+def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatSearch, Ablation]:
+    """Find the layers to leave in float for a metric to hold, at the least bytes.
+
+    Returns:
+        The layers, and the effects of all tensors.
 
     Raises:
         UsageError: there is no such metric.
         GateError: it does not hold with all layers in float.
     """
-    options, gate = subject.options, parse_gate(metric, "--metric")
+    options = subject.options
+    gate = parse_gate(metric, "--metric")
     loaded = subject.loaded
-    evaluator: Evaluate | None = loaded.evaluate
-    if options.evaluate:
-        evaluator = load_evaluate(options.evaluate, loaded.directions)
+    evaluator = evaluator_of(options, loaded)
     directions = BY_NAME if evaluator is None else evaluator.directions
     if evaluator is None:
         require_known(about_all([gate]), names_in_test(MEASURED, options))
@@ -156,22 +181,19 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
     require_measured([gate], not_measured(subject.original))
     if evaluator is None:
         require_measured([gate], not_measured_by_targets(evaluation.first(), subject.original))
-    runs = dict[tuple[str, ...], Mapping[str, float]]()
+    runs: dict[tuple[str, ...], Mapping[str, float]] = {}
 
     def document(chosen: Sequence[FloatPart]) -> dict[str, Any]:
-        return with_float(
-            subject.read.config.document, [name for part in chosen for name in part.layers]
-        )
+        return with_float(subject.read.config.document, list(layers_of(chosen)))
 
     def check(metrics: Collection[str]) -> None:
         require_known(about_all([gate]), names_in_test(metrics, options, directions))
 
     def holds(chosen: Sequence[FloatPart]) -> bool:
-        key = tuple(name for part in chosen for name in part.layers)
+        key = layers_of(chosen)
         if key not in runs:
-            config = check_document(
-                Document.of(document(chosen), "the config with layers in float")
-            ).require()
+            changed = Document.of(document(chosen), "the config with layers in float")
+            config = check_document(changed).require()
             calibrated, _ = subject.calibrated(config)
             follower = progress(quiet=options.json)
             scores = score(
@@ -185,17 +207,25 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
             require_known([gate], scores.gated)
             value = scores.gated[gate.metric]
             runs[key] = scores.metrics | {gate.metric: value}
-            click.echo(f"{len(key)} layers in float: {gate.metric} {value:.6g}", err=True)
+            layers = counted(len(key), "layer")
+            click.echo(f"{layers} in float: {gate.metric} {value:.6g}", err=True)
         return gate.holds(runs[key])
 
-    holds(())  # a metric that nobody measures is refused before all tensors are
-    found, plan = measured_tensors(subject)
-    candidates = float_parts(plan, found)
-    chosen = cheapest_parts(candidates, holds)
+    # This refuses a metric that is not measured, before all tensors are measured.
+    holds(())
+    ablation, plan = measured_tensors(subject)
+    chosen = cheapest_parts(float_parts(plan, ablation), holds)
     if chosen is None:
         raise GateError(
-            f"{gate.text} does not hold with any of these layers in float",
-            help="lower the bound",
+            f"{gate.text} does not hold even with all these layers in float",
+            help="relax the bound of --metric",
         )
-    key = tuple(name for part in chosen for name in part.layers)
-    return Found(chosen, document(chosen), runs[()], runs[key], len(runs)), gate, found
+    search = FloatSearch(
+        gate,
+        chosen,
+        document(chosen),
+        before=runs[()],
+        after=runs[layers_of(chosen)],
+        runs=len(runs),
+    )
+    return search, ablation

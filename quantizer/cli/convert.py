@@ -5,7 +5,7 @@ import json
 import click
 
 from quantizer.cli.options import command, output_option, write_output
-from quantizer.cli.places import Place
+from quantizer.cli.places import PathType
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.conversion.convert import WRITERS, converted
 from quantizer.config.diagnostics import by_place
@@ -15,7 +15,7 @@ from quantizer.errors import UsageError
 
 
 @command()
-@click.argument("file", type=Place())
+@click.argument("file", type=PathType())
 @click.option(
     "--to",
     type=click.Choice(list(WRITERS)),

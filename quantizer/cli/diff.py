@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from quantizer.cli.options import MODEL, TABLE, Options, command, option, takes
-from quantizer.cli.places import Place
+from quantizer.cli.places import PathType
 from quantizer.cli.render import say
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.compared import compared
@@ -33,8 +33,8 @@ class DiffOptions(Options):
 
 
 @command()
-@click.argument("first", type=Place())
-@click.argument("second", type=Place())
+@click.argument("first", type=PathType())
+@click.argument("second", type=PathType())
 @takes("fail_on", *TABLE, *_OF_MODELS, "json", kind=DiffOptions)
 def diff(first: str, second: str, options: DiffOptions) -> None:
     """Show what differs between two configs or two result folders, layer by layer: specs,

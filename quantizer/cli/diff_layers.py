@@ -40,11 +40,11 @@ def of_configs(first: str, second: str, options: Options) -> Difference:
     Raises:
         ConfigError: one is not valid, or does not fit the model.
     """
-    reads = [session.read_config(place) for place in (first, second)]
+    reads = [session.read_config_file(place) for place in (first, second)]
     with session.notes_on_stderr(True):
         values = any(needs_values(read.config.settings) for read in reads)
         original = traced_model(options, values=values).graph
-    plans = [session.make_plan(read, original, quiet=True) for read in reads]
+    plans = [session.resolved_plan(read, original, quiet=True) for read in reads]
     paths: dict[str, str] = {}
     for plan in plans:
         paths |= path_names(plan.graph)

@@ -19,7 +19,7 @@ from quantizer.config.model import Config
 from quantizer.config.wording import counted
 from quantizer.errors import GateError, QuantizerError
 from quantizer.evaluation import checkup
-from quantizer.evaluation.checkup import Check, CheckLevel
+from quantizer.evaluation.checkup import CheckLevel, CheckResult
 from quantizer.printable import json_text, one_line
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -57,7 +57,7 @@ def doctor(options: Options) -> None:
         )
 
 
-def _print(checks: list[Check]) -> None:
+def _print(checks: list[CheckResult]) -> None:
     console = session.console()
     for check in checks:
         level = (f"{check.level:8}", _STYLES[check.level])
@@ -67,7 +67,7 @@ def _print(checks: list[Check]) -> None:
             console.print(Text(one_line(f"        help: {check.help}")), soft_wrap=True)
 
 
-def _checks(options: Options) -> Iterator[Check]:
+def _checks(options: Options) -> Iterator[CheckResult]:
     """Yield all results. If something cannot be read, the error is one of them."""
     yield from checkup.check_machine(options.device, Path(options.output_dir))
     result = None
@@ -81,13 +81,13 @@ def _checks(options: Options) -> Iterator[Check]:
     try:
         yield from _check_model(options, config)
     except QuantizerError as error:
-        yield Check("model", "error", error.message, error.help or "")
+        yield CheckResult("model", "error", error.message, error.help or "")
 
 
-def _check_config(result: LoadResult | None) -> Iterator[Check]:
+def _check_config(result: LoadResult | None) -> Iterator[CheckResult]:
     if result is None:
         text = "there is no --config_file: the built-in default for the DPU is used"
-        yield Check("config", "note", text, "`quantizer init` writes a config")
+        yield CheckResult("config", "note", text, "`quantizer init` writes a config")
         return
     for finding in result.diagnostics:
         if finding.severity == "note":
@@ -96,19 +96,19 @@ def _check_config(result: LoadResult | None) -> Iterator[Check]:
         text = f"{finding.code}: {finding.message}"
         if finding.place:
             text = f"{finding.place}: {text}"
-        yield Check("config", level, text, finding.help or "")
+        yield CheckResult("config", level, text, finding.help or "")
     if result.config is not None:
-        yield Check("config", "ok", f"{result.config.source} is valid")
+        yield CheckResult("config", "ok", f"{result.config.source} is valid")
 
 
-def _check_model(options: Options, config: Config | None) -> Iterator[Check]:
+def _check_model(options: Options, config: Config | None) -> Iterator[CheckResult]:
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     yield from checkup.check_data(batches)
     if loaded.evaluate is None and loaded.evaluation_data is None and options.eval_data is None:
         text = "test mode would compare both networks on the calibration data"
         remedy = "add evaluation_data() to the model's file, or give --eval_data"
-        yield Check("data", "note", text, remedy)
+        yield CheckResult("data", "note", text, remedy)
     traced = traced_from(options, loaded, batches, tested=config is not None)
     original = traced.graph
     parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
@@ -116,15 +116,17 @@ def _check_model(options: Options, config: Config | None) -> Iterator[Check]:
     if original.lengths:
         text += f", {counted(len(original.lengths), 'dynamic length')}"
     text += f", {parameters / 1e6:.2f} million parameters"
-    yield Check("model", "ok", text)
+    yield CheckResult("model", "ok", text)
     if config is None:
         return
-    plan = session.make_plan(session.ReadConfig(config, (), {}), original, quiet=True)
-    yield from checkup.check_plan(plan)
+    plan = session.resolved_plan(session.ReadConfig(config, (), {}), original, quiet=True)
+    yield from checkup.check_planned_tensors(plan)
     data = memory_prediction.Data(traced.size, traced.batches or 1, options.memory)
     peaks = peaks_of(plan, config, data, traced, finetuned=False)
     yield from checkup.check_memory(peaks.items())
     if plan.corrected:
         text = f"bias correction of {counted(len(plan.corrected), 'layer')} "
         text += "takes a second pass over the data"
-        yield Check("plan", "note", text, "set include_bias_corr: false if that takes too long")
+        yield CheckResult(
+            "plan", "note", text, "set include_bias_corr: false if that takes too long"
+        )

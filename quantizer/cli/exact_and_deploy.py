@@ -148,8 +148,8 @@ def deploy(
             metrics[INT8_SHARE] = session.kernels.share
     if files or folder.exists():
         write_json(folder / "verify.json", files)
-    for failure in failures[1:]:
-        lines.append(str(failure).partition("\n")[0])
+    for other in failures[1:]:
+        lines.append(str(other).partition("\n")[0])
     outcome = _with_metrics(outcome, metrics)
     error = failures[0] if failures else None
     return replace(

@@ -34,9 +34,9 @@ def explain_layer(name: str, options: Options) -> None:
         UsageError: no layer has this name.
     """
     with session.notes_on_stderr(options.json):
-        read = session.read_config(options.config_file)
+        read = session.read_config_file(options.config_file)
         original = traced_model(options, values=needs_values(read.config.settings)).graph
-    plan = session.make_plan(read, original, quiet=True)
+    plan = session.resolved_plan(read, original, quiet=True)
     selector = Selector("name", name)
     layers = match(selector, plan.graph, original).layers
     if not layers:

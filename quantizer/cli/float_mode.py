@@ -35,7 +35,7 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
     if options.inspect:
         graph = session.trace_model(options, loaded, batches)
         read = config_to_look(options.config_file)
-        plan = session.make_plan(read, graph, quiet=options.quiet)
+        plan = session.resolved_plan(read, graph, quiet=options.quiet)
         show_layers(options, plan.graph, plan.tensors, plan.floats)
     metrics = measure(
         loaded.module,

@@ -1,4 +1,4 @@
-"""`quantizer init`: writes a preset as a config to start from. Imports no torch."""
+"""`quantizer init`: writes a preset as a first config. Imports no torch."""
 
 import importlib
 import shutil
@@ -13,52 +13,56 @@ from quantizer.config.forms.form import form_of
 from quantizer.config.resources import load_resource, presets, resource
 from quantizer.errors import UsageError
 
-DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}
-STRATEGIES = {
+_DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}
+"""The preset of each device."""
+_STRATEGIES = {
     "weight_only": "weight_int8",
     "static": "static_fp8",
     "dynamic": "dynamic_int8",
     "smoothquant": "smoothquant_int8",
     "awq": "awq_int4_group",
     "gptq": "gptq_int4_group",
-    **{
-        name: name for name in ("gguf_q4_0", "gguf_q4_1", "gguf_q5_0", "gguf_q5_1", "gguf_q8_0")
-    },
+    "gguf_q4_0": "gguf_q4_0",
+    "gguf_q4_1": "gguf_q4_1",
+    "gguf_q5_0": "gguf_q5_0",
+    "gguf_q5_1": "gguf_q5_1",
+    "gguf_q8_0": "gguf_q8_0",
 }
-"""The preset for each device, and for each strategy, all of these in the hierarchical form."""
+"""The preset of each strategy, in the hierarchical form."""
 
 
 @command()
 @click.option(
     "--device",
-    type=click.Choice(list(DEVICES), case_sensitive=False),
-    help="What the network is to run on.  [default: CPU]",
+    type=click.Choice(list(_DEVICES), case_sensitive=False),
+    help="The device that will run the network.  [default: CPU]",
 )
 @click.option(
     "--strategy",
-    type=click.Choice(list(STRATEGIES)),
+    type=click.Choice(list(_STRATEGIES)),
     metavar="NAME",
     help=(
-        "Write the hierarchical form: weights only, activations in calibrated (static) or "
-        "run-time (dynamic) ranges, an algorithm, or a type of blocks of llama.cpp: "
-        f"{', '.join(STRATEGIES)}."
+        "Write the hierarchical form for a strategy: quantize only weights, use static "
+        "(calibrated) or dynamic ranges of activations, run an algorithm, or write a block "
+        f"type of llama.cpp. One of {', '.join(_STRATEGIES)}."
     ),
 )
 @click.option(
     "--preset",
     type=click.Choice(presets()),
     metavar="NAME",
-    help="Write one of the presets of --list.",
+    help="Write a preset of --list.",
 )
-@click.option("--list", "list", is_flag=True, help="List every preset and when to use it.")
+@click.option("--list", "list", is_flag=True, help="List all presets and when to use them.")
 @output_option(
     default="quantize_config.json",
     show_default=True,
-    help="Where to write it; - for standard output.",
+    help="The file to write; - is standard output.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
+@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @takes(*MODEL, model="Also say whether another strategy suits this model better.")
 def init(
+    *,
     device: str | None,
     strategy: str | None,
     preset: str | None,
@@ -67,7 +71,7 @@ def init(
     overwrite: bool,
     options: Options,
 ) -> None:
-    """Write a config to start from that is valid for the device.
+    """Write a config to start from, valid for a device.
 
     \b
     quantizer init --list
@@ -80,7 +84,7 @@ def init(
         click.echo(_listing(), nl=False)
         return
     text = _text(device, strategy, preset)
-    proposed = _proposed(strategy, options)
+    remark = _remark(strategy, options)
     if output == "-":
         click.echo(text, nl=False)
         return
@@ -88,7 +92,7 @@ def init(
         raise UsageError(f"{output} is a directory", help="give the path of a file with -o")
     if Path(output).exists() and not overwrite:
         raise UsageError(
-            f"{output} is there already", help="write another file with -o, or give --overwrite"
+            f"{output} already exists", help="choose another file with -o, or give --overwrite"
         )
     write_output(output, text)
     click.echo(
@@ -96,40 +100,44 @@ def init(
         "explains a key",
         err=True,
     )
-    if proposed:
-        click.echo(proposed, err=True)
+    if remark:
+        click.echo(remark, err=True)
 
 
-def _proposed(strategy: str | None, options: Options) -> str | None:
-    """What is said of the model, if there is one."""
+def _remark(strategy: str | None, options: Options) -> str | None:
+    """Return sentences on a strategy that suits the model better, if there is one."""
     if options.model is None:
-        refuse_typed(MODEL, "with --model init looks whether the strategy suits the model")
+        refuse_typed(
+            MODEL, "it needs --model: then init checks if the strategy suits the model"
+        )
         return None
-    found: str | None = importlib.import_module("quantizer.cli.proposal").proposal(
-        strategy, options
-    )
-    return found
+    # It imports torch.
+    module = importlib.import_module("quantizer.cli.proposal")
+    remark: str | None = module.proposal(strategy, options)
+    return remark
 
 
 def _listing() -> str:
-    """Each preset with its comment, which says when to use it; a line each, unless a terminal
-    is too narrow.
-    """
+    """Return each preset with its comment, which says when to use it."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    rows = []
+    for name in presets():
+        comment = load_resource("configs", f"{name}.json")["//"]
+        rows.append((name, comment))
     formatter = click.HelpFormatter(indent_increment=0, width=width)
-    formatter.write_dl(
-        [(name, load_resource("configs", f"{name}.json")["//"]) for name in presets()]
-    )
+    formatter.write_dl(rows)
     return f"{formatter.getvalue()}`quantizer init --preset NAME` writes one of them\n"
 
 
 def _text(device: str | None, strategy: str | None, preset: str | None) -> str:
-    """The text of the preset; it names its schema by the address, as the preset's path does not
-    hold elsewhere.
-    """
+    """Return the text of the preset, with the URL of its schema instead of the path."""
     if strategy and preset:
-        raise UsageError("--strategy and --preset both name a preset", help="give one of them")
-    name = preset or (STRATEGIES[strategy] if strategy else DEVICES[device or "CPU"])
+        raise UsageError("--strategy and --preset exclude each other", help="give one of them")
+    name = _DEVICES[device or "CPU"]
+    if strategy:
+        name = _STRATEGIES[strategy]
+    elif preset:
+        name = preset
     form = form_of(load_resource("configs", f"{name}.json"))
     address = load_resource("schemas", f"{form}.schema.json")["$id"]
     text = resource("configs", f"{name}.json").read_text("utf-8")
@@ -138,12 +146,13 @@ def _text(device: str | None, strategy: str | None, preset: str | None) -> str:
         return text
     if form == "layered":
         raise UsageError(
-            f"the preset {name} says its device itself",
-            help="leave out --device, or change the file",
+            f"the preset {name} already sets its device",
+            help="leave out --device, or edit the file",
         )
     if device == "DPU":
-        given = f"--strategy {strategy}" if strategy else f"--preset {preset}"
+        option = f"--strategy {strategy}" if strategy else f"--preset {preset}"
         raise UsageError(
-            f"{given} does not go with --device DPU", help="the DPU has the layered form only"
+            f"{option} and --device DPU exclude each other: the DPU needs the layered form",
+            help="leave out one of them",
         )
     return text.replace('"target_device": "CPU"', f'"target_device": "{device}"')

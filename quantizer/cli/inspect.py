@@ -1,6 +1,4 @@
-"""`quantizer inspect`: the layers of a model, with the names a config may use, and what can be
-quantized.
-"""
+"""`quantizer inspect`: lists the layers of a model, with their names in a config."""
 
 import dataclasses
 from pathlib import Path
@@ -9,11 +7,12 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.gates import met, parse_gate, require_known
+from quantizer.cli.gates import failed, met, parse_gate, require_known
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.render import say
 from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.cli.traced_model import traced_model
+from quantizer.config.wording import counted
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
 from quantizer.graph.find_structure import find_structure
@@ -21,7 +20,6 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.passes import needs_values, run_passes
 from quantizer.plan.dpu_limits import NAME
 from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
-from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.printable import json_text
 from quantizer.report import dpu_tables, tables
@@ -29,8 +27,8 @@ from quantizer.report.structure import structure_tables
 from quantizer.report.view import Listing, View
 from quantizer.storage.files import write_text
 
-COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
-"""What gates may ask for."""
+_COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
+"""The metrics of gates."""
 
 
 @command()
@@ -38,30 +36,29 @@ COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 @click.option(
     "--target",
     type=click.Choice(["DPU"]),
-    help="List which layers this device can run, and why not.",
+    help="List which layers this device can run, and why it cannot run the others.",
 )
 @click.option(
     "--algorithms",
     is_flag=True,
-    help="List blocks, layers that share an input, and where factors fold.",
+    help="List blocks, groups of layers with one input, and where scaling factors fold.",
 )
 @click.option(
     "--gate",
     multiple=True,
     metavar="TEST",
-    help="Exit with 1 unless TEST holds, e.g. 'cpu_operators<=2'.",
+    help="Exit with code 1 unless TEST holds, e.g. 'cpu_operators<=2'.",
 )
 def inspect(
     options: Options, target: str | None, algorithms: bool, gate: tuple[str, ...]
 ) -> None:
-    """List each layer's name, operator and output shape, what is quantized, and why the rest is
-    not.
+    """List the name, operator and output shape of each layer, its quantized tensors, and why
+    others stay in float.
 
-    Without a config it lists the network as it is, and all that can be quantized. With --target
-    DPU, or a config for the DPU, it lists what the device can run instead; with --algorithms,
-    the blocks and groups of layers that algorithms find, by the names that scaling_layers and
-    inside_layer_modules take. With -o FILE.py it also writes the network as readable code, as
-    calibration does.
+    Without a config, all tensors count as quantized that can be. With --target DPU, or a config
+    for the DPU, the table shows what the device can run. With --algorithms it shows blocks and
+    groups of layers, by the names that scaling_layers and inside_layer_modules take. With -o
+    FILE.py the network is also written as readable code, as calibration does.
 
     \b
     quantizer inspect --model my_model.py
@@ -72,41 +69,41 @@ def inspect(
     gates = [parse_gate(text) for text in gate]
     read = config_to_look(options.config_file)
     settings = read.config.settings
-    for_dpu = target is not None or (
-        options.config_file is not None and settings.target_device == "DPU"
-    )
+    for_dpu = target is not None
+    if options.config_file is not None and settings.target_device == "DPU":
+        for_dpu = True
     if algorithms:
         _require_structure_alone(options, for_dpu=for_dpu)
     if gates and not for_dpu:
         raise UsageError(
-            "--gate asks what the DPU can run", help="add --target DPU, or a config for the DPU"
+            "--gate needs the DPU: its metrics count what the DPU can run",
+            help="add --target DPU, or a config for the DPU",
         )
-    require_known(gates, COUNTS)
+    require_known(gates, _COUNTS)
     if for_dpu:
-        settings = dataclasses.replace(settings, target_device="DPU")
-        read = dataclasses.replace(
-            read, config=dataclasses.replace(read.config, settings=settings)
-        )
+        read = _for_dpu(read)
+        settings = read.config.settings
     with session.notes_on_stderr(options.json):
         values = needs_values(settings) or bool(options.file)
         original = traced_model(options, values=values).graph
     if algorithms:
         _show_structure(options, read, run_passes(original, settings, device=False))
         return
-    plan = session.make_plan(read, original, quiet=True)
+    plan = session.resolved_plan(read, original, quiet=True)
     view = filtered_view(options, plan.graph, original)
     content: dict[str, Any] = plan.to_json() | {"float": dict(plan.floats)}
-    metrics: dict[str, float] = {}
+    metrics: dict[str, int] = {}
+    verdict_of: dict[str, Verdict] = {}
     if for_dpu:
-        found = verdicts(plan)
-        metrics = _counts(plan.graph, found)
-        content |= metrics | {
-            "support": {name: verdict.to_json() for name, verdict in found.items()}
-        }
+        verdict_of = verdicts(plan)
+        metrics = _counts(plan.graph, verdict_of)
+        support = {name: verdict.to_json() for name, verdict in verdict_of.items()}
+        content |= {**metrics, "support": support}
     if options.json:
         click.echo(json_text(content))
     elif for_dpu:
-        _show_support(plan, found, run_passes(original, settings, device=False), metrics, view)
+        reference = run_passes(original, settings, device=False)
+        _show_support(plan.graph, verdict_of, reference, view)
     else:
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats, view))
         for line in remarks(plan):
@@ -116,73 +113,84 @@ def inspect(
     if not options.json:
         for line in met(gates, metrics):
             click.echo(line)
-    if failed := [each.text for each in gates if not each.holds(metrics)]:
+    not_met = failed(gates, metrics)
+    if not_met:
         raise GateError(
-            f"not met: {', '.join(failed)}",
+            f"not met: {', '.join(not_met)}",
             help="the table above says why a layer cannot run on the DPU",
         )
 
 
+def _for_dpu(read: session.ReadConfig) -> session.ReadConfig:
+    """Return a config with the DPU as its device."""
+    settings = dataclasses.replace(read.config.settings, target_device="DPU")
+    config = dataclasses.replace(read.config, settings=settings)
+    return dataclasses.replace(read, config=config)
+
+
 def _require_structure_alone(options: Options, *, for_dpu: bool) -> None:
-    """Raise `UsageError` for what does not go with --algorithms."""
+    """Raise `UsageError` for options that have no effect with --algorithms."""
     if for_dpu:
         raise UsageError(
-            "--algorithms and the DPU do not go together",
-            help="leave out --target, or the DPU's config",
+            "--algorithms and --target DPU exclude each other",
+            help="leave out --target, or the config for the DPU",
         )
     for name in ("names", "top", "filter"):
         if getattr(options, name):
             raise UsageError(
-                f"--{name} is for tables of layers", help="leave it out, or --algorithms"
+                f"--{name} has no effect with --algorithms, which shows no table of layers",
+                help="leave out one of them",
             )
 
 
 def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) -> None:
-    """What the graph shows; with a config that names parts of it, what each of its algorithms
-    finds.
+    """Print the blocks and groups of the graph; for algorithms of the config that name layers,
+    those of each algorithm.
 
     Raises:
-        ConfigError: a name that the model does not have, or that does not fit.
+        ConfigError: the model lacks a name, or it does not fit.
     """
-    named = session.named_structures(read, graph)
+    structures = session.named_structures(read, graph)
+    if not structures:
+        structures = {"": find_structure(graph)}
     if options.json:
-        found = {title: dataclasses.asdict(each) for title, each in named.items()}
-        click.echo(json_text(found or dataclasses.asdict(find_structure(graph))))
+        content = {}
+        for title, structure in structures.items():
+            content[title] = dataclasses.asdict(structure)
+        click.echo(json_text(content.get("", content)))
         return
-    for title, each in (named or {"": find_structure(graph)}).items():
-        for part in filter(
-            None, (f"{title}:" if title else "", *structure_tables(graph, each))
-        ):
-            session.console().print(part) if isinstance(part, Listing) else say(str(part))
+    for title, structure in structures.items():
+        if title:
+            say(f"{title}:")
+        for part in structure_tables(graph, structure):
+            if isinstance(part, Listing):
+                session.console().print(part)
+            elif part:
+                say(str(part))
 
 
-def _counts(graph: Graph, found: dict[str, Verdict]) -> dict[str, float]:
-    """How many operators run on the DPU, how many do not, and in how many pieces."""
-    devices = [verdict.device for verdict in found.values()]
-    return dict(
-        zip(
-            COUNTS,
-            (devices.count("DPU"), devices.count("CPU"), subgraphs(graph, found)),
-            strict=True,
-        )
-    )
+def _counts(graph: Graph, verdict_of: dict[str, Verdict]) -> dict[str, int]:
+    """Return the operators on the DPU and on the CPU, and the subgraphs of the DPU."""
+    devices = [verdict.device for verdict in verdict_of.values()]
+    counts = (devices.count("DPU"), devices.count("CPU"), subgraphs(graph, verdict_of))
+    return dict(zip(_COUNTS, counts, strict=True))
 
 
 def _show_support(
-    plan: Plan,
-    found: dict[str, Verdict],
+    graph: Graph,
+    verdict_of: dict[str, Verdict],
     reference: Graph,
-    metrics: dict[str, float],
     view: View,
 ) -> None:
-    """The table, what is approximated, the documents, and the sums."""
-    session.console().print(dpu_tables.support_table(plan.graph, found, view))
-    for line in dpu_tables.approximations(plan.graph, reference):
+    """Print the table, the approximations, the sources of limits, and the counts."""
+    session.console().print(dpu_tables.support_table(graph, verdict_of, view))
+    for line in dpu_tables.approximations(graph, reference):
         say(view.text(line))
-    for source in dict.fromkeys(verdict.source for verdict in found.values() if verdict.source):
+    sources = dict.fromkeys(verdict.source for verdict in verdict_of.values())
+    for source in filter(None, sources):
         say(f"limits: {source}")
-    on, off, pieces = metrics.values()
+    on_dpu, on_cpu, pieces = _counts(graph, verdict_of).values()
     click.echo(
-        f"{on} of {on + off} operators run on the DPU ({NAME}), in {pieces} "
-        f"subgraph{'' if pieces == 1 else 's'}"
+        f"{on_dpu} of {on_dpu + on_cpu} operators run on the DPU ({NAME}), in "
+        f"{counted(pieces, 'subgraph')}"
     )

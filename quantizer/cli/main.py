@@ -78,7 +78,7 @@ SUBCOMMANDS = {
         "Show what a config does to a model, without calibrating.",
     ),
     "report": (
-        "quantizer.cli.report:report",
+        "quantizer.cli.report:report_command",
         "Write report.html of a result folder again.",
     ),
     "analyze": (
@@ -103,7 +103,7 @@ SUBCOMMANDS = {
     ),
 }
 """The module and help of each subcommand. `--help` imports none of them."""
-_RUN = "quantizer.cli.run:run"
+_RUN = "quantizer.cli.run:run_mode"
 _COMPLETION_VARIABLE = "_QUANTIZER_COMPLETE"
 """Shells set it to get completions."""
 _EPILOG = """\b

@@ -10,7 +10,7 @@ from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session
 from quantizer.cli.follow import followed
 from quantizer.cli.options import Options, command, takes
-from quantizer.cli.places import Place
+from quantizer.cli.places import PathType
 from quantizer.cli.reproduction import remember, words_of_merge
 from quantizer.cli.session import Outcome
 from quantizer.config.wording import counted
@@ -27,7 +27,7 @@ from quantizer.sources.data import Batches
 
 
 @command()
-@click.argument("folders", nargs=-1, required=True, type=Place(), metavar="DIR DIR...")
+@click.argument("folders", nargs=-1, required=True, type=PathType(), metavar="DIR DIR...")
 @takes(
     "model",
     "weights",

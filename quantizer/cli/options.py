@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantizer.cli.completion import layers_of_model
-from quantizer.cli.places import Place
+from quantizer.cli.places import PathType
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config.dpu_accuracy import LEVELS
 from quantizer.errors import UsageError
@@ -124,7 +124,7 @@ def option(
     )
 
 
-_FILE = Place()
+_FILE = PathType()
 output_option = functools.partial(click.option, "--output", "-o", type=_FILE, metavar="FILE")
 _file = functools.partial(option, type=_FILE, metavar="FILE")
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")

@@ -25,7 +25,7 @@ _ERRORS: dict[str, type[QuantizerError]] = {
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 
 
-class Place(click.Path):
+class PathType(click.Path):
     """A path, which shells complete. It need not exist."""
 
     def convert(

@@ -1,4 +1,4 @@
-"""`quantizer plan`: what a config does to a model, before any calibration."""
+"""`quantizer plan`: shows what a config does to a model, before calibration."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +13,7 @@ from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import filtered_view
 from quantizer.cli.traced_model import TracedModel, traced_model
 from quantizer.config.model import Algorithm, Config
+from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
 from quantizer.graph.output_parts import output_parts
@@ -39,13 +40,13 @@ _MB = 1e6
     "memory",
     "no_cache",
     *LOOK,
-    for_="Tell what --deploy TARGET cannot hold; may be repeated.",
+    for_="Check that --deploy TARGET can express the plan. May be repeated.",
 )
 def plan(options: Options) -> None:
-    """Show how many layers each rule matches, each tensor's spec, the size before and after,
-    and the memory calibration takes.
+    """Show what a config does to a model: the layers that each rule matches, the spec of each
+    tensor, the size before and after, and the memory that calibration takes.
 
-    Only the first batches are read, for their shapes. Algorithms do not run; names in their
+    Only the first batches are read, for their shapes. Algorithms do not run, but names in their
     settings are checked.
 
     \b
@@ -58,112 +59,121 @@ def plan(options: Options) -> None:
         )
         traced = traced_model(options, values=needs_values(read.config.settings), tested=True)
     original = traced.graph
-    found = session.make_plan(read, original)
-    session.named_structures(read, found.graph)
-    view = filtered_view(options, found.graph, original)
-    before, after = weight_bytes(found)
+    planned = session.resolved_plan(read, original)
+    session.named_structures(read, planned.graph)
+    view = filtered_view(options, planned.graph, original)
+    before, after = weight_bytes(planned)
     size = traced.size
-    activations = peak_activation_bytes(found.graph, size)
+    activations = peak_activation_bytes(planned.graph, size)
     data = memory_prediction.Data(size, traced.batches or 1, options.memory)
-    peaks = peaks_of(found, read.config, data, traced, finetuned=bool(finetuned))
+    peaks = peaks_of(planned, read.config, data, traced, finetuned=bool(finetuned))
     outputs = output_parts(original)
-    content = found.to_json() | {
+    content = planned.to_json() | {
         "outputs": tables.named_outputs(outputs),
         "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},
-        "float_parameters": left_parameters(found)[0],
+        "float_parameters": left_parameters(planned)[0],
         "peak_activation_bytes": {"batch_size": size, "bytes": activations},
         "peak_memory_bytes": peaks,
         "data": traced.filled,
     }
-    refused = {target: planned_refusals(target, found) for target in options.for_}
+    refusals: dict[str, list[Refusal]] = {}
+    refused: dict[str, list[dict[str, Any]]] = {}
+    for target in options.for_:
+        refusals[target] = planned_refusals(target, planned)
+        refused[target] = [asdict(refusal) for refusal in refusals[target]]
     if refused:
-        content["refused"] = {
-            target: [asdict(each) for each in rows] for target, rows in refused.items()
-        }
+        content["refused"] = refused
     if options.file:
         write_json(Path(options.file), content)
     if options.json:
         click.echo(json_text(content))
     else:
-        _show(found, view, content, read.config.algorithms)
+        _show(planned, view, content, read.config.algorithms)
         for line in tables.output_lines(outputs):
             click.echo(line)
-        _show_refused(refused, found.graph.model, view)
-    failed = {target: rows for target, rows in refused.items() if rows}
-    if failed:
-        texts = [
-            f"--deploy {target} cannot hold {len(rows)} of these tensors"
-            for target, rows in failed.items()
-        ]
-        helps = dict.fromkeys(each.help for rows in failed.values() for each in rows)
-        raise UsageError("; ".join(texts), help="; ".join(helps))
+        _show_refused(refusals, planned.graph.model, view)
+    texts = []
+    remedies: dict[str, None] = {}
+    for target, rows in refusals.items():
+        if rows:
+            texts.append(f"--deploy {target} cannot express {counted(len(rows), 'tensor')}")
+        for refusal in rows:
+            remedies[refusal.help] = None
+    if texts:
+        raise UsageError("; ".join(texts), help="; ".join(remedies))
 
 
 def peaks_of(
-    found: Plan,
+    plan: Plan,
     config: Config,
     data: memory_prediction.Data,
     traced: TracedModel,
     *,
     finetuned: bool,
 ) -> dict[str, int | None]:
-    """The peak of memory of each mode, which loads and traces the model as it was here."""
-    specs = {key: tensor.spec for key, tensor in found.tensors.items()}
+    """Return the predicted peak of memory of each mode, in bytes."""
+    specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     tested = data.size if traced.tested is None else traced.tested
-    more = {
-        "calib": memory_prediction.calibration_bytes(found, config, data, finetuned=finetuned),
-        "test": memory_prediction.comparison_bytes(found.graph, specs, tested),
+    calib = memory_prediction.calibration_bytes(plan, config, data, finetuned=finetuned)
+    test = memory_prediction.comparison_bytes(plan.graph, specs, tested)
+    return {
+        "calib": memory_prediction.peak_with(calib, traced.base),
+        "test": memory_prediction.peak_with(test, traced.base),
     }
-    return {mode: memory_prediction.peak_with(each, traced.base) for mode, each in more.items()}
 
 
 def _show_refused(refused: dict[str, list[Refusal]], model: str, view: View) -> None:
-    """Say for each target which tensors it cannot hold, layer by layer; `model` stands for what
-    is about all.
+    """Print for each target the tensors that it cannot express.
+
+    Args:
+        refused: by target.
+        model: the name that stands for a refusal of the whole model.
+        view: of the table.
     """
-    for target, rows in refused.items():
-        click.echo(
-            f"\n--deploy {target} can hold {'all but these:' if rows else 'all of them'}"
-        )
-        if rows:
-            named = [(each.layer or model, each.role, each.why) for each in rows]
-            session.console().print(tables.refusal_table(named, view))
+    for target, refusals in refused.items():
+        if not refusals:
+            click.echo(f"\n--deploy {target} can express all tensors")
+            continue
+        click.echo(f"\n--deploy {target} can express all tensors but these:")
+        rows = []
+        for refusal in refusals:
+            rows.append((refusal.layer or model, refusal.role, refusal.why))
+        session.console().print(tables.refusal_table(rows, view))
 
 
 def _show(
-    found: Plan, view: View, content: dict[str, Any], algorithms: Sequence[Algorithm]
+    plan: Plan,
+    view: View,
+    content: dict[str, Any],
+    algorithms: Sequence[Algorithm],
 ) -> None:
-    """Print the tables, and the sizes below them."""
+    """Print the tables, and sizes below them."""
     console = session.console()
-    console.print(tables.rule_table(found))
+    console.print(tables.rule_table(plan))
     console.print()
-    console.print(tables.plan_table(found, view))
+    console.print(tables.plan_table(plan, view))
     console.print()
     before, after = content["weight_bytes"].values()
     click.echo(
-        f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> "
+        f"{len(plan.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> "
         f"{after / _MB:.2f} MB"
     )
     click.echo(share_left(content["float_parameters"]))
     if algorithms:
-        inserts = any(algorithm.stage == "rescale" for algorithm in algorithms)
-        hidden = "; layers that it inserts are not in the table" if inserts else ""
-        click.echo(
-            "calibration runs "
-            f"{', then '.join(algorithm.name for algorithm in algorithms)}{hidden}"
-        )
+        names = ", then ".join(algorithm.name for algorithm in algorithms)
+        line = f"calibration runs {names}"
+        if any(algorithm.stage == "rescale" for algorithm in algorithms):
+            line += "; layers that it inserts are not in the table"
+        click.echo(line)
     size, activations = content["peak_activation_bytes"].values()
     click.echo(
         f"calibration keeps up to {activations / _MB:.1f} MB of activations at batch size "
         f"{size}"
     )
-    peaks = {
-        mode: process_memory.in_words(peak)
-        for mode, peak in content["peak_memory_bytes"].items()
-        if peak is not None
-    }
+    peaks = []
+    for mode, peak in content["peak_memory_bytes"].items():
+        if peak is not None:
+            peaks.append(f"{mode} {process_memory.in_words(peak)}")
     if peaks:
-        click.echo(
-            f"peak memory: {', '.join(f'{mode} {peak}' for mode, peak in peaks.items())}"
-        )
+        click.echo(f"peak memory: {', '.join(peaks)}")

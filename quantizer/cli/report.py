@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from quantizer.cli.options import Options, command, option, takes
-from quantizer.cli.places import Place
+from quantizer.cli.places import PathType
 from quantizer.cli.typed import refuse_typed
 from quantizer.printable import json_text, one_line
 from quantizer.report.files import PAGE, write_report
@@ -20,7 +20,7 @@ class ReportOptions(Options):
     """The options of `quantizer report`."""
 
     plots: str | None = option(
-        "Also write each drawing as a file to DIR.", type=Place(), metavar="DIR"
+        "Also write each drawing as a file to DIR.", type=PathType(), metavar="DIR"
     )
     plots_as: str = option(
         "Type of the files of --plots; png needs the extra plots.",
@@ -29,15 +29,15 @@ class ReportOptions(Options):
     )
     tensorboard: str | None = option(
         "Also write figures and histograms for TensorBoard to DIR.",
-        type=Place(),
+        type=PathType(),
         metavar="DIR",
     )
 
 
-@command()
-@click.argument("folder", default="quantize_result", type=Place(), metavar="[DIR]")
+@command("report")
+@click.argument("folder", default="quantize_result", type=PathType(), metavar="[DIR]")
 @takes("json", "plots", "plots_as", "tensorboard", kind=ReportOptions)
-def report(folder: str, options: ReportOptions) -> None:
+def report_command(folder: str, options: ReportOptions) -> None:
     """Write report.html and report.json of a result folder again, without model and data.
     Calibration and test mode write them too.
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from quantizer.cli import session
 from quantizer.cli.completion import layers_of_results
 from quantizer.cli.options import TABLE, Options, command, option, takes, write_output
-from quantizer.cli.places import Place
+from quantizer.cli.places import PathType
 from quantizer.cli.reproduction import remember, with_config
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest, counted
@@ -57,7 +57,7 @@ class RetuneOptions(Options):
 
 
 @command()
-@click.argument("folder", default="quantize_result", type=Place(), metavar="[DIR]")
+@click.argument("folder", default="quantize_result", type=PathType(), metavar="[DIR]")
 @takes(
     "method",
     "percentage",

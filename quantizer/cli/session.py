@@ -1,6 +1,4 @@
-"""What the commands about a model share: load it, trace it, plan it, and tell the user what was
-found on the way.
-"""
+"""Opens config, model and data of a command, resolves the plan, and prints results."""
 
 import logging
 import os
@@ -39,28 +37,28 @@ from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
 from quantizer.storage import process_memory
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """A config, its findings, and the text of the files they point into."""
+    """A config, its findings, and the texts of its files."""
 
     config: Config
     diagnostics: tuple[Diagnostic, ...]
     sources: dict[str, str]
 
 
-def read_config(path: str | None) -> ReadConfig:
-    """The config of `--config_file`, or the built-in default, which is logged.
+def read_config_file(path: str | None) -> ReadConfig:
+    """Return the config of `--config_file`, or the built-in default.
 
     Raises:
-        ConfigError: with all findings, when it cannot be used.
+        ConfigError: with all findings, if it cannot be used.
     """
     if path is None:
-        logger.info(
-            "no --config_file: the built-in default for the DPU holds; `quantizer init "
-            "--list` shows others"
+        _logger.info(
+            "there is no --config_file: the built-in default for the DPU is used; `quantizer "
+            "init --list` shows others"
         )
         return ReadConfig(default_config(), (), {})
     result = load_config(path)
@@ -70,23 +68,27 @@ def read_config(path: str | None) -> ReadConfig:
 def config_as_asked(
     path: str | None, level: str | None, mode: str | None = None
 ) -> tuple[ReadConfig, str | None]:
-    """The config of a run with `--dpu_accuracy level` and `--fast_finetune mode`, and how it
-    finetunes.
+    """Return the config of a run, and its mode of finetuning.
+
+    Args:
+        path: of the config.
+        level: of `--dpu_accuracy`.
+        mode: of `--fast_finetune`.
 
     Raises:
-        ConfigError: with all findings, when it cannot be used.
-        UsageError: an option does not go with it.
+        ConfigError: with all findings, if it cannot be used.
+        UsageError: the config excludes one of the options.
     """
-    read = read_config(path)
+    read = read_config_file(path)
     config, mode = as_asked(read.config, level, mode)
     return replace(read, config=config), mode
 
 
 def open_model(options: Options) -> LoadedModel:
-    """The model of `--model`, on its device.
+    """Return the model of `--model`, on its device.
 
     Raises:
-        UsageError: no `--model`, or a device this machine lacks.
+        UsageError: there is no `--model`, or the device is not available.
         ModelError: it cannot be loaded.
     """
     if options.model is None:
@@ -97,33 +99,30 @@ def open_model(options: Options) -> LoadedModel:
     )
     device = device_of(options)
     if device.type == "cuda":
-        # Else a convolution of float32 has the precision of float16
+        # Convolutions of float32 would otherwise have the precision of float16.
         torch.backends.cudnn.allow_tf32 = False
     placed(loaded.module, device)
     return loaded
 
 
 def device_of(options: Options) -> torch.device:
-    """The device of `--device`; cpu for commands without one. "auto" is a GPU where there is
-    one.
+    """Return the device of `--device`. "auto" is a GPU if there is one.
 
     Raises:
-        UsageError: no such device here.
+        UsageError: the device is not available.
     """
+    name = options.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.empty(
-            0, device=found if options.device == "auto" else options.device
-        ).device
+        return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        said = f"--device {options.device} cannot be used here: {str(error).splitlines()[0]}"
-        here = (
-            "cpu or cuda"
-            if torch.cuda.is_available()
-            else "cpu: this torch finds no CUDA device"
-        )
-        raise UsageError(said, help=f"use {here}") from error
-    return device
+        remedy = "use cpu: torch finds no CUDA device"
+        if torch.cuda.is_available():
+            remedy = "use cpu or cuda"
+        reason = str(error).splitlines()[0]
+        message = f"--device {options.device} cannot be used here: {reason}"
+        raise UsageError(message, help=remedy) from error
 
 
 def open_data(
@@ -133,21 +132,29 @@ def open_data(
     evaluation: bool = False,
     seq_len: int | None = None,
 ) -> Batches:
-    """The batches of `--data` (in test mode of `--eval_data` first), else those the model's
-    file offers.
+    """Return the batches of `--data`, or those of the model's file.
 
-    Failing these, and not for an evaluation, one example input that has the right shape: some
-    configs need no data. `seq_len` is the length of texts' windows where `--seq_len` is not
-    given.
+    Without both, return one example input of the right shape: some configs need no data.
+
+    Args:
+        options: of the command.
+        loaded: the model.
+        evaluation: whether the data is for float or test mode, which prefer `--eval_data` and
+            get no example input.
+        seq_len: tokens per sample of texts without `--seq_len`.
 
     Raises:
-        UsageError: there are none, or options that do not go with them.
-        DataError: they cannot be read.
+        UsageError: there is no data, or options do not fit it.
+        DataError: it cannot be read.
     """
-    given = (options.eval_data if evaluation else None) or options.data
-    offered = loaded.evaluation_data if evaluation else loaded.calibration_data
-    source = offered if given is None else given
-    windows = read_windows(options, loaded, given, seq_len)
+    option = options.data
+    source: Any = loaded.calibration_data
+    if evaluation:
+        option = options.eval_data or options.data
+        source = loaded.evaluation_data
+    if option is not None:
+        source = option
+    windows = read_windows(options, loaded, option, seq_len)
     if source is None:
         if loaded.example is None or evaluation:
             raise missing_data()
@@ -167,51 +174,55 @@ def open_data(
 
 
 def read_windows(
-    options: Options, loaded: LoadedModel, given: str | None, calibrated: int | None = None
+    options: Options,
+    loaded: LoadedModel,
+    data: str | None,
+    calibrated: int | None = None,
 ) -> Windows:
-    """How a text becomes samples: by `--tokenizer` or the model's own, `--seq_len` tokens long.
+    """Return how texts are split into samples.
 
-    Failing that as long as `calibrated` says, else 512 tokens or as many as the model can.
+    Args:
+        options: of the command.
+        loaded: the model, with its own tokenizer if it has one.
+        data: of `--data` or `--eval_data`.
+        calibrated: tokens per sample without `--seq_len`; 512, or the model's maximum, if None.
 
     Raises:
-        UsageError: the lengths do not fit each other or the model, or the data given are no
-            texts.
+        UsageError: the lengths do not fit each other or the model, or the data is not text.
     """
-    named = [name for name in ("tokenizer", "stride", "seq_len") if getattr(options, name)]
-    if given is None and loaded.calibration_data is None and loaded.example is not None:
-        # The example input has a length, too
-        named = [name for name in named if name != "seq_len"]
-    if named and (given is None or find_files(given)[0] != TEXTS):
+    names = [name for name in ("tokenizer", "stride", "seq_len") if getattr(options, name)]
+    has_example = loaded.calibration_data is None and loaded.example is not None
+    if data is None and has_example and "seq_len" in names:
+        # It sets the length of the example input.
+        names.remove("seq_len")
+    if names and (data is None or find_files(data)[0] != TEXTS):
         raise UsageError(
-            f"--{named[0]} is for texts, and the data are not texts",
-            help="give --data FILE.txt",
+            f"--{names[0]} is for texts, but the data is not text",
+            help="give --data FILE.txt, or leave out the option",
         )
     longest = longest_window(loaded.module)
     if options.seq_len and longest and options.seq_len > longest:
         raise UsageError(
-            f"--seq_len {options.seq_len}: the model was made for at most {longest} positions"
+            f"--seq_len {options.seq_len} is too long: the model has {longest} positions",
+            help=f"use at most --seq_len {longest}",
         )
-    tokenizer = (
-        partial(load_tokenizer, options.tokenizer, trust=options.trust)
-        if options.tokenizer
-        else loaded.tokenizer
-    )
-    seq_len = options.seq_len or calibrated or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
-    return Windows(tokenizer, seq_len, options.stride)
+    tokenizer = loaded.tokenizer
+    if options.tokenizer:
+        tokenizer = partial(load_tokenizer, options.tokenizer, trust=options.trust)
+    default = min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
+    return Windows(tokenizer, options.seq_len or calibrated or default, options.stride)
 
 
 def batch_size(options: Options, batches: Batches) -> int:
-    """How many samples a batch has, once the first one was read."""
+    """Return the samples per batch, known once the first batch was read."""
     return options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
 
 
 def missing_data() -> UsageError:
-    """What to do without data. A config that only rounds weights, or finds ranges as it runs,
-    needs but a shape.
-    """
+    """Return the error about missing data."""
     remedy = (
-        "give --data, or add calibration_data() to the model's file; a config without static "
-        "activations and without algorithms needs an input's shape alone: --data "
+        "give --data, or add calibration_data() to the model's file. A config without static "
+        "activations and without algorithms needs only the shape of an input: --data "
         "random:1x3x224x224, or example_input() in the model's file"
     )
     return UsageError("Missing option '--data'", help=remedy)
@@ -220,26 +231,29 @@ def missing_data() -> UsageError:
 def trace_model(
     options: Options, loaded: LoadedModel, batches: Batches, *, compared: bool = False
 ) -> Graph:
-    """The model's graph, traced on the first batch, and perhaps compared with the model on
-    it.
-    """
+    """Return the model's graph, traced on the first batch and optionally compared on it."""
     first = batches.first().to(device_of(options))
-    with process_memory.importing("torch._dynamo"):  # which torch does to export
+    # torch.export imports it.
+    with process_memory.importing("torch._dynamo"):
         return traced(loaded.module, first, compared=compared)
 
 
-def make_plan(
+def resolved_plan(
     read: ReadConfig, original: Graph, *, quiet: bool = False, graph: Graph | None = None
 ) -> Plan:
-    """The plan of a config for a traced graph; warnings and notes go to stderr.
+    """Return the plan of a config for a traced graph, and print warnings and notes.
 
-    `graph` is what the passes, and algorithms after them, made of `original`; without it the
-    passes run here.
+    Args:
+        read: the config.
+        original: the traced graph.
+        quiet: whether nothing is printed.
+        graph: the graph after passes and algorithms; if None, the passes run here.
 
     Raises:
         ConfigError: a selector matches nothing, or values conflict once merged.
     """
-    plan = resolve(read.config, graph or run_passes(original, read.config.settings), original)
+    graph = graph or run_passes(original, read.config.settings)
+    plan = resolve(read.config, graph, original)
     findings = (*read.diagnostics, *plan.diagnostics)
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings, read.sources)
@@ -251,38 +265,39 @@ def make_plan(
 
 
 def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
-    """By a title, what each algorithm finds that names parts of the model.
+    """Return the structure that each algorithm finds which names parts of the model.
 
     Raises:
-        ConfigError: a name that the model does not have, or that does not fit.
+        ConfigError: the model lacks a name, or it does not fit.
     """
-    named = {
-        f"{each.name} ({each.label})": each.names
-        for each in read.config.algorithms
-        if each.names != Names()
-    }
+    structures = {}
     with pointing_into(read.sources):
-        return {title: find_structure(graph, names) for title, names in named.items()}
+        for algorithm in read.config.algorithms:
+            if algorithm.names != Names():
+                title = f"{algorithm.name} ({algorithm.label})"
+                structures[title] = find_structure(graph, algorithm.names)
+    return structures
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that does not cut lines when it is not a terminal: layer names must survive a
-    pipe.
-    """
+    """Return a console. It cuts no lines of a pipe, where layer names have to be complete."""
     stream = sys.stderr if stderr else sys.stdout
-    given = os.environ.get("COLUMNS", "")
-    width = None if stream.isatty() else (int(given) if given.isdecimal() else 0) or 1000
+    width = None
+    if not stream.isatty():
+        columns = os.environ.get("COLUMNS", "")
+        width = int(columns) if columns.isdecimal() else 0
+        width = width or 1000
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
 
 
 def on_device(options: Options, batches: Batches) -> Iterator[Batch]:
-    """A pass over the batches, on the device of `--device`."""
+    """Iterate over the batches, on the device of `--device`."""
     device = device_of(options)
     return (batch.to(device) for batch in batches)
 
 
 class _OneLine(logging.Formatter):
-    """A record's message, escaped."""
+    """Formats a record as one line with escaped control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return one_line(record.getMessage())
@@ -290,14 +305,14 @@ class _OneLine(logging.Formatter):
 
 @contextmanager
 def notes_on_stderr(quiet: bool) -> Iterator[None]:
-    """Show the package's own log records (which file was imported, which column was taken) on
-    stderr.
-    """
+    """Print log records of the package on stderr, only warnings if `quiet`."""
     logger = logging.getLogger("quantizer")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
-    handler.setLevel(logging.WARNING if quiet else logging.INFO)
-    level, propagate = logger.level, logger.propagate
+    if quiet:
+        handler.setLevel(logging.WARNING)
+    level = logger.level
+    propagate = logger.propagate
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(handler)
@@ -311,11 +326,14 @@ def notes_on_stderr(quiet: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`metrics` are what gates may ask for, `content` is what --json prints, `shown` what
-    people see instead.
+    """The result of a mode.
 
-    `error` is what went wrong after that; it is raised when all is shown. `report` are the
-    values of report.json, if there is one.
+    Attributes:
+        metrics: those that gates may use.
+        content: printed with --json.
+        shown: printed otherwise.
+        error: raised after everything is printed.
+        report: the values of report.json, if there is one.
     """
 
     metrics: Mapping[str, float]
@@ -331,8 +349,8 @@ def show(outcome: Outcome, options: Options) -> None:
         print(json_text(outcome.content))
         return
     for item in outcome.shown:
-        # Paths and layer names are not markup, and a path is one line however long.
-        console().print(
-            Text(one_line(item)) if isinstance(item, str) else item,
-            soft_wrap=isinstance(item, str),
-        )
+        if isinstance(item, str):
+            # A path or layer name is not markup, and stays on one line.
+            console().print(Text(one_line(item)), soft_wrap=True)
+        else:
+            console().print(item)

@@ -81,7 +81,7 @@ def config_to_look(path: str | None) -> session.ReadConfig:
     if path is None:
         config = replace(default_config(), settings=Settings())
         return session.ReadConfig(config, (), {})
-    return session.read_config(path)
+    return session.read_config_file(path)
 
 
 def show_layers(

@@ -86,7 +86,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         info = replace(info, solution=calibrated.solution)
         graph = calibrated.graph
         if read is not None:
-            plan = session.make_plan(read, original, quiet=True, graph=graph)
+            plan = session.resolved_plan(read, original, quiet=True, graph=graph)
             check_plan(info, read.config, plan)
         targets_of = first if evaluator is None else None
         _require_measurable(options, gates, info, graph, targets_of=targets_of)

@@ -44,7 +44,7 @@ error, measured at every width, or predicted from gradients.
 """
 
 
-Choice = Sequence[int]
+WidthChoice = Sequence[int]
 """For each analysed weight, the index of its width."""
 GetBatches = Callable[[], Iterable[Batch]]
 """Starts a pass over the data."""
@@ -105,17 +105,17 @@ class Analysis:
         """Return the signal-to-noise ratio of the output in dB."""
         return decibel(self.energy, noise)
 
-    def total(self, choice: Choice) -> float:
+    def total(self, choice: WidthChoice) -> float:
         """Return the predicted noise of a choice, as if the layers' noises were independent."""
         pairs = zip(self.rows, choice, strict=True)
         return math.fsum(row.noise[index] for row, index in pairs)
 
-    def bytes(self, choice: Choice) -> int:
+    def bytes(self, choice: WidthChoice) -> int:
         """Return the size of all weights under a choice."""
         pairs = zip(self.rows, choice, strict=True)
         return self.rest + sum(row.sizes[index] for row, index in pairs)
 
-    def mean_bits(self, choice: Choice) -> float:
+    def mean_bits(self, choice: WidthChoice) -> float:
         """Return the bits per value of the analysed weights, without scales."""
         widths = self.bits
         bits = 0
@@ -400,7 +400,7 @@ def _costs(analysis: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
 def measured_noise(
     plan: Plan,
     analysis: Analysis,
-    choice: Choice,
+    choice: WidthChoice,
     batches: GetBatches,
 ) -> float:
     """Return the energy of the output noise on a few batches when all weights have their chosen

@@ -45,7 +45,7 @@ MIN_DISK = 1 << 30
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckResult:
     """One result of a check: what was checked, how bad it is, a sentence, and a remedy."""
 
     part: str
@@ -54,55 +54,57 @@ class Check:
     help: str = ""
 
 
-def check_machine(device: str, folder: Path) -> Iterator[Check]:
+def check_machine(device: str, folder: Path) -> Iterator[CheckResult]:
     """Check processor, memory, disk and packages."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
     load = os.getloadavg()[0]
-    yield Check(
+    yield CheckResult(
         "machine", "ok", f"torch {torch.__version__}, {threads} threads on {cores} cores"
     )
     if threads > cores:
         text = f"torch uses {threads} threads, but this process may use only {cores} cores"
-        yield Check("machine", "warning", text, f"set OMP_NUM_THREADS={cores}")
+        yield CheckResult("machine", "warning", text, f"set OMP_NUM_THREADS={cores}")
     if load > 0.5 * cores:
         text = (
             f"other processes load the machine: {load:.1f} of {cores} cores in the last minute"
         )
-        yield Check("machine", "note", text, "runs take longer, and times vary")
+        yield CheckResult("machine", "note", text, "runs take longer, and times vary")
     if torch.cuda.is_available() and device == "cpu":
         text = "there is a GPU, but this run would use the CPU"
-        yield Check("machine", "note", text, "add --device cuda")
+        yield CheckResult("machine", "note", text, "add --device cuda")
     memory = process_memory.available()
     if memory is not None:
-        yield Check("machine", "ok", f"{process_memory.in_words(memory)} of memory are free")
+        yield CheckResult(
+            "machine", "ok", f"{process_memory.in_words(memory)} of memory are free"
+        )
     yield from _check_disk(folder.absolute())
     for extra, packages in EXTRAS.items():
         missing = [name for name in packages if find_spec(name) is None]
         if missing:
             text = f"packages of the extra {extra} are missing: {', '.join(missing)}"
-            yield Check("packages", "note", text, f"{pip_line(extra)}, if you need it")
+            yield CheckResult("packages", "note", text, f"{pip_line(extra)}, if you need it")
 
 
-def _check_disk(folder: Path) -> Iterator[Check]:
+def _check_disk(folder: Path) -> Iterator[CheckResult]:
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
-        yield Check(
+        yield CheckResult(
             "machine", "error", f"{folder} is not writable", "choose another --output_dir"
         )
     free = shutil.disk_usage(folder).free
     text = f"{process_memory.in_words(free)} of disk are free at {folder}"
     if free < MIN_DISK:
         remedy = "free some space: results and temporary files are written here and to TMPDIR"
-        yield Check("machine", "warning", text, remedy)
+        yield CheckResult("machine", "warning", text, remedy)
     else:
-        yield Check("machine", "ok", text)
+        yield CheckResult("machine", "ok", text)
 
 
-def check_data(batches: Batches) -> Iterator[Check]:
+def check_data(batches: Batches) -> Iterator[CheckResult]:
     """Check how much data there is, and whether it looks like inputs of a model.
 
     Raises:
@@ -125,33 +127,35 @@ def check_data(batches: Batches) -> Iterator[Check]:
     text = f"{batches.label}: {samples} samples in {count} batches"
     if not is_complete:
         text += f" (the first {count} of {total} batches)"
-    yield Check("data", "ok", text)
+    yield CheckResult("data", "ok", text)
     if batches.stands_in or batches.stamp:
         text = f"{batches.label} are {batches.stamp}"
         if batches.stands_in:
             text = "there is only an example input, no data"
         remedy = "give real data with --data: the ranges of activations depend on it"
-        yield Check("data", "warning", text, remedy)
+        yield CheckResult("data", "warning", text, remedy)
     elif deviations and samples < MIN_SAMPLES and is_complete:
         text = f"{samples} samples are few: more samples may still change ranges"
         remedy = f"give at least {MIN_SAMPLES}; the report shows when ranges stop changing"
-        yield Check("data", "warning", text, remedy)
+        yield CheckResult("data", "warning", text, remedy)
     repeated = count - len(digests)
     if repeated:
         text = f"{repeated} of {count} batches repeat another batch"
         remedy = "check the loader: do its indices or seeds repeat?"
-        yield Check("data", "warning", text, remedy)
+        yield CheckResult("data", "warning", text, remedy)
     if set(sizes) == {1} and deviations and count > 8:
         text = "each batch has one sample"
-        yield Check("data", "note", text, "use batches of 16 or 32 images: they run faster")
+        yield CheckResult(
+            "data", "note", text, "use batches of 16 or 32 images: they run faster"
+        )
     for name, values in deviations.items():
         mean = sum(values) / len(values)
         if max(values) == 0:
-            yield Check("data", "error", f"{name} is constant", "check the loader")
+            yield CheckResult("data", "error", f"{name} is constant", "check the loader")
         elif mean > MAX_INPUT_STD:
             text = f"{name} has a standard deviation of {mean:.3g}"
             remedy = "normalize it as in training; pixels from 0 to 255 are not normalized"
-            yield Check("data", "warning", text, remedy)
+            yield CheckResult("data", "warning", text, remedy)
 
 
 def _digest(batch: Batch) -> str:
@@ -160,16 +164,18 @@ def _digest(batch: Batch) -> str:
     return str(fingerprint.to_json()["digest"])
 
 
-def check_plan(plan: Plan) -> Iterator[Check]:
+def check_planned_tensors(plan: Plan) -> Iterator[CheckResult]:
     """Check what would stay in float, lose accuracy or run slowly."""
     if not plan.tensors:
         remedy = "quantize some: `quantizable_data_type` lists the kinds of tensors"
-        yield Check("plan", "error", "the config quantizes no tensors of this model", remedy)
+        yield CheckResult(
+            "plan", "error", "the config quantizes no tensors of this model", remedy
+        )
     else:
         before, after = weight_bytes(plan)
         text = f"{len(plan.tensors)} tensors would be quantized, "
         text += f"weights shrink from {before / 1e6:.2f} to {after / 1e6:.2f} MB"
-        yield Check("plan", "ok", text)
+        yield CheckResult("plan", "ok", text)
     unknown: Counter[str] = Counter()
     for node in plan.graph.nodes:
         if plan.floats.get(node.name) == NO_RULES:
@@ -177,7 +183,7 @@ def check_plan(plan: Plan) -> Iterator[Check]:
     if unknown:
         names = [f"{name} ({count})" for name, count in sorted(unknown.items())]
         text = f"stay in float, because no rule covers them: {shortened(names)}"
-        yield Check("plan", "note", text, "docs/operators.md lists the operators")
+        yield CheckResult("plan", "note", text, "docs/operators.md lists the operators")
     uneven = [
         name for name in _single_scales(plan) if _channel_ratio(plan, name) > MAX_CHANNEL_RATIO
     ]
@@ -185,13 +191,13 @@ def check_plan(plan: Plan) -> Iterator[Check]:
         text = "one scale serves channels whose ranges differ by more than "
         text += f"{MAX_CHANNEL_RATIO:g} times: weights of {shortened(uneven, 3)}"
         remedy = "set per_channel: true for weights, or use include_cle"
-        yield Check("plan", "warning", text, remedy)
+        yield CheckResult("plan", "warning", text, remedy)
     reads_tokens = any(node.op == "input" and not node.is_float for node in plan.graph.nodes)
     static = sum(tensor.is_calibrated for tensor in plan.tensors.values())
     if reads_tokens and static:
         text = f"{static} activations of a language model have one static range each"
         remedy = "use is_dynamic, or SmoothQuant first: a few channels are often far wider"
-        yield Check("plan", "note", text, remedy)
+        yield CheckResult("plan", "note", text, remedy)
 
 
 def _single_scales(plan: Plan) -> Iterator[str]:
@@ -215,7 +221,7 @@ def _channel_ratio(plan: Plan, name: str) -> float:
     return float(ranges.max() / ranges.min()) if len(ranges) else 1.0
 
 
-def check_memory(peaks: Iterable[tuple[str, int | None]]) -> Iterator[Check]:
+def check_memory(peaks: Iterable[tuple[str, int | None]]) -> Iterator[CheckResult]:
     """Check whether the free memory is enough for the predicted peaks, in bytes."""
     free = process_memory.available()
     used = process_memory.resident() or 0
@@ -224,8 +230,8 @@ def check_memory(peaks: Iterable[tuple[str, int | None]]) -> Iterator[Check]:
             continue
         text = f"{mode} mode takes about {process_memory.in_words(peak)}"
         if peak - used <= free:
-            yield Check("memory", "ok", text)
+            yield CheckResult("memory", "ok", text)
         else:
             text += f", but only {process_memory.in_words(free)} are free"
             remedy = "use a smaller --batch_size, or limit it with --memory"
-            yield Check("memory", "error", text, remedy)
+            yield CheckResult("memory", "error", text, remedy)

@@ -15,7 +15,7 @@ from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.errors import UsageError
 from quantizer.evaluation.compare import over_batches
-from quantizer.evaluation.exact_layers import Arguments, Fixed, IntegerCall, integer_rule
+from quantizer.evaluation.exact_layers import Fixed, IntegerCall, LayerArguments, integer_rule
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.execution import Execution, arguments
 from quantizer.nn.network import Network
@@ -190,7 +190,7 @@ class _IntegerNetwork:
             codes = nn.Parameter(fixed.codes, requires_grad=False)
             layer.register_parameter(parameter, codes)
 
-    def run_node(self, node: Node, values: Arguments) -> Any:
+    def run_node(self, node: Node, values: LayerArguments) -> Any:
         """Return the value of a node: `Fixed` if it has codes, floats otherwise."""
         output = _output_key(node)
         if node.op == "input":
@@ -213,7 +213,7 @@ class _IntegerNetwork:
         value = self.simulation.run_node(node, floats)
         return self._to_codes(output, value)
 
-    def _run_in_integers(self, node: Node, values: Arguments) -> Any:
+    def _run_in_integers(self, node: Node, values: LayerArguments) -> Any:
         """Return the wide result of a node; None if its inputs have no codes."""
         inputs = arguments(node, values)
         call = IntegerCall(
@@ -247,7 +247,7 @@ class _IntegerNetwork:
             return "its output has no single power-of-two scale"
         return ""
 
-    def _quantized_inputs(self, node: Node, call: Arguments) -> dict[str, Any]:
+    def _quantized_inputs(self, node: Node, call: LayerArguments) -> dict[str, Any]:
         """Return the arguments of a layer, with the codes of the inputs that it quantizes
         itself.
         """

@@ -24,7 +24,7 @@ from quantizer.numerics.integer import (
     wrap_int32,
 )
 
-Arguments = Mapping[str, Any]
+LayerArguments = Mapping[str, Any]
 """The arguments of a layer by name."""
 _FINEST_CONSTANT = 24
 """The largest position of a constant."""
@@ -67,7 +67,7 @@ class IntegerCall:
 
     node: Node
     layer: Layer
-    inputs: Arguments
+    inputs: LayerArguments
     weight_position: int | None = None
     bias: Fixed | None = None
     overflowed: bool = field(default=False, init=False)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.roles import base_role
-from quantizer.evaluation.analyze import Analysis, Choice
+from quantizer.evaluation.analyze import Analysis, WidthChoice
 from quantizer.plan.model import Key, Plan
 
 WidthChanges = Mapping[str, Mapping[Role, QuantizationSpec]]
@@ -14,7 +14,7 @@ WidthChanges = Mapping[str, Mapping[Role, QuantizationSpec]]
 def chosen_specs(
     plan: Plan,
     analysis: Analysis,
-    choice: Choice,
+    choice: WidthChoice,
 ) -> WidthChanges:
     """Return the specs of all tensors of each layer whose chosen width is not the config's."""
     changed: dict[str, dict[Role, QuantizationSpec]] = {}

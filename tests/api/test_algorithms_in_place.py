@@ -274,7 +274,7 @@ class Branching(nn.Module):
 @pytest.mark.parametrize(
     ("model", "data", "error", "text"),
     [
-        (net, None, DataError, "no dataloader, but gptq works on the values that data give"),
+        (net, None, DataError, "no dataloader, but gptq needs activations of the data"),
         (net, [], DataError, "gave no batches"),
         (
             net,
@@ -314,13 +314,13 @@ def test_a_failure_leaves_the_model_as_it_was(
         (
             [RotationConfig()],
             {},
-            "rotation works on a trace of the model, which runs it on one batch",
+            "rotation traces the model, which runs it on one batch",
             " one batch",
         ),
         (
             [RotationConfig(), GPTQConfig()],
             {},
-            "gptq works on the values that data give",
+            "gptq needs activations of the data",
             " some batches",
         ),
         (

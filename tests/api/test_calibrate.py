@@ -118,7 +118,7 @@ def test_a_budget_of_memory_changes_no_result(
         quantizer.calibrate(network, HIERARCHICAL, data, memory=memory).save(tmp_path / name)
     assert not differing(tmp_path / "plenty", tmp_path / "little")
     assert not differing(tmp_path / "plenty", tmp_path / "none")
-    with pytest.raises(UsageError, match="memory='lots' is no size"):
+    with pytest.raises(UsageError, match="memory='lots' is not a size"):
         quantizer.calibrate(network, HIERARCHICAL, data, memory="lots")
 
 
@@ -281,7 +281,7 @@ def test_a_folder_is_loaded_without_data(tmp_path: Path) -> None:
         lambda: loaded.export("safetensors", tmp_path / "file.safetensors"),
     ):
         with pytest.raises(
-            DataError, match="there are no data\nhelp: give them here or to `load`"
+            DataError, match="there is no data\nhelp: give it here or to `load`"
         ):
             needs_data()
     assert not (tmp_path / "file.safetensors").exists()
@@ -413,7 +413,7 @@ def test_a_notebook_shows_progress_as_bars(
     monkeypatch.setitem(
         sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display)
     )
-    monkeypatch.setattr("quantizer.api.notebook.REDRAW_S", 0)
+    monkeypatch.setattr("quantizer.api.notebook._SECONDS_BETWEEN_DRAWINGS", 0)
     found = quantizer.calibrate(network, LAYERED, data)
     assert any(f'<progress value="1" max="{len(data)}">' in page for page in pages)
     assert pages[-1] == ""

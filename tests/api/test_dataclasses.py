@@ -98,7 +98,7 @@ def everything() -> Config:
         ),
         (
             lambda: PerTensorMinMaxObserver(),
-            "is given as a class",
+            "has to be a class, not an instance",
             "write PerTensorMinMaxObserver, without",
         ),
         (

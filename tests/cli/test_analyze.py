@@ -196,7 +196,10 @@ def test_a_choice_that_is_measured_to_be_worse_gives_way_to_the_uniform_width(
     }
     assert weights == {(3, "quant_max")}
     assert analyze(config, "--budget", "3.4") == 0
-    assert "the uniform width is better, so the config has that one" in capsys.readouterr().err
+    assert (
+        "the uniform width measures better, so the config has that one"
+        in capsys.readouterr().err
+    )
 
 
 def test_tables_name_layers_by_their_modules_when_asked(
@@ -352,10 +355,10 @@ def test_layers_that_share_a_weight_get_one_width(
         (["--budget", "1.5"], 1, "the budget cannot be met: the smallest choice takes 2 bits"),
         (["--max_mb", "0.0001"], 1, "the budget cannot be met"),
         (["--budget", "3", "--size", "50%"], 2, "give one of them"),
-        (["--size", "0.5"], 2, "--size 0.5 is no size"),
-        (["--size", "half%"], 2, "is no share"),
-        (["--budget", "nan"], 2, "--budget nan is no size"),
-        (["--choices", "2,x"], 2, "'x' is no width"),
+        (["--size", "0.5"], 2, "--size 0.5 is not a size"),
+        (["--size", "half%"], 2, "is not a share"),
+        (["--budget", "nan"], 2, "--budget nan is not a size"),
+        (["--choices", "2,x"], 2, "'x' is not a width"),
         (["--choices", ","], 2, "has no width"),
         (["--choices", "2,6", "--budget", "3.5"], 2, "the hierarchical form has no dtype int6"),
         (["--data", "random:0x4x5x5"], 2, ""),

@@ -118,7 +118,7 @@ def test_a_device_goes_with_presets_of_the_form_that_has_no_device_of_its_own(
     for more in (["--preset", "mxfp4", "--device", "DPU"], ["--preset", "cpu_int8", "--device", "GPU"],
                  ["--preset", "mxfp4", "--strategy", "awq"]):  # fmt: skip
         assert run_command(["init", *more, "-o", "-"]) == 2
-    assert "the preset cpu_int8 says its device itself" in capsys.readouterr().err
+    assert "the preset cpu_int8 already sets its device" in capsys.readouterr().err
 
 
 def test_the_dpu_has_no_strategies(capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +196,7 @@ def test_a_transformer_is_offered_more_than_static_ranges(
             == 0
         )
         told.append(capsys.readouterr().err)
-    assert "linear layers read what a normalization makes, for example Encoder::" in told[0]
+    assert "linear layers with a normalization in front, for example Encoder::" in told[0]
     assert "`--strategy smoothquant`" in told[0]
     assert "normalization" not in told[1]
 

@@ -223,4 +223,4 @@ def test_a_name_that_the_model_does_not_have_is_told_where_it_stands(
 
 def test_the_dpu_has_no_algorithms(network: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["inspect", "--algorithms", "--target", "DPU", "--model", network]) == 2
-    assert "do not go together" in capsys.readouterr().err
+    assert "exclude each other" in capsys.readouterr().err

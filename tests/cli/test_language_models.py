@@ -128,17 +128,17 @@ def test_random_data_give_the_shape_and_no_stamp(
         (
             ("--data", "random:2x3", "--stride", "2"),
             2,
-            "--stride is for texts, and the data are not texts",
+            "--stride is for texts, but the data is not text",
         ),
         (
             ("--data", "random:2x3", "--seq_len", "3"),
             2,
-            "--seq_len is for texts, and the data are not texts",
+            "--seq_len is for texts, but the data is not text",
         ),
         (
             ("--data", "random:2x3", "--tokenizer", "."),
             2,
-            "--tokenizer is for texts, and the data are not texts",
+            "--tokenizer is for texts, but the data is not text",
         ),
     ],
 )
@@ -199,9 +199,7 @@ def test_a_hugging_face_folder(llama: str, capsys: pytest.CaptureFixture[str]) -
     assert "Linear[q_proj]" in said.out
     assert "Loading weights" not in said.err, "no bar of another package in our logs"
     assert run("float", "--data", "text.txt", "--seq_len", "32", model=llama) == 2
-    assert (
-        "--seq_len 32: the model was made for at most 24 positions" in capsys.readouterr().err
-    )
+    assert "--seq_len 32 is too long: the model has 24 positions" in capsys.readouterr().err
 
 
 def test_results_hold_for_texts_of_any_length(

@@ -198,7 +198,7 @@ def test_the_built_in_default_is_named_where_it_holds(
 ) -> None:
     run = ["--quant_mode", "calib", "--output_dir", str(tmp_path / "out")]
     said = (
-        "no --config_file: the built-in default for the DPU holds; `quantizer init --list` "
+        "there is no --config_file: the built-in default for the DPU is used; `quantizer init --list` "
         "shows others\n"
     )
     assert run_command([*run, "--model", toy()]) == 0
@@ -213,4 +213,4 @@ def test_the_structure_is_no_table_of_layers(
     option: list[str], deep: list[str], capsys: Capture
 ) -> None:
     assert run_command(["inspect", *deep, "--algorithms", *option]) == 2
-    assert f"{option[0]} is for tables of layers" in capsys.readouterr().err
+    assert f"{option[0]} has no effect with --algorithms" in capsys.readouterr().err

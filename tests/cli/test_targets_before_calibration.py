@@ -49,13 +49,13 @@ def test_the_plan_tells_it_layer_by_layer(
 ) -> None:
     assert plan(MX, "--for", "safetensors", "--for", "onnx", "--for", "pt2") == 2
     said = capsys.readouterr()
-    held, refused = said.out.split("--deploy onnx can hold all but these:")
-    assert "--deploy safetensors can hold all of them" in held
-    rows, pt2 = refused.split("--deploy pt2 can hold all of them")
+    held, refused = said.out.split("--deploy onnx can express all tensors but these:")
+    assert "--deploy safetensors can express all tensors" in held
+    rows, pt2 = refused.split("--deploy pt2 can express all tensors")
     said_of_rows = [" ".join(line.split()[1:]) for line in rows.splitlines()[2:4]]
     assert said_of_rows == ["input has dynamic ranges of groups"] * 2
     assert not pt2.strip()
-    assert "--deploy onnx cannot hold 2 of these tensors" in said.err
+    assert "--deploy onnx cannot express 2 tensors" in said.err
     assert "set its qscheme to per_token" in said.err
 
 

@@ -16,7 +16,7 @@ from support.runs import ROOT
 import quantizer
 from quantizer.api.result import Result
 from quantizer.calibration.solution import quantized_network
-from quantizer.cli.init import STRATEGIES
+from quantizer.cli.init import _STRATEGIES
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError, UsageError, VerificationError
 from quantizer.export import EXPORTERS, as_run
@@ -51,7 +51,7 @@ from support.llamas import llama, tokens as calibration_data
 def model():
     return llama(use_cache=False)
 """
-PRESETS = [name for name in STRATEGIES if name.startswith("gguf_")]
+PRESETS = [name for name in _STRATEGIES if name.startswith("gguf_")]
 
 
 def integer(dtype: str, *, symmetric: bool = True, **more: Any) -> Spec:
@@ -480,7 +480,7 @@ def test_from_init_to_a_file_on_the_shell(
         run_command(["plan", "--config_file", "q5.json", "--model", "net.py", "--for", "gguf"])
         == 0
     )
-    assert "--deploy gguf can hold all of them" in capsys.readouterr().out
+    assert "--deploy gguf can express all tensors" in capsys.readouterr().out
     assert run_command(["--quant_mode", "calib", "--config_file", "q5.json", *run]) == 0
     figures = []
     for more in ([], ["--deploy", "gguf", "--gguf_template", "base.gguf"]):
