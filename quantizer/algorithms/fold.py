@@ -21,7 +21,7 @@ from quantizer.graph.edits import (
     rescaled,
 )
 from quantizer.graph.ir import Graph
-from quantizer.graph.output_names import numbered
+from quantizer.graph.output_names import unused_names
 from quantizer.graph.structure import (
     Fold,
     InputGroup,
@@ -300,7 +300,7 @@ def _divided_by_layer(
     _, dot, number = last.partition(".")
     # Experts in one module need a number
     taken = {insertion.name for insertion in insertions}
-    [name] = numbered([f"{scope}{slash}{SCALE_OP}{dot}{number}"], taken)
+    [name] = unused_names([f"{scope}{slash}{SCALE_OP}{dot}{number}"], taken)
     axis = {"axis": group.axis}
     insertion = Insertion(
         name,

@@ -47,7 +47,7 @@ from quantizer.graph.ir import (
     Node,
     Ref,
 )
-from quantizer.graph.output_names import numbered
+from quantizer.graph.output_names import unused_names
 from quantizer.graph.structure import InputGroup
 from quantizer.numerics.hadamard import (
     factors,
@@ -362,7 +362,7 @@ def _rotate_online(work: _RotatedNetwork, layers: Sequence[str]) -> None:
         work.set_parameter(reader, "weight", rotate(work.weight(reader)))
     taken = {insertion.name for insertion in work.adjustment.insertions}
     scope = source.name.rpartition("/")[0]
-    [name] = numbered([f"{scope}/rotation"], taken | work.graph.by_name.keys())
+    [name] = unused_names([f"{scope}/rotation"], taken | work.graph.by_name.keys())
     insertion = Insertion(
         name,
         "rotation",

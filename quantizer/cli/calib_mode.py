@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.calibration import memory_prediction, steps
-from quantizer.calibration.events import Forked
+from quantizer.calibration.events import Events, Forked
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session, torchrun
@@ -52,7 +52,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             _confirm(options, request, state.plan, checkpoints)
             return state
 
-        followers = [followed(read.sources, quiet=options.quiet)]
+        followers: list[Events] = [followed(read.sources, quiet=options.quiet)]
         if checkpoints:
             followers.append(checkpoints)
         request = CalibrationRequest(
