@@ -17,7 +17,13 @@ from quantizer.errors import ModelError
 from quantizer.graph import targets
 from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.lengths import open_lengths, same_shape, same_size, size_of, sizes_of
+from quantizer.graph.lengths import (
+    open_lengths,
+    same_shape,
+    same_size,
+    size_in_call,
+    symbol_sizes,
+)
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
 from quantizer.graph.output_names import leaf_names, plain_output
@@ -92,7 +98,7 @@ class Converter:
         Raises:
             ModelError: the program calls other programs.
         """
-        self.sizes = sizes_of(self.program, shapes)
+        self.sizes = symbol_sizes(self.program, shapes)
         outputs: Sequence[fx.Node] = ()
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
@@ -117,7 +123,6 @@ class Converter:
         assert out_spec is not None  # torch.export always fills it
 
         def rebuild(output: Any) -> Any:
-            """Return the plain output in the model's own type."""
             leaves = pytree.tree_leaves(output, is_leaf=lambda item: item is None)
             return pytree.tree_unflatten(leaves, out_spec)
 
@@ -266,7 +271,7 @@ class Converter:
             return self._add(scope, "aten.batch_norm.default", arguments, value[0])
         if target in targets.CONVOLUTIONS:
             target, arguments = targets.convolution(arguments)
-        elif target == targets.LINEAR and targets.rank(node.args[1]) == 1:
+        elif target == targets.LINEAR_TARGET and targets.rank(node.args[1]) == 1:
             return self._product_with_vector(scope, arguments, value)
         return self._add(scope, target, arguments, value)
 
@@ -425,8 +430,8 @@ class Converter:
         shape: list[int | None] = []
         open_axes: list[int] = []
         for axis, size in enumerate(value.shape):
-            shape.append(size_of(size, self.sizes))
-            if shape[axis] is not None and size_of(size, {}) is None:
+            shape.append(size_in_call(size, self.sizes))
+            if shape[axis] is not None and size_in_call(size, {}) is None:
                 open_axes.append(axis)
         return {"shape": tuple(shape), "dtype": value.dtype, "open_axes": tuple(open_axes)}
 

@@ -45,7 +45,7 @@ def example_shape(node: Node) -> torch.Size | None:
     return torch.Size(sizes)
 
 
-def filled(
+def filled_labels(
     shape: torch.Size,
     label: float,
 ) -> Tensor:

@@ -78,7 +78,7 @@ def _may_have_length(leaf: Any) -> bool:
     return leaf.dim() <= _MAX_FLOAT_RANK or not leaf.is_floating_point()
 
 
-def shortened(call: Any) -> Any | None:
+def shortened_lengths(call: Any) -> Any | None:
     """Return the call with all lengths reduced by one, None if there are none or one of them is
     too short for that.
     """
@@ -149,7 +149,7 @@ def _excludes_one(guard: Any) -> bool:
     return all(generator.is_Symbol for generator in difference.gens)
 
 
-def sizes_of(
+def symbol_sizes(
     program: ExportedProgram,
     shapes: Sequence[Sequence[int]],
 ) -> dict[Any, int]:
@@ -211,7 +211,7 @@ def _range(values: Any) -> tuple[int, int | None]:
     return least, most
 
 
-def size_of(
+def size_in_call(
     size: Any,
     lengths: Mapping[Any, int],
 ) -> int | None:

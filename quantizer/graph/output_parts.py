@@ -21,7 +21,7 @@ from quantizer.graph.labels import (
     changing_axes,
     compressed,
     example_shape,
-    filled,
+    filled_labels,
     numbered,
 )
 from quantizer.graph.output_names import OTHERS, output_leaves, unique_names, unused_names
@@ -125,7 +125,9 @@ class PartLabels:
         """
         end = self.replay.end
         try:
-            sources = {name: filled(seen.shapes[name], n) for name, n in self.labels.items()}
+            sources = {
+                name: filled_labels(seen.shapes[name], n) for name, n in self.labels.items()
+            }
             labels = self.replay.run(sources, seen).to(torch.int64)
         except UNFOLLOWED as error:
             raise ValueError(f"the parts of {end} are not known: {error}") from error
@@ -305,7 +307,7 @@ def _places(
     shapes = _shapes(graph, replay)
     if shapes is None or shapes[node.name].numel() > _MAX_VALUES:
         return None
-    sources = {name: filled(shapes[name], label) for name, label in labels.items()}
+    sources = {name: filled_labels(shapes[name], label) for name, label in labels.items()}
     try:
         label_tensor = replay.run(sources, Seen(shapes, ExampleValues(graph)))
     except UNFOLLOWED:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantizer.graph import targets
-from quantizer.graph.lengths import same_shape, same_size, size_of
+from quantizer.graph.lengths import same_shape, same_size, size_in_call
 
 STUB_OPERATORS = {"QuantStub": "quant_stub", "DeQuantStub": "dequant_stub"}
 """Operators by class name: torch's own stubs and those of other tools.
@@ -58,7 +58,7 @@ def takes_whole_length(
     arguments |= targets.named_arguments(node)
     value = arguments["input"].meta["val"]
     size = value.shape[arguments["dim"]]
-    if isinstance(size, int) or size_of(size, sizes) is None:
+    if isinstance(size, int) or size_in_call(size, sizes) is None:
         return False
     if arguments["start"] not in (None, 0):
         return False

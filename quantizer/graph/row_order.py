@@ -29,7 +29,7 @@ from quantizer.graph.label_replay import (
     is_pointwise,
     moved_operands,
 )
-from quantizer.graph.labels import filled
+from quantizer.graph.labels import filled_labels
 
 _PRODUCTS = (MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, ATTENTION)
 
@@ -91,7 +91,7 @@ class RowOrder:
         """
         ordered = seen.shapes.get(self.node, torch.Size())
         numbers = torch.arange(ordered.numel(), dtype=torch.float32).view(ordered)
-        labels = {name: filled(seen.shapes[name], UNWRITTEN) for name in self.unordered}
+        labels = {name: filled_labels(seen.shapes[name], UNWRITTEN) for name in self.unordered}
         results = (numbers, numbers) if self.is_pair else numbers
         try:
             rows: Tensor = self.replay.run({**labels, self.node: results}, seen)

@@ -31,7 +31,7 @@ _OF_SIZES: dict[str, Callable[..., Any]] = {
 """The same by target: "math.ceil", "builtins.round", "torch.sym_max"."""
 NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
 CONVOLUTIONS = ("aten._convolution.default", "aten.convolution.default")
-LINEAR = "aten.linear.default"
+LINEAR_TARGET = "aten.linear.default"
 
 
 def resolve(target: str) -> Callable[..., Any]:

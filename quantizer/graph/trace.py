@@ -26,7 +26,7 @@ from quantizer.graph.lengths import (
     excludes_single_batches,
     length_axes,
     open_lengths,
-    shortened,
+    shortened_lengths,
 )
 from quantizer.graph.names import check_names
 from quantizer.graph.parameters import without_values
@@ -172,7 +172,7 @@ def _export_with_lengths(module: nn.Module, example: _Call) -> ExportedProgram |
     # also takes fewer tokens.
     if not _are_weight_sizes(module, example, axes):
         return program
-    shorter = shortened(example)
+    shorter = shortened_lengths(example)
     if shorter is None:
         return program
     shorter_program = _try_export(module, shorter, batch=batch, lengths=axes)

@@ -482,3 +482,17 @@ def test_good_networks_are_not_warned_of() -> None:
     quantized = quantized_at(graph, node_of(graph, "scores]/conv1d"), 0.02)
     networks = networks_of(graph, quantized)
     assert not output_warnings(compare(Network(graph), quantized, batches(*data())), networks)
+
+
+def test_an_output_with_one_axis_has_parts() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(4, 4)
+            self.narrow = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.wide(x).mean(0), self.narrow(x).mean(0)])
+
+    (output,) = output_parts(trace(Model(), (torch.randn(2, 4),)))
+    assert [part.index for part in output.parts] == ["0[0:4]", "0[4:7]"]

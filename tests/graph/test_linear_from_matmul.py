@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quantizer.config.model import Settings
 from quantizer.graph.passes import run_passes
+from quantizer.graph.passes.linear_from_matmul import linear_from_matmul
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve
@@ -77,3 +78,17 @@ def test_a_product_with_a_transpose_becomes_a_linear_layer_with_the_weight_itsel
     assert layers == (["0.weight"] * 2 if name in FLIPS else [])
     assert any(node.op == "parameter" for node in graph.nodes) == (name in STAYS)
     assert torch.allclose(Network(graph)(x), model(x), atol=1e-6)
+
+
+def test_a_parameter_of_which_only_the_shape_is_read_stays() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4, 4))
+            self.shift = torch.nn.Parameter(torch.randn(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight + torch.zeros_like(self.shift)
+
+    graph = linear_from_matmul(trace(Model(), (torch.randn(2, 4),)))
+    assert [node.op for node in graph.nodes if node.is_multiplying] == ["linear"]

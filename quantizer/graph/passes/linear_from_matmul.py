@@ -48,7 +48,7 @@ def linear_from_matmul(graph: Graph) -> Graph:
             is None
         ):
             continue
-        if all(reader in layers or reader in moved for reader in readers):
+        if readers and all(reader in layers or reader in moved for reader in readers):
             moved[node.name] = moved.get(readers[0], readers[0])
             if is_trained:
                 absorbed[node.name] = moved[node.name]
