@@ -103,7 +103,7 @@ SUBCOMMANDS = {
     ),
 }
 """The module and help of each subcommand. `--help` imports none of them."""
-_RUN = "quantizer.cli.run:run_mode"
+_RUN = "quantizer.cli.run:run"
 _COMPLETION_VARIABLE = "_QUANTIZER_COMPLETE"
 """Shells set it to get completions."""
 _EPILOG = """\b

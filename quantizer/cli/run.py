@@ -54,7 +54,7 @@ _ONLY_IN_TEST = {
 """Why an option is refused in other modes."""
 
 
-def run_mode(options: Options) -> int:
+def run(options: Options) -> int:
     """Run one mode and return exit code 0; errors are raised."""
     gates = [parse_gate(text) for text in options.gate]
     _require_mode(options)

@@ -284,4 +284,4 @@ def test_every_command_in_the_table_has_an_import_path() -> None:
         target.startswith("quantizer.cli.") and help_text.endswith(".")
         for target, help_text in SUBCOMMANDS.values()
     )
-    assert entry._RUN == "quantizer.cli.run:run_mode"
+    assert entry._RUN == "quantizer.cli.run:run"
