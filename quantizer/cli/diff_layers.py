@@ -67,8 +67,9 @@ def _show(first: Side, second: Side, options: Options) -> Difference:
         session.console().print(difference_table(result, view))
     for line in figure_lines(result):
         say(line)
-    if len(result.rows) == 1:
-        click.echo("1 tensor differs")
+    count = len(result.rows)
+    if count > 1:
+        click.echo(f"{count} tensors differ")
     else:
-        click.echo(f"{len(result.rows) or 'no'} tensors differ")
+        click.echo(f"{count or 'no'} tensor differs")
     return result

@@ -83,7 +83,7 @@ def test_exact_is_for_test_mode_and_for_the_dpu(
     assert calibrate(tmp_path) == 0
     assert check(tmp_path, "--exact") == 2
     assert (
-        "--exact runs the integer arithmetic of the DPU, and this was calibrated for the CPU"
+        "--exact runs the integer arithmetic of the DPU, but this calibration is for the CPU"
         in (capsys.readouterr().err)
     )
     assert calibrate(tmp_path, "--exact") == 2
