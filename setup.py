@@ -3,6 +3,7 @@
 from setuptools import find_packages, setup
 
 DATA = ("schemas", "configs")
+PAGE = ["*.css", "page.js", "templates/*.html", "templates/sections/*.html"]
 
 setup(
     packages=[
@@ -10,6 +11,6 @@ setup(
         *(f"quantizer.{folder}" for folder in DATA),
     ],
     package_dir={f"quantizer.{folder}": folder for folder in DATA},
-    package_data={"quantizer": ["py.typed"], "quantizer.report.page": ["*.css", "page.js"]}
+    package_data={"quantizer": ["py.typed"], "quantizer.report.page": PAGE}
     | {f"quantizer.{folder}": ["*.json"] for folder in DATA},
 )

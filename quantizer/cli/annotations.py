@@ -8,7 +8,7 @@ from typing import Any
 from quantizer.cli.options import Options
 from quantizer.cli.render import workflow_command
 from quantizer.printable import one_line
-from quantizer.report.page.parts import most_damaged, of
+from quantizer.report.page.rows import most_damaged, tensor_name
 
 
 def annotate(
@@ -29,7 +29,7 @@ def annotate(
     properties: dict[str, str] = {}
     worst = most_damaged(values["layers"]) if values else None
     if worst is not None:
-        text += f"; {of(values, worst)} loses most, {worst['local_sqnr_db']:.1f} dB"
+        text += f"; {tensor_name(values, worst)} loses most, {worst['local_sqnr_db']:.1f} dB"
         properties = _place(options, values, worst)
     _command("error", properties, text)
 

@@ -1,38 +1,39 @@
-"""What two calibrations, or two plans, of one model have that differs, tensor by tensor. Reads;
-runs nothing.
-"""
+"""Compare two calibrations, or two plans, of one model tensor by tensor. Nothing is run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT
 from quantizer.evaluation.scores import DROP, RATIO
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import weight_bytes
+from quantizer.report.page.rows import Json
 from quantizer.report.tables import finite
 from quantizer.report.view import Listing, View
 from quantizer.results.folder import REPORT, read_info
 from quantizer.sources.directions import BY_NAME, Directions
 
-Json = dict[str, Any]
-Key = tuple[str, str]
 SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
-TOLERANCE = 1e-3
+NEGLIGIBLE = 1e-3
 """By so little, relative to the first, figures may differ from machine to machine."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: its tensors, each a spec as JSON and what is known of it besides, and its
-    figures by name.
+    """One of the two calibrations or plans.
 
-    `metrics` are the names of those that `evaluate` gives; `directions` says which way they are
-    good, as far as that is declared.
+    Attributes:
+        model: its name.
+        tensors: by key, a spec as JSON with what else is known of the tensor.
+        figures: by name.
+        paths: the module path of each layer.
+        metrics: the names of the figures that `evaluate` returns.
+        directions: whether less or more of them is better, as far as that is declared.
     """
 
     model: str
@@ -45,11 +46,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """The tensors and the figures that differ, each with both values; None where one side has
-    none.
+    """The tensors and the figures that differ, each with both values.
 
-    `worse` are the figures by which the second loses, `unknown` those of which nothing says
-    whether less is better.
+    A value is None where one side has none. `worse` are the figures by which the second side
+    loses. Of `unknown` figures nothing says whether less is better.
     """
 
     rows: list[Json]
@@ -58,11 +58,10 @@ class Difference:
     unknown: tuple[str, ...]
 
     def to_json(self) -> Json:
-        """For programs; infinite figures as null."""
-        figures = {
-            name: (finite(before), finite(after))
-            for name, (before, after) in self.figures.items()
-        }
+        """Return the difference for programs, with infinite figures as null."""
+        figures: dict[str, tuple[Any, Any]] = {}
+        for name, (before, after) in self.figures.items():
+            figures[name] = finite(before), finite(after)
         return {
             "tensors": self.rows,
             "figures": figures,
@@ -72,46 +71,45 @@ class Difference:
 
 
 def of_folder(place: Path) -> Side:
-    """A result folder; with SQNRs if it was tested.
+    """Return what a result folder holds, with SQNRs if it was tested.
 
     Raises:
         ResultError: it is incomplete, or was changed.
     """
     opened = read_info(place)
     plan, tested = opened.plan, opened.about(REPORT)
-    measured = {(row["layer"], row["tensor"]): row for row in tested.get("layers", ())}
-    tensors = {
-        (layer, role): {
-            "spec": entry["spec"],
-            "scale": entry.get("scale"),
-            "zero_point": entry.get("zero_point"),
-        }
-        | {name: measured.get((layer, role), {}).get(name) for name in SQNR}
-        for layer, roles in opened.entries.items()
-        for role, entry in roles.items()
-    }
-    figures = _figures(tested) | {"weight_bytes": plan["weight_bytes"]["quantized"]}
+    measured: dict[Key, Json] = {}
+    for row in tested.get("layers", ()):
+        measured[row["layer"], row["tensor"]] = row
+    tensors: dict[Key, Json] = {}
+    for layer, roles in opened.entries.items():
+        for role, entry in roles.items():
+            tensor: Json = {"spec": entry["spec"]}
+            for name in ("scale", "zero_point"):
+                tensor[name] = entry.get(name)
+            for name in SQNR:
+                tensor[name] = measured.get((layer, role), {}).get(name)
+            tensors[layer, role] = tensor
     return Side(
-        opened.header["model"],
-        tensors,
-        figures,
-        plan["paths"],
-        frozenset(tested.get("pairs", {})),
-        Directions.of_declared(tested.get("lower_is_better", {})),
+        model=opened.header["model"],
+        tensors=tensors,
+        figures=_figures(tested) | {"weight_bytes": plan["weight_bytes"]["quantized"]},
+        paths=plan["paths"],
+        metrics=frozenset(tested.get("pairs", {})),
+        directions=Directions.of_declared(tested.get("lower_is_better", {})),
     )
 
 
 def _figures(tested: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the figures of a test, and where there are several outputs or parts those of
-    each.
-    """
+    """Return the figures of a test, and those of each output or part if there are several."""
     figures: dict[str, float | None] = dict(tested.get("metrics", {}))
     outputs = tested.get("outputs", [])
     if "sqnr_db" in figures and figures["sqnr_db"] is None:
-        ratios = [ratio for ratio in map(_sqnr_of, outputs) if ratio is not None]
-        figures["sqnr_db"] = min(ratios, default=None)
+        sqnrs = [_sqnr_of(row) for row in outputs]
+        figures["sqnr_db"] = min((sqnr for sqnr in sqnrs if sqnr is not None), default=None)
     if len(outputs) < 2:
-        figures.pop(POOLED_FIGURE, None)  # of a single part it says nothing more
+        # Of a single part it says nothing more.
+        figures.pop(POOLED_FIGURE, None)
         return figures
     if POOLED_FIGURE in figures and figures[POOLED_FIGURE] is None:
         figures[POOLED_FIGURE] = figures["sqnr_db"]
@@ -122,7 +120,7 @@ def _figures(tested: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _figures_of(row: Json) -> Iterator[tuple[str, float | None]]:
-    """Yield the figures of one output or part; of floats equal values are no quality."""
+    """Yield the figures of one output or part. For floats, equal values are no quality."""
     if row["kind"] == "float":
         yield "sqnr_db", _sqnr_of(row)
         yield "cosine", row["cosine"]
@@ -134,34 +132,37 @@ def _figures_of(row: Json) -> Iterator[tuple[str, float | None]]:
 
 
 def _sqnr_of(row: Json) -> float | None:
-    """Return the SQNR of an output or part; None if it has none. Where it is infinite, files
-    have null.
+    """Return the SQNR of an output or part, or None if it has none.
+
+    Files have null for an infinite SQNR.
     """
-    ratio: float | None = row["sqnr_db"]
-    if ratio is not None or row["kind"] != "float":
-        return ratio
+    sqnr_db: float | None = row["sqnr_db"]
+    if sqnr_db is not None or row["kind"] != "float":
+        return sqnr_db
     return math.inf if row["equal"] == 1 else -math.inf
 
 
 def of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
-    """What a config does to a model, whose layers have these module paths."""
-    tensors = {key: {"spec": tensor.spec.to_json()} for key, tensor in plan.tensors.items()}
-    return Side(plan.graph.model, tensors, {"weight_bytes": weight_bytes(plan)[1]}, paths)
+    """Return what a config does to a model whose layers have these module paths."""
+    tensors: dict[Key, Json] = {}
+    for key, tensor in plan.tensors.items():
+        tensors[key] = {"spec": tensor.spec.to_json()}
+    _, quantized_bytes = weight_bytes(plan)
+    return Side(plan.graph.model, tensors, {"weight_bytes": quantized_bytes}, paths)
 
 
 def difference(first: Side, second: Side) -> Difference:
-    """What differs, in the order of the first; `worse` are the figures by which the second
-    loses.
-    """
-    keys = [*first.tensors, *(key for key in second.tensors if key not in first.tensors)]
-    rows = [
-        row
-        for key in keys
-        if (row := _row(key, first.tensors.get(key), second.tensors.get(key)))
-    ]
-    names = [*first.figures, *(name for name in second.figures if name not in first.figures)]
-    figures = {name: (first.figures.get(name), second.figures.get(name)) for name in names}
-    differing = {name: pair for name, pair in figures.items() if pair[0] != pair[1]}
+    """Return what differs, in the order of the first side."""
+    rows: list[Json] = []
+    for key in dict.fromkeys((*first.tensors, *second.tensors)):
+        row = _row(key, first.tensors.get(key), second.tensors.get(key))
+        if row is not None:
+            rows.append(row)
+    differing: dict[str, tuple[float | None, float | None]] = {}
+    for name in dict.fromkeys((*first.figures, *second.figures)):
+        before, after = first.figures.get(name), second.figures.get(name)
+        if before != after:
+            differing[name] = before, after
     metrics = first.metrics | second.metrics
     directions = second.directions.beside(first.directions)
     worse: list[str] = []
@@ -178,61 +179,65 @@ def difference(first: Side, second: Side) -> Difference:
 
 
 def _follows(name: str, metrics: Collection[str]) -> bool:
-    """Whether a figure is made of a metric, which is compared itself, and of the float
-    model's.
-    """
-    ends = ("_float", DROP, RATIO)
-    return any(name.endswith(end) and name.removesuffix(end) in metrics for end in ends)
+    """Return whether a figure follows from a metric, which is compared itself."""
+    for suffix in ("_float", DROP, RATIO):
+        if name.endswith(suffix) and name.removesuffix(suffix) in metrics:
+            return True
+    return False
 
 
 def _row(key: Key, before: Json | None, after: Json | None) -> Json | None:
-    row: Json = {"layer": key[0], "tensor": key[1]}
+    """Return the values of a tensor that differ, or None if none does."""
+    layer, role = key
+    row: Json = {"layer": layer, "tensor": role}
     if before is None or after is None:
-        return row | {"only_in": "second" if before is None else "first"}
-    specs = {
-        name: [before["spec"].get(name), after["spec"].get(name)]
-        for name in after["spec"]
-        if before["spec"].get(name) != after["spec"].get(name)
-    }
-    values = {
-        name: [before.get(name), after.get(name)]
-        for name in ("scale", "zero_point", *SQNR)
-        if before.get(name) != after.get(name)
-    }
-    return row | {"spec": specs} | values if specs or values else None
+        row["only_in"] = "second" if before is None else "first"
+        return row
+    specs = _differing(before["spec"], after["spec"], after["spec"])
+    values = _differing(before, after, ("scale", "zero_point", *SQNR))
+    if not specs and not values:
+        return None
+    return row | {"spec": specs} | values
+
+
+def _differing(before: Json, after: Json, names: Iterable[str]) -> Json:
+    """Return both values of each name whose values differ."""
+    values: Json = {}
+    for name in names:
+        if before.get(name) != after.get(name):
+            values[name] = [before.get(name), after.get(name)]
+    return values
 
 
 def _is_worse(before: float | None, after: float | None, *, is_lower_better: bool) -> bool:
-    """Whether a figure says that the second is worse; no figure where there was one is worse,
-    too.
+    """Return whether the second value of a figure is worse.
+
+    A missing value where there was one is worse, too.
     """
     if before is None or before == -math.inf:
         return False
     if after is None:
         return True
     loss = after - before if is_lower_better else before - after
-    return loss == math.inf or loss > TOLERANCE * abs(before)
+    return loss == math.inf or loss > NEGLIGIBLE * abs(before)
 
 
-def difference_table(found: Difference, view: View) -> Listing:
-    """The tensors that differ; those whose SQNR fell most are the first to show."""
+def difference_table(different: Difference, view: View) -> Listing:
+    """Return the tensors that differ. Those whose SQNR fell most are shown first."""
     titles = ("layer", "tensor", "changed", "scale ratio", "local dB", "accumulated dB")
-    texts = [
-        (
-            row["layer"],
-            row["tensor"],
-            ", ".join(_words(row)),
-            _ratio(row.get("scale")),
-            *(_pair(row.get(n)) for n in SQNR),
-        )
-        for row in found.rows
-    ]
-    return view.listing(
-        titles, texts, [_fall(row) for row in found.rows], numbers=titles[3:], what="tensor"
-    )
+    texts: list[tuple[str, ...]] = []
+    ranks: list[float | None] = []
+    for row in different.rows:
+        sqnrs = [_pair(row.get(name)) for name in SQNR]
+        changes = ", ".join(_words(row))
+        scales = _ratio(row.get("scale"))
+        texts.append((row["layer"], row["tensor"], changes, scales, *sqnrs))
+        ranks.append(_fall(row))
+    return view.listing(titles, texts, ranks, numbers=titles[3:], what="tensor")
 
 
 def _words(row: Json) -> Iterator[str]:
+    """Yield what changed in the spec of a tensor."""
     if "only_in" in row:
         yield f"only in the {row['only_in']}"
     for name, (before, after) in row.get("spec", {}).items():
@@ -240,40 +245,40 @@ def _words(row: Json) -> Iterator[str]:
 
 
 def _fall(row: Json) -> float:
-    """The change of the accumulated SQNR; what has none comes after what fell."""
-    before, after = row.get(SQNR[1], (None, None))
-    return 0.0 if before is None or after is None else after - before
+    """Return the change of the accumulated SQNR, and 0 where it is not measured."""
+    before, after = row.get("accumulated_sqnr_db", (None, None))
+    if before is None or after is None:
+        return 0.0
+    return float(after - before)
 
 
 def _pair(pair: list[float | None] | None) -> str:
-    return (
-        ""
-        if pair is None
-        else " → ".join("" if value is None else f"{value:.2f}" for value in pair)
-    )
+    """Return two values as text, or nothing if they do not differ."""
+    if pair is None:
+        return ""
+    return " → ".join(["" if value is None else f"{value:.2f}" for value in pair])
 
 
 def _ratio(pair: list[Any] | None) -> str:
-    """How much larger scales became: of several the least and the most."""
+    """Return by what factor a scale changed; of several scales the least and the largest."""
     if pair is None:
         return ""
     before, after = (value if isinstance(value, list) else [value] for value in pair)
-    if len(before) != len(after) or not all(
-        isinstance(value, (int, float)) and value for value in (*before, *after)
-    ):
+    are_numbers = all(isinstance(value, (int, float)) and value for value in (*before, *after))
+    if len(before) != len(after) or not are_numbers:
         return "other scales"
-    ratios = [y / x for x, y in zip(before, after, strict=True)]
+    ratios = [new / old for old, new in zip(before, after, strict=True)]
     least, most = f"{min(ratios):.3f}", f"{max(ratios):.3f}"
     return least if least == most else f"{least} … {most}"
 
 
-def figure_lines(found: Difference) -> Iterator[str]:
-    """One line for each figure."""
-    for name, (before, after) in found.figures.items():
-        texts = ["none" if value is None else f"{value:.6g}" for value in (before, after)]
+def figure_lines(different: Difference) -> Iterator[str]:
+    """Yield a line for each figure."""
+    for name, values in different.figures.items():
+        texts = ["none" if value is None else f"{value:.6g}" for value in values]
         remark = ""
-        if name in found.worse:
+        if name in different.worse:
             remark = ", worse"
-        elif name in found.unknown:
-            remark = ", not judged: whether less or more is better is not known"
+        elif name in different.unknown:
+            remark = ", not judged: nobody says whether less or more is better"
         yield f"{name} {' → '.join(texts)}{remark}"

@@ -1,5 +1,5 @@
-"""What a tensor's histogram and its scale say together: what is cut off, which codes are used,
-what is lost.
+"""Compute what a tensor's histogram and its scale say together: the share that is clipped, the
+codes that are used, the SQNR.
 """
 
 from __future__ import annotations
@@ -18,103 +18,117 @@ from quantizer.numerics.metrics import decibel
 from quantizer.numerics.qparams import IntegerRange, QParams
 from quantizer.observers import METHODS, Observer, code_range_of
 
-DRAWN = 128
-"""Bins of a drawing."""
+DRAWN_BINS = 128
 PERCENTAGES = (99.9, 99.99)
-"""Of the ranges that the percentile method would give."""
+"""Percentages of the ranges that the percentile method would give."""
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """The values of one tensor in one row, under a spec with one scale."""
+class TensorDistribution:
+    """The values of one tensor, under a spec with one scale."""
 
     histogram: Histogram
     spec: QuantizationSpec
 
     @cached_property
     def _occupied(self) -> tuple[Tensor, Tensor]:
-        """Centres of the bins with values in them, no further out than any value, and their
-        counts.
+        """Return the centres of the bins that have values, and their counts.
+
+        No centre lies further out than any value.
         """
-        at = self.histogram.counts[0].nonzero().squeeze(1)
-        centres = (at - BINS + 0.5) * self.histogram.width
-        return centres.clamp(self.histogram.low, self.histogram.high), self.histogram.counts[
-            0, at
-        ].double()
+        histogram = self.histogram
+        bins = histogram.counts[0].nonzero().squeeze(1)
+        centres = (bins - BINS + 0.5) * histogram.width
+        counts = histogram.counts[0, bins].double()
+        return centres.clamp(histogram.low, histogram.high), counts
 
     def limits(self, qparams: QParams) -> tuple[float, float]:
-        """The least and the greatest value that a code stands for."""
+        """Return the least and the greatest value that has a code."""
         codes = code_range_of(self.spec)
-        ends = (
-            (codes.quant_min, codes.quant_max)
-            if isinstance(codes, IntegerRange)
-            else (-codes.largest, codes.largest)
-        )
-        low, high = ((end - float(qparams.zero_point)) * float(qparams.scale) for end in ends)
-        return low, high
+        if isinstance(codes, IntegerRange):
+            least, greatest = float(codes.quant_min), float(codes.quant_max)
+        else:
+            least, greatest = -codes.largest, codes.largest
+        zero_point, scale = float(qparams.zero_point), float(qparams.scale)
+        return (least - zero_point) * scale, (greatest - zero_point) * scale
 
     def clipped(self, qparams: QParams) -> float:
-        """The share of values beyond these limits by more than half a step, which are cut
-        off.
-        """
-        (low, high), half = self.limits(qparams), float(qparams.scale) / 2
+        """Return the share of values that lie more than half a step beyond the limits."""
+        low, high = self.limits(qparams)
+        half_step = float(qparams.scale) / 2
         centres, counts = self._occupied
-        return float(
-            counts[(centres < low - half) | (centres > high + half)].sum() / counts.sum()
-        )
+        is_clipped = (centres < low - half_step) | (centres > high + half_step)
+        return float(counts[is_clipped].sum() / counts.sum())
 
     def sqnr_db(self, qparams: QParams) -> float:
-        """Of the values at the centres of their bins."""
+        """Return the SQNR of values at the centres of their bins."""
         centres, counts = self._occupied
-        lost = (
-            place(centres.float(), self.spec, qparams.scale, qparams.zero_point).double()
-            - centres
-        )
-        return decibel(float(counts @ centres.square()), float(counts @ lost.square()))
+        quantized = place(centres.float(), self.spec, qparams.scale, qparams.zero_point)
+        error = quantized.double() - centres
+        return decibel(float(counts @ centres.square()), float(counts @ error.square()))
 
     def codes_used(self, qparams: QParams) -> float:
-        """The share of the codes of integers that some value has, counted between neighbouring
-        bins' edges.
-        """
-        (low, high), scale = self.limits(qparams), float(qparams.scale)
+        """Return the share of the integer codes that lie in a bin with values."""
+        low, high = self.limits(qparams)
+        scale = float(qparams.scale)
+        first_code = round(low / scale)
         centres, _ = self._occupied
-        half, first = self.histogram.width / 2, round(low / scale)
-        begins, stops = (
-            ((end.clamp(low, high) / scale).round() - first).long()
-            for end in (centres - half, centres + half)
-        )
-        covering = torch.zeros(round(high / scale) - first + 2, dtype=torch.int64)
-        covering.index_add_(0, begins, torch.ones_like(begins)).index_add_(
-            0, stops + 1, -torch.ones_like(stops)
-        )
-        return float((covering.cumsum(0)[:-1] > 0).double().mean())
+        half_bin = self.histogram.width / 2
+
+        def code_of(values: Tensor) -> Tensor:
+            return ((values.clamp(low, high) / scale).round() - first_code).long()
+
+        begins = code_of(centres - half_bin)
+        stops = code_of(centres + half_bin)
+        # How many bins begin at a code, less those that ended before it: the running sum says
+        # how many bins cover a code.
+        changes = torch.zeros(round(high / scale) - first_code + 2, dtype=torch.int64)
+        changes.index_add_(0, begins, torch.ones_like(begins))
+        changes.index_add_(0, stops + 1, -torch.ones_like(stops))
+        is_used = changes.cumsum(0)[:-1] > 0
+        return float(is_used.double().mean())
 
     def methods(self, qparams: QParams) -> dict[str, tuple[float, float]]:
-        """Where the range methods that suit the spec cut, given all values at once, by name;
-        its own has `qparams`.
+        """Return the limits that each range method would give on all values at once, by name.
+
+        The method of the spec itself has those of `qparams`. Methods that have no range for
+        such a spec are left out.
         """
-        found = {}
+        limits: dict[str, tuple[float, float]] = {}
         for name in METHODS:
-            for percentage in PERCENTAGES if name == "percentile" else (self.spec.percentage,):
-                label = f"{name} {percentage:g}" if name == "percentile" else name
-                words: Any = {"method": name, "percentage": percentage, "statistic": POOLED}
-                try:
-                    observer = Observer(replace(self.spec, **words))
-                except ValueError:  # the method has no range for such a spec
-                    continue
-                if observer.spec == self.spec:
-                    found[label] = self.limits(qparams)
-                    continue
-                observer.load_state_dict(
-                    {"batches": torch.tensor(1), **self.histogram.to_tensors()}
-                )
-                found[label] = self.limits(observer.qparams())
-        return found
+            if name != "percentile":
+                self._add_limits(limits, name, name, qparams)
+                continue
+            for percentage in PERCENTAGES:
+                label = f"{name} {percentage:g}"
+                self._add_limits(limits, label, name, qparams, percentage=percentage)
+        return limits
+
+    def _add_limits(
+        self,
+        limits: dict[str, tuple[float, float]],
+        label: str,
+        method: str,
+        qparams: QParams,
+        **fields: Any,
+    ) -> None:
+        """Add the limits of one method, if it has a range for the spec."""
+        words = {"method": method, "statistic": POOLED, **fields}
+        try:
+            observer = Observer(replace(self.spec, **words))
+        except ValueError:
+            return
+        if observer.spec != self.spec:
+            state = {"batches": torch.tensor(1), **self.histogram.to_tensors()}
+            observer.load_state_dict(state)
+            qparams = observer.qparams()
+        limits[label] = self.limits(qparams)
 
     def drawn(self) -> dict[str, Any]:
-        """Counts in few equal bins between the least and the greatest value."""
+        """Return the counts in few equal bins between the least and the greatest value."""
         low, high = float(self.histogram.low), float(self.histogram.high)
         centres, counts = self._occupied
-        at = ((centres - low) / ((high - low) or 1.0) * DRAWN).long().clamp(0, DRAWN - 1)
-        bins = torch.zeros(DRAWN, dtype=torch.float64).index_add_(0, at, counts)
-        return {"low": low, "high": high, "counts": bins.long().tolist()}
+        shares = (centres - low) / ((high - low) or 1.0)
+        bins = (shares * DRAWN_BINS).long().clamp(0, DRAWN_BINS - 1)
+        drawn = torch.zeros(DRAWN_BINS, dtype=torch.float64).index_add_(0, bins, counts)
+        return {"low": low, "high": high, "counts": drawn.long().tolist()}

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantizer.errors import ResultError, UsageError, pip_line
 from quantizer.report.page.figures import figures, standalone
-from quantizer.report.page.parts import in_order, name_of
+from quantizer.report.page.rows import in_order, name_of
 from quantizer.storage.atomic_write import remove_left_over
 from quantizer.storage.files import write_bytes
 

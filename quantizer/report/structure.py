@@ -1,6 +1,4 @@
-"""Tables of a graph's structure: its blocks, the layers that read one value, and where factors
-go.
-"""
+"""Show a graph's structure: its blocks, the layers that read one value, where factors fold."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,32 +12,33 @@ _TITLES = ("layers that read one value", "channels", "factors are folded into")
 
 
 def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | str]:
-    """The blocks, the groups of each kind of block once, and those outside; names are relative
-    to a block.
+    """Yield the groups of each kind of block once, and those outside of blocks.
+
+    Names are relative to a block.
     """
-    rows = {
-        number: tuple(
-            _row(graph, group, block.path)
-            for group in structure.groups
-            if group.block == number
-        )
-        for number, block in enumerate(structure.blocks)
-    }
     alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for number, block in enumerate(structure.blocks):
-        alike.setdefault(rows[number], []).append(block.path)
+        rows: list[tuple[str, ...]] = []
+        for group in structure.groups:
+            if group.block == number:
+                rows.append(_row(graph, group, block.path))
+        alike.setdefault(tuple(rows), []).append(block.path)
     for kind, paths in alike.items():
-        several = f"{len(paths)}, {paths[0]} to {paths[-1]}, all alike"
-        yield f"blocks: {several if len(paths) > 1 else paths[0]}"
+        blocks = paths[0]
+        if len(paths) > 1:
+            blocks = f"{len(paths)}, {paths[0]} to {paths[-1]}, all alike"
+        yield f"blocks: {blocks}"
         yield Listing(_TITLES, kind, frozenset(_TITLES[1:2]))
     outside = [_row(graph, group, "") for group in structure.groups if group.block is None]
     if outside:
         yield "in no block:" if structure.blocks else "no blocks:"
         yield Listing(_TITLES, outside, frozenset(_TITLES[1:2]))
-    kinds = Counter(
-        "none" if group.fold is None else group.fold.kind for group in structure.groups
-    )
-    layers = sum(len(group.layers) for group in structure.groups)
+    kinds: Counter[str] = Counter()
+    layers = 0
+    for group in structure.groups:
+        kind_of_fold = "none" if group.fold is None else group.fold.kind
+        kinds[kind_of_fold] += 1
+        layers += len(group.layers)
     yield (
         f"{layers} layers read {len(structure.groups)} values; factors fold into a "
         f"normalization for {kinds['norm']}, into the layer before for {kinds['layer']}, into "
@@ -48,30 +47,27 @@ def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | s
 
 
 def _row(graph: Graph, group: InputGroup, block: str) -> tuple[str, ...]:
-    layers = dict.fromkeys(_relative(module_of(graph, layer), block) for layer in group.layers)
-    return (", ".join(layers), str(group.channels), _where(graph, group, block))
+    layers = [_relative(module_of(graph, layer), block) for layer in group.layers]
+    names = ", ".join(dict.fromkeys(layers))
+    return names, str(group.channels), _where(graph, group, block)
 
 
 def _where(graph: Graph, group: InputGroup, block: str) -> str:
-    """The module whose parameters take the factors, or why none can."""
-    if group.fold is None:
+    """Return the module whose parameters take the factors, or why none can."""
+    fold = group.fold
+    if fold is None:
         names = {name: _relative(path, block) for name, path in path_names(graph).items()}
         return f"none: {View(names).text(group.why_not)}"
-    fold = group.fold
     parts = [_relative(module_of(graph, fold.node), block)]
     if fold.channels is not None:
         count = len(set(fold.channels))
-        shared = (
-            "each is read several times"
-            if count < len(fold.channels)
-            else "not in this order or not all"
-        )
+        shared = "not in this order or not all"
+        if count < len(fold.channels):
+            shared = "each is read several times"
         parts.append(f"{count} of its channels, {shared}")
     if fold.extra:
-        parts.append(
-            "also changes "
-            + ", ".join(_relative(module_of(graph, name), block) for name in fold.extra)
-        )
+        others = [_relative(module_of(graph, name), block) for name in fold.extra]
+        parts.append(f"also changes {', '.join(others)}")
     return "; ".join(parts)
 
 

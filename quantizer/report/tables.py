@@ -1,6 +1,4 @@
-"""Rows of plans, layers and damage, as tables for the terminal and as files. Printing is
-`cli`'s business.
-"""
+"""Make rows of plans, layers and damage, as tables for the terminal and as files."""
 
 import csv
 import io
@@ -28,9 +26,7 @@ _LOSSLESS_DB = 144.0
 def layer_rows(
     comparison: Comparison, specs: Mapping[tuple[str, str], QuantizationSpec]
 ) -> list[dict[str, Any]]:
-    """One row per quantized tensor, the most damaged first (lowest local SQNR; ties by
-    name).
-    """
+    """Return a row per quantized tensor, that with the lowest local SQNR first."""
     rows = [_row(noise, specs[noise.layer, noise.role]) for noise in comparison.layers]
     return sorted(rows, key=lambda row: (row["local_sqnr_db"], row["layer"], row["tensor"]))
 
@@ -46,34 +42,44 @@ def report(
     warnings: Iterable[OutputWarning] = (),
     directions: Directions = BY_NAME,
 ) -> dict[str, Any]:
-    """What test mode found, infinite figures as null. `stamp` marks results that say nothing of
-    real data.
+    """Return the figures of a test for programs, with infinite ones as null.
+
+    Args:
+        metrics: of the quantized network against the float one.
+        pairs: metrics of the task, of both networks.
+        rows: what `layer_rows` returns.
+        stamp: marks results that say nothing about real data.
+        passes: what passes before quantization cost.
+        outputs: figures of each output and part.
+        warnings: on outputs that are lost.
+        directions: whether less or more of a metric is better.
     """
-    found: dict[str, Any] = {"metrics": {key: finite(value) for key, value in metrics.items()}}
+    values: dict[str, Any] = {"metrics": _finite_row(metrics)}
     if pairs:
-        found["pairs"] = {
-            name: {kind: finite(value) for kind, value in pair.items()}
-            for name, pair in pairs.items()
-        }
+        values["pairs"] = {name: _finite_row(pair) for name, pair in pairs.items()}
     declared = directions.declared_of(pairs)
     if declared:
-        found["lower_is_better"] = declared
-    found["outputs"] = output_rows(outputs)
-    found["warnings"] = [warning.to_json() for warning in warnings]
+        values["lower_is_better"] = declared
+    values["outputs"] = output_rows(outputs)
+    values["warnings"] = [warning.to_json() for warning in warnings]
     if passes is not None:
-        found["passes"] = passes.to_json()
-    found["layers"] = [{key: finite(value) for key, value in row.items()} for row in rows]
-    return found | {"stamp": stamp} if stamp else found
+        values["passes"] = passes.to_json()
+    values["layers"] = [_finite_row(row) for row in rows]
+    if stamp:
+        values["stamp"] = stamp
+    return values
+
+
+def _finite_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: finite(value) for name, value in row.items()}
 
 
 def output_rows(outputs: Iterable[OutputFigures]) -> list[dict[str, Any]]:
-    """Return the figures of each output and of its parts, for programs; infinite ones as
-    null.
-    """
+    """Return the figures of each output and part for programs, with infinite ones as null."""
     rows: list[dict[str, Any]] = []
     for output in outputs:
         for part in output.rows:
-            row = {key: finite(value) for key, value in part.to_json().items()}
+            row = _finite_row(part.to_json())
             row["output"] = output.whole.name
             if part is output.whole and output.order is not None:
                 row["rows"] = output.order.to_json()
@@ -86,23 +92,16 @@ def named_outputs(outputs: Iterable[Output]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for output in outputs:
         parts: list[dict[str, Any]] = []
-        for part in output.parts:
-            parts.append(
-                {
-                    "name": part.name,
-                    "index": part.index,
-                    "layer": part.layer,
-                    "pooled": part.pooled,
-                }
-            )
-        rows.append({"name": output.name, "parts": parts if len(parts) > 1 else []})
+        if len(output.parts) > 1:
+            for part in output.parts:
+                names = ("name", "index", "layer", "pooled")
+                parts.append({name: getattr(part, name) for name in names})
+        rows.append({"name": output.name, "parts": parts})
     return rows
 
 
 def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
-    """Yield a line on each output: the names that gates may have, as in
-    `sqnr_db[0.scores]>=30`.
-    """
+    """Yield a line on each output with the names that gates take (`sqnr_db[0.scores]>=30`)."""
     for output in outputs:
         words: list[str] = []
         for part in output.parts:
@@ -141,19 +140,19 @@ def _digits(value: float | None) -> str:
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
-    """layers.csv, with a header line."""
+    """Return layers.csv, with a header line."""
     out = io.StringIO()
-    writer = csv.DictWriter(
-        out, fieldnames=list(rows[0]) if rows else ["layer"], lineterminator="\n"
-    )
+    names = list(rows[0]) if rows else ["layer"]
+    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
 
 
 def describe_spec(spec: QuantizationSpec) -> str:
-    """The number format, its scales, how their range is found and the rounding, in one line;
-    what is usual is left out.
+    """Return a spec in one line: number format, granularity, range method and rounding.
+
+    What is usual is left out.
 
     >>> describe_spec(QuantizationSpec(qscheme="per_channel", ch_axis=0))
     'int8 per_channel maxmin half_even'
@@ -168,70 +167,70 @@ def describe_spec(spec: QuantizationSpec) -> str:
     """
     if not spec.is_scaled:
         return spec.dtype
-    integer = spec.dtype == "int"
-    name = (
-        f"{'int' if spec.signed and spec.symmetric else 'uint'}{spec.bit_width}"
-        if integer
-        else spec.dtype
-    )
+    is_integer = spec.dtype == "int"
+    name = spec.dtype
+    if is_integer:
+        is_signed = spec.signed and spec.symmetric
+        name = f"{'int' if is_signed else 'uint'}{spec.bit_width}"
     words = [name, spec.qscheme]
-    words += (
-        [str(spec.group_size)] if spec.qscheme == "per_group" and spec.group_size != -1 else []
-    )
-    words += ["dynamic"] if spec.is_dynamic else []
+    if spec.qscheme == "per_group" and spec.group_size != -1:
+        words.append(str(spec.group_size))
+    if spec.is_dynamic:
+        words.append("dynamic")
     if spec.scale_type == "e8m0":
         return " ".join([*words, "e8m0", spec.scale_mode])
     if spec.scale_type == "microexponent":
         return " ".join(words)
-    words += ["e4m3"] if spec.scale_type == "e4m3" else []
-    words += [] if spec.is_dynamic else [spec.method]
-    words += [spec.round_mode] if integer else []
-    words += ["asymmetric"] if not spec.symmetric else []
-    words += (
-        ["half_range"]
-        if spec.has_symmetric_scale and spec.symmetric_scale == "half_range"
-        else []
-    )
-    words += ["poweroftwo"] if spec.scale_type == "poweroftwo" else []
+    if spec.scale_type == "e4m3":
+        words.append("e4m3")
+    if not spec.is_dynamic:
+        words.append(spec.method)
+    if is_integer:
+        words.append(spec.round_mode)
+    if not spec.symmetric:
+        words.append("asymmetric")
+    if spec.has_symmetric_scale and spec.symmetric_scale == "half_range":
+        words.append("half_range")
+    if spec.scale_type == "poweroftwo":
+        words.append("poweroftwo")
     return " ".join(words)
 
 
 def finite(value: Any) -> Any:
-    """The value, or None for infinite and undefined figures."""
+    """Return the value, or None for a number that is infinite or undefined."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def damage_table(rows: Sequence[Mapping[str, Any]], view: View) -> Listing:
-    """The quantized tensors, the most damaged first; `rows` are those of `layer_rows`.
+    """Return the quantized tensors, the most damaged first; `rows` are those of `layer_rows`.
 
-    The bar is the tensor's own noise-to-signal ratio against the worst one's.
+    The bar is the tensor's own noise-to-signal ratio, relative to the worst one.
     """
     ratios = [10 ** (-row["local_sqnr_db"] / 10) for row in rows]
     worst = max(ratios, default=0.0)
-    lines = [
-        (
-            row["layer"],
-            row["tensor"],
-            row["spec"],
-            row["spec"].partition(" ")[0],
-            _db(row["local_sqnr_db"]),
-            _db(row["accumulated_sqnr_db"]),
-            "█" * round(_BAR * ratio / worst) if 0 < worst < math.inf else "",
-        )
-        for row, ratio in zip(rows, ratios, strict=True)
-    ]
-    *figures, bar = "local dB", "accumulated dB", "noise"
-    layouts = tuple(
-        ("layer", "tensor", spec, *figures, *bars)
-        for spec in ("spec", "format")
-        for bars in ((bar,), ())
-    )
+    lines: list[tuple[str, ...]] = []
+    ranks: list[float | None] = []
+    for row, ratio in zip(rows, ratios, strict=True):
+        spec, local_db = row["spec"], row["local_sqnr_db"]
+        bar = ""
+        if 0 < worst < math.inf:
+            bar = "█" * round(_BAR * ratio / worst)
+        number_format = spec.partition(" ")[0]
+        figures = (_db(local_db), _db(row["accumulated_sqnr_db"]))
+        lines.append((row["layer"], row["tensor"], spec, number_format, *figures, bar))
+        ranks.append(local_db if local_db < _LOSSLESS_DB else None)
+    titles = ("local dB", "accumulated dB")
     return view.listing(
-        ("layer", "tensor", "spec", "format", *figures, bar),
+        ("layer", "tensor", "spec", "format", *titles, "noise"),
         lines,
-        [row["local_sqnr_db"] if row["local_sqnr_db"] < _LOSSLESS_DB else None for row in rows],
-        numbers=tuple(figures),
-        layouts=layouts,
+        ranks,
+        numbers=titles,
+        layouts=(
+            ("layer", "tensor", "spec", *titles, "noise"),
+            ("layer", "tensor", "spec", *titles),
+            ("layer", "tensor", "format", *titles, "noise"),
+            ("layer", "tensor", "format", *titles),
+        ),
         what="tensor",
         idle="without loss",
         also=", and layers.csv has them all",
@@ -239,52 +238,38 @@ def damage_table(rows: Sequence[Mapping[str, Any]], view: View) -> Listing:
 
 
 def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Listing:
-    """One line per metric: float, quantized, difference."""
-    rows = [
-        (
-            name,
-            f"{v['float']:.6g}",
-            f"{v['quantized']:.6g}",
-            f"{v['quantized'] - v['float']:+.6g}",
-        )
-        for name, v in metrics.items()
-    ]
+    """Return a line per metric: float, quantized, difference."""
+    rows: list[tuple[str, ...]] = []
+    for name, pair in metrics.items():
+        before, after = pair["float"], pair["quantized"]
+        rows.append((name, f"{before:.6g}", f"{after:.6g}", f"{after - before:+.6g}"))
     titles = ("metric", "float", "quantized", "change")
     return Listing(titles, rows, frozenset(titles[1:]))
 
 
 def rule_table(plan: Plan) -> Listing:
-    """What each block of the config found."""
-    rows = [
-        (rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect))
-        for rule in plan.rules
-    ]
-    return Listing(
-        ("rule", "selector", "layers", "tensors"), rows, frozenset(("layers", "tensors"))
-    )
+    """Return how many layers and tensors each block of the config is about."""
+    rows: list[tuple[str, ...]] = []
+    for rule in plan.rules:
+        rows.append((rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect)))
+    titles = ("rule", "selector", "layers", "tensors")
+    return Listing(titles, rows, frozenset(titles[2:]))
 
 
 def plan_table(plan: Plan, view: View) -> Listing:
-    """Each tensor's spec, or why it stays float, in execution order."""
+    """Return each tensor's spec, or why it stays float, in execution order."""
     rows: list[tuple[str, ...]] = []
     ranks: list[float | None] = []
     for node in plan.graph.nodes:
-        said = [
-            (role, describe_spec(tensor.spec))
-            for role, tensor in plan.of_layer(node.name).items()
-        ]
-        said += [
-            (role, f"float: as {at} says")
-            for (name, role), at in plan.off.items()
-            if name == node.name
-        ]
-        said += [
-            (role, f"float: {why}")
-            for (name, role), why in plan.ungrouped.items()
-            if name == node.name
-        ]
-        rows += [(node.name, *each) for each in said]
-        ranks += [0.0] * len(said)
+        for role, tensor in plan.of_layer(node.name).items():
+            rows.append((node.name, role, describe_spec(tensor.spec)))
+        for (name, role), place in plan.off.items():
+            if name == node.name:
+                rows.append((name, role, f"float: as {place} says"))
+        for (name, role), reason in plan.ungrouped.items():
+            if name == node.name:
+                rows.append((name, role, f"float: {reason}"))
+        ranks += [0.0] * (len(rows) - len(ranks))
         if node.name in plan.floats and node.row.kind != "structural":
             rows.append((node.name, "activation", why_float(plan.floats[node.name])))
             ranks.append(None)
@@ -294,33 +279,34 @@ def plan_table(plan: Plan, view: View) -> Listing:
 
 
 def refusal_table(rows: Iterable[tuple[str, str, str]], view: View) -> Listing:
-    """Layer, tensor, and why a target of `--deploy` cannot hold it."""
+    """Return the tensors that a target of `--deploy` cannot hold, and why."""
     return view.listing(("layer", "tensor", "reason"), list(rows), what="tensor")
 
 
 def layer_table(
     graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str], view: View
 ) -> Listing:
-    """All layers: name, operator, output shape ("b" is the batch), quantized tensors, else why
-    the output is float.
+    """Return all layers with operator, output shape and quantized tensors.
+
+    In the shape "b" is the batch. A layer without quantized tensors says why it is float.
     """
     roles: dict[str, list[str]] = {}
     for layer, role in tensors:
         roles.setdefault(layer, []).append(role)
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    ranks: list[float | None] = []
     for node in graph.nodes:
-        why = why_float(floats[node.name]) if node.name in floats else ""
-        rows.append(
-            (node.name, node.op, shape_text(node), ", ".join(roles.get(node.name, ())) or why)
-        )
-    ranks = [0.0 if node.name in roles else None for node in graph.nodes]
-    return view.listing(
-        ("layer", "operator", "output", "tensors"), rows, ranks, idle="in float"
-    )
+        quantized = ", ".join(roles.get(node.name, ()))
+        if not quantized and node.name in floats:
+            quantized = why_float(floats[node.name])
+        rows.append((node.name, node.op, shape_text(node), quantized))
+        ranks.append(0.0 if node.name in roles else None)
+    titles = ("layer", "operator", "output", "tensors")
+    return view.listing(titles, rows, ranks, idle="in float")
 
 
 def why_float(reason: str) -> str:
-    """Why a layer's output is not quantized, as a table says it.
+    """Return why a layer's output is not quantized, as a table says it.
 
     >>> why_float("computed in float"), why_float("quantized at relu")
     ('float: computed in float', 'quantized at relu')
@@ -329,12 +315,11 @@ def why_float(reason: str) -> str:
 
 
 def shape_text(node: Node) -> str:
-    """`bx3x8x8` for an output of any batch size."""
-    return (
-        ""
-        if node.shape is None
-        else "x".join("b" if size is None else str(size) for size in node.shape)
-    )
+    """Return the shape of an output as text: `bx3x8x8` for one of any batch size."""
+    if node.shape is None:
+        return ""
+    sizes = ["b" if size is None else str(size) for size in node.shape]
+    return "x".join(sizes)
 
 
 def _db(value: float | None) -> str:

@@ -1,23 +1,22 @@
-"""Tables for a terminal: what they call the layers of a network, which rows they show, and how
-these are laid out.
-"""
+"""Lay out tables for a terminal: names of layers, which rows are shown, widths of columns."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from quantizer.printable import one_line
 
-Row = tuple[str, ...]
+TableRow = tuple[str, ...]
 _EXACT_NAME = re.compile(r"\w+::[\w/\[\].]+")
 _GAP = 2
+"""Characters between two columns."""
 _LEAST = 24
-"""Characters between two columns, and those that a wrapped text needs to stay readable."""
+"""Characters that a wrapped text needs to stay readable."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +43,29 @@ class Listing:
 
     @property
     def widest(self) -> tuple[str, ...]:
-        """The titles that are shown where there is room."""
+        """Return the titles that are shown where there is room."""
         return self.layouts[0] if self.layouts else self.titles
 
     def rows_of(self, titles: Sequence[str]) -> list[tuple[str, ...]]:
-        """The texts under these titles."""
-        chosen = [self.titles.index(title) for title in titles]
-        return [tuple(row[at] for at in chosen) for row in self.rows]
+        """Return the texts under these titles."""
+        columns = [self.titles.index(title) for title in titles]
+        rows: list[tuple[str, ...]] = []
+        for row in self.rows:
+            rows.append(tuple(row[column] for column in columns))
+        return rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = replace(
-            self,
-            rows=[tuple(map(one_line, row)) for row in self.rows],
-            note=one_line(self.note),
-        )
-        yield from shown._laid_out(options)
+        rows = [tuple(map(one_line, row)) for row in self.rows]
+        safe = replace(self, rows=rows, note=one_line(self.note))
+        yield from safe._laid_out(options)
 
     def _laid_out(self, options: ConsoleOptions) -> RenderResult:
-        """The table of texts that are safe to show."""
-        cells = {title: [row[at] for row in self.rows] for at, title in enumerate(self.titles)}
-        natural = {title: max(map(len, (title, *texts))) for title, texts in cells.items()}
-        layouts = self.layouts or (self.titles,)
-        titles = next(
-            (each for each in layouts if _total(natural, each) <= options.max_width),
-            layouts[-1],
-        )
+        """Yield the table, whose texts are safe to show."""
+        natural: dict[str, int] = {}
+        for column, title in enumerate(self.titles):
+            texts = [row[column] for row in self.rows]
+            natural[title] = max(map(len, (title, *texts)))
+        titles = self._layout(natural, options.max_width)
         widths = self._wrapped(natural, titles, options.max_width)
         rows = self.rows_of(titles)
         if self.note and not rows:
@@ -81,11 +78,20 @@ class Listing:
         if self.note:
             yield Text(self.note)
 
+    def _layout(self, natural: Mapping[str, int], width: int) -> tuple[str, ...]:
+        """Return the first layout that fits, or the last one."""
+        layouts = self.layouts or (self.titles,)
+        for titles in layouts:
+            if _total(natural, titles) <= width:
+                return titles
+        return layouts[-1]
+
     def _wrapped(
         self, natural: Mapping[str, int], titles: Sequence[str], width: int
     ) -> dict[str, int] | None:
-        """The width of each column, the last and the first one narrowed as far as need be; None
-        if that won't do.
+        """Return the width of each column, or None if there is no room for them.
+
+        The last column is narrowed first, then the first one.
         """
         widths = {title: natural[title] for title in titles}
         for title in (titles[-1], titles[0]):
@@ -97,20 +103,18 @@ class Listing:
     def _table(self, widths: Mapping[str, int], rows: Iterable[tuple[str, ...]]) -> Table:
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
         for title, width in widths.items():
-            table.add_column(
-                title,
-                justify="right" if title in self.numbers else "left",
-                width=width,
-                overflow="fold",
-            )
+            is_number = title in self.numbers
+            justify: JustifyMethod = "right" if is_number else "left"
+            table.add_column(title, justify=justify, width=width, overflow="fold")
         for row in rows:
-            table.add_row(*map(Text, row))  # brackets in layer names are not markup
+            # Brackets in layer names are not markup.
+            table.add_row(*map(Text, row))
         return table
 
 
 @dataclass(frozen=True)
 class View:
-    """By default all rows, under exact names.
+    """What tables show of a network: by default all rows, under exact names.
 
     Args:
         names: exact name -> what the layer is called in tables.
@@ -125,29 +129,30 @@ class View:
     remedy: str = "--top all shows them"
 
     def text(self, sentence: str) -> str:
-        """The sentence with its layers called as in tables.
+        """Return a sentence with its layers named as in tables.
 
         >>> View({"Net::Net/Linear[fc]/linear": "fc"}).text(
         ...     "quantized at Net::Net/Linear[fc]/linear"
         ... )
         'quantized at fc'
         """
-        return _EXACT_NAME.sub(lambda found: self.names.get(found[0], found[0]), sentence)
+        return _EXACT_NAME.sub(lambda match: self.names.get(match[0], match[0]), sentence)
 
     def listing(
         self,
-        titles: Row,
-        rows: Sequence[Row],
+        titles: TableRow,
+        rows: Sequence[TableRow],
         ranks: Sequence[float | None] | None = None,
         *,
-        numbers: Row = (),
-        layouts: tuple[Row, ...] = (),
+        numbers: TableRow = (),
+        layouts: tuple[TableRow, ...] = (),
         what: str = "layer",
         idle: str = "",
         also: str = "",
     ) -> Listing:
-        """The table of those rows that are to be shown, in the order given, each beginning with
-        a layer's exact name.
+        """Return the table of the rows that are to be shown, in their order.
+
+        Each row begins with the exact name of a layer.
 
         Args:
             titles: as in `Listing`, and so are `rows`, `numbers` and `layouts`.
@@ -157,36 +162,42 @@ class View:
             idle: what the rows without a rank have in common, as in "3 of them without loss".
             also: where else the rows are that are left out.
         """
-        ranked = [
-            (rank, row)
-            for rank, row in zip(ranks or [0.0] * len(rows), rows, strict=True)
-            if self.layers is None or row[0] in self.layers
-        ]
-        kept = list(range(len(ranked)))
+        ranked: list[tuple[float | None, TableRow]] = []
+        for rank, row in zip(ranks or [0.0] * len(rows), rows, strict=True):
+            if self.layers is None or row[0] in self.layers:
+                ranked.append((rank, row))
+        positions = list(range(len(ranked)))
         if self.top is not None:
-            by_rank = sorted(
-                (rank, at) for at, (rank, _) in enumerate(ranked) if rank is not None
-            )
-            kept = sorted(at for _, at in by_rank[: self.top])
-        hidden, idling = len(ranked) - len(kept), sum(rank is None for rank, _ in ranked)
-        share = (
-            f", {'all' if idling == hidden else f'{idling} of them'} {idle}" if idling else ""
-        )
-        count = f"{hidden}{' more' if kept else ''} {what}{'' if hidden == 1 else 's'}"
-        note = f"{count}{share}: {self.remedy}{also}" if hidden else ""
-        shown = [tuple(map(self.text, ranked[at][1])) for at in kept]
+            by_rank: list[tuple[float, int]] = []
+            for position, (rank, _) in enumerate(ranked):
+                if rank is not None:
+                    by_rank.append((rank, position))
+            positions = sorted(position for _, position in sorted(by_rank)[: self.top])
+        hidden = len(ranked) - len(positions)
+        without_rank = sum(rank is None for rank, _ in ranked)
+        note = ""
+        if hidden:
+            more = " more" if positions else ""
+            note = f"{hidden}{more} {what}{'' if hidden == 1 else 's'}"
+            if without_rank:
+                share = "all" if without_rank == hidden else f"{without_rank} of them"
+                note += f", {share} {idle}"
+            note += f": {self.remedy}{also}"
+        shown = [tuple(map(self.text, ranked[position][1])) for position in positions]
         return Listing(titles, shown, frozenset(numbers), layouts, note)
 
 
 def _total(widths: Mapping[str, int], titles: Sequence[str]) -> int:
+    """Return the width of a table with these columns."""
     return sum(widths[title] for title in titles) + _GAP * (len(titles) - 1)
 
 
 def _stacked(titles: Sequence[str], rows: Iterable[tuple[str, ...]]) -> RenderResult:
-    """Each row as its name and, indented below, its other columns."""
+    """Yield each row as its name and, indented below, its other columns."""
     for name, *values in rows:
         yield Text(name)
-        labelled = [
-            f"{title} {value}" for title, value in zip(titles[1:], values, strict=True) if value
-        ]
+        labelled: list[str] = []
+        for title, value in zip(titles[1:], values, strict=True):
+            if value:
+                labelled.append(f"{title} {value}")
         yield Padding(Text("  ".join(labelled)), (0, 0, 0, 4))

@@ -11,7 +11,7 @@ from importlib import resources
 from quantizer.report.page import charts
 from quantizer.report.page.charts import Mark, Point, Series
 from quantizer.report.page.html import Markup
-from quantizer.report.page.parts import Json, in_order, of
+from quantizer.report.page.rows import Json, in_order, tensor_name
 
 ENDS = (("least code", "second"), ("greatest code", "first"))
 """Of a range: its lower and its upper limit."""
@@ -34,7 +34,7 @@ def figures(content: Json) -> Iterator[tuple[str, Markup]]:
         }
         for what, draw in drawings.items():
             if (drawn := draw(content, row)) is not None:
-                yield f"{what} {row['order']:03} {of(content, row)}", drawn
+                yield f"{what} {row['order']:03} {tensor_name(content, row)}", drawn
 
 
 def depth(content: Json) -> Markup | None:
@@ -48,7 +48,7 @@ def depth(content: Json) -> Markup | None:
             "first",
         ),
     )
-    names = [of(content, row) for row in rows]
+    names = [tensor_name(content, row) for row in rows]
     return charts.lines(series, names, "dB", title="SQNR by depth") if rows else None
 
 
@@ -102,7 +102,7 @@ def histogram(content: Json, row: Json) -> Markup | None:
     for name, ends in row["methods"].items():
         marks += [Mark(end, name) for end in ends if low < end < high]
     return charts.histogram(
-        drawn["counts"], low, high, marks, title=f"Values of {of(content, row)}"
+        drawn["counts"], low, high, marks, title=f"Values of {tensor_name(content, row)}"
     )
 
 
@@ -111,7 +111,9 @@ def channels(content: Json, row: Json) -> Markup | None:
     if "channels" not in row:
         return None
     return charts.strip(
-        row["channels"]["low"], row["channels"]["high"], title=f"Channels: {of(content, row)}"
+        row["channels"]["low"],
+        row["channels"]["high"],
+        title=f"Channels: {tensor_name(content, row)}",
     )
 
 
@@ -125,7 +127,7 @@ def limits(content: Json, row: Json) -> Markup | None:
         ends,
         _batches(row),
         "",
-        title=f"Limits by batches: {of(content, row)}",
+        title=f"Limits by batches: {tensor_name(content, row)}",
         height=90,
         has_points=False,
     )
@@ -140,7 +142,7 @@ def quality(content: Json, row: Json) -> Markup | None:
         [series],
         _batches(row),
         "dB",
-        title=f"SQNR by batches: {of(content, row)}",
+        title=f"SQNR by batches: {tensor_name(content, row)}",
         height=60,
         has_points=False,
     )

@@ -18,6 +18,10 @@ class Markup(str):
 
     __slots__ = ()
 
+    def __html__(self) -> str:
+        """Return the markup, for templates, which escape any other text."""
+        return self
+
 
 Child = Markup | str | float | None
 """A number is written as `str` has it, None is left out."""

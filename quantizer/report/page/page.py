@@ -1,65 +1,105 @@
-"""report.html: the content of report.json on one page, which is complete without its script."""
+"""Write report.html: the content of report.json on one page, complete without its script."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quantizer.report.page import sections
-from quantizer.report.page.figures import styles
-from quantizer.report.page.html import Markup, element
+from quantizer.report.page import figures, sections
+from quantizer.report.page.charts import number
+from quantizer.report.page.html import Markup
+from quantizer.report.page.rows import in_order, in_words, name_of, severity
 
-Section = Callable[[dict[str, Any]], Markup | None]
-SECTIONS: dict[str, tuple[str, Section]] = {
-    "outputs": ("Outputs", sections.outputs),
-    "layers": ("Layers by damage", sections.layers),
-    "depth": ("Error along the network", sections.depth),
-    "activations": ("Activations: values and ranges", sections.activations),
-    "weights": ("Weights: ranges of channels", sections.weights),
-    "data": ("Is the calibration set enough?", sections.sufficiency),
-    "coverage": ("Coverage", sections.coverage),
-    "algorithms": ("What algorithms gained", sections.algorithms),
-    "sensitivity": ("Sensitivity and size", sections.sensitivity),
-    "config": ("Config", sections.config),
-    "reproduce": ("How to reproduce", sections.reproduce),
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+SECTIONS = {
+    "outputs": "Outputs",
+    "layers": "Layers by damage",
+    "depth": "Error along the network",
+    "activations": "Activations: values and ranges",
+    "weights": "Weights: ranges of channels",
+    "data": "Is the calibration set enough?",
+    "coverage": "Coverage",
+    "algorithms": "What algorithms gained",
+    "sensitivity": "Sensitivity and size",
+    "config": "Config",
+    "reproduce": "How to reproduce",
 }
-"""By the name that a link has, in the order of the page; one that has nothing to show is left
-out.
+"""The titles of the sections in the order of the page, by the name of their template, which is
+also the name of their link.
 """
+DRAWN_AT_MOST = 40
+"""Tensors whose curves over batches are drawn: those that become stable last."""
 
 
 def page(content: dict[str, Any]) -> str:
-    """The whole file."""
+    """Return the whole file. A section that has nothing to show is left out."""
+    environment = _environment()
     shown = {
-        name: (title, made)
-        for name, (title, make) in SECTIONS.items()
-        if (made := make(content)) is not None
+        "content": content,
+        "figures": figures,
+        "verdict": sections.verdict(content),
+        "key_figures": sections.key_figures(content),
+        "warned_outputs": sections.warned_outputs(content),
     }
-    title = f"{content['model']}: quantization report"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", title),
-        element("style", Markup(styles() + _file("page.css"))),
+    parts: list[tuple[str, str, Markup]] = []
+    for name, title in SECTIONS.items():
+        text = environment.get_template(f"sections/{name}.html").render(shown).strip()
+        if text:
+            parts.append((name, title, Markup(text)))
+    style = Markup(figures.styles() + _file("page.css"))
+    script = Markup(_file("page.js"))
+    template = environment.get_template("page.html")
+    return template.render(shown, sections=parts, style=style, script=script) + "\n"
+
+
+@cache
+def _environment() -> Environment:
+    """Return the templates with the functions that they call."""
+    # Takes a tenth of a second to import, which commands without a report need not wait for.
+    from jinja2 import Environment, PackageLoader, pass_context
+
+    environment = Environment(
+        loader=PackageLoader("quantizer.report.page"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    links = element(
-        "nav",
-        [element("a", text, href=f"#{name}") for name, (text, _) in shown.items()],
-        aria_label="Sections",
-    )
-    parts = [
-        element("section", element("h2", text), made, id=name)
-        for name, (text, made) in shown.items()
-    ]
-    body = element(
-        "body",
-        element("header", element("h1", content["model"]), sections.verdict(content), links),
-        element("main", parts),
-        element("script", Markup(_file("page.js"))),
-    )
-    return "<!doctype html>\n" + element("html", head, body, lang="en") + "\n"
+    environment.filters |= {
+        "module_path": pass_context(_module_path),
+        "number": number,
+        "percent": lambda share: _scaled(share, 100),
+        "kilobytes": lambda size: _scaled(size, 1e-3),
+        "severity": severity,
+        "channel_facts": sections.channel_facts,
+        "in_words": in_words,
+    }
+    environment.tests["still_changes"] = sections.still_changes
+    environment.globals |= {
+        "in_order": in_order,
+        "steepest_fall": sections.steepest_fall,
+        "last_to_be_stable": sections.last_to_be_stable,
+        "stable_after": sections.stable_after,
+        "coverage": sections.coverage,
+        "remarks": sections.remarks,
+        "width_titles": sections.width_titles,
+        "drawn_at_most": DRAWN_AT_MOST,
+    }
+    return environment
+
+
+def _module_path(context: Mapping[str, Any], layer: str) -> str:
+    return name_of(context["content"], layer)
+
+
+def _scaled(value: Any, factor: float) -> float | None:
+    """Return a number times `factor`; None for what is missing or not measured."""
+    if isinstance(value, (int, float)):
+        return value * factor
+    return None
 
 
 def _file(name: str) -> str:
