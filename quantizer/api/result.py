@@ -302,11 +302,7 @@ class Result:
         target: str,
         path: str | os.PathLike[str],
         data: Any = None,
-        *,
-        pt2_activations: str = "uint8",
-        onnx_profile: str = "exact",
-        onnx_weights: str = "uint8",
-        gguf_template: str | os.PathLike[str] = "",
+        **options: str | os.PathLike[str],
     ) -> Verification:
         """Write the network for another runtime and verify the file: "onnx", "pt2", "pt2_float"
         or "safetensors".
@@ -316,18 +312,14 @@ class Result:
 
         Args:
             data: to verify it with; as in `test`.
-            pt2_activations: the integers of activations in a .pt2: "uint8" for torch's
-                compiler, "int8" for ExecuTorch.
-            onnx_profile: "exact" rounds in an .onnx as the config says, "fast" as ONNX
-                Runtime's fastest kernels do.
-            onnx_weights: 8-bit weights in an .onnx are "uint8" for any CPU, or "int8" for those
-                with VNNI, faster.
-            gguf_template: a .gguf of the same model, whose keys and tokenizer another keeps.
+            options: of the target, by the names of the command line's options without dashes:
+                pt2_activations, onnx_profile, onnx_weights or gguf_template, as in
+                `quantizer.export.targets`.
 
         Raises:
             DataError: there are no data.
             UsageError: there is no such target, its packages are missing, or it cannot express
-                this config; or there are no such integers.
+                this config; or it has no such option.
             VerificationError: the file does not compute what test mode does; it is not left
                 there.
         """
@@ -336,12 +328,7 @@ class Result:
                 f"there is no export target {target!r}",
                 help=f"known are {', '.join(EXPORTERS)}",
             )
-        choices = {
-            "pt2_activations": pt2_activations,
-            "onnx_profile": onnx_profile,
-            "onnx_weights": onnx_weights,
-        }
-        choices["gguf_template"] = os.fspath(gguf_template)
+        choices = {name: os.fspath(value) for name, value in options.items()}
         require_choices(choices, [target])
         require_extras([target])
         calibrated = self._calibrated
@@ -354,8 +341,10 @@ class Result:
         batches = self._given(data)
         scores = score(calibrated, self._model, batches, self._events, explained=True)
         figures, lost = scores.quantization, scores.lost
-        given = Deployment.of(calibrated, self._model, batches, figures, choices, warnings=lost)
-        return export(target, given, Path(path), self._events, batches.total)
+        given = Deployment.of(
+            calibrated, self._model, batches, figures, choices=choices, warnings=lost
+        )
+        return export(target, given, Path(path), self._events, total=batches.total)
 
     def _given(self, data: Any) -> Batches:
         """These data, or those that the result was made with."""

@@ -136,7 +136,7 @@ def deploy(
     for target in dict.fromkeys(options.deploy):
         path = folder / f"{given.graph.model}{EXPORTERS[target].suffix}"
         try:
-            found = export(target, given, path, progress(quiet=options.quiet), total)
+            found = export(target, given, path, progress(quiet=options.quiet), total=total)
         except (ResultError, OutOfMemoryError):
             raise
         except Exception as refusal:  # noqa: BLE001 - of whatever class: it is raised when all is shown

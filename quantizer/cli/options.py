@@ -130,6 +130,17 @@ _file = functools.partial(option, type=_FILE, metavar="FILE")
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
 
 
+def _of_target(name: str) -> Any:
+    """Return the field of an option that a target of --deploy declares."""
+    declared = CHOICES[name]
+    return option(
+        declared.help,
+        default=declared.default,
+        type=click.Choice(declared.values),
+        group="Output",
+    )
+
+
 @dataclass(frozen=True)
 class Options:
     """What a command is asked to do; options that it does not have keep their defaults."""
@@ -247,27 +258,10 @@ class Options:
         type=click.Choice(list(EXPORTERS)),
         group="Output",
     )
-    pt2_activations: str = option(
-        "Integers of activations in a .pt2: uint8 for torch's compiler, int8 for ExecuTorch.",
-        default=CHOICES["pt2_activations"].values[0],
-        type=click.Choice(CHOICES["pt2_activations"].values),
-        group="Output",
-    )
-    onnx_profile: str = option(
-        "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do.",
-        default=CHOICES["onnx_profile"].values[0],
-        type=click.Choice(CHOICES["onnx_profile"].values),
-        group="Output",
-    )
-    onnx_weights: str = option(
-        "8-bit weights in an .onnx: uint8 for any CPU, int8 for those with VNNI, faster.",
-        default=CHOICES["onnx_weights"].values[0],
-        type=click.Choice(CHOICES["onnx_weights"].values),
-        group="Output",
-    )
-    gguf_template: str | None = _file(
-        "A .gguf of the same model: --deploy gguf keeps its keys and tokenizer.", group="Output"
-    )
+    pt2_activations: str = _of_target("pt2_activations")
+    onnx_profile: str = _of_target("onnx_profile")
+    onnx_weights: str = _of_target("onnx_weights")
+    gguf_template: str | None = _file(CHOICES["gguf_template"].help, group="Output")
     for_: tuple[str, ...] = option(
         "Refuse what --deploy TARGET cannot hold before anything is calibrated; may be "
         "repeated.",
@@ -327,9 +321,7 @@ class Options:
     @property
     def target_choices(self) -> dict[str, str]:
         """What targets of --deploy leave open."""
-        return {
-            name: getattr(self, name) or choice.values[0] for name, choice in CHOICES.items()
-        }
+        return {name: getattr(self, name) or choice.default for name, choice in CHOICES.items()}
 
     @property
     def file(self) -> str | None:

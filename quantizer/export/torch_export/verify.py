@@ -1,8 +1,7 @@
-"""Runs the bytes of a `.pt2` file, as torch loads them, on all calls; refuses what test mode
-does not compute.
-"""
+"""Runs the bytes of a `.pt2` file as torch loads them, and compares them with test mode."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +11,29 @@ from quantizer.errors import VerificationError
 from quantizer.export.acceptance import accepted
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.torch_export.program import loaded
+from quantizer.export.torch_export.program import load_program
 
 
-def verify_program(
-    content: bytes, deployment: Deployment, name: str, remedy: str
-) -> Verification:
-    """The outputs of a program against test mode's.
+@dataclass(frozen=True)
+class ProgramFile:
+    """The bytes of a program, and the name of the file for messages."""
+
+    name: str
+    content: bytes
+
+
+def verify_program(file: ProgramFile, deployment: Deployment, remedy: str) -> Verification:
+    """Compare the outputs of a program with test mode's over all calls.
 
     Args:
-        name: of the file; `remedy` says what to do where it is refused.
+        remedy: what to do if the program is refused.
 
     Raises:
-        VerificationError: they are others, or it does not run: torch guards what a trace holds
-            for.
+        VerificationError: the outputs differ, or a guard of the trace does not hold.
     """
     agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
-    network, program = deployment.network(), loaded(content)
+    network = deployment.network()
+    program = load_program(file.content)
 
     def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         try:
@@ -36,7 +41,7 @@ def verify_program(
         except Exception as error:
             why = str(error).strip().partition("\n")[0]
             raise VerificationError(
-                f"{name} is not written: torch cannot run it: {why}",
+                f"{file.name} is not written: torch cannot run it: {why}",
                 help="test with data for which this holds; the trace of a model is one call of "
                 "it",
             ) from error
@@ -46,6 +51,5 @@ def verify_program(
             recorder = agreement.recorder()
             expected = tensor_leaves(network.observe(args, kwargs, recorder.watchers))
             agreement.add(expected, outputs(args, kwargs), recorder)
-    return accepted(
-        agreement.result(), deployment, outputs, f"{name} is not written: it", remedy
-    )
+    refusal = f"{file.name} is not written: it"
+    return accepted(agreement.result(), deployment, outputs, refusal=refusal, remedy=remedy)
