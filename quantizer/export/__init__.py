@@ -24,6 +24,20 @@ if TYPE_CHECKING:
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import Key, Plan
 
+__all__ = [
+    "EXPORTERS",
+    "FOLDER",
+    "Exporter",
+    "Refusal",
+    "as_run",
+    "check",
+    "export",
+    "exporter_of",
+    "planned_refusals",
+    "refuse",
+    "require_extras",
+    "size_of",
+]
 FOLDER = "export"
 
 

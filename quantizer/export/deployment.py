@@ -93,7 +93,10 @@ class Deployment:
             return self
         return replace(self, graph=self.graph.in_memory(), solution=self.solution.in_memory())
 
-    def followed(self, stage: Stage) -> Deployment:
+    def followed(
+        self,
+        stage: Stage,
+    ) -> Deployment:
         """Return the same, with batches that a stage counts when they are first read."""
         if not self.batches:
             return self
@@ -149,7 +152,10 @@ class Deployment:
                     steps[part.name] = step
         return steps
 
-    def _step(self, name: str) -> float | None:
+    def _step(
+        self,
+        name: str,
+    ) -> float | None:
         node = self.graph.by_name[name]
         role = "input" if node.op == "input" else "activation"
         tensor = self.solution.tensors.get((name, role))

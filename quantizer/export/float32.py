@@ -50,24 +50,29 @@ def _widened_graph(graph: Graph) -> Graph:
     nodes: list[Node] = []
     for node in graph.nodes:
         attrs = widened(dict(node.attrs))
-        nodes.append(replace(node, attrs=attrs, dtype=_widened_leaf(node.dtype)))
-    return graph.replaced(nodes=tuple(nodes), tensors=_widened_tensors(graph.tensors))
+        nodes.append(
+            replace(
+                node,
+                attrs=attrs,
+                dtype=_widened_leaf(node.dtype),
+            )
+        )
+    return graph.replaced(nodes=tuple(nodes), tensors=widened(dict(graph.tensors)))
 
 
 def _widened_solution(solution: Solution) -> Solution:
     tensors = {}
     for key, tensor in solution.tensors.items():
         tensors[key] = replace(tensor, dtype=_widened_leaf(tensor.dtype))
-    weights = {layer: _widened_tensors(own) for layer, own in solution.weights.items()}
-    rescaled = {layer: _widened_tensors(own) for layer, own in solution.rescaled.items()}
     return replace(
         solution,
         tensors=tensors,
-        weights=weights,
-        rescaled=rescaled,
-        corrections=_widened_tensors(solution.corrections),
+        weights=widened(_as_dicts(solution.weights)),
+        rescaled=widened(_as_dicts(solution.rescaled)),
+        corrections=widened(dict(solution.corrections)),
     )
 
 
-def _widened_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _widened_leaf(tensor) for name, tensor in tensors.items()}
+def _as_dicts(by_layer: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Return dicts, which pytree maps over."""
+    return {layer: dict(tensors) for layer, tensors in by_layer.items()}

@@ -52,7 +52,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
         UsageError: the model has no config of transformers.
     """
     folder = source_folder(model)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if folder is not None:
         content = read_json(folder / CONFIG)
     elif hasattr(config, "to_json_string"):

@@ -27,7 +27,7 @@ def model_of(deployment: Deployment, target: str) -> nn.Module:
     return deployment.model
 
 
-def tensors_of(
+def parameter_values(
     deployment: Deployment, network: Network, coded: Collection[str], target: str
 ) -> dict[str, Tensor]:
     """Return the model's state, with the values that parameters have in the network.
@@ -86,6 +86,10 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def not_held(target: str, why: str, remedy: str) -> UsageError:
+def not_held(
+    target: str,
+    why: str,
+    remedy: str,
+) -> UsageError:
     """Return the error for what the file of a target has no place for."""
     return UsageError(f"--deploy {target}: {why}", help=remedy)

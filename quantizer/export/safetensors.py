@@ -45,7 +45,11 @@ class SafetensorsExporter(Exporter[Path]):
     """
 
     @contextmanager
-    def write(self, deployment: Deployment, path: Path) -> Iterator[Path]:
+    def write(
+        self,
+        deployment: Deployment,
+        path: Path,
+    ) -> Iterator[Path]:
         """Write the file; see the class."""
         solution = deployment.encoded
         uncorrected = replace(solution, corrections={})

@@ -28,7 +28,7 @@ class TargetOption:
 
 
 @dataclass(frozen=True)
-class Target:
+class ExportTarget:
     """One kind of file or folder, written by the class `exporter` ("module:name").
 
     Attributes:
@@ -46,8 +46,8 @@ class Target:
     options: tuple[TargetOption, ...] = ()
 
 
-EXPORTERS: dict[str, Target] = {
-    "onnx": Target(
+EXPORTERS: dict[str, ExportTarget] = {
+    "onnx": ExportTarget(
         "quantizer.export.onnx.exporter:OnnxExporter",
         ".onnx",
         ("onnx", "onnxruntime", "onnxscript"),
@@ -68,7 +68,7 @@ EXPORTERS: dict[str, Target] = {
             ),
         ),
     ),
-    "pt2": Target(
+    "pt2": ExportTarget(
         "quantizer.export.torch_export.pt2:Pt2Exporter",
         ".pt2",
         options=(
@@ -81,13 +81,13 @@ EXPORTERS: dict[str, Target] = {
             ),
         ),
     ),
-    "pt2_float": Target(
+    "pt2_float": ExportTarget(
         "quantizer.export.torch_export.pt2_float:Pt2FloatExporter", ".float.pt2"
     ),
-    "safetensors": Target(
+    "safetensors": ExportTarget(
         "quantizer.export.safetensors:SafetensorsExporter", ".safetensors", by_tensor=True
     ),
-    "compressed-tensors": Target(
+    "compressed-tensors": ExportTarget(
         "quantizer.export.compressed_tensors.exporter:CompressedTensorsExporter",
         "-compressed-tensors",
         ("transformers", "compressed_tensors"),
@@ -95,7 +95,7 @@ EXPORTERS: dict[str, Target] = {
         for_transformers=True,
         by_tensor=True,
     ),
-    "gguf": Target(
+    "gguf": ExportTarget(
         "quantizer.export.gguf.exporter:GgufExporter",
         ".gguf",
         ("transformers", "accelerate", "gguf"),

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import least_db
 from quantizer.export.agreement import Agreement, Verification
-from quantizer.export.deployment import tensor_leaves
+from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.graph.trace import quiet
+from quantizer.nn.network import Network
 
 # For float32 networks with quantized weights only, whose sums are the same except for their
 # order. Elsewhere readers round scales to the model's dtype and compute ranges in it, which
@@ -31,6 +32,12 @@ class ExpectedCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: list[Tensor]
+
+
+def expected_calls(deployment: Deployment, network: Network) -> Iterator[ExpectedCall]:
+    """Yield the calls of a deployment with what a network gives for them."""
+    for args, kwargs in deployment.calls():
+        yield ExpectedCall(args, kwargs, tensor_leaves(network(*args, **kwargs)))
 
 
 def verify_calls(

@@ -261,7 +261,7 @@ def test_a_program_that_computes_something_else_is_not_written(
             return torch.zeros(len(x), 10)
 
     monkeypatch.setattr(
-        "quantizer.export.torch_export.verify.load_program", lambda content: Zeros()
+        "quantizer.export.torch_export.exporter.load_program", lambda content: Zeros()
     )
     with pytest.raises(
         VerificationError,
@@ -279,7 +279,7 @@ def test_a_program_whose_guards_fail_is_not_written(
             raise AssertionError("Guard failed: x.size()[0] <= 4\nand more")
 
     monkeypatch.setattr(
-        "quantizer.export.torch_export.verify.load_program", lambda content: Guarded()
+        "quantizer.export.torch_export.exporter.load_program", lambda content: Guarded()
     )
     with pytest.raises(
         VerificationError, match=r"torch cannot run it: Guard failed: x.* <= 4\n"

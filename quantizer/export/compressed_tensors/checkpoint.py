@@ -15,7 +15,7 @@ from quantizer.export.compressed_tensors.experts import Mixture, group_targets
 from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
-from quantizer.export.model_tensors import model_of, not_held, tensors_of
+from quantizer.export.model_tensors import model_of, not_held, parameter_values
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 
@@ -117,14 +117,26 @@ def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
         path = node.params["weight"].partition("@")[0]
         stacks[path] = solution.tensors[name, "weights"]
     coded = {*placement.linears, *placement.experts}
-    tensors = tensors_of(deployment, network, coded, TARGET_NAME)
+    tensors = parameter_values(
+        deployment,
+        network,
+        coded,
+        TARGET_NAME,
+    )
     remarks = float_remarks(solution.specs, placement)
-    checkpoint = CompressedCheckpoint(layers, tensors, linears_of(model), remarks)
+    checkpoint = CompressedCheckpoint(
+        layers,
+        tensors,
+        linears_of(model),
+        remarks,
+    )
     return with_experts(checkpoint, model, stacks)
 
 
 def with_experts(
-    checkpoint: CompressedCheckpoint, model: nn.Module, stacks: Mapping[str, QuantizedTensor]
+    checkpoint: CompressedCheckpoint,
+    model: nn.Module,
+    stacks: Mapping[str, QuantizedTensor],
 ) -> CompressedCheckpoint:
     """Return the checkpoint of a mixture of experts, by the names that files have.
 
@@ -167,7 +179,8 @@ def _without_codes(name: str) -> UsageError:
 
 
 def float_remarks(
-    specs: Mapping[Key, QuantizationSpec], placement: CodePlacement
+    specs: Mapping[Key, QuantizationSpec],
+    placement: CodePlacement,
 ) -> tuple[str, ...]:
     """Return a sentence on layers whose quantized weights are no codes, if there are any."""
     coded = {*placement.linears, *placement.experts}
@@ -190,7 +203,10 @@ def linears_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _is_equal(first: CompressedLayer, second: CompressedLayer) -> bool:
+def _is_equal(
+    first: CompressedLayer,
+    second: CompressedLayer,
+) -> bool:
     """Return whether two calls of a module are quantized alike."""
     if first.scheme != second.scheme:
         return False

@@ -28,14 +28,20 @@ class Mixture:
 
     model: nn.Module
 
-    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def stored(
+        self,
+        tensors: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
         """Return tensors of the model's state as files have them."""
         # The module needs the extra.
         from transformers.core_model_loading import revert_weight_conversion
 
         return dict(revert_weight_conversion(self.model, dict(tensors)))  # type: ignore[arg-type]
 
-    def beside(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def beside(
+        self,
+        tensors: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
         """Return the same, but leave the experts' tensors as they are."""
         prefixes: list[str] = []
         for path, module in self.model.named_modules():
@@ -54,7 +60,11 @@ class Mixture:
         [name] = self.stored({path + _WEIGHT: torch.zeros(())})
         return name.removesuffix(_WEIGHT)
 
-    def parts(self, path: str, stack: QuantizedTensor) -> dict[str, CompressedLayer]:
+    def parts(
+        self,
+        path: str,
+        stack: QuantizedTensor,
+    ) -> dict[str, CompressedLayer]:
         """Return the layers of the experts whose tensor is at `path`, by their paths in files.
 
         Raises:

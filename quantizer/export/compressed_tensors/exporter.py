@@ -19,11 +19,11 @@ from quantizer.export.compressed_tensors.checkpoint import (
 )
 from quantizer.export.compressed_tensors.placement import place_codes
 from quantizer.export.compressed_tensors.verify import verify_folder
-from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.hugging_face_folder import QUANTIZATION, source_folder, write_folder
 from quantizer.export.model_tensors import model_of
-from quantizer.export.transformers_verify import ExpectedCall
+from quantizer.export.transformers_verify import ExpectedCall, expected_calls
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 from quantizer.sources.hugging_face import CONFIG
@@ -69,11 +69,7 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
 
     def verify(self, deployment: Deployment, written: CheckpointFolder) -> Verification:
         """Compare what transformers computes with test mode."""
-        network = deployment.network()
-        calls = (
-            ExpectedCall(args, kwargs, tensor_leaves(network(*args, **kwargs)))
-            for args, kwargs in deployment.calls()
-        )
+        calls = expected_calls(deployment, deployment.network())
         return verified_folder(written, calls, deployment.sqnr_db)
 
     def remove(self, deployment: Deployment, path: Path) -> None:

@@ -19,7 +19,11 @@ from quantizer.export.compressed_tensors.checkpoint import (
     linears_of,
     with_experts,
 )
-from quantizer.export.compressed_tensors.placement import INSERTED, CodePlacement, place_codes
+from quantizer.export.compressed_tensors.placement import (
+    INSERTION_REASON,
+    CodePlacement,
+    place_codes,
+)
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
 from quantizer.export.exporter import Refusal
@@ -113,7 +117,10 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
     return with_experts(checkpoint, model, stacks)
 
 
-def _specs(graph: Graph, quantized: Mapping[str, InPlace]) -> dict[Key, QuantizationSpec]:
+def _specs(
+    graph: Graph,
+    quantized: Mapping[str, InPlace],
+) -> dict[Key, QuantizationSpec]:
     """Return the specs of the modules' quantizers, by the keys of their nodes in the graph."""
     keys: dict[Key, Key] = {}
     names: dict[str, str] = {}
@@ -135,9 +142,11 @@ def _insertion_refusals(quantized: Mapping[str, InPlace]) -> Iterator[Refusal]:
     """Yield a refusal for what algorithms have put into modules."""
     for path, module in quantized.items():
         if "input_layers" in module._modules:
-            yield Refusal(*INSERTED, path)
+            yield Refusal(*INSERTION_REASON, path)
         if "has_added_bias" in vars(module):
-            yield Refusal("has a bias now that the model has no place for", INSERTED[1], path)
+            yield Refusal(
+                "has a bias now that the model has no place for", INSERTION_REASON[1], path
+            )
 
 
 def _stack(module: InPlace, node: Node) -> QuantizedTensor:

@@ -28,7 +28,7 @@ _EXPERT_INPUT = (
     "is of experts, whose inputs readers leave in float",
     "leave it float, or use --deploy pt2",
 )
-INSERTED = (
+INSERTION_REASON = (
     "is an operator that an algorithm has put there, and the checkpoint's model has none",
     "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
 )
@@ -166,4 +166,4 @@ def insertion_refusals(graph: Graph) -> Iterator[Refusal]:
     """Yield a refusal for each operator that an algorithm has put before a layer."""
     for node in graph.nodes:
         if node.target.startswith("rescale."):
-            yield Refusal(*INSERTED, node.name)
+            yield Refusal(*INSERTION_REASON, node.name)

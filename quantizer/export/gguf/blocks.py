@@ -61,7 +61,10 @@ def block_type(spec: QuantizationSpec) -> BlockType | None:
     return None
 
 
-def block_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:
+def block_refusal(
+    spec: QuantizationSpec,
+    inputs: int,
+) -> Reason | None:
     """Return why the weight of a layer with so many inputs cannot be blocks; None if it can."""
     if inputs % GGUF_BLOCK:
         return (
@@ -124,7 +127,10 @@ def halved(tensor: QuantizedTensor) -> QuantizedTensor:
     return replace(stored, codes=rescaled.to(codes.dtype).contiguous())
 
 
-def short_scale(scale: Tensor, zero_point: Tensor) -> Tensor:
+def short_scale(
+    scale: Tensor,
+    zero_point: Tensor,
+) -> Tensor:
     """Return the nearest scales that are halfs, and still are if multiplied by the zero point.
 
     The zero point is 0 to 31. Its odd factor takes some of a half's 11 significant bits. The

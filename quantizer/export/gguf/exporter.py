@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantizer.calibration.solution import Solution, encoded
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.agreement import Verification
-from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.gguf.architectures import outline_of_architecture
 from quantizer.export.gguf.blocks import halved
@@ -27,10 +27,10 @@ from quantizer.export.model_tensors import (
     first_names,
     model_of,
     not_held,
+    parameter_values,
     state_of,
-    tensors_of,
 )
-from quantizer.export.transformers_verify import ExpectedCall
+from quantizer.export.transformers_verify import expected_calls
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -95,7 +95,7 @@ class GgufExporter(Exporter[GgufFile]):
         stored = replace(deployment, solution=solution)
         network = stored.network()
         placement = place_blocks(graph, solution.specs)
-        values = tensors_of(stored, network, placement.layers, _TARGET)
+        values = parameter_values(stored, network, placement.layers, _TARGET)
         blocks = _blocks(model, solution, placement)
         tensors = stored_tensors(outline, blocks, values)
         decoded = {name: tensor.parameter() for name, tensor in blocks.items()}
@@ -111,11 +111,7 @@ class GgufExporter(Exporter[GgufFile]):
 
     def verify(self, deployment: Deployment, written: GgufFile) -> Verification:
         """Compare what transformers computes with test mode."""
-        network = written.network
-        calls = (
-            ExpectedCall(args, kwargs, tensor_leaves(network(*args, **kwargs)))
-            for args, kwargs in deployment.calls()
-        )
+        calls = expected_calls(deployment, written.network)
         by_template = deployment.choice("gguf_template") != ""
         verification = verify_gguf(
             written.path, written.outline, written.values, calls, by_template=by_template

@@ -51,7 +51,10 @@ class Arrangement:
             return x
         return x.reshape(self.heads, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
 
-    def values(self, x: Tensor) -> Tensor:
+    def values(
+        self,
+        x: Tensor,
+    ) -> Tensor:
         """Return the values as the file has them."""
         if self.added:
             x = x + self.added
@@ -100,7 +103,11 @@ def _as_values(x: Tensor) -> GgufTensor:
     return GgufTensor(x.float().numpy(), "F32")
 
 
-def write_gguf(path: Path, outline: Outline, tensors: Mapping[str, GgufTensor]) -> None:
+def write_gguf(
+    path: Path,
+    outline: Outline,
+    tensors: Mapping[str, GgufTensor],
+) -> None:
     """Write the file.
 
     Raises:

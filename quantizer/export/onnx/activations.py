@@ -3,14 +3,13 @@
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.compressed_tensors.schemes import Reason
-from quantizer.export.onnx.builder import NodeBuilder, add_initializer
+from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.tensors import EIGHT_BITS, activation_type
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
@@ -140,22 +139,30 @@ def quantize_activation(
         x = _clip(builder, x, ends * tensor.scale)
     if apart and not is_rounded_apart:
         x = builder.add("Max", x, builder.constant("zero", 0.0))
-    zero = builder.codes("zero_point", tensor.zero_point + offset, kind)
+    zero = builder.constant("zero_point", tensor.zero_point + offset, kind.data_type)
     codes = builder.add("QuantizeLinear", x, scale, zero)
     if is_clipped_in_codes:
-        low = builder.codes("low", code_ends[0], kind)
-        high = builder.codes("high", code_ends[1], kind)
+        low = builder.constant("low", code_ends[0], kind.data_type)
+        high = builder.constant("high", code_ends[1], kind.data_type)
         codes = builder.add("Clip", codes, low, high)
     return builder.add("DequantizeLinear", codes, scale, zero)
 
 
-def _clip(builder: NodeBuilder, x: ir.Value, ends: Tensor) -> ir.Value:
+def _clip(
+    builder: NodeBuilder,
+    x: ir.Value,
+    ends: Tensor,
+) -> ir.Value:
     low = builder.constant("low", ends[0])
     high = builder.constant("high", ends[1])
     return builder.add("Clip", x, low, high)
 
 
-def _quantize_float8(builder: NodeBuilder, tensor: QuantizedTensor, x: ir.Value) -> ir.Value:
+def _quantize_float8(
+    builder: NodeBuilder,
+    tensor: QuantizedTensor,
+    x: ir.Value,
+) -> ir.Value:
     """Add QuantizeLinear to an 8-bit float format.
 
     Values outside are cut off before, as runtimes differ in what they make of them. Max and Min
@@ -166,14 +173,16 @@ def _quantize_float8(builder: NodeBuilder, tensor: QuantizedTensor, x: ir.Value)
     scale = builder.constant("scale", tensor.scale)
     x = builder.add("Max", x, builder.constant("low", -largest * tensor.scale))
     x = builder.add("Min", x, builder.constant("high", largest * tensor.scale))
-    zero_array = np.zeros((), dtype=data_type.numpy())
-    zero_tensor = ir.Tensor(zero_array, dtype=data_type, name=f"{builder.name}.zero_point")
-    zero = add_initializer(builder.graph, zero_tensor)
+    zero = builder.constant("zero_point", 0.0, data_type)
     codes = builder.add("QuantizeLinear", x, scale, zero)
     return builder.add("DequantizeLinear", codes, scale, zero)
 
 
-def _cast(builder: NodeBuilder, dtype: str, x: ir.Value) -> ir.Value:
+def _cast(
+    builder: NodeBuilder,
+    dtype: str,
+    x: ir.Value,
+) -> ir.Value:
     if dtype == "float32":
         return builder.add("Identity", x)
     largest = FLOAT_FORMATS[dtype].largest
@@ -182,7 +191,11 @@ def _cast(builder: NodeBuilder, dtype: str, x: ir.Value) -> ir.Value:
     return builder.add("Cast", narrow, to=int(ir.DataType.FLOAT))
 
 
-def round_units(builder: NodeBuilder, mode: str, x: ir.Value) -> ir.Value:
+def round_units(
+    builder: NodeBuilder,
+    mode: str,
+    x: ir.Value,
+) -> ir.Value:
     """Add nodes that round a value to integers in a mode of numerics.rounding."""
     if mode == "half_even":
         return builder.add("Round", x)

@@ -43,7 +43,10 @@ class SumBias:
         return self.codes * self.step
 
 
-def with_runtime_biases(graph: Graph, solution: Solution) -> Solution:
+def with_runtime_biases(
+    graph: Graph,
+    solution: Solution,
+) -> Solution:
     """Return the solution with corrections that round biases as ONNX Runtime does.
 
     A channel with next to no weights has so fine a scale that its bias would not fit int32, and
@@ -65,12 +68,17 @@ def with_runtime_biases(graph: Graph, solution: Solution) -> Solution:
     return replace(solution, corrections=corrections)
 
 
-def _bias_of(network: Network, layer: str) -> Tensor:
+def _bias_of(
+    network: Network,
+    layer: str,
+) -> Tensor:
     return network.layers[layer].get_parameter("bias").detach()
 
 
 def _with_coarser_scales(
-    solution: Solution, steps: Mapping[str, Tensor], network: Network
+    solution: Solution,
+    steps: Mapping[str, Tensor],
+    network: Network,
 ) -> Solution:
     """Return coarser scales for channels whose biases would fill more than half of int32."""
     tensors = dict(solution.tensors)
@@ -83,7 +91,10 @@ def _with_coarser_scales(
     return replace(solution, tensors=tensors)
 
 
-def _coarser(weights: QuantizedTensor, factor: Tensor) -> QuantizedTensor:
+def _coarser(
+    weights: QuantizedTensor,
+    factor: Tensor,
+) -> QuantizedTensor:
     """Return weights with the scale of each channel multiplied by a factor."""
     codes = weights.codes
     if codes is not None:
@@ -91,10 +102,17 @@ def _coarser(weights: QuantizedTensor, factor: Tensor) -> QuantizedTensor:
         zero_point = weights.zero_point.view(shape)
         distances = (codes - zero_point) / factor.view(shape)
         codes = torch.round(distances).add(zero_point).to(codes.dtype)
-    return replace(weights, scale=weights.scale * factor, codes=codes)
+    return replace(
+        weights,
+        scale=weights.scale * factor,
+        codes=codes,
+    )
 
 
-def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBias]:
+def sum_biases(
+    network: Network,
+    steps: Mapping[str, Tensor],
+) -> dict[str, SumBias]:
     """Return the biases that fit int32, by layer."""
     biases: dict[str, SumBias] = {}
     for layer, step in steps.items():
@@ -105,7 +123,9 @@ def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBi
 
 
 def overflowing(
-    network: Network, solution: Solution, largest: int = 2 * MAX_SUM_BIAS - 1
+    network: Network,
+    solution: Solution,
+    largest: int = 2 * MAX_SUM_BIAS - 1,
 ) -> set[str]:
     """Return the layers whose biases no int32 holds in steps of their sums.
 
@@ -132,7 +152,10 @@ def overflowing(
     return layers
 
 
-def sum_steps(graph: Graph, solution: Solution) -> dict[str, Tensor]:
+def sum_steps(
+    graph: Graph,
+    solution: Solution,
+) -> dict[str, Tensor]:
     """Return the steps of the sums of each convolution with a bias and an integer kernel.
 
     They are float32, () or [channels].
@@ -157,7 +180,11 @@ def sum_steps(graph: Graph, solution: Solution) -> dict[str, Tensor]:
     return steps
 
 
-def _has_bias_kernel(node: Node, weights: QuantizedTensor, solution: Solution) -> bool:
+def _has_bias_kernel(
+    node: Node,
+    weights: QuantizedTensor,
+    solution: Solution,
+) -> bool:
     """Return whether a layer is a convolution with a bias and a scale for each output."""
     if not node.row.spatial or node.row.transposed or node.dtype != torch.float32:
         return False

@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quantizer.export.onnx.tensors import IntegerType, codes_tensor, float_tensor
+from quantizer.export.onnx.tensors import stored_tensor
+
+_OUTPUT_COUNTS = {"DynamicQuantizeLinear": 3}
 
 
 class NodeBuilder:
@@ -25,24 +27,27 @@ class NodeBuilder:
         self._count = 0
 
     def add(
-        self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any
-    ) -> ir.Value:
-        """Add a node and return its value."""
-        return self.add_several(op_type, *inputs, count=1, domain=domain, **attributes)[0]
-
-    def add_several(
         self,
         op_type: str,
         *inputs: ir.Value | None,
-        count: int,
         domain: str = "",
+        node_name: str | None = None,
         **attributes: Any,
-    ) -> list[ir.Value]:
-        """Add a node with several outputs and return its values."""
+    ) -> ir.Value:
+        """Add a node and return its first output.
+
+        Args:
+            node_name: replaces the node's generated name.
+        """
         label = f"{self.name}.{self._count}.{op_type}"
         self._count += 1
         node = ir.node(
-            op_type, inputs, attributes, domain=domain, num_outputs=count, name=label
+            op_type,
+            inputs,
+            attributes,
+            domain=domain,
+            num_outputs=_OUTPUT_COUNTS.get(op_type, 1),
+            name=node_name or label,
         )
         for index, value in enumerate(node.outputs):
             value.name = f"{label}.{index}" if index else label
@@ -51,21 +56,17 @@ class NodeBuilder:
             self._anchor = node
         else:
             self.graph.insert_before(self._anchor, node)
-        return list(node.outputs)
+        return node.outputs[0]
 
-    def constant(self, part: str, value: Tensor | float) -> ir.Value:
-        """Add an initializer of float32 values."""
-        tensor = float_tensor(f"{self.name}.{part}", torch.as_tensor(value))
-        return add_initializer(self.graph, tensor)
-
-    def codes(self, part: str, codes: Tensor, kind: IntegerType) -> ir.Value:
-        """Add an initializer of codes."""
-        tensor = codes_tensor(f"{self.name}.{part}", codes, kind)
-        return add_initializer(self.graph, tensor)
-
-    def integers(self, part: str, values: Tensor) -> ir.Value:
-        """Add an initializer with the integer dtype of the tensor."""
-        tensor = ir.Tensor(values.numpy(), name=f"{self.name}.{part}")
+    def constant(
+        self,
+        part: str,
+        value: Tensor | float,
+        data_type: ir.DataType = ir.DataType.FLOAT,
+    ) -> ir.Value:
+        """Add an initializer and return its value."""
+        name = f"{self.name}.{part}"
+        tensor = stored_tensor(name, torch.as_tensor(value), data_type)
         return add_initializer(self.graph, tensor)
 
 
@@ -73,7 +74,7 @@ def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """Add a tensor to the initializers of a graph and return its value."""
     value = ir.Value(
         name=tensor.name,
-        shape=ir.Shape(tensor.shape),
+        shape=ir.Shape(tensor.numpy().shape),
         type=ir.TensorType(tensor.dtype),
         const_value=tensor,
     )
@@ -82,7 +83,7 @@ def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
 
 
 def redirect(old: ir.Value, new: ir.Value) -> None:
-    """Let everything that reads `old` read `new`, which takes over its name, type and shape.
+    """Redirect all readers of `old` to `new`, which takes over its name, type and shape.
 
     If `old` is an output of the graph, `new` takes its place.
     """

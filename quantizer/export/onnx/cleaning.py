@@ -15,7 +15,10 @@ from quantizer.graph.ir import Graph
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
-def clean_proto(model: ModelProto, graph: Graph) -> None:
+def clean_proto(
+    model: ModelProto,
+    graph: Graph,
+) -> None:
     """Remove metadata and value shapes, and name producer, graph, domains and open sizes."""
     model.producer_name = "quantizer"
     model.producer_version = quantizer.__version__
@@ -33,8 +36,11 @@ def clean_proto(model: ModelProto, graph: Graph) -> None:
         del value.metadata_props[:]
         for dimension in value.type.tensor_type.shape.dim:
             if dimension.HasField("dim_param"):
-                text = _SYMBOL.sub(lambda symbol: names[symbol[0]], dimension.dim_param)
-                dimension.dim_param = text
+                size = dimension.dim_param
+                dimension.dim_param = _SYMBOL.sub(
+                    lambda symbol: names[symbol[0]],
+                    size,
+                )
 
 
 def _set_domains(model: ModelProto) -> None:
@@ -49,7 +55,10 @@ def _set_domains(model: ModelProto) -> None:
         model.opset_import.append(onnx.helper.make_opsetid(domain, version))
 
 
-def _size_names(model: ModelProto, graph: Graph) -> Mapping[str, str]:
+def _size_names(
+    model: ModelProto,
+    graph: Graph,
+) -> Mapping[str, str]:
     """Return what torch's symbols stand for: the batch, a length, or a size from values.
 
     The latter are called "size_1" and so on.

@@ -93,7 +93,11 @@ def _split(x: Tensor, split_size: int, dim: int = 0) -> Any:
     return [torch.view_as_complex(part) for part in parts]
 
 
-def _expand(x: Tensor, size: Sequence[int], implicit: bool = False) -> Any:
+def _expand(
+    x: Tensor,
+    size: Sequence[int],
+    implicit: bool = False,
+) -> Any:
     if not x.is_complex():
         return NotImplemented
     return torch.view_as_complex(_reals(x).expand(*size, 2))

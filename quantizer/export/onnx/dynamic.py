@@ -47,7 +47,11 @@ class _Rounded:
 
 
 def quantize_dynamic(
-    builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value, *, in_floats: bool = False
+    builder: NodeBuilder,
+    spec: QuantizationSpec,
+    x: ir.Value,
+    *,
+    in_floats: bool = False,
 ) -> ir.Value:
     """Add nodes that quantize and dequantize `x`; return the result.
 
@@ -61,8 +65,9 @@ def quantize_dynamic(
         return builder.add("Mul", rounded.units, rounded.scale)
     is_half_even = spec.round_mode == "half_even"
     if not spec.symmetric and spec.bit_width == 8 and is_half_even:
-        values = builder.add_several("DynamicQuantizeLinear", x, count=3)
-        return builder.add("DequantizeLinear", *values)
+        quantize = builder.add("DynamicQuantizeLinear", x).producer()
+        assert quantize is not None
+        return builder.add("DequantizeLinear", *quantize.outputs)
     zero_point: ir.Value | None = None
     if spec.symmetric and is_half_even:
         low, high = _range(builder, spec, x)
@@ -74,20 +79,24 @@ def quantize_dynamic(
         x = builder.add("Mul", rounded.units, scale)
     offset = _MIDDLE if spec.quant_min < 0 else 0
     if zero_point is None:
-        zero = builder.codes("zero_point", torch.tensor(offset), UINT8)
+        zero = builder.constant("zero_point", offset, UINT8.data_type)
     else:
         zero = builder.add("Cast", zero_point, to=int(ir.DataType.UINT8))
     codes = builder.add("QuantizeLinear", x, scale, zero)
     least = spec.quant_min + offset
     most = spec.quant_max + offset
     if (least, most) != (UINT8.low, UINT8.high):
-        low = builder.codes("low", torch.tensor(least), UINT8)
-        high = builder.codes("high", torch.tensor(most), UINT8)
+        low = builder.constant("low", least, UINT8.data_type)
+        high = builder.constant("high", most, UINT8.data_type)
         codes = builder.add("Clip", codes, low, high)
     return builder.add("DequantizeLinear", codes, scale, zero)
 
 
-def quantize_rows(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> QuantizedRows:
+def quantize_row_codes(
+    builder: NodeBuilder,
+    spec: QuantizationSpec,
+    x: ir.Value,
+) -> QuantizedRows:
     """Add nodes that quantize each row of `x`, for `scale_rows`."""
     rounded = _rounded(builder, spec, x)
     middle = builder.constant("middle", _MIDDLE)
@@ -99,38 +108,50 @@ def quantize_rows(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> 
     shifted = builder.add("Add", rounded.units, offset)
     codes = builder.add("Cast", shifted, to=int(ir.DataType.UINT8))
     unit = builder.constant("unit", 1.0)
-    zero = builder.codes("zero_point", torch.tensor(_MIDDLE), UINT8)
+    zero = builder.constant("zero_point", _MIDDLE, UINT8.data_type)
     floats = builder.add("DequantizeLinear", codes, unit, zero)
     return QuantizedRows(floats, rounded.scale, zero_point)
 
 
 def scale_rows(
-    builder: NodeBuilder, rows: QuantizedRows, weights: QuantizedTensor, weight: ir.Value
+    builder: NodeBuilder,
+    rows: QuantizedRows,
+    weights: QuantizedTensor,
+    weight: ir.Value,
 ) -> ir.Value:
     """Add the product of rows with a weight, [inputs, outputs]; return that of the values.
 
     One scale for each row cannot be part of an integer kernel, so it is multiplied afterwards,
     and so is what a zero point adds to each sum. The product's node is called `builder.name`.
     """
-    sums = builder.add("MatMul", rows.codes, weight)
-    product = sums.producer()
-    assert product is not None
-    product.name = builder.name
+    sums = builder.add("MatMul", rows.codes, weight, node_name=builder.name)
     if rows.zero_point is not None:
         assert weights.codes is not None
         codes = weights.codes.to(torch.float64) - weights.zero_point.reshape(-1, 1)
         columns = builder.constant("columns", codes.sum(1) * weights.scale)
-        sums = builder.add("Sub", sums, builder.add("Mul", rows.zero_point, columns))
+        sums = builder.add(
+            "Sub",
+            sums,
+            builder.add(
+                "Mul",
+                rows.zero_point,
+                columns,
+            ),
+        )
     return builder.add("Mul", sums, rows.scale)
 
 
 def has_row_codes(spec: QuantizationSpec) -> bool:
-    """Return whether rows of such an activation have codes for `quantize_rows`."""
+    """Return whether rows of such an activation have codes for `quantize_row_codes`."""
     is_narrow = spec.dtype == "int" and spec.bit_width <= 8
     return spec.is_dynamic and spec.qscheme == "per_token" and is_narrow
 
 
-def _rounded(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> _Rounded:
+def _rounded(
+    builder: NodeBuilder,
+    spec: QuantizationSpec,
+    x: ir.Value,
+) -> _Rounded:
     low, high = _range(builder, spec, x)
     scale = _scale(builder, spec, low, high)
     units = builder.add("Div", x, scale)
@@ -148,7 +169,17 @@ def _rounded(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> _Roun
     if spec.symmetric:
         clipped = builder.add("Clip", units, least, most)
     else:
-        distance = builder.add("Neg", builder.add("Round", builder.add("Div", low, scale)))
+        distance = builder.add(
+            "Neg",
+            builder.add(
+                "Round",
+                builder.add(
+                    "Div",
+                    low,
+                    scale,
+                ),
+            ),
+        )
         zero_point = builder.add("Clip", distance, least, most)
         at_least = builder.add("Max", units, builder.add("Sub", least, zero_point))
         clipped = builder.add("Min", at_least, builder.add("Sub", most, zero_point))
@@ -156,7 +187,9 @@ def _rounded(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> _Roun
 
 
 def _range(
-    builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value
+    builder: NodeBuilder,
+    spec: QuantizationSpec,
+    x: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:
     """Return the least and the greatest value, with zero in the range."""
     inputs = [x]
@@ -167,7 +200,13 @@ def _range(
         axes = [axis]
         if spec.qscheme != "per_token":
             axes = [other for other in range(rank) if other != axis]
-        inputs.append(builder.integers("axes", torch.tensor(axes)))
+        inputs.append(
+            builder.constant(
+                "axes",
+                torch.tensor(axes),
+                ir.DataType.INT64,
+            )
+        )
     keepdims = len(inputs) - 1
     low = builder.add("ReduceMin", *inputs, keepdims=keepdims)
     high = builder.add("ReduceMax", *inputs, keepdims=keepdims)
@@ -176,7 +215,10 @@ def _range(
 
 
 def _scale(
-    builder: NodeBuilder, spec: QuantizationSpec, low: ir.Value, high: ir.Value
+    builder: NodeBuilder,
+    spec: QuantizationSpec,
+    low: ir.Value,
+    high: ir.Value,
 ) -> ir.Value:
     """Return the distance of two codes, at least the smallest normal number: 0 / 0 is NaN."""
     if spec.symmetric:

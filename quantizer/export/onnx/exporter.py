@@ -30,12 +30,12 @@ from quantizer.export.onnx.complex_numbers import complex_refusals
 from quantizer.export.onnx.files import stored_model
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.openvino import openvino_started
-from quantizer.export.onnx.passes import run_passes
+from quantizer.export.onnx.passes import lower_marks
 from quantizer.export.onnx.profile import rounded_half_even
 from quantizer.export.onnx.specs import processor_remarks, quantized_apart, restated
 from quantizer.export.onnx.speed import float_model
 from quantizer.export.onnx.tensors import MIN_OPSET, activation_type, weight_type
-from quantizer.export.onnx.translation import translate
+from quantizer.export.onnx.translation import translate_network
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.export.onnx.weights import BLOCK_SIZE_OPSET
 from quantizer.graph.ir import Graph
@@ -86,12 +86,20 @@ class OnnxExporter(Exporter[OnnxModel]):
             if reason is not None:
                 yield Refusal(*reason, layer, role)
 
-    def as_run(self, graph: Graph, solution: Solution) -> Solution:
+    def as_run(
+        self,
+        graph: Graph,
+        solution: Solution,
+    ) -> Solution:
         """Return the solution with biases rounded as ONNX Runtime does."""
         return with_runtime_biases(graph, solution)
 
     @contextmanager
-    def write(self, deployment: Deployment, path: Path) -> Iterator[OnnxModel]:
+    def write(
+        self,
+        deployment: Deployment,
+        path: Path,
+    ) -> Iterator[OnnxModel]:
         """Write the model; it is verified before it is published.
 
         Raises:
@@ -112,12 +120,12 @@ class OnnxExporter(Exporter[OnnxModel]):
             opset = operator_set(stated.specs)
         network = wide.network()
         quantizations = list(stated.tensors.items())
-        model = translate(wide, network, quantizations, opset)
+        model = translate_network(wide, network, quantizations, opset)
         floating = float_model(model)
         biases = sum_biases(network, sum_steps(wide.graph, stated))
         float_layers = overflowing(network, stated) - biases.keys()
         lowering = Lowering(network, quantizations, opset, biases, float_layers, is_fast)
-        run_passes(model, lowering)
+        lower_marks(model, lowering)
         proto = ir.to_proto(model)
         clean_proto(proto, deployment.graph)
         with stored_model(proto, path) as source:

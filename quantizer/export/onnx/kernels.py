@@ -9,7 +9,7 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.agreement import Kernels
 from quantizer.export.onnx.marks import MULTIPLYING, NUMBERED
-from quantizer.export.onnx.specs import input_spec, is_narrow, output_spec
+from quantizer.export.onnx.specs import is_narrow, layer_input_spec, output_spec
 from quantizer.graph.ir import Graph
 from quantizer.plan.groups import Layout, layout
 
@@ -75,7 +75,7 @@ def _reason(layer: str, graph: Graph, where: Layout, solution: Solution, *, read
     if node.row.transposed:
         return "ONNX Runtime has no integer kernel for transposed convolutions"
     activations = {
-        "input": input_spec(layer, graph, specs),
+        "input": layer_input_spec(layer, graph, specs),
         "output": output_spec(layer, graph, specs, where),
     }
     for role, spec in activations.items():

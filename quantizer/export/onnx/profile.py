@@ -32,7 +32,11 @@ def rounded_half_even(solution: Solution) -> Solution:
     return replace(solution, tensors=tensors)
 
 
-def packed_product(builder: NodeBuilder, weights: QuantizedTensor, x: ir.Value) -> ir.Value:
+def packed_product(
+    builder: NodeBuilder,
+    weights: QuantizedTensor,
+    x: ir.Value,
+) -> ir.Value:
     """Add the product of `x` with weights transposed as MatMulNBits, called `builder.name`.
 
     Args:
@@ -54,30 +58,32 @@ def packed_product(builder: NodeBuilder, weights: QuantizedTensor, x: ir.Value) 
     packed = _packed(padded.view(outputs, count, block), bits)
     operands = [
         x,
-        builder.integers("codes", packed),
+        builder.constant("codes", packed, ir.DataType.UINT8),
         builder.constant("scale", weights.scale.reshape(outputs, count)),
     ]
     zero_points = weights.zero_point.reshape(outputs, count) + middle
     default_zero_point = 1 << (bits - 1)
     if (zero_points != default_zero_point).any():
-        operands.append(builder.integers("zero_point", _packed(zero_points, bits)))
-    product = builder.add(
+        operands.append(
+            builder.constant("zero_point", _packed(zero_points, bits), ir.DataType.UINT8)
+        )
+    return builder.add(
         "MatMulNBits",
         *operands,
         domain=PACKED_DOMAIN,
+        node_name=builder.name,
         K=inputs,
         N=outputs,
         bits=bits,
         block_size=block,
         accuracy_level=_INT8_ACTIVATIONS,
     )
-    node = product.producer()
-    assert node is not None
-    node.name = builder.name
-    return product
 
 
-def _packed(values: Tensor, bits: int) -> Tensor:
+def _packed(
+    values: Tensor,
+    bits: int,
+) -> Tensor:
     """Return the last axis in bytes, the first value in the low bits, an odd one padded."""
     if bits == 8:
         return values.to(torch.uint8)

@@ -32,7 +32,11 @@ _SIGN_OFFSET = 128
 _SAFE_MAGNITUDE = 64
 
 
-def input_key(layer: str, graph: Graph, specs: SpecsByKey) -> Key | None:
+def input_key(
+    layer: str,
+    graph: Graph,
+    specs: SpecsByKey,
+) -> Key | None:
     """Return where a layer's input is quantized: by the layer itself, or where it was made."""
     for key in ((layer, "input"), *_source_keys(layer, graph)):
         if key in specs:
@@ -40,7 +44,11 @@ def input_key(layer: str, graph: Graph, specs: SpecsByKey) -> Key | None:
     return None
 
 
-def input_spec(layer: str, graph: Graph, specs: SpecsByKey) -> QuantizationSpec | None:
+def layer_input_spec(
+    layer: str,
+    graph: Graph,
+    specs: SpecsByKey,
+) -> QuantizationSpec | None:
     """Return how a layer's input is quantized."""
     key = input_key(layer, graph, specs)
     return None if key is None else specs[key]
@@ -99,7 +107,12 @@ def restated(
     return replace(solution, tensors=tensors)
 
 
-def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool) -> Solution:
+def quantized_apart(
+    graph: Graph,
+    solution: Solution,
+    *,
+    any_rounding: bool,
+) -> Solution:
     """Return the solution with values that only a join reads quantized before it, too.
 
     The codes are the same, and integer kernels can make them. A rounding that takes operators
@@ -133,7 +146,11 @@ def _keeps_codes(graph: Graph, join: Join) -> bool:
     return True
 
 
-def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
+def _part_factors(
+    graph: Graph,
+    where: Layout,
+    join: Join,
+) -> dict[str, float]:
     """Return the factors of a join's parts before quantization, by the layer that made them."""
     scaling = graph.by_name[join.group.point]
     factors: dict[str, float] = {}
@@ -152,7 +169,10 @@ def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
     return factors
 
 
-def processor_remarks(graph: Graph, solution: Solution) -> tuple[str, ...]:
+def processor_remarks(
+    graph: Graph,
+    solution: Solution,
+) -> tuple[str, ...]:
     """Return a sentence if the processor decides whether results are right, or fast."""
     specs = solution.specs
     is_unsafe = False
@@ -172,7 +192,12 @@ def processor_remarks(graph: Graph, solution: Solution) -> tuple[str, ...]:
     return ("8-bit weights are int8: x86 processors without VNNI add up their products wrong",)
 
 
-def _meets_integers(key: Key, spec: QuantizationSpec, graph: Graph, specs: SpecsByKey) -> bool:
+def _meets_integers(
+    key: Key,
+    spec: QuantizationSpec,
+    graph: Graph,
+    specs: SpecsByKey,
+) -> bool:
     """Return whether a weight meets integers, or may, as in recurrent layers."""
     layer, role = key
     if base_role(role) != "weights" or not is_narrow(spec) or spec.qscheme == "per_group":
@@ -181,7 +206,7 @@ def _meets_integers(key: Key, spec: QuantizationSpec, graph: Graph, specs: Specs
         return False
     if role != "weights":
         return spec.bit_width == 8
-    return is_narrow(input_spec(layer, graph, specs))
+    return is_narrow(layer_input_spec(layer, graph, specs))
 
 
 def _for_integers(tensor: QuantizedTensor, code_type: str) -> QuantizedTensor:
@@ -277,7 +302,10 @@ def _source_keys(layer: str, graph: Graph) -> Iterator[Key]:
             node = None
 
 
-def _quantization_points(layer: str, where: Layout) -> Iterator[str]:
+def _quantization_points(
+    layer: str,
+    where: Layout,
+) -> Iterator[str]:
     """Yield the layers at which a layer's output may be quantized.
 
     That is with what follows it, or once joined.

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
@@ -23,7 +22,7 @@ class IntegerType:
 INT8 = IntegerType(ir.DataType.INT8, -128, 127)
 UINT8 = IntegerType(ir.DataType.UINT8, 0, 255)
 # For DequantizeLinear only, without a zero point.
-INT32 = IntegerType(ir.DataType.INT32, -(1 << 31), (1 << 31) - 1)
+ONNX_INT32 = IntegerType(ir.DataType.INT32, -(1 << 31), (1 << 31) - 1)
 # The narrowest first.
 _INTEGER_TYPES = (
     IntegerType(ir.DataType.INT4, -8, 7, 21),
@@ -49,7 +48,10 @@ def weight_type(spec: QuantizationSpec, opset: int) -> IntegerType | None:
     return _narrowest(_INTEGER_TYPES, spec, opset)
 
 
-def activation_type(spec: QuantizationSpec, opset: int) -> tuple[IntegerType, int] | None:
+def activation_type(
+    spec: QuantizationSpec,
+    opset: int,
+) -> tuple[IntegerType, int] | None:
     """Return the type for the codes of an activation, if any, and the offset to add to codes.
 
     Codes take at least 8 bits, as ONNX Runtime's optimizer drops a ReLU before 4-bit types
@@ -84,13 +86,13 @@ def _narrowest(
     return None
 
 
-def codes_tensor(name: str, codes: Tensor, kind: IntegerType) -> ir.Tensor:
-    """Return a tensor of codes."""
-    array = codes.contiguous().numpy().astype(kind.data_type.numpy())
-    return ir.Tensor(array, dtype=kind.data_type, name=name)
-
-
-def float_tensor(name: str, values: Tensor) -> ir.Tensor:
-    """Return a tensor of float32 values."""
-    array = values.detach().to(torch.float32).contiguous().numpy()
-    return ir.Tensor(array, dtype=ir.DataType.FLOAT, name=name)
+def stored_tensor(
+    name: str,
+    values: Tensor,
+    data_type: ir.DataType,
+) -> ir.TensorProtocol:
+    """Return values as a tensor of an ONNX type, which holds them."""
+    if values.is_floating_point():
+        values = values.detach().float()
+    array = values.contiguous().numpy().astype(data_type.numpy(), copy=False)
+    return ir.Tensor(array, dtype=data_type, name=name)

@@ -67,7 +67,9 @@ class _MarkedNetwork(nn.Module):
         remaining = iter(tensors)
         leaves: list[Any] = []
         for leaf in self.leaves:
-            leaves.append(next(remaining) if isinstance(leaf, Tensor) else leaf)
+            is_tensor = isinstance(leaf, Tensor)
+            value = next(remaining) if is_tensor else leaf
+            leaves.append(value)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         weights: dict[str, Tensor] = {}
         for name, mark in self.weights.items():
@@ -77,11 +79,13 @@ class _MarkedNetwork(nn.Module):
         for output in tensor_leaves(result):
             # ONNX cannot name one value twice.
             is_named = any(output is other for other in (*tensors, *outputs))
-            outputs.append(output.clone() if is_named else output)
+            if is_named:
+                output = output.clone()
+            outputs.append(output)
         return outputs
 
 
-def translate(
+def translate_network(
     deployment: Deployment, network: Network, quantizations: Quantizations, opset: int
 ) -> ir.Model:
     """Return the network as ONNX, with marks.

@@ -1,12 +1,14 @@
 """Writes one weight as codes, with the ONNX operators that dequantize it exactly."""
 
+from typing import Any
+
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.onnx.builder import NodeBuilder
-from quantizer.export.onnx.tensors import INT8, INT32, IntegerType, weight_type
+from quantizer.export.onnx.tensors import INT8, ONNX_INT32, IntegerType, weight_type
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.granularity import from_rows, to_rows
 
@@ -50,7 +52,7 @@ def quantize_weights(
         if spec.qscheme == "per_group":
             scale = scale.T
             zero_point = zero_point.T
-    stored = builder.codes("codes", codes, kind)
+    stored = builder.constant("codes", codes, kind.data_type)
     if ahead and spec.qscheme != "per_group":
         # With one scale for each channel, a shape that broadcasts along the other axes.
         shape = [-1 if index == axis else 1 for index in range(codes.dim())]
@@ -62,11 +64,15 @@ def quantize_weights(
             # cut and joined by gates. So the negated zero point is added.
             negated = builder.constant("zero_point", -zero_point.reshape(shape))
             floats = builder.add("Add", floats, negated)
-        return builder.add("Mul", floats, builder.constant("scale", scale.reshape(shape)))
+        return builder.add(
+            "Mul",
+            floats,
+            builder.constant("scale", scale.reshape(shape)),
+        )
     inputs = [stored, builder.constant("scale", scale)]
-    if kind is not INT32:
-        inputs.append(builder.codes("zero_point", zero_point, kind))
-    attributes: dict[str, int] = {}
+    if kind is not ONNX_INT32:
+        inputs.append(builder.constant("zero_point", zero_point, kind.data_type))
+    attributes: dict[str, Any] = {}
     if axis is not None:
         attributes["axis"] = axis
     if spec.qscheme == "per_group" and spec.ch_axis is not None:
@@ -76,18 +82,32 @@ def quantize_weights(
     return builder.add("DequantizeLinear", *inputs, **attributes)
 
 
-def _is_restored(tensor: QuantizedTensor, values: Tensor) -> bool:
+def _is_restored(
+    tensor: QuantizedTensor,
+    values: Tensor,
+) -> bool:
     """Return whether DequantizeLinear, which computes in float32, restores the values."""
     assert tensor.codes is not None
     spec = tensor.spec
     codes = to_rows(tensor.codes, *spec.cut).to(torch.int64)
     distances = (codes - tensor.zero_point.reshape(-1, 1)).to(torch.float32)
     restored = distances * tensor.scale.reshape(-1, 1)
-    return torch.equal(from_rows(restored, tuple(values.shape), *spec.cut), values)
+    return torch.equal(
+        from_rows(
+            restored,
+            tuple(values.shape),
+            *spec.cut,
+        ),
+        values,
+    )
 
 
 def _dequantize_stack(
-    builder: NodeBuilder, tensor: QuantizedTensor, kind: IntegerType, *, ahead: bool
+    builder: NodeBuilder,
+    tensor: QuantizedTensor,
+    kind: IntegerType,
+    *,
+    ahead: bool,
 ) -> ir.Value:
     """Write a transposed convolution's weight with groups, whose scales lie along two axes.
 
@@ -100,7 +120,7 @@ def _dequantize_stack(
     scale_shape = (shape[0], shape[1], *(1,) * (len(shape) - 2))
     scale = _spread_groups(tensor.scale, tensor.spec, scale_shape)
     zero_point = _spread_groups(tensor.zero_point, tensor.spec, scale_shape)
-    stored = builder.codes("codes", tensor.codes, kind)
+    stored = builder.constant("codes", tensor.codes, kind.data_type)
     if ahead:
         floats = builder.add("Cast", stored, to=int(ir.DataType.FLOAT))
     else:
@@ -110,20 +130,30 @@ def _dequantize_stack(
     return builder.add("Mul", floats, builder.constant("scale", scale))
 
 
-def _spread_groups(values: Tensor, spec: QuantizationSpec, shape: tuple[int, ...]) -> Tensor:
+def _spread_groups(
+    values: Tensor,
+    spec: QuantizationSpec,
+    shape: tuple[int, ...],
+) -> Tensor:
     """Return the scales of a stack along its first two axes, in a shape that broadcasts."""
     rows = values.reshape(-1, 1).expand(-1, spec.group_size or 1)
     return from_rows(rows.contiguous(), shape, *spec.cut)
 
 
-def _along_axis(scales: Tensor, spec: QuantizationSpec) -> Tensor:
+def _along_axis(
+    scales: Tensor,
+    spec: QuantizationSpec,
+) -> Tensor:
     """Return scales with groups along the axis that is cut, as in ONNX."""
     if spec.qscheme == "per_group" and spec.ch_axis is not None:
         return scales.movedim(-1, spec.ch_axis)
     return scales
 
 
-def _stored_type(tensor: QuantizedTensor, opset: int) -> IntegerType | None:
+def _stored_type(
+    tensor: QuantizedTensor,
+    opset: int,
+) -> IntegerType | None:
     """Return the type of the codes; None if there is none.
 
     DequantizeLinear takes 32-bit codes without a zero point, and groups from set 21 on.
@@ -136,6 +166,6 @@ def _stored_type(tensor: QuantizedTensor, opset: int) -> IntegerType | None:
     if spec.bit_width == 8 and is_int8:
         return INT8
     narrow = weight_type(spec, opset)
-    if narrow is not None or tensor.zero_point.any() or spec.quant_max > INT32.high:
+    if narrow is not None or tensor.zero_point.any() or spec.quant_max > ONNX_INT32.high:
         return narrow
-    return INT32
+    return ONNX_INT32

@@ -81,7 +81,10 @@ def _attention_of_heads(
     return attended
 
 
-def _norm_of_statistics(x: Tensor, *arguments: Any) -> Any:
+def _norm_of_statistics(
+    x: Tensor,
+    *arguments: Any,
+) -> Any:
     """Compute an instance norm by tracked statistics as a batch norm.
 
     torch.onnx would use the statistics of each sample.
@@ -89,11 +92,22 @@ def _norm_of_statistics(x: Tensor, *arguments: Any) -> Any:
     weight, bias, running_mean, running_var, use_input_stats, *others = arguments
     if use_input_stats:
         return NotImplemented
-    return _ATEN.batch_norm.default(x, weight, bias, running_mean, running_var, False, *others)
+    return _ATEN.batch_norm.default(
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        False,
+        *others,
+    )
 
 
 def _circular_pad(
-    x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+    x: Tensor,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
 ) -> Any:
     """Pad with values of the other end by indices; OpenVINO has no such padding."""
     if mode != "circular":
@@ -177,7 +191,11 @@ def _average_by_divisor(average: Callable[..., Tensor]) -> Callable[..., Any]:
         for axis in reversed(range(dims)):
             needed = (windows[axis] - 1) * strides[axis] + kernel[axis]
             amounts += [pads[axis], needed - pads[axis] - x.shape[axis - dims]]
-        mean = average(torch.nn.functional.pad(x, amounts), kernel, strides)
+        mean = average(
+            torch.nn.functional.pad(x, amounts),
+            kernel,
+            strides,
+        )
         return mean * (math.prod(kernel) / divisor)
 
     return compute

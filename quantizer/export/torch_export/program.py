@@ -80,7 +80,10 @@ def _with_open_sizes(
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
 
 
-def _torch_error(what: str, error: Exception) -> ModelError:
+def _torch_error(
+    what: str,
+    error: Exception,
+) -> ModelError:
     first_line = str(error).strip().partition("\n")[0]
     return ModelError(
         f"{what}: {type(error).__name__}: {first_line}",
@@ -96,7 +99,10 @@ def _with_named_parameters(
     torch.export cannot match open shapes with a bare **kwargs.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         return forward(*args, **kwargs)
 
     parameters: list[Parameter] = []
@@ -149,7 +155,8 @@ def _dynamic_shapes(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     of_leaves: list[dict[int, Any] | None] = []
     for leaf in leaves:
-        of_leaves.append(next(remaining) if isinstance(leaf, Tensor) else None)
+        shape = next(remaining) if isinstance(leaf, Tensor) else None
+        of_leaves.append(shape)
     args_shapes, kwargs_shapes = pytree.tree_unflatten(of_leaves, spec)
     if kwargs:
         return (*args_shapes, *kwargs_shapes.values())

@@ -3,9 +3,7 @@
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,11 +12,10 @@ from torch.export import ExportedProgram
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
-from quantizer.export.exporter import Exporter
 from quantizer.export.onnx.biases import MAX_SUM_BIAS, overflowing
-from quantizer.export.torch_export.program import exported, program_bytes
+from quantizer.export.torch_export.exporter import ProgramExporter
+from quantizer.export.torch_export.program import exported
 from quantizer.export.torch_export.qdq import (
     CODE_TYPES,
     DEQUANTIZE,
@@ -28,24 +25,21 @@ from quantizer.export.torch_export.qdq import (
     has_operators,
     is_channelwise,
 )
-from quantizer.export.torch_export.verify import ProgramFile, verify_program
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.storage.files import write_bytes
 
 
-class Pt2Exporter(Exporter[ProgramFile]):
-    """Writes a program that loads without quantizer.
+class Pt2Exporter(ProgramExporter):
+    """Writes a program with codes for weights and floats for biases.
 
-    `torch.export.load(path).module()` is called as the model was, with any batch size, and
-    returns dicts, lists and tuples. Weights are stored as codes, biases as floats. The stored
-    example call is zeros. What has no operator of 8-bit integers is computed in float.
+    What has no operator of 8-bit integers is computed in float.
     """
 
-    @contextmanager
-    def write(self, deployment: Deployment, path: Path) -> Iterator[ProgramFile]:
-        """Write the program; see the class. The bytes are verified before they are written."""
+    remedy = "--deploy pt2_float computes with floats, as test mode does"
+
+    def program(self, deployment: Deployment) -> ExportedProgram:
+        """Return the network with codes and operators for its quantizations."""
         graph = deployment.graph.replaced(rebuild=None)
         by_rows = deployment.solution.by_rows()
         rebuilt = dataclasses.replace(deployment, graph=graph, solution=by_rows)
@@ -60,14 +54,7 @@ class Pt2Exporter(Exporter[ProgramFile]):
         program = exported(coded, graph, *deployment.blank)
         if is_for_executorch:
             _dequantize_for_each(program)
-        content = program_bytes(program)
-        yield ProgramFile(path.name, content)
-        write_bytes(path, content)
-
-    def verify(self, deployment: Deployment, written: ProgramFile) -> Verification:
-        """Compare the program's outputs with test mode's."""
-        remedy = "--deploy pt2_float computes with floats, as test mode does"
-        return verify_program(written, deployment, remedy)
+        return program
 
 
 def _dequantize_for_each(program: ExportedProgram) -> None:

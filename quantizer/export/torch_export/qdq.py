@@ -60,7 +60,11 @@ class Activation(nn.Module):
     quantize operator meets no half-way point.
     """
 
-    def __init__(self, tensor: QuantizedTensor, code_type: CodeType) -> None:
+    def __init__(
+        self,
+        tensor: QuantizedTensor,
+        code_type: CodeType,
+    ) -> None:
         super().__init__()
         spec = tensor.spec
         offset = code_type.offset(spec)
@@ -77,7 +81,10 @@ class Activation(nn.Module):
             low, high = (ends - tensor.zero_point) * tensor.scale
             self.bounds = float(low), float(high)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+    ) -> Tensor:
         """Return the values of the codes of `x`."""
         if self.rounding is not None:
             x = self.rounding(x)
@@ -88,7 +95,10 @@ class Activation(nn.Module):
         return y if x.dtype == y.dtype else y.to(x.dtype)
 
 
-def has_operators(spec: QuantizationSpec, dtype: torch.dtype | None) -> bool:
+def has_operators(
+    spec: QuantizationSpec,
+    dtype: torch.dtype | None,
+) -> bool:
     """Return whether an activation is integers of at most 8 bits with one static scale."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
@@ -109,7 +119,12 @@ class Weight(nn.Module):
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, tensor: QuantizedTensor, *, multiplied: bool) -> None:
+    def __init__(
+        self,
+        tensor: QuantizedTensor,
+        *,
+        multiplied: bool,
+    ) -> None:
         super().__init__()
         assert tensor.codes is not None
         codes, scale, zero_point = tensor.codes, tensor.scale, tensor.zero_point

@@ -15,7 +15,10 @@ from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.tensors import EIGHT_BITS
 
 
-def apply(model: ir.Model, lowering: Lowering) -> None:
+def compute_constants(
+    model: ir.Model,
+    lowering: Lowering,
+) -> None:
     """Replace such codes by initializers, and remove the nodes that made them."""
     computed: set[ir.Value] = set()
     codes: dict[ir.Value, None] = {}
@@ -45,7 +48,10 @@ def _has_8_bit_zero_point(node: ir.Node) -> bool:
     return zero_point is not None and is_constant(zero_point) and zero_point.dtype in EIGHT_BITS
 
 
-def _compute(model: ir.Model, values: Sequence[ir.Value]) -> list[Any]:
+def _compute(
+    model: ir.Model,
+    values: Sequence[ir.Value],
+) -> list[Any]:
     """Return the arrays of values that follow from initializers."""
     nodes: list[ir.Node] = []
     initializers: dict[ir.Value, None] = {}
@@ -58,15 +64,19 @@ def _compute(model: ir.Model, values: Sequence[ir.Value]) -> list[Any]:
             needed.add(value)
             if is_constant(value):
                 initializers[value] = None
-    tensors = [ir.to_proto(value.const_value) for value in initializers]
-    outputs = [onnx.helper.make_empty_tensor_value_info(value.name) for value in values]
+    tensors = [ir.to_proto(value.const_value) for value in initializers if value.const_value]
+    outputs = [onnx.helper.make_empty_tensor_value_info(str(value.name)) for value in values]
     protos = [ir.to_proto(node) for node in reversed(nodes)]
     graph = onnx.helper.make_graph(protos, "constants", [], outputs, tensors)
     opsets = [
         onnx.helper.make_opsetid(domain, version)
         for domain, version in model.opset_imports.items()
     ]
-    part = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
+    part = onnx.helper.make_model(
+        graph,
+        opset_imports=opsets,
+        ir_version=model.ir_version,
+    )
     content = part.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     arrays: list[Any] = session.run(None, {})

@@ -10,13 +10,15 @@ import torch
 
 from quantizer.export.onnx.builder import NodeBuilder, producer_of
 from quantizer.export.onnx.marks import Lowering
-from quantizer.export.onnx.tensors import INT32
 
 # The axis of the weight that outputs lie along, of operators whose weights stay float.
 _OUTPUT_AXES = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
 
 
-def apply(model: ir.Model, lowering: Lowering) -> None:
+def hide_float_biases(
+    model: ir.Model,
+    lowering: Lowering,
+) -> None:
     """Add computed zeros to the biases of `float_layers`, and of layers with float weights."""
     for node in list(model.graph):
         if node.op_type not in _OUTPUT_AXES:
@@ -24,16 +26,21 @@ def apply(model: ir.Model, lowering: Lowering) -> None:
         has_bias = len(node.inputs) == 3
         count = _channels_of_float_weight(node)
         if count is None and has_bias and node.name in lowering.float_layers:
-            bias = node.inputs[2]
-            assert bias is not None and bias.shape is not None
-            count = int(bias.shape[0])
+            count = _sizes(node.inputs[2])[0]
         if count is None:
             continue
         builder = NodeBuilder(f"{node.name}.bias", node)
-        codes = builder.codes("zeros", torch.zeros(count), INT32)
+        codes = builder.constant("zeros", torch.zeros(count), ir.DataType.INT32)
         zeros = builder.add("DequantizeLinear", codes, builder.constant("one", 1.0))
         if has_bias:
-            node.replace_input_with(2, builder.add("Add", node.inputs[2], zeros))
+            node.replace_input_with(
+                2,
+                builder.add(
+                    "Add",
+                    node.inputs[2],
+                    zeros,
+                ),
+            )
         else:
             node.resize_inputs(3)
             node.replace_input_with(2, zeros)
@@ -46,11 +53,16 @@ def _channels_of_float_weight(node: ir.Node) -> int | None:
         return None
     if not weight.is_initializer() or weight.dtype != ir.DataType.FLOAT:
         return None
-    shape = weight.shape
-    assert shape is not None
+    sizes = _sizes(weight)
     if node.attributes.get_int("transB", 0):
-        return int(shape[0])
-    channels = int(shape[_OUTPUT_AXES[node.op_type]])
+        return sizes[0]
+    channels = sizes[_OUTPUT_AXES[node.op_type]]
     if node.op_type == "ConvTranspose":
         channels *= node.attributes.get_int("group", 1)
     return channels
+
+
+def _sizes(value: ir.Value | None) -> list[int]:
+    """Return the shape of an initializer."""
+    assert value is not None and value.shape is not None
+    return [size for size in value.shape if isinstance(size, int)]

@@ -4,7 +4,6 @@ x * gate(x) then runs as QLinearMul, and a sigmoid as a table, instead of in flo
 """
 
 import onnx_ir as ir
-import torch
 
 from quantizer.export.onnx.builder import NodeBuilder, producer_of, replace_node
 from quantizer.export.onnx.marks import Lowering
@@ -15,7 +14,10 @@ _GATE_STEP = 1 / 255
 _GATES = ("Sigmoid", "HardSigmoid")
 
 
-def apply(model: ir.Model, lowering: Lowering) -> None:
+def quantize_gates(
+    model: ir.Model,
+    lowering: Lowering,
+) -> None:
     """Quantize each gate whose product with its own quantized input is quantized."""
     if not lowering.is_fast:
         return
@@ -29,7 +31,7 @@ def apply(model: ir.Model, lowering: Lowering) -> None:
         gate = _gate(builder, node)
         if gate is not None:
             scale = builder.constant("gate.scale", _GATE_STEP)
-            zero = builder.codes("gate.zero_point", torch.tensor(0), UINT8)
+            zero = builder.constant("gate.zero_point", 0, UINT8.data_type)
             codes = builder.add("QuantizeLinear", gate, scale, zero)
             gate = builder.add("DequantizeLinear", codes, scale, zero)
             replace_node(node, builder.add("Mul", x, gate))
@@ -42,11 +44,19 @@ def _is_quantized(value: ir.Value) -> bool:
     return False
 
 
-def _gate(builder: NodeBuilder, node: ir.Node) -> ir.Value | None:
+def _gate(
+    builder: NodeBuilder,
+    node: ir.Node,
+) -> ir.Value | None:
     """Return the gate of a HardSwish, which is its own operator then, or of a Mul."""
     x = node.inputs[0]
     if node.op_type == "HardSwish":
-        return builder.add("HardSigmoid", x, alpha=1 / 6, beta=0.5)
+        return builder.add(
+            "HardSigmoid",
+            x,
+            alpha=1 / 6,
+            beta=0.5,
+        )
     gate = node.inputs[1]
     operator = None if gate is None else gate.producer()
     if operator is None or operator.op_type not in _GATES or operator.inputs[0] is not x:

@@ -24,7 +24,7 @@ TRANSPOSED_KEY = "transposed"
 """In the metadata of marked weights that are used as [inputs, outputs]."""
 
 
-def apply(model: ir.Model, lowering: Lowering) -> None:
+def straighten_linear(model: ir.Model, lowering: Lowering) -> None:
     """Rewrite every product with a marked weight."""
     for mark in marks_of(model.graph):
         weight = mark.outputs[0]
@@ -40,7 +40,10 @@ def apply(model: ir.Model, lowering: Lowering) -> None:
                     _subtract_bias(model.graph, product)
 
 
-def _only_transposes(node: ir.Node, weight: ir.Value) -> bool:
+def _only_transposes(
+    node: ir.Node,
+    weight: ir.Value,
+) -> bool:
     """Return whether a node uses a weight [outputs, inputs] only as its transpose."""
     attributes = node.attributes
     if node.op_type == "Transpose":
@@ -54,7 +57,10 @@ def _only_transposes(node: ir.Node, weight: ir.Value) -> bool:
     return is_transposed and not is_scaled and not is_bias_scaled
 
 
-def _use_as_stored(node: ir.Node, weight: ir.Value) -> None:
+def _use_as_stored(
+    node: ir.Node,
+    weight: ir.Value,
+) -> None:
     """Remove a Transpose of a weight, or turn a Gemm into MatMul and Add."""
     if node.op_type == "Transpose":
         for reader, index in list(node.outputs[0].uses()):
@@ -63,16 +69,16 @@ def _use_as_stored(node: ir.Node, weight: ir.Value) -> None:
         return
     result = node.outputs[0]
     builder = NodeBuilder(f"{result.name}.product", node)
-    total = builder.add("MatMul", node.inputs[0], weight)
-    product = total.producer()
-    assert product is not None
-    product.name = node.name
+    total = builder.add("MatMul", node.inputs[0], weight, node_name=node.name)
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         total = builder.add("Add", total, node.inputs[2])
     replace_node(node, total)
 
 
-def _subtract_bias(graph: ir.Graph, product: ir.Node) -> None:
+def _subtract_bias(
+    graph: ir.Graph,
+    product: ir.Node,
+) -> None:
     """Turn the Add of a bias after a product into a Sub of the negated bias."""
     readers = product.outputs[0].consumers()
     if len(readers) != 1 or readers[0].op_type != "Add":

@@ -19,7 +19,10 @@ from quantizer.export.onnx.marks import Lowering
 _GATHERED_TYPES = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT32)
 
 
-def apply(model: ir.Model, lowering: Lowering) -> None:
+def look_up_codes(
+    model: ir.Model,
+    lowering: Lowering,
+) -> None:
     """Replace each Gather of rows of a dequantized table by one of its codes."""
     for node in list(model.graph):
         if node.op_type != "DequantizeLinear" or not _is_table(node):
@@ -44,14 +47,20 @@ def _is_table(dequantize: ir.Node) -> bool:
     return all(_is_lookup(reader, table) for reader in table.consumers())
 
 
-def _is_lookup(node: ir.Node, table: ir.Value) -> bool:
+def _is_lookup(
+    node: ir.Node,
+    table: ir.Value,
+) -> bool:
     """Return whether a node picks rows of a table and does nothing else with it."""
     if node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
         return False
     return node.inputs[0] is table and node.inputs[1] is not table
 
 
-def _rows(dequantize: ir.Node, gather: ir.Node) -> ir.Value:
+def _rows(
+    dequantize: ir.Node,
+    gather: ir.Node,
+) -> ir.Value:
     """Add nodes that pick codes, and scales if rows have their own, and dequantize them."""
     codes, scale, *zero_points = dequantize.inputs
     indices = gather.inputs[1]
@@ -67,11 +76,23 @@ def _rows(dequantize: ir.Node, gather: ir.Node) -> ir.Value:
     row_zeros = [builder.add("Gather", zero_point, indices) for zero_point in zero_points]
     if "block_size" in attributes:
         return builder.add("DequantizeLinear", picked, row_scales, *row_zeros, **last)
-    last_axis = builder.integers("axis", torch.tensor([-1]))
-    floats = builder.add("Cast", picked, to=int(ir.DataType.FLOAT))
+    last_axis = builder.constant(
+        "axis",
+        torch.tensor([-1]),
+        ir.DataType.INT64,
+    )
+    floats = builder.add(
+        "Cast",
+        picked,
+        to=int(ir.DataType.FLOAT),
+    )
     zero_array = array_of(zero_points[0]) if zero_points else None
     if zero_array is not None and zero_array.any():
         columns = builder.add("Unsqueeze", row_zeros[0], last_axis)
-        distances = builder.add("Cast", columns, to=int(ir.DataType.FLOAT))
+        distances = builder.add(
+            "Cast",
+            columns,
+            to=int(ir.DataType.FLOAT),
+        )
         floats = builder.add("Sub", floats, distances)
     return builder.add("Mul", floats, builder.add("Unsqueeze", row_scales, last_axis))

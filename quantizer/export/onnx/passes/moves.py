@@ -18,7 +18,7 @@ from quantizer.export.onnx.builder import (
 )
 from quantizer.export.onnx.marks import MULTIPLYING, Lowering
 
-PASSED = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "MaxPool")
+PASSED_OPERATORS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "MaxPool")
 """Operators that ONNX Runtime and OpenVINO move a quantization past."""
 # They only move or pick values, too, except for some forms of Pad and Resize.
 _STOPPING = (
@@ -36,12 +36,12 @@ _STOPPING = (
     "ReduceMin",
     "GlobalMaxPool",
 )
-MOVES = (*PASSED, *_STOPPING)
+MOVE_OPERATORS = (*PASSED_OPERATORS, *_STOPPING)
 # It moves values if they all have one scale.
 _JOIN = "Concat"
 
 
-def apply(model: ir.Model, lowering: Lowering) -> None:
+def requantize_moves(model: ir.Model, lowering: Lowering) -> None:
     """Quantize moved values again before products."""
     dequantized_by: dict[ir.Value, ir.Node] = {}
     for node in model.graph:
@@ -117,7 +117,7 @@ def only_moves(node: ir.Node) -> bool:
     if node.op_type == "Resize":
         return node.attributes.get_string("mode", "nearest") == "nearest"
     if node.op_type != "Pad":
-        return node.op_type in MOVES
+        return node.op_type in MOVE_OPERATORS
     if node.attributes.get_string("mode", "constant") != "constant" or len(node.inputs) < 3:
         return True
     filling = array_of(node.inputs[2])

@@ -22,7 +22,10 @@ from quantizer.export.onnx.tensors import EIGHT_BITS
 _PADDING_ATTRIBUTES = ("pads", "count_include_pad")
 
 
-def apply(model: ir.Model, lowering: Lowering) -> None:
+def pad_codes(
+    model: ir.Model,
+    lowering: Lowering,
+) -> None:
     """Pad codes instead of dequantized values."""
     for node in list(model.graph):
         padded: ir.Value | None = None
@@ -52,18 +55,14 @@ def _padded_pool(pool: ir.Node) -> ir.Value | None:
     half = len(pads) // 2
     builder = NodeBuilder(f"{pool.outputs[0].name}.padded", pool)
     every_axis = torch.tensor([0, 0, *pads[:half], 0, 0, *pads[half:]])
-    amounts = builder.integers("amounts", every_axis)
-    values = _pad_codes(builder, source, [amounts])
+    amounts = builder.constant("amounts", every_axis, ir.DataType.INT64)
+    values = _add_padding(builder, source, [amounts])
     attributes = {
         name: attribute.value
         for name, attribute in pool.attributes.items()
         if name not in _PADDING_ATTRIBUTES
     }
-    pooled = builder.add("AveragePool", values, **attributes)
-    node = pooled.producer()
-    assert node is not None
-    node.name = pool.name
-    return pooled
+    return builder.add("AveragePool", values, node_name=pool.name, **attributes)
 
 
 def _padded(pad: ir.Node) -> ir.Value | None:
@@ -75,11 +74,13 @@ def _padded(pad: ir.Node) -> ir.Value | None:
     if not _has_zero_point(source):
         return None
     builder = NodeBuilder(f"{pad.outputs[0].name}.padded", pad)
-    return _pad_codes(builder, source, [pad.inputs[1], *pad.inputs[3:]])
+    return _add_padding(builder, source, [pad.inputs[1], *pad.inputs[3:]])
 
 
-def _pad_codes(
-    builder: NodeBuilder, source: ir.Value, amounts: Sequence[ir.Value | None]
+def _add_padding(
+    builder: NodeBuilder,
+    source: ir.Value,
+    amounts: Sequence[ir.Value | None],
 ) -> ir.Value:
     """Add nodes that pad the codes of a value with its zero point.
 
@@ -123,7 +124,10 @@ def _spatial_size(value: ir.Value) -> list[int] | None:
 
 
 def _pads_of_windows(
-    size: Sequence[int], pads: Sequence[int], kernel: Sequence[int], strides: Sequence[int]
+    size: Sequence[int],
+    pads: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
 ) -> list[int]:
     """Return the padding without positions at the end that would make another window.
 

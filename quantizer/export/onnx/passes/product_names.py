@@ -8,7 +8,10 @@ from quantizer.export.onnx.builder import producer_of
 from quantizer.export.onnx.marks import MULTIPLYING, NUMBERED, Lowering, marks_of
 
 
-def apply(model: ir.Model, lowering: Lowering) -> None:
+def name_products(
+    model: ir.Model,
+    lowering: Lowering,
+) -> None:
     """Name each node that multiplies; a layer's further products get a number."""
     layers = _layers(model, lowering)
     counts: Counter[str] = Counter()
@@ -21,7 +24,10 @@ def apply(model: ir.Model, lowering: Lowering) -> None:
                 node.name = f"{layer}{NUMBERED}{counts[layer]}"
 
 
-def _layers(model: ir.Model, lowering: Lowering) -> dict[ir.Value, str]:
+def _layers(
+    model: ir.Model,
+    lowering: Lowering,
+) -> dict[ir.Value, str]:
     """Return the layers of weights, marked or not, and of values that layers make."""
     layers: dict[ir.Value, str] = {}
     for layer, module in lowering.network.module_names.items():
@@ -37,7 +43,11 @@ def _layers(model: ir.Model, lowering: Lowering) -> dict[ir.Value, str]:
     return layers
 
 
-def _layer(node: ir.Node, layers: dict[ir.Value, str], lowering: Lowering) -> str | None:
+def _layer(
+    node: ir.Node,
+    layers: dict[ir.Value, str],
+    lowering: Lowering,
+) -> str | None:
     """Return the layer whose weight a node multiplies by.
 
     For a product of activations, return the layer that quantizes it.

@@ -8,7 +8,6 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.export.onnx.activations import UNBOUNDED, clips_codes, quantize_activation
 from quantizer.export.onnx.builder import (
     NodeBuilder,
-    add_initializer,
     array_of,
     remove_node,
     replace_node,
@@ -17,15 +16,14 @@ from quantizer.export.onnx.dynamic import (
     QuantizedRows,
     has_row_codes,
     quantize_dynamic,
-    quantize_rows,
+    quantize_row_codes,
     scale_rows,
 )
 from quantizer.export.onnx.marks import Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
-from quantizer.export.onnx.passes.moves import MOVES
+from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.profile import packed_product
-from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, input_spec
-from quantizer.export.onnx.tensors import float_tensor
+from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, layer_input_spec
 from quantizer.export.onnx.weights import quantize_weights
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
@@ -38,7 +36,7 @@ _ACTIVATION_FUNCTIONS = ("Relu", "Clip", "LeakyRelu")
 _NOT_FUSED = ("Softmax",)
 
 
-def apply(model: ir.Model, lowering: Lowering) -> None:
+def replace_marks(model: ir.Model, lowering: Lowering) -> None:
     """Replace all marks, and the products that need another form."""
     replacement = _Replacement(model.graph, lowering)
     for node in list(model.graph):
@@ -77,7 +75,7 @@ class _Replacement:
         source = mark.inputs[0]
         assert source is not None
         if mark in self.row_marks:
-            rows = quantize_rows(builder, tensor.spec, source)
+            rows = quantize_row_codes(builder, tensor.spec, source)
             self.rows[rows.codes] = rows
             replace_node(mark, rows.codes)
             return
@@ -124,10 +122,18 @@ class _Replacement:
         by_output = spec.qscheme == "per_tensor" or spec.ch_axis == 0
         return spec.dtype == "int" and spec.bit_width == 8 and by_output
 
-    def _is_packed_weight(self, result: ir.Value, tensor: QuantizedTensor) -> bool:
+    def _is_packed_weight(
+        self,
+        result: ir.Value,
+        tensor: QuantizedTensor,
+    ) -> bool:
         return TRANSPOSED_KEY in result.meta and self._is_packed(tensor, result)
 
-    def _is_packed(self, tensor: QuantizedTensor, weight: ir.Value) -> bool:
+    def _is_packed(
+        self,
+        tensor: QuantizedTensor,
+        weight: ir.Value,
+    ) -> bool:
         """Return whether a weight is in groups of a size that MatMulNBits has."""
         if not self.lowering.is_fast or tensor.codes is None or weight.is_graph_output():
             return False
@@ -156,7 +162,7 @@ class _Replacement:
         if weight is not None:
             return weight
         floats = values.T if is_transposed else values
-        return add_initializer(self.graph, float_tensor(f"{builder.name}.values", floats))
+        return builder.constant("values", floats)
 
     def _activation(
         self, builder: NodeBuilder, mark: ir.Node, source: ir.Value, tensor: QuantizedTensor
@@ -193,7 +199,7 @@ class _Replacement:
             return graph.by_name[layer].row.kind == "mac"
         if reader.op_type not in ("Conv", "ConvTranspose"):
             return False
-        has_quantized_input = input_spec(layer, graph, self.lowering.specs) is not None
+        has_quantized_input = layer_input_spec(layer, graph, self.lowering.specs) is not None
         return not has_quantized_input or not _is_quantized_later(reader.outputs[0])
 
     def _has_groups(self, node: ir.Node) -> bool:
@@ -210,7 +216,7 @@ def _is_quantized_later(value: ir.Value) -> bool:
     for reader in value.consumers():
         if is_mark(reader):
             return True
-        is_passed = reader.op_type in _ACTIVATION_FUNCTIONS or reader.op_type in MOVES
+        is_passed = reader.op_type in _ACTIVATION_FUNCTIONS or reader.op_type in MOVE_OPERATORS
         if is_passed and _is_quantized_later(reader.outputs[0]):
             return True
     return False

@@ -10,10 +10,13 @@ import torch
 
 from quantizer.export.onnx.builder import NodeBuilder, replace_node
 from quantizer.export.onnx.marks import Lowering
-from quantizer.export.onnx.passes.moves import PASSED
+from quantizer.export.onnx.passes.moves import PASSED_OPERATORS
 
 
-def apply(model: ir.Model, lowering: Lowering) -> None:
+def write_sizes_as_sums(
+    model: ir.Model,
+    lowering: Lowering,
+) -> None:
     """Write single sizes as sums if the sum of a convolution and its bias is quantized."""
     if not any(_quantizes_sum(node) for node in model.graph):
         return
@@ -34,7 +37,7 @@ def _quantizes_sum(node: ir.Node) -> bool:
         for reader in waiting.pop().consumers():
             if reader.op_type == "QuantizeLinear":
                 return True
-            if reader.op_type in PASSED:
+            if reader.op_type in PASSED_OPERATORS:
                 waiting += reader.outputs
     return False
 
@@ -50,13 +53,24 @@ def _single_axis(node: ir.Node) -> int | None:
     return axes[0] if len(axes) == 1 else None
 
 
-def _as_sum(node: ir.Node, axis: int) -> ir.Value:
+def _as_sum(
+    node: ir.Node,
+    axis: int,
+) -> ir.Value:
     source = node.inputs[0]
     assert source is not None and source.shape is not None
     builder = NodeBuilder(f"{node.outputs[0].name}.summed", node)
     mask = torch.zeros(len(source.shape), dtype=torch.int64)
     mask[axis] = 1
     sizes = builder.add("Shape", source)
-    single = builder.add("Mul", sizes, builder.integers("picked", mask))
-    along = builder.integers("axis", torch.tensor([0]))
+    single = builder.add(
+        "Mul",
+        sizes,
+        builder.constant(
+            "picked",
+            mask,
+            ir.DataType.INT64,
+        ),
+    )
+    along = builder.constant("axis", torch.tensor([0]), ir.DataType.INT64)
     return builder.add("ReduceSum", single, along, keepdims=1)
