@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 from quantizer.calibration.events import NOBODY, Events, Stage
 from quantizer.config.wording import shortened
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
-from quantizer.export.exporter import Exporter, Refusal, files_of
-from quantizer.export.targets import EXPORTERS
+from quantizer.export.exporter import Exporter as Exporter
+from quantizer.export.exporter import Refusal as Refusal
+from quantizer.export.exporter import files_of
+from quantizer.export.targets import EXPORTERS as EXPORTERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,20 +26,6 @@ if TYPE_CHECKING:
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import Key, Plan
 
-__all__ = [
-    "EXPORTERS",
-    "FOLDER",
-    "Exporter",
-    "Refusal",
-    "as_run",
-    "check",
-    "export",
-    "exporter_of",
-    "planned_refusals",
-    "refuse",
-    "require_extras",
-    "size_of",
-]
 FOLDER = "export"
 
 
@@ -63,7 +51,10 @@ def require_extras(targets: Iterable[str]) -> None:
             )
 
 
-def planned_refusals(target: str, plan: Plan) -> list[Refusal]:
+def planned_refusals(
+    target: str,
+    plan: Plan,
+) -> list[Refusal]:
     """Return what a target cannot express of a plan.
 
     What algorithms will insert is not known yet.
@@ -73,7 +64,12 @@ def planned_refusals(target: str, plan: Plan) -> list[Refusal]:
     return list(exporter_of(target).refusals(plan.graph, specs, opset))
 
 
-def check(target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> None:
+def check(
+    target: str,
+    graph: Graph,
+    specs: Mapping[Key, QuantizationSpec],
+    opset: int,
+) -> None:
     """Check that a target can express a network.
 
     Raises:
@@ -108,7 +104,11 @@ def refuse(target: str, refusals: Iterable[Refusal]) -> None:
         raise UsageError(f"--deploy {target}: {'; '.join(texts)}", help="; ".join(helps))
 
 
-def as_run(targets: Iterable[str], graph: Graph, solution: Solution) -> Solution:
+def as_run(
+    targets: Iterable[str],
+    graph: Graph,
+    solution: Solution,
+) -> Solution:
     """Return the solution with what the runtimes of these targets round in addition.
 
     Test mode runs this solution, so that its metrics count that rounding.

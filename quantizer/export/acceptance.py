@@ -65,22 +65,13 @@ def worst_of(verification: Verification, deployment: Deployment) -> PartAgreemen
     return min(differing, key=lambda part: part.sqnr_db or -math.inf, default=None)
 
 
-def agrees(verification: Verification, sqnr_db: float) -> bool:
-    """Return whether a file computes what test mode does.
+def _part_agrees(part: PartAgreement, sqnr_db: float, verification: Verification) -> bool:
+    """Return whether one part is what test mode computes.
 
     A part agrees if nearly all of its values are within one step. It also agrees if its
     difference from test mode costs no more than quantization itself: one other code in an early
     layer changes many in later ones. In a deep network nearly all codes may change. Then the
     file's error against the float network may be twice that of test mode.
-
-    Args:
-        sqnr_db: of test mode's worst output against the float network.
-    """
-    return all(_part_agrees(part, sqnr_db, verification) for part in verification.parts)
-
-
-def _part_agrees(part: PartAgreement, sqnr_db: float, verification: Verification) -> bool:
-    """Return whether one part is what test mode computes.
 
     Args:
         sqnr_db: of the part in test mode against the float network.

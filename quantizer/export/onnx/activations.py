@@ -187,8 +187,8 @@ def _cast(
         return builder.add("Identity", x)
     largest = FLOAT_FORMATS[dtype].largest
     clipped = _clip(builder, x, torch.tensor([-largest, largest]))
-    narrow = builder.add("Cast", clipped, to=int(_CASTS[dtype]))
-    return builder.add("Cast", narrow, to=int(ir.DataType.FLOAT))
+    narrow = builder.cast(clipped, _CASTS[dtype])
+    return builder.cast(narrow, ir.DataType.FLOAT)
 
 
 def round_units(

@@ -58,6 +58,14 @@ class NodeBuilder:
             self.graph.insert_before(self._anchor, node)
         return node.outputs[0]
 
+    def cast(self, x: ir.Value, data_type: ir.DataType) -> ir.Value:
+        """Add a Cast and return its value."""
+        return self.add("Cast", x, to=int(data_type))
+
+    def indices(self, part: str, values: list[int]) -> ir.Value:
+        """Add an initializer of int64 and return its value."""
+        return self.constant(part, torch.tensor(values), ir.DataType.INT64)
+
     def constant(
         self,
         part: str,

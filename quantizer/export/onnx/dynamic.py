@@ -81,7 +81,7 @@ def quantize_dynamic(
     if zero_point is None:
         zero = builder.constant("zero_point", offset, UINT8.data_type)
     else:
-        zero = builder.add("Cast", zero_point, to=int(ir.DataType.UINT8))
+        zero = builder.cast(zero_point, ir.DataType.UINT8)
     codes = builder.add("QuantizeLinear", x, scale, zero)
     least = spec.quant_min + offset
     most = spec.quant_max + offset
@@ -106,7 +106,7 @@ def quantize_row_codes(
         offset = rounded.zero_point
         zero_point = builder.add("Sub", offset, middle)
     shifted = builder.add("Add", rounded.units, offset)
-    codes = builder.add("Cast", shifted, to=int(ir.DataType.UINT8))
+    codes = builder.cast(shifted, ir.DataType.UINT8)
     unit = builder.constant("unit", 1.0)
     zero = builder.constant("zero_point", _MIDDLE, UINT8.data_type)
     floats = builder.add("DequantizeLinear", codes, unit, zero)
@@ -124,20 +124,18 @@ def scale_rows(
     One scale for each row cannot be part of an integer kernel, so it is multiplied afterwards,
     and so is what a zero point adds to each sum. The product's node is called `builder.name`.
     """
-    sums = builder.add("MatMul", rows.codes, weight, node_name=builder.name)
+    sums = builder.add(
+        "MatMul",
+        rows.codes,
+        weight,
+        node_name=builder.name,
+    )
     if rows.zero_point is not None:
         assert weights.codes is not None
         codes = weights.codes.to(torch.float64) - weights.zero_point.reshape(-1, 1)
         columns = builder.constant("columns", codes.sum(1) * weights.scale)
-        sums = builder.add(
-            "Sub",
-            sums,
-            builder.add(
-                "Mul",
-                rows.zero_point,
-                columns,
-            ),
-        )
+        offsets = builder.add("Mul", rows.zero_point, columns)
+        sums = builder.add("Sub", sums, offsets)
     return builder.add("Mul", sums, rows.scale)
 
 
@@ -160,8 +158,8 @@ def _rounded(
         low = builder.constant("low", -largest)
         high = builder.constant("high", largest)
         clipped = builder.add("Clip", units, low, high)
-        codes = builder.add("Cast", clipped, to=int(FLOAT8_TYPES[spec.dtype]))
-        floats = builder.add("Cast", codes, to=int(ir.DataType.FLOAT))
+        codes = builder.cast(clipped, FLOAT8_TYPES[spec.dtype])
+        floats = builder.cast(codes, ir.DataType.FLOAT)
         return _Rounded(floats, scale, None)
     least = builder.constant("least", spec.quant_min)
     most = builder.constant("most", spec.quant_max)
@@ -169,20 +167,14 @@ def _rounded(
     if spec.symmetric:
         clipped = builder.add("Clip", units, least, most)
     else:
-        distance = builder.add(
-            "Neg",
-            builder.add(
-                "Round",
-                builder.add(
-                    "Div",
-                    low,
-                    scale,
-                ),
-            ),
-        )
+        units_of_low = builder.add("Div", low, scale)
+        rounded_low = builder.add("Round", units_of_low)
+        distance = builder.add("Neg", rounded_low)
         zero_point = builder.add("Clip", distance, least, most)
-        at_least = builder.add("Max", units, builder.add("Sub", least, zero_point))
-        clipped = builder.add("Min", at_least, builder.add("Sub", most, zero_point))
+        least = builder.add("Sub", least, zero_point)
+        most = builder.add("Sub", most, zero_point)
+        at_least = builder.add("Max", units, least)
+        clipped = builder.add("Min", at_least, most)
     return _Rounded(round_units(builder, spec.round_mode, clipped), scale, zero_point)
 
 
@@ -200,18 +192,16 @@ def _range(
         axes = [axis]
         if spec.qscheme != "per_token":
             axes = [other for other in range(rank) if other != axis]
-        inputs.append(
-            builder.constant(
-                "axes",
-                torch.tensor(axes),
-                ir.DataType.INT64,
-            )
-        )
+        inputs.append(builder.indices("axes", axes))
     keepdims = len(inputs) - 1
     low = builder.add("ReduceMin", *inputs, keepdims=keepdims)
     high = builder.add("ReduceMax", *inputs, keepdims=keepdims)
     zero = builder.constant("zero", 0.0)
-    return builder.add("Min", low, zero), builder.add("Max", high, zero)
+    return builder.add(
+        "Min",
+        low,
+        zero,
+    ), builder.add("Max", high, zero)
 
 
 def _scale(
@@ -227,5 +217,9 @@ def _scale(
     else:
         span = float(spec.quant_max - spec.quant_min)
         width = builder.add("Sub", high, low)
-    step = builder.add("Div", width, builder.constant("span", span))
+    step = builder.add(
+        "Div",
+        width,
+        builder.constant("span", span),
+    )
     return builder.add("Max", step, builder.constant("smallest", SMALLEST_SCALE))

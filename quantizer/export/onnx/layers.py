@@ -41,7 +41,11 @@ class LayerCheck:
         self.model.CopyFrom(model)
         for key, name in self.values.items():
             data_type = onnx.helper.np_dtype_to_tensor_dtype(self._zeros[key].dtype)
-            output = onnx.helper.make_tensor_value_info(name, data_type, None)
+            output = onnx.helper.make_tensor_value_info(
+                name,
+                data_type,
+                None,
+            )
             self.model.graph.output.append(output)
 
     def _find_codes(
@@ -92,13 +96,8 @@ class LayerCheck:
             if input_key in self.values and source is not None:
                 layer = self.network.layers[node.name]
                 quantized = layer.quantize_input(values[source.name])
-                values = values | {
-                    source.name: self._compared(
-                        input_key,
-                        quantized,
-                        codes,
-                    )
-                }
+                seen = self._compared(input_key, quantized, codes)
+                values = values | {source.name: seen}
             value = self.network.run_node(node, values)
             if output_key in self.values:
                 value = self._compared(output_key, value, codes)

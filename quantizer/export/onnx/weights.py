@@ -58,17 +58,14 @@ def quantize_weights(
         shape = [-1 if index == axis else 1 for index in range(codes.dim())]
         if axis is None:
             shape = []
-        floats = builder.add("Cast", stored, to=int(ir.DataType.FLOAT))
+        floats = builder.cast(stored, ir.DataType.FLOAT)
         if zero_point.any():
             # OpenVINO takes Cast, Sub, Mul for a compressed weight, and misreads one that is
             # cut and joined by gates. So the negated zero point is added.
             negated = builder.constant("zero_point", -zero_point.reshape(shape))
             floats = builder.add("Add", floats, negated)
-        return builder.add(
-            "Mul",
-            floats,
-            builder.constant("scale", scale.reshape(shape)),
-        )
+        factor = builder.constant("scale", scale.reshape(shape))
+        return builder.add("Mul", floats, factor)
     inputs = [stored, builder.constant("scale", scale)]
     if kind is not ONNX_INT32:
         inputs.append(builder.constant("zero_point", zero_point, kind.data_type))
@@ -122,7 +119,7 @@ def _dequantize_stack(
     zero_point = _spread_groups(tensor.zero_point, tensor.spec, scale_shape)
     stored = builder.constant("codes", tensor.codes, kind.data_type)
     if ahead:
-        floats = builder.add("Cast", stored, to=int(ir.DataType.FLOAT))
+        floats = builder.cast(stored, ir.DataType.FLOAT)
     else:
         floats = builder.add("DequantizeLinear", stored, builder.constant("one", 1.0))
     if zero_point.any():

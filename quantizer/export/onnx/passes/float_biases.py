@@ -30,20 +30,18 @@ def hide_float_biases(
         if count is None:
             continue
         builder = NodeBuilder(f"{node.name}.bias", node)
-        codes = builder.constant("zeros", torch.zeros(count), ir.DataType.INT32)
+        codes = builder.constant(
+            "zeros",
+            torch.zeros(count),
+            ir.DataType.INT32,
+        )
         zeros = builder.add("DequantizeLinear", codes, builder.constant("one", 1.0))
+        bias = zeros
         if has_bias:
-            node.replace_input_with(
-                2,
-                builder.add(
-                    "Add",
-                    node.inputs[2],
-                    zeros,
-                ),
-            )
+            bias = builder.add("Add", node.inputs[2], zeros)
         else:
             node.resize_inputs(3)
-            node.replace_input_with(2, zeros)
+        node.replace_input_with(2, bias)
 
 
 def _channels_of_float_weight(node: ir.Node) -> int | None:

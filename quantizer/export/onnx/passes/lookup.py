@@ -4,7 +4,6 @@ ONNX Runtime keeps DequantizeLinear for its kernels and does not compute it ahea
 """
 
 import onnx_ir as ir
-import torch
 
 from quantizer.export.onnx.builder import (
     NodeBuilder,
@@ -73,26 +72,24 @@ def _rows(
     if rank != 2 and not (rank and attributes["axis"] == 0):
         return builder.add("DequantizeLinear", picked, scale, *zero_points, **last)
     row_scales = builder.add("Gather", scale, indices)
-    row_zeros = [builder.add("Gather", zero_point, indices) for zero_point in zero_points]
     if "block_size" in attributes:
+        row_zeros = [builder.add("Gather", zero_point, indices) for zero_point in zero_points]
         return builder.add("DequantizeLinear", picked, row_scales, *row_zeros, **last)
-    last_axis = builder.constant(
-        "axis",
-        torch.tensor([-1]),
-        ir.DataType.INT64,
+    last_axis = builder.indices("axis", [-1])
+    floats = builder.cast(picked, ir.DataType.FLOAT)
+    for zero_point in zero_points:
+        zero_array = array_of(zero_point)
+        if zero_array is not None and zero_array.any():
+            row_zero = builder.add("Gather", zero_point, indices)
+            column = builder.add("Unsqueeze", row_zero, last_axis)
+            distance = builder.cast(column, ir.DataType.FLOAT)
+            floats = builder.add("Sub", floats, distance)
+    return builder.add(
+        "Mul",
+        floats,
+        builder.add(
+            "Unsqueeze",
+            row_scales,
+            last_axis,
+        ),
     )
-    floats = builder.add(
-        "Cast",
-        picked,
-        to=int(ir.DataType.FLOAT),
-    )
-    zero_array = array_of(zero_points[0]) if zero_points else None
-    if zero_array is not None and zero_array.any():
-        columns = builder.add("Unsqueeze", row_zeros[0], last_axis)
-        distances = builder.add(
-            "Cast",
-            columns,
-            to=int(ir.DataType.FLOAT),
-        )
-        floats = builder.add("Sub", floats, distances)
-    return builder.add("Mul", floats, builder.add("Unsqueeze", row_scales, last_axis))

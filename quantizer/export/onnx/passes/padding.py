@@ -7,7 +7,6 @@ same values in all runtimes.
 from collections.abc import Sequence
 
 import onnx_ir as ir
-import torch
 
 from quantizer.export.onnx.builder import (
     NodeBuilder,
@@ -41,9 +40,10 @@ def _padded_pool(pool: ir.Node) -> ir.Value | None:
     """Return the value of a pool behind a Pad; None for a pool that is read right as it is."""
     source = pool.inputs[0]
     pads = list(pool.attributes.get_ints("pads", ()))
-    if source is None or not any(pads):
+    if source is None or not any(pads) or not pool.attributes.get_int("count_include_pad", 0):
         return None
-    if not pool.attributes.get_int("count_include_pad", 0) or not _has_zero_point(source):
+    dequantize = _dequantize_of(source)
+    if dequantize is None:
         return None
     if pool.attributes.get_int("ceil_mode", 0):
         size = _spatial_size(source)
@@ -54,14 +54,11 @@ def _padded_pool(pool: ir.Node) -> ir.Value | None:
         pads = _pads_of_windows(size, pads, kernel, pool.attributes["strides"].as_ints())
     half = len(pads) // 2
     builder = NodeBuilder(f"{pool.outputs[0].name}.padded", pool)
-    every_axis = torch.tensor([0, 0, *pads[:half], 0, 0, *pads[half:]])
-    amounts = builder.constant("amounts", every_axis, ir.DataType.INT64)
-    values = _add_padding(builder, source, [amounts])
-    attributes = {
-        name: attribute.value
-        for name, attribute in pool.attributes.items()
-        if name not in _PADDING_ATTRIBUTES
-    }
+    amounts = builder.indices("amounts", [0, 0, *pads[:half], 0, 0, *pads[half:]])
+    values = _add_padding(builder, source, dequantize, [amounts])
+    attributes = {name: attribute.value for name, attribute in pool.attributes.items()}
+    for name in _PADDING_ATTRIBUTES:
+        del attributes[name]
     return builder.add("AveragePool", values, node_name=pool.name, **attributes)
 
 
@@ -71,44 +68,52 @@ def _padded(pad: ir.Node) -> ir.Value | None:
     is_constant_mode = pad.attributes.get_string("mode", "constant") == "constant"
     if source is None or not is_constant_mode or not only_moves(pad):
         return None
-    if not _has_zero_point(source):
+    dequantize = _dequantize_of(source)
+    if dequantize is None:
         return None
     builder = NodeBuilder(f"{pad.outputs[0].name}.padded", pad)
-    return _add_padding(builder, source, [pad.inputs[1], *pad.inputs[3:]])
+    return _add_padding(
+        builder,
+        source,
+        dequantize,
+        [pad.inputs[1], *pad.inputs[3:]],
+    )
 
 
 def _add_padding(
     builder: NodeBuilder,
     source: ir.Value,
+    dequantize: ir.Node,
     amounts: Sequence[ir.Value | None],
 ) -> ir.Value:
     """Add nodes that pad the codes of a value with its zero point.
 
     Args:
+        dequantize: what the value comes from.
         amounts: the Pad's inputs on how much and, if not along all axes, along which.
     """
-    *_, origin = origins(source)
-    dequantize = origin.producer()
-    assert dequantize is not None
     codes, scale, zero_point = dequantize.inputs
-    if origin is not source:
+    if dequantize.outputs[0] is not source:
         codes = builder.add("QuantizeLinear", source, scale, zero_point)
     how_much, *axes = amounts
     padded = builder.add("Pad", codes, how_much, zero_point, *axes)
     return builder.add("DequantizeLinear", padded, scale, zero_point)
 
 
-def _has_zero_point(source: ir.Value) -> bool:
-    """Return whether a value comes from 8-bit codes of which another than 0 stands for zero."""
+def _dequantize_of(source: ir.Value) -> ir.Node | None:
+    """Return the DequantizeLinear that a value comes from, if zero has another code than 0.
+
+    None unless the codes have 8 bits.
+    """
     *_, origin = origins(source)
     dequantize = producer_of(origin, "DequantizeLinear")
     if dequantize is None or len(dequantize.inputs) < 3:
-        return False
+        return None
     zero_point = dequantize.inputs[2]
     array = array_of(zero_point)
-    if zero_point is None or array is None:
-        return False
-    return zero_point.dtype in EIGHT_BITS and bool(array.any())
+    if zero_point is None or array is None or zero_point.dtype not in EIGHT_BITS:
+        return None
+    return dequantize if array.any() else None
 
 
 def _spatial_size(value: ir.Value) -> list[int] | None:

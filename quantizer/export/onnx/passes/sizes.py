@@ -6,7 +6,6 @@ be taken from that sum.
 """
 
 import onnx_ir as ir
-import torch
 
 from quantizer.export.onnx.builder import NodeBuilder, replace_node
 from quantizer.export.onnx.marks import Lowering
@@ -60,17 +59,13 @@ def _as_sum(
     source = node.inputs[0]
     assert source is not None and source.shape is not None
     builder = NodeBuilder(f"{node.outputs[0].name}.summed", node)
-    mask = torch.zeros(len(source.shape), dtype=torch.int64)
+    mask = [0] * len(source.shape)
     mask[axis] = 1
     sizes = builder.add("Shape", source)
     single = builder.add(
         "Mul",
         sizes,
-        builder.constant(
-            "picked",
-            mask,
-            ir.DataType.INT64,
-        ),
+        builder.indices("picked", mask),
     )
-    along = builder.constant("axis", torch.tensor([0]), ir.DataType.INT64)
+    along = builder.indices("axis", [0])
     return builder.add("ReduceSum", single, along, keepdims=1)
