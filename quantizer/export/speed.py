@@ -14,7 +14,7 @@ MAX_SPREAD = 1.25
 MAX_SPEEDUP = 20.0
 # Below this share of float's speed, the text says how many times slower the file is.
 MUCH_SLOWER = 0.1
-BUSY = "the machine is too busy to tell the speed against float"
+BUSY = "no speed is given: the machine is too busy to measure it"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Speed:
         >>> Speed(0.04, 0.0399, 0.0401, 7).text
         '25 times slower than float (24.9 to 25.1 in 7 rounds)'
         >>> Speed(1.8, 0.9, 3.1, 7).text
-        'the machine is too busy to tell the speed against float'
+        'no speed is given: the machine is too busy to measure it'
         """
         if not self.is_clear:
             return BUSY

@@ -56,8 +56,8 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
     if architecture is None or why:
         known = ", ".join(ARCHITECTURES)
         text = (
-            f"--deploy gguf: without a template the model is to be one of {known}, without "
-            f"extras: this one {why}"
+            f"--deploy gguf: this model {why}; without a template, only {known} are supported, "
+            "without extras"
         )
         raise UsageError(text, help=TEMPLATE_HELP)
     sources = {source: source for source in state}
