@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import onnx_ir as ir
 import torch
-from torch import Tensor
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
 from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.numerics.codes import pack_bits
 
 PACKED_DOMAIN = "com.microsoft"
 """The domain of MatMulNBits."""
@@ -55,18 +55,17 @@ def packed_product(
     count = -(-inputs // block)
     unsigned = codes.to(torch.int32) + middle
     padded = torch.nn.functional.pad(unsigned, (0, count * block - inputs), value=middle)
-    packed = _packed(padded.view(outputs, count, block), bits)
+    blocks = padded.view(outputs, count, block).to(torch.uint8)
     operands = [
         x,
-        builder.constant("codes", packed, ir.DataType.UINT8),
+        builder.constant("codes", pack_bits(blocks, bits), ir.DataType.UINT8),
         builder.constant("scale", weights.scale.reshape(outputs, count)),
     ]
     zero_points = weights.zero_point.reshape(outputs, count) + middle
     default_zero_point = 1 << (bits - 1)
     if (zero_points != default_zero_point).any():
-        operands.append(
-            builder.constant("zero_point", _packed(zero_points, bits), ir.DataType.UINT8)
-        )
+        packed = pack_bits(zero_points.to(torch.uint8), bits)
+        operands.append(builder.constant("zero_point", packed, ir.DataType.UINT8))
     return builder.add(
         "MatMulNBits",
         *operands,
@@ -78,14 +77,3 @@ def packed_product(
         block_size=block,
         accuracy_level=_INT8_ACTIVATIONS,
     )
-
-
-def _packed(
-    values: Tensor,
-    bits: int,
-) -> Tensor:
-    """Return the last axis in bytes, the first value in the low bits, an odd one padded."""
-    if bits == 8:
-        return values.to(torch.uint8)
-    even = torch.nn.functional.pad(values, (0, values.shape[-1] % 2))
-    return (even[..., 0::2] | even[..., 1::2] << 4).to(torch.uint8)
