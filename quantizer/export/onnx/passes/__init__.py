@@ -37,6 +37,7 @@ ONNX_PASSES: tuple[_Pass, ...] = (
     write_sizes_as_sums,
     # Last of the general passes: what the others left constant is computed.
     compute_constants,
+    # In the fast profile only; needs the quantizations beside the gates.
     quantize_gates,
 )
 
