@@ -294,11 +294,7 @@ class Result:
         target: str,
         path: str | os.PathLike[str],
         data: Any = None,
-        *,
-        pt2_activations: str = "uint8",
-        onnx_profile: str = "exact",
-        onnx_weights: str = "uint8",
-        gguf_template: str | os.PathLike[str] = "",
+        **options: str | os.PathLike[str],
     ) -> Verification:
         """Write the network for another runtime and verify the file.
 
@@ -307,18 +303,13 @@ class Result:
                 "compressed-tensors" (a folder) and "gguf" (scales are rounded to float16).
             path: of the file or folder.
             data: to verify it with; as in `test`.
-            pt2_activations: the type of activations in a .pt2: "uint8" for torch.compile,
-                "int8" for ExecuTorch.
-            onnx_profile: how an .onnx rounds: "exact" as the config says, "fast" as the fastest
-                kernels of ONNX Runtime do.
-            onnx_weights: the type of 8-bit weights in an .onnx: "uint8" is correct on every
-                CPU, "int8" is faster on CPUs with VNNI.
-            gguf_template: a .gguf of the same model, from which metadata and tokenizer are
-                copied.
+            options: of the target, by the names of the command line's options without dashes:
+                pt2_activations, onnx_profile, onnx_weights or gguf_template, as
+                `quantizer.export.targets` describes them.
 
         Raises:
             DataError: there is no data.
-            UsageError: there is no such target or type, packages are missing, or the target
+            UsageError: there is no such target or option, packages are missing, or the target
                 cannot express the config.
             VerificationError: the outputs of the file differ from test mode; it is removed.
         """
@@ -327,12 +318,7 @@ class Result:
                 f"there is no export target {target!r}",
                 help=f"known are {', '.join(EXPORTERS)}",
             )
-        choices = {
-            "pt2_activations": pt2_activations,
-            "onnx_profile": onnx_profile,
-            "onnx_weights": onnx_weights,
-            "gguf_template": os.fspath(gguf_template),
-        }
+        choices = {name: os.fspath(value) for name, value in options.items()}
         require_choices(choices, [target])
         require_extras([target])
         calibrated = self._calibrated
@@ -349,10 +335,10 @@ class Result:
             self._model,
             batches,
             scores.quantization,
-            choices,
+            choices=choices,
             warnings=scores.lost,
         )
-        return export(target, deployment, Path(path), self._events, batches.total)
+        return export(target, deployment, Path(path), self._events, total=batches.total)
 
     def _batches_of(self, data: Any) -> Batches:
         """Return the batches of some data; of None, those of `calibrate` or `load`."""

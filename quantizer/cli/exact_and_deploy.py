@@ -135,7 +135,8 @@ def deploy(
     for target in dict.fromkeys(options.deploy):
         path = folder / f"{deployment.graph.model}{EXPORTERS[target].suffix}"
         try:
-            verified = export(target, deployment, path, progress(quiet=options.quiet), total)
+            follower = progress(quiet=options.quiet)
+            verified = export(target, deployment, path, follower, total=total)
         except (ResultError, OutOfMemoryError):
             raise
         except Exception as failure:  # noqa: BLE001 - of any class; raised after the results are shown

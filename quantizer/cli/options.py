@@ -130,6 +130,17 @@ _file = functools.partial(option, type=_FILE, metavar="FILE")
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
 
 
+def _of_target(name: str) -> Any:
+    """Return the field of an option that a target of --deploy declares."""
+    declared = CHOICES[name]
+    return option(
+        declared.help,
+        default=declared.default,
+        type=click.Choice(declared.values),
+        group="Output",
+    )
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of one call. Options that a command does not have keep their defaults."""
@@ -254,31 +265,10 @@ class Options:
         type=click.Choice(list(EXPORTERS)),
         group="Output",
     )
-    pt2_activations: str = option(
-        "Type of activations in a .pt2 file: uint8 for torch.compile, int8 for ExecuTorch.",
-        default=CHOICES["pt2_activations"].values[0],
-        type=click.Choice(CHOICES["pt2_activations"].values),
-        group="Output",
-    )
-    onnx_profile: str = option(
-        "How an .onnx file rounds: as the config says (exact), or as the fastest kernels of "
-        "ONNX Runtime do (fast).",
-        default=CHOICES["onnx_profile"].values[0],
-        type=click.Choice(CHOICES["onnx_profile"].values),
-        group="Output",
-    )
-    onnx_weights: str = option(
-        "Type of 8-bit weights in an .onnx file: uint8 is correct on every CPU, int8 is "
-        "faster on CPUs with VNNI.",
-        default=CHOICES["onnx_weights"].values[0],
-        type=click.Choice(CHOICES["onnx_weights"].values),
-        group="Output",
-    )
-    gguf_template: str | None = _file(
-        "A .gguf file of the same model, from which --deploy gguf copies metadata and "
-        "tokenizer.",
-        group="Output",
-    )
+    pt2_activations: str = _of_target("pt2_activations")
+    onnx_profile: str = _of_target("onnx_profile")
+    onnx_weights: str = _of_target("onnx_weights")
+    gguf_template: str | None = _file(CHOICES["gguf_template"].help, group="Output")
     for_: tuple[str, ...] = option(
         "Before calibration, check that --deploy TARGET will be able to write the result. "
         "May be repeated.",
@@ -338,9 +328,9 @@ class Options:
     @property
     def target_choices(self) -> dict[str, str]:
         """Return the settings of the targets of --deploy."""
-        settings = {}
+        settings: dict[str, str] = {}
         for name, choice in CHOICES.items():
-            settings[name] = getattr(self, name) or choice.values[0]
+            settings[name] = getattr(self, name) or choice.default
         return settings
 
     @property

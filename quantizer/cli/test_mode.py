@@ -137,7 +137,7 @@ class _TestRun:
             self.loaded.module,
             self.batches,
             scores.quantization,
-            options.target_choices,
+            choices=options.target_choices,
             warnings=scores.lost,
         )
         return deploy(options, outcome, deployment, self.batches.total, place=self.place)

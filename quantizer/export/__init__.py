@@ -1,18 +1,20 @@
-"""Which deployment files there are. Imports no torch, so that the command line can list
-them.
-"""
+"""Writes a quantized network for other runtimes. Imports no torch by itself."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from quantizer.calibration.events import NOBODY, Events, Stage
 from quantizer.config.wording import shortened
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
+from quantizer.export.exporter import Exporter as Exporter
+from quantizer.export.exporter import Refusal as Refusal
+from quantizer.export.exporter import files_of
+from quantizer.export.targets import EXPORTERS as EXPORTERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,77 +29,14 @@ if TYPE_CHECKING:
 FOLDER = "export"
 
 
-@dataclass(frozen=True)
-class Exporter:
-    """One kind of file: `function` ("module:name") writes it, `needs` are packages that the
-    extra `extra` installs.
-
-    What the target cannot hold, the module's function `refusals(graph, specs, opset)` gives, if
-    there is one: from specs alone, so that it is known before calibration; what its runtime
-    rounds besides, `as_run(graph, solution)`. `for_transformers` says that it takes models of
-    transformers alone; `is_folder` that it writes a folder, which the module's
-    `remove(deployment, path)` removes; `by_tensor` that it needs no more than one weight in
-    memory at a time.
-    """
-
-    function: str
-    suffix: str
-    needs: tuple[str, ...] = ()
-    extra: str = ""
-    is_folder: bool = False
-    for_transformers: bool = False
-    by_tensor: bool = False
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a target cannot hold a tensor, the `role` of a `layer`, or a whole layer, or without
-    one the network.
-
-    `why` goes on with what stands before it, as in "input of conv1 has a dynamic range"; `help`
-    is what to change.
-    """
-
-    why: str
-    help: str
-    layer: str = ""
-    role: str = ""
-
-
-EXPORTERS: dict[str, Exporter] = {
-    "onnx": Exporter(
-        "quantizer.export.onnx.exporter:export",
-        ".onnx",
-        ("onnx", "onnxruntime", "onnxscript"),
-        "onnx",
-    ),
-    "pt2": Exporter("quantizer.export.torch_export.pt2:export", ".pt2"),
-    "pt2_float": Exporter("quantizer.export.torch_export.pt2_float:export", ".float.pt2"),
-    "safetensors": Exporter(
-        "quantizer.export.safetensors:export", ".safetensors", by_tensor=True
-    ),
-    "compressed-tensors": Exporter(
-        "quantizer.export.compressed_tensors.exporter:export",
-        "-compressed-tensors",
-        ("transformers", "compressed_tensors"),
-        "llm",
-        is_folder=True,
-        for_transformers=True,
-        by_tensor=True,
-    ),
-    "gguf": Exporter(
-        "quantizer.export.gguf.exporter:export",
-        ".gguf",
-        ("transformers", "accelerate", "gguf"),
-        "llm",
-        for_transformers=True,
-        by_tensor=True,
-    ),
-}
+def exporter_of(target: str) -> Exporter[Any]:
+    """Return the exporter of a target; its module, which needs torch, is imported now."""
+    module, _, name = EXPORTERS[target].exporter.partition(":")
+    return cast(Exporter[Any], getattr(importlib.import_module(module), name)())
 
 
 def require_extras(targets: Iterable[str]) -> None:
-    """Refuse targets whose packages are not installed.
+    """Check that the packages of targets are installed.
 
     Raises:
         UsageError: naming the packages and how to install them.
@@ -112,62 +51,70 @@ def require_extras(targets: Iterable[str]) -> None:
             )
 
 
-def refusals(
-    target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+def planned_refusals(
+    target: str,
+    plan: Plan,
 ) -> list[Refusal]:
-    """What a target cannot express, as far as can be told without running the network; `opset`
-    is for ONNX.
+    """Return what a target cannot express of a plan.
+
+    What algorithms will insert is not known yet.
     """
-    module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
-    return list(module.refusals(graph, specs, opset)) if hasattr(module, "refusals") else []
-
-
-def planned_refusals(target: str, plan: Plan) -> list[Refusal]:
-    """What a target cannot express of a plan; what algorithms will insert is not known yet."""
     specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
-    return refusals(target, plan.graph, specs, plan.settings.onnx_opset_version)
+    opset = plan.settings.onnx_opset_version
+    return list(exporter_of(target).refusals(plan.graph, specs, opset))
 
 
-def check(target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> None:
-    """Refuse a network that a target cannot express.
+def check(
+    target: str,
+    graph: Graph,
+    specs: Mapping[Key, QuantizationSpec],
+    opset: int,
+) -> None:
+    """Check that a target can express a network.
 
     Raises:
-        UsageError: why, with the first tensors it holds for.
+        UsageError: why it cannot, with the first tensors it holds for.
     """
-    refuse(target, refusals(target, graph, specs, opset))
+    refuse(target, exporter_of(target).refusals(graph, specs, opset))
 
 
-def refuse(target: str, found: Iterable[Refusal]) -> None:
-    """Say what was found, if anything was: of the whole network first, else of tensors, those
-    with one reason together.
+def refuse(target: str, refusals: Iterable[Refusal]) -> None:
+    """Raise the refusals as one error, if there are any.
+
+    A refusal of the whole network comes first. Tensors with the same reason share a sentence.
 
     Raises:
         UsageError: there are refusals.
     """
-    reasons: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     helps: dict[str, None] = {}
-    for each in found:
-        if not each.layer:
-            raise UsageError(f"--deploy {target} {each.why}", help=each.help)
-        reasons.setdefault(each.why, []).append(
-            f"{each.role} of {each.layer}" if each.role else each.layer
-        )
-        helps[each.help] = None
-    if reasons:
-        texts = [
-            shortened(names) + (": each " if names[1:] else " ") + why
-            for why, names in reasons.items()
-        ]
+    for refusal in refusals:
+        if not refusal.layer:
+            raise UsageError(f"--deploy {target} {refusal.why}", help=refusal.help)
+        name = refusal.layer
+        if refusal.role:
+            name = f"{refusal.role} of {refusal.layer}"
+        names_by_reason.setdefault(refusal.why, []).append(name)
+        helps[refusal.help] = None
+    texts: list[str] = []
+    for why, names in names_by_reason.items():
+        separator = ": each " if len(names) > 1 else " "
+        texts.append(shortened(names) + separator + why)
+    if texts:
         raise UsageError(f"--deploy {target}: {'; '.join(texts)}", help="; ".join(helps))
 
 
-def as_run(targets: Iterable[str], graph: Graph, solution: Solution) -> Solution:
-    """The solution with what the runtimes of these targets round besides, for test mode to
-    count it.
+def as_run(
+    targets: Iterable[str],
+    graph: Graph,
+    solution: Solution,
+) -> Solution:
+    """Return the solution with what the runtimes of these targets round in addition.
+
+    Test mode runs this solution, so that its metrics count that rounding.
     """
     for target in targets:
-        module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
-        solution = module.as_run(graph, solution) if hasattr(module, "as_run") else solution
+        solution = exporter_of(target).as_run(graph, solution)
     return solution
 
 
@@ -176,13 +123,16 @@ def export(
     deployment: Deployment,
     path: Path,
     events: Events = NOBODY,
+    *,
     total: int | None = None,
 ) -> Verification:
-    """Write one file, read it back, and say how far it is from test mode; a file that fails is
-    not left there.
+    """Write one file, read it back, and return how far it is from test mode.
+
+    A file that fails is removed.
 
     Args:
-        events: who follows; the units are batches, of which there are `total`.
+        events: receives the progress of verification, counted in batches.
+        total: the number of batches, if it is known.
 
     Raises:
         UsageError: the target cannot express what the config asks of a layer; nothing is
@@ -191,33 +141,23 @@ def export(
         VerificationError: the file does not compute what test mode does.
         ResultError: the file cannot be written.
     """
-    module, _, name = EXPORTERS[target].function.partition(":")
-    exporter = importlib.import_module(module)
-    deployment = deployment if EXPORTERS[target].by_tensor else deployment.in_memory()
+    exporter = exporter_of(target)
+    if not EXPORTERS[target].by_tensor:
+        deployment = deployment.in_memory()
     try:
         with Stage(events, f"verify {target}", total) as stage:
-            verification: Verification = getattr(exporter, name)(
-                deployment.followed(stage), path
-            )
+            deployment = deployment.followed(stage)
+            check(target, deployment.graph, deployment.solution.specs, deployment.opset)
+            with exporter.write(deployment, path) as written:
+                verification = exporter.verify(deployment, written)
     except (UsageError, ModelError, VerificationError):
-        if EXPORTERS[target].is_folder:
-            exporter.remove(deployment, path)
-        else:
-            for file in _files_of(path):
-                file.unlink(missing_ok=True)
+        exporter.remove(deployment, path)
         raise
-    lost = tuple(f"in test mode already: {text}" for text in deployment.warnings)
-    return replace(verification, remarks=(*verification.remarks, *lost))
+    losses = [f"in test mode already: {text}" for text in deployment.warnings]
+    return replace(verification, remarks=(*verification.remarks, *losses))
 
 
 def size_of(path: Path) -> int:
-    """The bytes of a file, with those of tensors that lie beside it, or of the files in a
-    folder.
-    """
-    files = path.iterdir() if path.is_dir() else _files_of(path)
+    """Return the bytes of a file with the tensors beside it, or of the files in a folder."""
+    files = path.iterdir() if path.is_dir() else files_of(path)
     return sum(file.stat().st_size for file in files if file.exists())
-
-
-def _files_of(path: Path) -> tuple[Path, Path]:
-    """A file, and where its tensors lie if it cannot hold them."""
-    return path, path.with_name(f"{path.name}.data")

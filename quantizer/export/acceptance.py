@@ -1,4 +1,4 @@
-"""Whether a file computes what test mode does, and the refusal of one that does not."""
+"""Decides whether a file computes what test mode does, and refuses one that does not."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,29 +15,30 @@ from quantizer.export.float32 import widened
 from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.nn.network import Network
 
+# Of two roundings of one network, neither worse than the other, the difference has twice the
+# energy of the error.
 MARGIN_DB = 3.0
-"""Of two roundings of one network, neither worse than the other, the difference has twice
-the energy of the error."""
-ENOUGH_DB = 40.0
-"""A difference of a hundredth is rounding, even where test mode loses less."""
-NOTHING = 1e-6
-"""A difference of so small a share of the largest value is none, where test mode gives
-nothing but zeros."""
+# A difference of 1 % is rounding, even where test mode loses less.
+SUFFICIENT_DB = 40.0
+# Relative to the largest value. A smaller difference is none where test mode gives only zeros.
+_NEGLIGIBLE = 1e-6
 Outputs = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
-"""What a file gives for one call: the tensors, in order."""
+"""Returns what a file gives for one call: the tensors, in order."""
 
 
 def accepted(
     verification: Verification,
     deployment: Deployment,
     outputs: Outputs,
+    *,
     refusal: str,
     remedy: str,
 ) -> Verification:
-    """The figures of a file, with those against the float network where they decide.
+    """Return the figures of a file, with those against the float network where they decide.
 
     Args:
-        refusal: begins the sentence on a file that is refused, `remedy` says what to do then.
+        refusal: begins the sentence on a file that is refused.
+        remedy: what to do then.
 
     Raises:
         VerificationError: the file does not compute what test mode does.
@@ -47,17 +48,16 @@ def accepted(
     differing = worst_of(verification, deployment)
     if differing is None:
         return verification
-    loss = deployment.loss_of(differing.name)
-    itself = f"test mode itself is {loss:.1f} dB from the float network"
     text = f"{refusal} does not compute what test mode does: {verification.figures()}"
     if len(verification.parts) > 1:
         text += f"; {_part_in_words(differing)}"
-    raise VerificationError(f"{text}; {itself}", help=remedy)
+    loss = deployment.loss_of(differing.name)
+    text += f"; test mode itself is {loss:.1f} dB from the float network"
+    raise VerificationError(text, help=remedy)
 
 
 def worst_of(verification: Verification, deployment: Deployment) -> PartAgreement | None:
-    """Return the part of a file that differs most of those that test mode computes
-    otherwise; None if none does."""
+    """Return the part that differs most from test mode; None if all parts agree."""
     differing: list[PartAgreement] = []
     for part in verification.parts:
         if not _part_agrees(part, deployment.loss_of(part.name), verification):
@@ -65,27 +65,24 @@ def worst_of(verification: Verification, deployment: Deployment) -> PartAgreemen
     return min(differing, key=lambda part: part.sqnr_db or -math.inf, default=None)
 
 
-def agrees(verification: Verification, sqnr_db: float) -> bool:
-    """Whether a file computes what test mode does, of whose outputs the worst is `sqnr_db`
-    from the float network's.
-
-    Each part does if nearly all of its values are within one step, or if its difference from
-    test mode costs no more than quantization itself: a code that falls otherwise in an early
-    layer changes many in later ones. In a deep network these may be nearly all, and then it is
-    the file's own error that may be twice that of test mode.
-    """
-    return all(_part_agrees(part, sqnr_db, verification) for part in verification.parts)
-
-
 def _part_agrees(part: PartAgreement, sqnr_db: float, verification: Verification) -> bool:
-    """Return whether one part is what test mode computes, where it is `sqnr_db` from the
-    float network's."""
+    """Return whether one part is what test mode computes.
+
+    A part agrees if nearly all of its values are within one step. It also agrees if its
+    difference from test mode costs no more than quantization itself: one other code in an early
+    layer changes many in later ones. In a deep network nearly all codes may change. Then the
+    file's error against the float network may be twice that of test mode.
+
+    Args:
+        sqnr_db: of the part in test mode against the float network.
+    """
     if part.within_share is not None and part.within_share >= WITHIN:
         return True
     if part.collapses:
         return False
     if part.sqnr_db is None:
-        return part.equal_share >= WITHIN or part.largest <= NOTHING * _largest(verification)
+        is_negligible = part.largest <= _NEGLIGIBLE * _largest(verification)
+        return part.equal_share >= WITHIN or is_negligible
     nearest = part.sqnr_db
     if part.float_sqnr_db is not None:
         nearest = max(nearest, part.float_sqnr_db)
@@ -93,13 +90,13 @@ def _part_agrees(part: PartAgreement, sqnr_db: float, verification: Verification
 
 
 def least_db(sqnr_db: float) -> float:
-    """The least SQNR, against test mode or the float network, of what rounds otherwise and
+    """Return the least SQNR, against test mode or the float network, of another rounding that
     costs no more."""
-    return min(ENOUGH_DB, sqnr_db - MARGIN_DB)
+    return min(SUFFICIENT_DB, sqnr_db - MARGIN_DB)
 
 
 def _largest(verification: Verification) -> float:
-    """Return the largest value that test mode gives."""
+    """Return the largest magnitude in test mode."""
     largest = 0.0
     for part in verification.parts:
         end = max(abs(part.expected.low), abs(part.expected.high))
@@ -123,8 +120,10 @@ def with_float_figures(
     outputs: Outputs,
     deployment: Deployment,
 ) -> Verification:
-    """Return the figures with those against the float network, if there is one and a second
-    pass over the data."""
+    """Return the figures with those against the float network, if there is one.
+
+    This takes a second pass over the data.
+    """
     if deployment.float_graph is None:
         return verification
     network = Network(deployment.float_graph.in_memory())

@@ -1,6 +1,4 @@
-"""How far what a file computes is from test mode, over any number of batches. What of it is
-rounding.
-"""
+"""Measures how far what a file computes is from test mode, over any number of batches."""
 
 from __future__ import annotations
 
@@ -23,52 +21,59 @@ from quantizer.graph.output_parts import Output
 
 @dataclass(frozen=True)
 class Kernels:
-    """How a runtime multiplies: the layers that it does in integers, and why not, of each of
-    the others.
-    """
+    """The layers whose products a runtime computes in integers, and why not the others."""
 
     integer: tuple[str, ...]
     floating: dict[str, str]
 
     @property
     def count(self) -> int:
-        """Of all multiplications."""
+        """Return the number of all multiplications."""
         return len(self.integer) + len(self.floating)
 
     @property
     def share(self) -> float:
-        """Of those in integers; 1 where there are none at all."""
+        """Return the share in integers; 1 if there are no multiplications."""
         return len(self.integer) / self.count if self.count else 1.0
 
     @property
     def lines(self) -> list[str]:
-        """A sentence on all, and one for each reason."""
-        reasons: dict[str, list[str]] = {}
+        """Return a sentence on all multiplications, and one for each reason."""
+        layers_by_reason: dict[str, list[str]] = {}
         for layer, why in self.floating.items():
-            reasons.setdefault(why, []).append(layer)
-        texts = [f"in float: {shortened(layers)}: {why}" for why, layers in reasons.items()]
-        return [f"{len(self.integer)} of {self.count} multiplications in int8", *texts]
+            layers_by_reason.setdefault(why, []).append(layer)
+        lines = [f"{len(self.integer)} of {self.count} multiplications in int8"]
+        for why, layers in layers_by_reason.items():
+            lines.append(f"in float: {shortened(layers)}: {why}")
+        return lines
 
     def to_json(self) -> dict[str, Any]:
-        """The layers and the share."""
+        """Return the layers and the share."""
         return {"integer": list(self.integer), "floating": self.floating, "share": self.share}
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A file against test mode: `compared` says what of it; differences are absolute, shares go
-    from 0 to 1.
+    """The comparison of a file with test mode.
 
-    `equal` is the share of equal values; `within_step` of those at most one step of their scale
-    away, None unless all have a scale or are integers; `sqnr_db` is of the worst of the
-    floating-point tensors and their `parts`, infinite without a difference, None without such
-    tensors, `sqnr_db_pooled` of all together; `top1_agreement` is the share of samples with the
-    same class, None if the first tensor has no row of classes for each; `float_sqnr_db` is of
-    the file against the float network, where that decides. `default_session` has the figures of
-    a runtime as its users start it, where those beside it are of one without optimizations:
-    also its `kernels`, the codes of its `layers`, each made of the same codes as in test mode,
-    and its `speed` against the float network, None if it was not measured. `remarks` say how a
-    file is read; `engines` are others that are installed and may read it.
+    Differences are absolute. Shares go from 0 to 1.
+
+    Attributes:
+        compared: what is compared.
+        equal: the share of equal values.
+        within_step: the share of values at most one step of their scale away; None unless all
+            have a scale or are integers.
+        sqnr_db: of the worst floating-point tensor or part, infinite without a difference;
+            None without such tensors. `sqnr_db_pooled` is of all together.
+        top1_agreement: the share of samples with the same class; None if the first tensor has
+            no row of classes for each sample.
+        float_sqnr_db: of the file against the float network, where that decides.
+        default_session: the figures of a runtime as its users start it; the others are without
+            optimizations. It has `kernels`, `layers` and `speed`.
+        layers: the codes of layers, each computed from the same codes as in test mode.
+        speed: against the float network; None if it was not measured.
+        remarks: on how the file is read.
+        engines: other installed engines that may read it.
     """
 
     compared: str
@@ -89,101 +94,101 @@ class Verification:
     parts: tuple[PartAgreement, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The figures it has but the speed, infinite ones left out: without a difference there
-        is no ratio to it.
+        """Return the figures without the speed, which differs from run to run.
+
+        Infinite figures are left out: without a difference there is no ratio to it.
         """
-        left_out = (None, math.inf, -math.inf, ())
-        apart = ("speed", "parts")
-        found = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in apart and value not in left_out
-        }
+        content: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            is_empty = value in (None, math.inf, -math.inf, ())
+            if name not in ("speed", "parts") and not is_empty:
+                content[name] = value
         if len(self.parts) > 1:
-            found["parts"] = [part.to_json() for part in self.parts]
-        parts = {"default_session": self.default_session, "kernels": self.kernels}
-        found |= {name: part.to_json() for name, part in parts.items() if part is not None}
+            content["parts"] = [part.to_json() for part in self.parts]
+        if self.default_session is not None:
+            content["default_session"] = self.default_session.to_json()
+        if self.kernels is not None:
+            content["kernels"] = self.kernels.to_json()
         if self.engines:
-            found["engines"] = [check.to_json() for check in self.engines]
+            content["engines"] = [check.to_json() for check in self.engines]
         if self.layers:
-            counted = [
-                {name: value for name, value in vars(row).items() if value is not None}
-                for row in self.layers
-            ]
-            found |= {
-                "layers": counted,
-                "first_differing": self.first_differing and self.first_differing.layer,
-            }
-        return found
+            content["layers"] = [_without_none(vars(row)) for row in self.layers]
+            first = self.first_differing
+            content["first_differing"] = first and first.layer
+        return content
 
     @property
     def worst_part(self) -> PartAgreement | None:
-        """The part with the lowest SQNR, None if none has one."""
+        """Return the part with the lowest SQNR; None if none has one."""
         rated = [part for part in self.parts if part.sqnr_db is not None]
         return min(rated, key=lambda part: part.sqnr_db or 0.0, default=None)
 
     @property
     def first_differing(self) -> LayerCodes | None:
-        """The first layer, in order of execution, whose codes are not those of test mode but
-        for rounding.
-        """
-        return next(
-            (row for row in self.layers if row.equal < WITHIN or row.most_steps > 1), None
-        )
+        """Return the first layer, in order of execution, that differs by more than rounding."""
+        for row in self.layers:
+            if row.equal < WITHIN or row.most_steps > 1:
+                return row
+        return None
 
     @property
     def lines(self) -> list[str]:
-        """Sentences on the kernels and the layers."""
-        found = [] if self.kernels is None else self.kernels.lines
-        if found and self.speed is not None:
-            found[0] += f"; {self.speed.text}"
-        if codes := sum(row.codes for row in self.layers):
+        """Return sentences on the kernels and the layers."""
+        lines: list[str] = []
+        if self.kernels is not None:
+            lines += self.kernels.lines
+        if lines and self.speed is not None:
+            lines[0] += f"; {self.speed.text}"
+        codes = sum(row.codes for row in self.layers)
+        if codes:
             equal = 1 - sum(row.differing for row in self.layers) / codes
-            found.append(f"layer by layer, {equal:.4%} of {codes} codes are equal")
-        if first := self.first_differing:
-            found[-1] += (
+            lines.append(f"layer by layer, {equal:.4%} of {codes} codes are equal")
+        first = self.first_differing
+        if first is not None:
+            lines[-1] += (
                 f"; the first that differs: {first.layer}: {first.equal:.2%}, up to "
                 f"{first.most_steps} steps"
             )
-        return found
+        return lines
 
     def figures(self) -> str:
-        """The figures as part of a sentence."""
-        words = [
-            f"{self.compared} differ by at most {self.max_difference:.3g}, {self.equal:.2%} "
-            "are equal"
+        """Return the figures as part of a sentence."""
+        phrases = [
+            f"{self.compared} differ by at most {self.max_difference:.3g}",
+            f"{self.equal:.2%} are equal",
         ]
-        words += (
-            [] if self.within_step is None else [f"{self.within_step:.2%} are within one step"]
-        )
+        if self.within_step is not None:
+            phrases.append(f"{self.within_step:.2%} are within one step")
         if self.sqnr_db is not None and self.sqnr_db != math.inf:
+            phrase = f"SQNR {self.sqnr_db:.1f} dB"
             worst = self.worst_part
-            where = (
-                "" if worst is None or len(self.parts) == 1 else f" in {worst.name}, the worst"
-            )
-            words.append(f"SQNR {self.sqnr_db:.1f} dB{where}")
-        words += (
-            []
-            if self.top1_agreement is None
-            else [f"{self.top1_agreement:.2%} keep their top-1 class"]
-        )
-        words += (
-            []
-            if self.float_sqnr_db is None
-            else [f"{self.float_sqnr_db:.1f} dB from the float network"]
-        )
-        return ", ".join(words)
+            if worst is not None and len(self.parts) > 1:
+                phrase += f" in {worst.name}, the worst"
+            phrases.append(phrase)
+        if self.top1_agreement is not None:
+            phrases.append(f"{self.top1_agreement:.2%} keep their top-1 class")
+        if self.float_sqnr_db is not None:
+            phrases.append(f"{self.float_sqnr_db:.1f} dB from the float network")
+        return ", ".join(phrases)
+
+
+def _without_none(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """How another engine reads a file: `figures` against test mode over one call, or its
-    `failure` to run it.
+    """How another engine reads a file.
 
-    These are computed in float32 wherever nothing is quantized, and `reads` says whether they
-    differ by no more than rounding; `layer` is the first that does, if that can be told.
-    `defaults` are the figures of the engine's own settings, which may be coarser. `agrees` says
-    whether neither differs by more than quantization costs.
+    Attributes:
+        agrees: whether its figures, and those by default settings, differ by no more than
+            quantization costs.
+        figures: against test mode over one call, computed in float32 wherever nothing is
+            quantized; None if it cannot run the file.
+        failure: why it cannot.
+        layer: the first that differs, if that is known.
+        defaults: the figures with the engine's default settings, which may be coarser.
+        reads: whether `figures` differ by no more than rounding.
     """
 
     engine: str
@@ -196,34 +201,40 @@ class EngineCheck:
 
     @property
     def line(self) -> str:
-        """A sentence on it."""
+        """Return a sentence on it."""
         if self.figures is None:
             return f"{self.engine} cannot run it: {self.failure}"
+        figures = self.figures.figures()
         if not self.reads:
             where = f"; the first layer that differs is {self.layer}" if self.layer else ""
-            return f"{self.engine} computes something else: {self.figures.figures()}{where}"
+            return f"{self.engine} computes something else: {figures}{where}"
         if self.defaults is None:
-            return f"in {self.engine}, {self.figures.figures()}"
-        in_float32 = f"in {self.engine} in float32, {self.figures.figures()}"
+            return f"in {self.engine}, {figures}"
+        in_float32 = f"in {self.engine} in float32, {figures}"
+        by_default = self.defaults.figures()
         if self.agrees:
-            return f"{in_float32}; by its default settings, {self.defaults.figures()}"
+            return f"{in_float32}; by its default settings, {by_default}"
         return (
-            f"{self.engine} computes something else by its default settings: "
-            f"{self.defaults.figures()}; {in_float32}: compile it with "
-            "INFERENCE_PRECISION_HINT f32"
+            f"{self.engine} computes something else by its default settings: {by_default}; "
+            f"{in_float32}: compile it with INFERENCE_PRECISION_HINT f32"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """All that is known."""
-        figures = {} if self.figures is None else self.figures.to_json()
-        others = {"failure": self.failure, "layer": self.layer}
-        stated = {name: text for name, text in others.items() if text}
-        found = {"engine": self.engine, "agrees": self.agrees, **stated, **figures}
-        return found if self.defaults is None else found | {"defaults": self.defaults.to_json()}
+        """Return all that is known."""
+        content: dict[str, Any] = {"engine": self.engine, "agrees": self.agrees}
+        if self.failure:
+            content["failure"] = self.failure
+        if self.layer:
+            content["layer"] = self.layer
+        if self.figures is not None:
+            content |= self.figures.to_json()
+        if self.defaults is not None:
+            content["defaults"] = self.defaults.to_json()
+        return content
 
 
 class Agreement:
-    """Adds up the differences of tensors, each with its parts.
+    """Sums the differences of tensors, each with its parts, over batches.
 
     Args:
         compared: what is compared.
@@ -237,78 +248,81 @@ class Agreement:
         outputs: Sequence[Output] = (),
         steps: Mapping[str, float] | None = None,
     ) -> None:
-        self.compared, self.outputs = compared, outputs
-        self.steps: Mapping[str, float] = {} if steps is None else steps
+        self.compared = compared
+        self.outputs = outputs
+        self.steps: Mapping[str, float] = steps or {}
         self.parts: dict[str, PartAgreement] = {}
-        self.rows = self.agreeing = 0
+        self._rows = 0
+        self._agreeing_rows = 0
         self._comparison = OutputComparison(outputs)
 
     def recorder(self) -> Recorder:
-        """Return what has to watch the network whose tensors are expected, to tell their parts
-        apart.
-        """
+        """Return what has to watch the expected network to separate the parts of tensors."""
         return Recorder(self.outputs)
 
     def add(
         self,
         expected: Sequence[Tensor],
-        found: Sequence[Tensor],
+        actual: Sequence[Tensor],
         recorder: Recorder | None = None,
     ) -> None:
-        """Take in one batch, pairwise; NaN and infinity equal themselves, complex numbers are
-        pairs of reals.
+        """Add one batch, pairwise.
+
+        NaN and infinity equal themselves, complex numbers are pairs of reals.
 
         Raises:
             ValueError: the number of tensors or a shape differs.
         """
-        pairs_of_reals = zip(map(_in_reals, expected), map(_in_reals, found), strict=True)
-        for index, (want, got) in enumerate(pairs_of_reals):
-            if want.shape != got.shape:
+        pairs = zip(map(_in_reals, expected), map(_in_reals, actual), strict=True)
+        for index, (ours, theirs) in enumerate(pairs):
+            if ours.shape != theirs.shape:
                 raise ValueError(
-                    f"The file gives shape {tuple(got.shape)} where test mode gives "
-                    f"{tuple(want.shape)}."
+                    f"The file gives shape {tuple(theirs.shape)} where test mode gives "
+                    f"{tuple(ours.shape)}."
                 )
-            if index == 0 and want.dim() == 2 and want.shape[1] > 1:
-                self.rows += len(want)
-                self.agreeing += int((want.argmax(1) == got.argmax(1)).sum())
+            if index == 0 and ours.dim() == 2 and ours.shape[1] > 1:
+                self._rows += len(ours)
+                self._agreeing_rows += int((ours.argmax(1) == theirs.argmax(1)).sum())
             if recorder is None or len(self.outputs) != len(expected):
-                self._part(str(index), None).add(want, got)
+                self._part(str(index), None).add(ours, theirs)
                 continue
             output = self.outputs[index]
-            pairs = zip(
-                self._comparison.pieces(output, want, recorder),
-                self._comparison.pieces(output, got, recorder),
-                strict=True,
-            )
-            for (part, piece), (_, other) in pairs:
-                self._part(part.name, part.index).add(piece, other)
+            our_pieces = self._comparison.pieces(output, ours, recorder)
+            their_pieces = self._comparison.pieces(output, theirs, recorder)
+            for (part, ours), (_, theirs) in zip(our_pieces, their_pieces, strict=True):
+                self._part(part.name, part.index).add(ours, theirs)
 
     def _part(self, name: str, index: str | None) -> PartAgreement:
         if name not in self.parts:
             self.parts[name] = PartAgreement(name, index, self.steps.get(name))
         return self.parts[name]
 
-    @property
-    def count(self) -> int:
-        """How many values were compared."""
-        return sum(part.count for part in self.parts.values())
-
     def result(self) -> Verification:
-        """The figures of all batches."""
+        """Return the figures of all batches."""
         parts = tuple(part for part in self.parts.values() if part.count)
-        count = max(self.count, 1)
-        rated = [part.sqnr_db for part in parts if part.sqnr_db is not None]
-        within: float | None = sum(part.within for part in parts) / count
+        count = sum(part.count for part in parts)
+        equal = 1.0
+        mean_difference = 0.0
+        within_step: float | None = 0.0
+        if count:
+            equal = sum(part.equal for part in parts) / count
+            mean_difference = sum(part.total for part in parts) / count
+            within_step = sum(part.within for part in parts) / count
         if not all(part.is_stepped for part in parts):
-            within = None
+            within_step = None
+        sqnr_db: float | None = None
+        if any(part.is_float for part in parts):
+            rated = [part.sqnr_db for part in parts if part.sqnr_db is not None]
+            sqnr_db = min(rated, default=math.inf)
+        top1_agreement = self._agreeing_rows / self._rows if self._rows else None
         return Verification(
             self.compared,
             max((part.largest for part in parts), default=0.0),
-            sum(part.total for part in parts) / count,
-            sum(part.equal for part in parts) / count if self.count else 1.0,
-            within,
-            min(rated, default=math.inf) if any(part.is_float for part in parts) else None,
-            self.agreeing / self.rows if self.rows else None,
+            mean_difference,
+            equal,
+            within_step=within_step,
+            sqnr_db=sqnr_db,
+            top1_agreement=top1_agreement,
             sqnr_db_pooled=_pooled(parts),
             parts=parts,
         )
@@ -328,15 +342,16 @@ def _pooled(parts: Iterable[PartAgreement]) -> float | None:
     return noise.sqnr_db if math.isfinite(noise.error) else -math.inf
 
 
-def verify(compared: str, expected: Iterable[Tensor], found: Iterable[Tensor]) -> Verification:
-    """Compare tensors that should be equal, pairwise; one pair is in memory at a time if they
-    are made so.
+def verify(compared: str, expected: Iterable[Tensor], actual: Iterable[Tensor]) -> Verification:
+    """Compare tensors that should be equal, pairwise.
+
+    Only one pair is in memory at a time if the iterables are lazy.
 
     Raises:
         ValueError: the number of tensors or a shape differs.
     """
     agreement = Agreement(compared)
-    for want, got in zip(expected, found, strict=True):
-        agreement.add([want], [got])
+    for ours, theirs in zip(expected, actual, strict=True):
+        agreement.add([ours], [theirs])
     every = agreement.result()
     return Verification(compared, every.max_difference, every.mean_difference, every.equal)

@@ -1,6 +1,4 @@
-"""A network of half precision as one that computes in float32, with the same codes and
-scales.
-"""
+"""Turns a network of half precision into one that computes in float32, with the same codes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,14 +16,11 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def in_float32(deployment: Deployment) -> Deployment:
-    """The deployment with float32 for float16 and bfloat16: parameters, its call and casts;
-    itself if it has none.
+    """Return the deployment with float32 for float16 and bfloat16.
 
-    The batches to verify with stay as they are.
-
-    Codes stand for values that are not rounded to half precision; the sums are not either, so
-    outputs are nearer to those of exact arithmetic than test mode's. Quantization itself is not
-    changed.
+    That concerns parameters, the call and casts. Codes and scales stay, and so do the batches
+    to verify with. As neither values nor sums are rounded to half precision, outputs are nearer
+    to exact arithmetic than test mode's.
     """
     graph = deployment.graph
     if not any(node.dtype in HALF for node in graph.nodes):
@@ -33,46 +28,51 @@ def in_float32(deployment: Deployment) -> Deployment:
     args, kwargs = widened((deployment.args, dict(deployment.kwargs)))
     return replace(
         deployment,
-        graph=_graph(graph),
-        solution=_solution(deployment.encoded),
+        graph=_widened_graph(graph),
+        solution=_widened_solution(deployment.encoded),
         args=args,
         kwargs=kwargs,
     )
 
 
 def widened(value: Any) -> Any:
-    """A nested value with float32 for tensors and dtypes of half precision."""
-    return pytree.tree_map(_wide, value)
+    """Return a nested value with float32 for tensors and dtypes of half precision."""
+    return pytree.tree_map(_widened_leaf, value)
 
 
-def _wide(value: Any) -> Any:
+def _widened_leaf(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.dtype in HALF else value
     return torch.float32 if value in HALF else value
 
 
-def _graph(graph: Graph) -> Graph:
-    def changed(node: Node) -> Node:
-        return replace(node, attrs=widened(dict(node.attrs)), dtype=_wide(node.dtype))
+def _widened_graph(graph: Graph) -> Graph:
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        attrs = widened(dict(node.attrs))
+        nodes.append(
+            replace(
+                node,
+                attrs=attrs,
+                dtype=_widened_leaf(node.dtype),
+            )
+        )
+    return graph.replaced(nodes=tuple(nodes), tensors=widened(dict(graph.tensors)))
 
-    tensors = {path: _wide(tensor) for path, tensor in graph.tensors.items()}
-    return graph.replaced(nodes=tuple(map(changed, graph.nodes)), tensors=tensors)
 
-
-def _solution(solution: Solution) -> Solution:
-    def layers(found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        return {
-            name: {key: _wide(tensor) for key, tensor in own.items()}
-            for name, own in found.items()
-        }
-
+def _widened_solution(solution: Solution) -> Solution:
+    tensors = {}
+    for key, tensor in solution.tensors.items():
+        tensors[key] = replace(tensor, dtype=_widened_leaf(tensor.dtype))
     return replace(
         solution,
-        tensors={
-            key: replace(tensor, dtype=_wide(tensor.dtype))
-            for key, tensor in solution.tensors.items()
-        },
-        weights=layers(solution.weights),
-        rescaled=layers(solution.rescaled),
-        corrections={name: _wide(tensor) for name, tensor in solution.corrections.items()},
+        tensors=tensors,
+        weights=widened(_as_dicts(solution.weights)),
+        rescaled=widened(_as_dicts(solution.rescaled)),
+        corrections=widened(dict(solution.corrections)),
     )
+
+
+def _as_dicts(by_layer: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Return dicts, which pytree maps over."""
+    return {layer: dict(tensors) for layer, tensors in by_layer.items()}

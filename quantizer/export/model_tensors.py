@@ -1,6 +1,4 @@
-"""The tensors of a model of transformers by their names, as the quantized network has them.
-Knows no format.
-"""
+"""The tensors of a transformers model by name, with the values of the quantized network."""
 
 from collections.abc import Collection
 
@@ -9,72 +7,89 @@ from torch import Tensor, nn
 
 from quantizer.errors import UsageError
 from quantizer.export.deployment import Deployment
+from quantizer.export.hugging_face_folder import model_config
 from quantizer.nn.network import Network
 
-MADE = "leave out the algorithm or the setting that makes it, or use --deploy pt2"
+CHANGE_REMEDY = "leave out the algorithm or the setting that makes it, or use --deploy pt2"
 
 
-def values_of(
+def model_of(deployment: Deployment, target: str) -> nn.Module:
+    """Return the float model.
+
+    Raises:
+        UsageError: there is none, or it is no model of transformers.
+    """
+    if deployment.model is None:
+        raise UsageError(
+            f"--deploy {target} needs the float model", help="give it to Deployment.of"
+        )
+    model_config(deployment.model)
+    return deployment.model
+
+
+def parameter_values(
     deployment: Deployment, network: Network, coded: Collection[str], target: str
 ) -> dict[str, Tensor]:
-    """The tensors of the model's state, with the values that parameters have in the network.
+    """Return the model's state, with the values that parameters have in the network.
 
     Args:
-        coded: layers whose weight is stored in another way; it keeps the model's value here.
+        coded: layers whose weight is stored as codes; it keeps the model's value here.
         target: stands for the exporter in messages.
 
     Raises:
-        UsageError: a parameter has changed that the model has no place for, or for one of its
-            layers alone.
+        UsageError: a parameter has changed that the model has no place for, or in one of the
+            layers that share it.
     """
-    assert deployment.model is not None  # as the target has looked
-    state = state_of(deployment.model)
-    first, found = first_names(deployment.model), dict[str, Tensor]()
+    model = model_of(deployment, target)
+    state = state_of(model)
+    names = first_names(model)
+    values: dict[str, Tensor] = {}
     for node in deployment.graph.nodes:
-        own = network.layers[node.name].state_dict() if node.name in network.layers else {}
-        for key, value in own.items():
+        if node.name not in network.layers:
+            continue
+        for key, parameter in network.layers[node.name].state_dict().items():
             if key.startswith("quantizers.") or (key == "weight" and node.name in coded):
                 continue
             path = node.params.get(key, f"{node.scope}.{key}")
-            name, before = first.get(path, path), deployment.graph.tensors.get(path)
-            value = value.detach().cpu()
-            if name not in state:
-                if before is None or not torch.equal(before.cpu(), value):
-                    raise unheld(
-                        target,
-                        f"{node.name} has a {key} now that the model has no place for",
-                        MADE,
-                    )
-            elif name in found and not torch.equal(found[name], value):
-                raise unheld(
-                    target, f"{name} has one value in {node.name} and another elsewhere", MADE
-                )
-            else:
-                found[name] = value
-    return state | found
+            name = names.get(path, path)
+            value = parameter.detach().cpu()
+            if name in state:
+                if name in values and not torch.equal(values[name], value):
+                    why = f"{name} has one value in {node.name} and another elsewhere"
+                    raise not_held(target, why, CHANGE_REMEDY)
+                values[name] = value
+                continue
+            traced = deployment.graph.tensors.get(path)
+            if traced is None or not torch.equal(traced.cpu(), value):
+                why = f"{node.name} has a {key} now that the model has no place for"
+                raise not_held(target, why, CHANGE_REMEDY)
+    return state | values
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's state, one that has several names under the first."""
-    first = first_names(model)
-    state = model.state_dict()
-    return {
-        name: tensor.detach().cpu()
-        for name, tensor in state.items()
-        if first.get(name, name) == name
-    }
+    """Return the tensors of a model's state, each under the first of its names."""
+    names = first_names(model)
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if names.get(name, name) == name:
+            state[name] = tensor.detach().cpu()
+    return state
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter and buffer, by all its names."""
-    first: dict[int, str] = {}
-    named = (
+    """Return the first name of each parameter and buffer, by each of its names."""
+    named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
-    )
+    ]
+    first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def unheld(target: str, why: str, remedy: str) -> UsageError:
-    """What the file of a target has no place for."""
+def not_held(
+    target: str,
+    why: str,
+    remedy: str,
+) -> UsageError:
+    """Return the error for what the file of a target has no place for."""
     return UsageError(f"--deploy {target}: {why}", help=remedy)

@@ -1,7 +1,8 @@
-"""The .safetensors target: codes, scales and zero points by layer name. Holds no graph."""
+"""Writes and reads the .safetensors target: codes, scales and zero points by layer name."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,63 +17,80 @@ from quantizer.config.roles import parameter_name
 from quantizer.errors import ResultError
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporter import Exporter
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import decode
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 from quantizer.storage.files import deferred_tensors, write_tensors
 from quantizer.storage.safetensors_file import metadata
 
-FORMAT = 2
-CORRECTION = ".bias_correction"
-METADATA = "quantizer"
-"""The one key of the metadata: safetensors writes several in any order."""
+_FORMAT = 2
+_CORRECTION = ".bias_correction"
+# safetensors writes several keys in any order, so there is only one.
+_METADATA_KEY = "quantizer"
 
 
-def export(deployment: Deployment, path: Path) -> Verification:
-    """Write every parameter under `<layer>.<parameter>`; a quantized one as codes, with
-    `.scale` and `.zero_point`.
+class SafetensorsExporter(Exporter[Path]):
+    """Writes every parameter under `<layer>.<parameter>`, a quantized one as codes.
 
-    Codes take the smallest dtype that holds them, so 4-bit codes take a byte each; scales have
-    the shape of `granularity.scale_shape`. Activations have `<layer>.<role>.scale` and
-    `.zero_point` only, dynamic ones neither, and floating-point formats have no zero point.
-    `<layer>.bias_correction` is added to the layer's bias, or is the bias where there is none.
-    The metadata's `quantizer` is JSON: `format`, `model`, `specs`, the `QuantizationSpec` of
-    each quantized tensor by its name, and `dtypes`, in which test mode computes with each
-    parameter stored as codes. The parameters of `load` equal test mode's.
+    Codes take the smallest dtype that holds them, so 4-bit codes take a byte each. Beside them
+    are `.scale`, in the shape of `granularity.scale_shape`, and `.zero_point`. Activations have
+    `<layer>.<role>.scale` and `.zero_point` only. Dynamic activations have neither, and
+    floating-point formats have no zero point. `<layer>.bias_correction` is added to the layer's
+    bias, or is the bias where there is none.
+
+    The metadata's `quantizer` is JSON with four keys: `format`, `model`, `specs` (the
+    `QuantizationSpec` of each quantized tensor by its name) and `dtypes` (in which test mode
+    computes with each parameter that is stored as codes).
     """
-    solution = deployment.encoded
-    tensors = _parameters(
-        quantized_network(deployment.graph, replace(solution, corrections={}))
-    )
-    specs: dict[str, Any] = {}
-    dtypes: dict[str, str] = {}
-    for (layer, role), tensor in solution.tensors.items():
-        name, spec = f"{layer}.{parameter_name(role)}", tensor.spec
-        specs[name] = spec.to_json()
-        if spec.is_scaled and not spec.is_dynamic:
-            tensors |= {f"{name}.scale": tensor.scale}
-            tensors |= {f"{name}.zero_point": tensor.zero_point} if spec.dtype == "int" else {}
-        if tensor.codes is not None:
-            tensors[name], dtypes[name] = tensor.codes, str(tensor.dtype).removeprefix("torch.")
-    tensors |= {
-        f"{layer}{CORRECTION}": tensor for layer, tensor in solution.corrections.items()
-    }
-    described = {
-        "format": FORMAT,
-        "model": deployment.graph.model,
-        "specs": specs,
-        "dtypes": dtypes,
-    }
-    write_tensors(path, tensors, {METADATA: json.dumps(described, sort_keys=True)})
-    expected, found = _parameters(deployment.network()), _decoded(path)
-    return verify(
-        "parameters", map(loaded, expected.values()), (found[name].load() for name in expected)
-    )
+
+    @contextmanager
+    def write(
+        self,
+        deployment: Deployment,
+        path: Path,
+    ) -> Iterator[Path]:
+        """Write the file; see the class."""
+        solution = deployment.encoded
+        uncorrected = replace(solution, corrections={})
+        tensors = _parameters(quantized_network(deployment.graph, uncorrected))
+        specs: dict[str, Any] = {}
+        dtypes: dict[str, str] = {}
+        for (layer, role), tensor in solution.tensors.items():
+            name = f"{layer}.{parameter_name(role)}"
+            spec = tensor.spec
+            specs[name] = spec.to_json()
+            if spec.is_scaled and not spec.is_dynamic:
+                tensors[f"{name}.scale"] = tensor.scale
+                if spec.dtype == "int":
+                    tensors[f"{name}.zero_point"] = tensor.zero_point
+            if tensor.codes is not None:
+                tensors[name] = tensor.codes
+                dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+        for layer, correction in solution.corrections.items():
+            tensors[f"{layer}{_CORRECTION}"] = correction
+        description = {
+            "format": _FORMAT,
+            "model": deployment.graph.model,
+            "specs": specs,
+            "dtypes": dtypes,
+        }
+        write_tensors(path, tensors, {_METADATA_KEY: json.dumps(description, sort_keys=True)})
+        yield path
+
+    def verify(self, deployment: Deployment, written: Path) -> Verification:
+        """Compare the parameters of `load` with test mode's."""
+        expected = _parameters(deployment.network())
+        decoded = _decoded(written)
+        # Generators: only one pair of tensors is in memory at a time.
+        stored = (decoded[name].load() for name in expected)
+        return verify("parameters", map(loaded, expected.values()), stored)
 
 
 def load(path: Path) -> dict[str, Tensor]:
-    """The parameters of a file as test mode uses them, (code - zero_point) * scale, by
-    `<layer>.<parameter>`.
+    """Return the parameters of a file as test mode uses them, by `<layer>.<parameter>`.
+
+    A quantized one is (code - zero_point) * scale.
 
     Raises:
         ResultError: the file is missing, damaged, or not written by this exporter.
@@ -81,50 +99,61 @@ def load(path: Path) -> dict[str, Tensor]:
 
 
 def _decoded(path: Path) -> dict[str, DeferredTensor]:
-    """The same, each made when it is needed."""
+    """Return the parameters of a file, each decoded when it is needed."""
     tensors = deferred_tensors(path)
-    described = json.loads(metadata(path).get(METADATA, "{}"))
-    if described.get("format") != FORMAT:
+    description = json.loads(metadata(path).get(_METADATA_KEY, "{}"))
+    if description.get("format") != _FORMAT:
         raise ResultError(
             f"{path} is not a deployed network of this version",
             help="run --deploy safetensors again",
         )
-    specs = {name: QuantizationSpec(**spec) for name, spec in described["specs"].items()}
-    parts = {f"{name}.{part}" for name in specs for part in ("scale", "zero_point")}
-    parameters = {name: tensor for name, tensor in tensors.items() if name not in parts}
-
-    def parameter(name: str, dtype: torch.dtype) -> Tensor:
-        scale = loaded(tensors.get(f"{name}.scale", torch.ones(())))
-        zero_point = loaded(
-            tensors.get(f"{name}.zero_point", torch.zeros_like(scale, dtype=torch.int32))
-        )
-        return decode(tensors[name].load(), specs[name], scale, zero_point, dtype=dtype)
-
-    for name, stored in described["dtypes"].items():
-        dtype = getattr(torch, stored)
-        parameters[name] = DeferredTensor(
-            tensors[name].shape, dtype, partial(parameter, name, dtype)
-        )
-    for name in [name for name in parameters if name.endswith(CORRECTION)]:
-        bias, correction = f"{name.removesuffix(CORRECTION)}.bias", parameters.pop(name)
-        summands = [each for each in (parameters.get(bias), correction) if each is not None]
-        parameters[bias] = DeferredTensor(
+    specs = {name: QuantizationSpec(**spec) for name, spec in description["specs"].items()}
+    parameters = dict(tensors)
+    for name in specs:
+        parameters.pop(f"{name}.scale", None)
+        parameters.pop(f"{name}.zero_point", None)
+    for name, dtype_name in description["dtypes"].items():
+        dtype = getattr(torch, dtype_name)
+        decode_now = partial(_decode_parameter, tensors, name, specs[name], dtype)
+        parameters[name] = DeferredTensor(tensors[name].shape, dtype, decode_now)
+    for name in [name for name in parameters if name.endswith(_CORRECTION)]:
+        correction = parameters.pop(name)
+        bias_name = f"{name.removesuffix(_CORRECTION)}.bias"
+        summands = [correction]
+        if bias_name in parameters:
+            summands.insert(0, parameters[bias_name])
+        parameters[bias_name] = DeferredTensor(
             correction.shape, correction.dtype, partial(_sum, summands)
         )
     return parameters
 
 
+def _decode_parameter(
+    tensors: Mapping[str, DeferredTensor],
+    name: str,
+    spec: QuantizationSpec,
+    dtype: torch.dtype,
+) -> Tensor:
+    scale = torch.ones(())
+    if f"{name}.scale" in tensors:
+        scale = tensors[f"{name}.scale"].load()
+    zero_point = torch.zeros_like(scale, dtype=torch.int32)
+    if f"{name}.zero_point" in tensors:
+        zero_point = tensors[f"{name}.zero_point"].load()
+    return decode(tensors[name].load(), spec, scale, zero_point, dtype=dtype)
+
+
 def _sum(summands: Sequence[DeferredTensor]) -> Tensor:
-    """A bias with what corrects it."""
-    first, *others = (each.load() for each in summands)
+    """Return a bias with its correction."""
+    first, *others = [summand.load() for summand in summands]
     return sum(others, start=first)
 
 
 def _parameters(network: Network) -> dict[str, Tensor]:
-    """Parameters and buffers of each layer, its quantizers' aside."""
-    return {
-        f"{layer}.{key}": tensor.detach()
-        for layer, module in network.layers.items()
-        for key, tensor in module.state_dict().items()
-        if not key.startswith("quantizers.")
-    }
+    """Return the parameters and buffers of each layer, except those of its quantizers."""
+    parameters: dict[str, Tensor] = {}
+    for layer, module in network.layers.items():
+        for key, tensor in module.state_dict().items():
+            if not key.startswith("quantizers."):
+                parameters[f"{layer}.{key}"] = tensor.detach()
+    return parameters

@@ -1,6 +1,4 @@
-"""Runs what transformers loads on the CPU, and refuses what is not test mode's. Knows no
-format.
-"""
+"""Runs what transformers loads on the CPU, and compares it with test mode."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,20 +13,20 @@ from torch import Tensor, nn
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import least_db
 from quantizer.export.agreement import Agreement, Verification
-from quantizer.export.deployment import tensor_leaves
+from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.graph.trace import quiet
+from quantizer.nn.network import Network
 
+# For float32 networks with quantized weights only, whose sums are the same except for their
+# order. Elsewhere readers round scales to the model's dtype and compute ranges in it, which
+# moves some codes by a step.
 EXACT_DB = 100.0
-"""Of float32 networks with quantized weights alone: the sums are the same but for their order.
-In others readers round scales to the model's dtype and find ranges in it, which moves some
-codes by a step.
-"""
-HELP = "--deploy pt2 and safetensors need no such reader"
-_KINDS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+READER_HELP = "--deploy pt2 and safetensors need no such reader"
+_KEY_KINDS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedCall:
     """A call of the model, and the tensors of test mode's output."""
 
     args: tuple[Any, ...]
@@ -36,9 +34,15 @@ class Expected:
     outputs: list[Tensor]
 
 
+def expected_calls(deployment: Deployment, network: Network) -> Iterator[ExpectedCall]:
+    """Yield the calls of a deployment with what a network gives for them."""
+    for args, kwargs in deployment.calls():
+        yield ExpectedCall(args, kwargs, tensor_leaves(network(*args, **kwargs)))
+
+
 def verify_calls(
-    load: Callable[[Expected], nn.Module],
-    calls: Iterable[Expected],
+    load: Callable[[ExpectedCall], nn.Module],
+    calls: Iterable[ExpectedCall],
     sqnr_db: float,
     name: str,
     *,
@@ -47,62 +51,61 @@ def verify_calls(
     """Compare the outputs of a loaded module with test mode's over all calls.
 
     Args:
-        load: gives the module; its argument is the first call.
-        calls: at least one, gone through once.
-        sqnr_db: what quantization costs the outputs, in dB: a reader that rounds otherwise
-            should not cost more.
+        load: returns the module; its argument is the first call.
+        calls: at least one, iterated once.
+        sqnr_db: what quantization costs the outputs, in dB. A reader that rounds in another way
+            may cost no more.
         name: stands for the file or folder in messages.
-        is_exact: whether the reader rounds nothing, as where weights alone are quantized.
+        is_exact: whether the reader rounds nothing, as with quantized weights only.
 
     Raises:
-        VerificationError: it gives other outputs.
+        VerificationError: the outputs differ.
     """
-    agreement, rest = Agreement("outputs"), iter(calls)
+    agreement = Agreement("outputs")
+    remaining = iter(calls)
     with torch.no_grad():
-        first = next(rest)
-        with _quiet():
+        first = next(remaining)
+        with _quiet_transformers():
             module = load(first)
-        for call in chain([first], rest):
+        for call in chain([first], remaining):
             agreement.add(call.outputs, tensor_leaves(module(*call.args, **call.kwargs)))
-    found = agreement.result()
-    is_exact = is_exact and all(output.dtype == torch.float32 for output in first.outputs)
-    least = EXACT_DB if is_exact else least_db(sqnr_db)
-    if found.sqnr_db is not None and found.sqnr_db < least:
+    verification = agreement.result()
+    is_float32 = all(output.dtype == torch.float32 for output in first.outputs)
+    least = EXACT_DB if is_exact and is_float32 else least_db(sqnr_db)
+    if verification.sqnr_db is not None and verification.sqnr_db < least:
         raise VerificationError(
             f"{name} is not written: transformers does not compute what test mode does: "
-            f"{found.figures()}",
-            help=HELP,
+            f"{verification.figures()}",
+            help=READER_HELP,
         )
-    return found
+    return verification
 
 
 def require_all_keys(report: Mapping[str, Any], reader: str, name: str) -> None:
-    """Refuse what `from_pretrained` reports of keys.
+    """Check the keys in the loading report of `from_pretrained`.
 
     Raises:
         VerificationError: a tensor is missing, or nothing reads it.
     """
-    strange = [
-        f"{key} {kind.partition('_')[0]}"
-        for kind in _KINDS
-        for key in sorted(map(str, report.get(kind, ())))
-    ]
-    if strange:
+    faults: list[str] = []
+    for kind in _KEY_KINDS:
+        adjective = kind.partition("_")[0]
+        for key in sorted(map(str, report.get(kind, ()))):
+            faults.append(f"{key} {adjective}")
+    if faults:
         raise VerificationError(
-            f"{name} is not written: {reader} finds {', '.join(strange[:3])}", help=HELP
+            f"{name} is not written: {reader} finds {', '.join(faults[:3])}", help=READER_HELP
         )
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without bars, warnings and what transformers logs on the way: what matters of it is in
-    its report.
-    """
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def _quiet_transformers() -> Iterator[None]:
+    """Suppress bars, warnings and logs of transformers; its report has what matters."""
+    transformers_logger = logging.getLogger("transformers")
+    level = transformers_logger.level
+    transformers_logger.setLevel(logging.CRITICAL)
     try:
         with quiet():
             yield
     finally:
-        logger.setLevel(level)
+        transformers_logger.setLevel(level)

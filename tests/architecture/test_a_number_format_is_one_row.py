@@ -18,8 +18,8 @@ from quantizer.api import storage
 from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.module_attach import attach_solution
 from quantizer.calibration.solution import quantized_network
+from quantizer.export import export
 from quantizer.export.deployment import Deployment
-from quantizer.export.safetensors import export
 from quantizer.graph.modules import module_graph
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
@@ -83,7 +83,12 @@ def test_it_goes_from_the_plan_to_every_kind_of_storage(dtype: str, tmp_path: Pa
         f"module_{graph.nodes.index(graph.by_name[FC])}.weight"
     ]
     assert stored.nbytes == math.ceil(20 * ROWS[dtype].bits / 8)
-    assert export(Deployment(graph, solution, *call), tmp_path / "net.safetensors").equal == 1.0
+    assert (
+        export(
+            "safetensors", Deployment(graph, solution, *call), tmp_path / "net.safetensors"
+        ).equal
+        == 1.0
+    )
 
 
 def test_it_is_stored_with_a_model_in_place(dtype: str, tmp_path: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,10 @@ import torch
 from support.deployments import FILES, Written
 from support.toys import built
 
+from quantizer.cli.options import Options
 from quantizer.errors import UsageError
-from quantizer.export import EXPORTERS, Exporter, export, require_extras
+from quantizer.export import EXPORTERS, Exporter, export, exporter_of, require_extras
+from quantizer.export.choices import require_choices
 
 Exported = Callable[[str, str], Written]
 TOYS = [
@@ -99,6 +100,29 @@ def test_every_row_says_what_it_needs(target: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_suffixes_are_distinct_and_modules_exist() -> None:
-    rows: list[Exporter] = list(EXPORTERS.values())
+    rows = list(EXPORTERS.values())
     assert len({row.suffix for row in rows}) == len(rows)
-    assert all(importlib.util.find_spec(row.function.partition(":")[0]) for row in rows)
+    for target in EXPORTERS:
+        needing(target)
+        assert isinstance(exporter_of(target), Exporter)
+
+
+def test_options_are_declared_once() -> None:
+    """The command line takes help, values and default from the row."""
+    options = {field.name: field for field in fields(Options)}
+    for target, row in EXPORTERS.items():
+        for option in row.options:
+            assert option.target == target
+            settings = options[option.name].metadata["settings"]
+            assert settings["help"] == option.help
+            assert (options[option.name].default or "") == option.default
+
+
+def test_an_unknown_option_or_value_is_refused() -> None:
+    with pytest.raises(UsageError, match="no target has the option onnx_weight") as refused:
+        require_choices({"onnx_weight": "int8"}, ["onnx"])
+    assert "onnx_weights" in str(refused.value.help)
+    with pytest.raises(UsageError, match="onnx_weights is 'int4'"):
+        require_choices({"onnx_weights": "int4"}, ["onnx"])
+    with pytest.raises(UsageError, match="--onnx_weights goes with --deploy onnx"):
+        require_choices({"onnx_weights": "int8"}, ["pt2"])

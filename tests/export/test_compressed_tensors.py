@@ -18,7 +18,7 @@ from quantizer.api.result import Result
 from quantizer.errors import QuantizerError, ResultError, UsageError, VerificationError
 from quantizer.export import EXPORTERS
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_tensors.checkpoint import Checkpoint
+from quantizer.export.compressed_tensors.checkpoint import CompressedCheckpoint
 
 pytestmark = pytest.mark.slow
 
@@ -247,9 +247,9 @@ def test_scales_in_bfloat16_cost_less_than_quantization(tmp_path: Path) -> None:
 def test_random_weights_would_be_noticed(
     status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = Checkpoint.quantization_config
+    plain = CompressedCheckpoint.quantization_config
     monkeypatch.setattr(
-        Checkpoint,
+        CompressedCheckpoint,
         "quantization_config",
         lambda self: plain(self) | {"quantization_status": status},
     )
@@ -262,10 +262,12 @@ def test_wrong_codes_would_be_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     """And an earlier export does not stay as if it were this one."""
     result = calibrated(config(INT4))
     result.export(TARGET, tmp_path / "out")
-    plain = Checkpoint.stored
+    plain = CompressedCheckpoint.stored
     name = f"{PATHS[0]}.weight_packed"
     monkeypatch.setattr(
-        Checkpoint, "stored", lambda self: (found := plain(self)) | {name: found[name].flip(0)}
+        CompressedCheckpoint,
+        "stored",
+        lambda self: (found := plain(self)) | {name: found[name].flip(0)},
     )
     with pytest.raises(VerificationError, match="does not compute what test mode does"):
         result.export(TARGET, tmp_path / "out")

@@ -22,7 +22,7 @@ from support.gguf_templates import template
 from support.llamas import llama
 
 from quantizer.errors import UsageError
-from quantizer.export.gguf.template import outline_of
+from quantizer.export.gguf.template import outline_of_template
 
 HUGE = 1 << 62
 
@@ -39,7 +39,7 @@ def content(model: Any, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def outline(path: Path, model: Any) -> Any:
     state: dict[str, Tensor] = dict(model.state_dict())
-    return outline_of(path, state, {name: name for name in state})
+    return outline_of_template(path, state, {name: name for name in state})
 
 
 def put(content: bytes, at: int, form: str, value: int) -> bytes:

@@ -106,7 +106,7 @@ def test_a_refused_target_does_not_keep_the_others_away(
     copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = raising(UsageError("--deploy pt2 cannot express this"))
-    monkeypatch.setattr("quantizer.export.torch_export.pt2.export", refused)
+    monkeypatch.setattr("quantizer.export.torch_export.pt2.Pt2Exporter.verify", refused)
     assert check(copy, "--deploy", "pt2") == 2
     assert not (copy / "export").exists()
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 2
@@ -124,7 +124,8 @@ def test_what_was_measured_is_shown_whatever_happens_then(
     copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "quantizer.export.torch_export.pt2.export", raising(RuntimeError("no such thing"))
+        "quantizer.export.torch_export.pt2.Pt2Exporter.verify",
+        raising(RuntimeError("no such thing")),
     )
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 70
     said = capsys.readouterr()
@@ -151,7 +152,7 @@ def test_a_file_that_fails_its_verification_is_exit_1_and_leaves_none_of_an_earl
     def refused(*_: object) -> None:
         raise VerificationError("ResNet.safetensors is not written: 8.80% are equal")
 
-    monkeypatch.setattr("quantizer.export.safetensors.export", refused)
+    monkeypatch.setattr("quantizer.export.safetensors.SafetensorsExporter.verify", refused)
     capsys.readouterr()
     assert check(copy, "--deploy", "safetensors") == 1
     assert "ResNet.safetensors is not written: 8.80% are equal" in capsys.readouterr().err

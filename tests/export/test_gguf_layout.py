@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.gguf.blocks import BLOCK, TYPES, halved, packed, short_scale
+from quantizer.export.gguf.blocks import (
+    BLOCK_TYPES,
+    GGUF_BLOCK,
+    halved,
+    packed_blocks,
+    short_scale,
+)
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import code_dtype
 
@@ -45,37 +51,41 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=lambda kind: kind.name)
 def test_the_package_gguf_reads_what_the_codes_stand_for(kind: object, cut: str) -> None:
     gguf = pytest.importorskip("gguf", reason="needs quantizer-torch[llm]")
-    row = next(each for each in TYPES if each is kind)
+    row = next(each for each in BLOCK_TYPES if each is kind)
     for bits in {row.bits, 3 if row.bits == 4 else row.bits}:
         spec = QuantizationSpec(bit_width=bits, symmetric=not row.has_minimum, **CUTS[cut])  # type: ignore[arg-type]
         tensor = halved(quantized(spec))
-        found = gguf.dequantize(packed(tensor).numpy(), gguf.GGMLQuantizationType[row.name])
+        found = gguf.dequantize(
+            packed_blocks(tensor).numpy(), gguf.GGMLQuantizationType[row.name]
+        )
         assert torch.equal(torch.from_numpy(found), tensor.decoded())
 
 
 def test_a_block_is_scale_minimum_fifth_bits_and_nibbles() -> None:
     spec = QuantizationSpec(
-        bit_width=5, symmetric=False, qscheme="per_group", ch_axis=1, group_size=BLOCK
+        bit_width=5, symmetric=False, qscheme="per_group", ch_axis=1, group_size=GGUF_BLOCK
     )
-    codes = torch.arange(BLOCK, dtype=torch.uint8)[None]
+    codes = torch.arange(GGUF_BLOCK, dtype=torch.uint8)[None]
     tensor = QuantizedTensor(
         spec, torch.tensor([[0.5]]), torch.tensor([[3]], dtype=torch.int32), codes
     )
     # Codes j and j + 16 have the same low bits
     nibbles = bytes(low | low << 4 for low in range(16))
     assert (
-        bytes(packed(tensor)[0].tolist())
+        bytes(packed_blocks(tensor)[0].tolist())
         == struct.pack("<eeI", 0.5, -1.5, 0xFFFF0000) + nibbles
     )
-    symmetric = QuantizationSpec(bit_width=4, qscheme="per_group", ch_axis=1, group_size=BLOCK)
+    symmetric = QuantizationSpec(
+        bit_width=4, qscheme="per_group", ch_axis=1, group_size=GGUF_BLOCK
+    )
     codes = torch.tensor([[-8] * 16 + [7] * 16], dtype=torch.int8)
     tensor = QuantizedTensor(
         symmetric, torch.tensor([[2.0]]), torch.zeros((1, 1), dtype=torch.int32), codes
     )
-    assert bytes(packed(tensor)[0].tolist()) == struct.pack("<e", 2.0) + b"\xf0" * 16
+    assert bytes(packed_blocks(tensor)[0].tolist()) == struct.pack("<e", 2.0) + b"\xf0" * 16
 
 
 def test_scales_are_halfs_and_so_are_minimums() -> None:

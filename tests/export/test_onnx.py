@@ -22,9 +22,9 @@ from support.toys import built
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import ModelError, QuantizerError, UsageError, VerificationError
+from quantizer.export import export
 from quantizer.export.deployment import Deployment
-from quantizer.export.onnx.exporter import export
-from quantizer.export.onnx.files import stored
+from quantizer.export.onnx.files import stored_model
 from quantizer.graph.trace import trace
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
@@ -109,7 +109,9 @@ def test_every_spec_and_rounding_of_activations(tmp_path: Path) -> None:
     specs += [QuantizationSpec(dtype=dtype) for dtype in ("float16", "bfloat16", "float32")]
     example = torch.cat([torch.randn(2, 500), torch.arange(-250, 250).expand(2, 500) / 64], 1)
     found = export(
-        on_nodes(Shifts(len(specs)), example, "activation", specs), tmp_path / "net.onnx"
+        "onnx",
+        on_nodes(Shifts(len(specs)), example, "activation", specs),
+        tmp_path / "net.onnx",
     )
     assert found.max_difference == 0.0
 
@@ -127,7 +129,9 @@ def test_ties_at_scales_that_are_no_power_of_two(tmp_path: Path) -> None:
         key: replace(tensor, scale=scale) for key, tensor in given.solution.tensors.items()
     }
     assert (
-        export(replace(given, solution=Solution(tensors)), tmp_path / "net.onnx").max_difference
+        export(
+            "onnx", replace(given, solution=Solution(tensors)), tmp_path / "net.onnx"
+        ).max_difference
         == 0.0
     )
 
@@ -141,7 +145,7 @@ def test_every_spec_of_weights(tmp_path: Path) -> None:
     specs += [QuantizationSpec(dtype=dtype) for dtype in ("float16", "bfloat16")]
     torch.manual_seed(0)
     given = on_nodes(Tables(len(specs)), torch.arange(5).repeat(2, 1), "weights", specs)
-    assert export(given, tmp_path / "net.onnx").max_difference == 0.0
+    assert export("onnx", given, tmp_path / "net.onnx").max_difference == 0.0
 
 
 @pytest.mark.slow
@@ -159,7 +163,11 @@ def test_activations_have_a_type_that_the_runtimes_optimizer_takes(
     bit_width: int, signed: bool, opset: int, type_: str, clipped: int, tmp_path: Path
 ) -> None:
     spec = QuantizationSpec(bit_width=bit_width, signed=signed)
-    export(on_nodes(Shifts(1), torch.rand(2, 3), "activation", [spec]), tmp_path / "net.onnx")
+    export(
+        "onnx",
+        on_nodes(Shifts(1), torch.rand(2, 3), "activation", [spec]),
+        tmp_path / "net.onnx",
+    )
     model = onnx.load(tmp_path / "net.onnx")
     types = [t.data_type for t in model.graph.initializer if t.name.endswith("zero_point")]
     assert types == [onnx.TensorProto.DataType.Value(type_)]
@@ -203,7 +211,7 @@ def test_the_batch_is_open(batch: int, exported: Callable[[str, str], Written]) 
 
 def refusal(given: Deployment, tmp_path: Path) -> QuantizerError:
     with pytest.raises(QuantizerError) as refused:
-        export(given, tmp_path / "net.onnx")
+        export("onnx", given, tmp_path / "net.onnx")
     assert not list(tmp_path.iterdir())
     return refused.value
 
@@ -265,16 +273,16 @@ def test_operator_sets_out_of_reach_are_refused(opset: int, tmp_path: Path) -> N
 def test_tensors_that_do_not_fit_one_message_lie_beside_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.export.onnx.files.LARGEST", 100)
+    monkeypatch.setattr("quantizer.export.onnx.files.LARGEST_MESSAGE", 100)
     rows = torch.arange(5)
     given = Deployment(trace(nn.Embedding(5, 512).eval(), (rows,)), Solution({}), (rows,), {})
-    assert export(given, tmp_path / "net.onnx").equal == 1.0
+    assert export("onnx", given, tmp_path / "net.onnx").equal == 1.0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "net.onnx.data"]
     assert (tmp_path / "net.onnx.data").stat().st_size >= 4 * 5 * 512
     session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
     assert session.run(None, {"input_0": torch.tensor([3]).numpy()})[0].shape == (1, 512)
     monkeypatch.undo()
-    export(given, tmp_path / "net.onnx")
+    export("onnx", given, tmp_path / "net.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["net.onnx"]
 
 
@@ -293,7 +301,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype, tmp_path: Pat
         for name in names
     }
     given = Deployment(graph, Solution(tensors), (x,), {}, sqnr_db=30.0)
-    found = export(given, tmp_path / "net.onnx")
+    found = export("onnx", given, tmp_path / "net.onnx")
     assert found.sqnr_db is not None
     assert found.sqnr_db > (40 if dtype == torch.bfloat16 else 55)
     types = {
@@ -311,7 +319,9 @@ def test_attention_of_any_rank(shape: tuple[int, ...], masked: bool, tmp_path: P
     module, x = Attended(masked), torch.randn(shape)
     assert (
         export(
-            Deployment(trace(module, (x,)), Solution({}), (x,), {}), tmp_path / "net.onnx"
+            "onnx",
+            Deployment(trace(module, (x,)), Solution({}), (x,), {}),
+            tmp_path / "net.onnx",
         ).max_difference
         < 1e-6
     )
@@ -319,7 +329,9 @@ def test_attention_of_any_rank(shape: tuple[int, ...], masked: bool, tmp_path: P
 
 @pytest.mark.parametrize("opset", [18, 20, 21, 23])
 def test_the_operator_set_of_the_config_is_written(opset: int, tmp_path: Path) -> None:
-    found = export(replace(deployment("containers"), opset=opset), tmp_path / "net.onnx")
+    found = export(
+        "onnx", replace(deployment("containers"), opset=opset), tmp_path / "net.onnx"
+    )
     assert found.equal == 1.0
     assert operator_sets(onnx.load(tmp_path / "net.onnx")) == [opset]
 
@@ -338,6 +350,7 @@ class Constants(nn.Module):
 def test_outputs_that_are_constants(tmp_path: Path) -> None:
     x = torch.rand(2, 3)
     found = export(
+        "onnx",
         Deployment(trace(Constants().eval(), (x,)), Solution({}), (x,), {}),
         tmp_path / "net.onnx",
     )
@@ -352,7 +365,10 @@ def test_what_onnx_does_not_accept_is_a_sentence(tmp_path: Path) -> None:
         onnx.helper.make_graph([], "Net", [], [onnx.ValueInfoProto(name="output_0")])
     )
     said = "net.onnx is not written: it would be no valid ONNX: "
-    with pytest.raises(VerificationError, match=said), stored(model, tmp_path / "net.onnx"):
+    with (
+        pytest.raises(VerificationError, match=said),
+        stored_model(model, tmp_path / "net.onnx"),
+    ):
         pass
     assert not list(tmp_path.iterdir())
 

@@ -23,9 +23,8 @@ pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
+from quantizer.export import as_run, export
 from quantizer.export.deployment import Deployment
-from quantizer.export.onnx.biases import as_run
-from quantizer.export.onnx.exporter import export
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
@@ -180,11 +179,11 @@ def test_every_kind_is_test_modes_in_a_default_session(opset: int, tmp_path: Pat
     graph = trace(Branches(found).eval(), (x,))
     solution = quantized(graph, found, x)
     given = Deployment(graph, solution, (x,), {}, opset, sqnr_db=20.0)
-    verified = export(given, tmp_path / "net.onnx").default_session
+    verified = export("onnx", given, tmp_path / "net.onnx").default_session
     assert verified is not None
     session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
     outputs = session.run(None, {"input_0": x.numpy()})
-    expected = Deployment(graph, as_run(graph, solution), (x,), {}).expected
+    expected = Deployment(graph, as_run(["onnx"], graph, solution), (x,), {}).expected
     steps = Deployment(graph, solution, (x,), {}).steps
     wrong = {}
     for kind, want, got, step in zip(

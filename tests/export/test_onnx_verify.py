@@ -26,9 +26,8 @@ import quantizer
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import VerificationError
-from quantizer.export import acceptance
+from quantizer.export import acceptance, export
 from quantizer.export.deployment import Deployment
-from quantizer.export.onnx.exporter import export
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
@@ -106,7 +105,7 @@ def optimized(path: Path, tmp_path: Path) -> list[str]:
 
 
 def test_every_multiplication_of_a_network_with_relu6_is_in_integers(tmp_path: Path) -> None:
-    export(quantized(UNSIGNED, CHANNELS), tmp_path / "net.onnx")
+    export("onnx", quantized(UNSIGNED, CHANNELS), tmp_path / "net.onnx")
     operators = optimized(tmp_path / "net.onnx", tmp_path)
     assert (operators.count("QLinearConv"), operators.count("MatMulIntegerToFloat")) == (2, 1)
     assert not {"Conv", "FusedConv", "Gemm", "FusedGemm", "Clip"} & set(operators)
@@ -128,7 +127,7 @@ def test_codes_are_clipped_where_integers_stay_integers(
     activation: dict[str, Any], tmp_path: Path
 ) -> None:
     """ReLU and ReLU6 become bounds of codes, which is exact, as rounding is monotone."""
-    plain = export(quantized(activation, CHANNELS), tmp_path / "net.onnx")
+    plain = export("onnx", quantized(activation, CHANNELS), tmp_path / "net.onnx")
     found = plain.default_session
     assert plain.equal >= 0.999
     assert found is not None
@@ -161,7 +160,7 @@ def test_why_a_layer_multiplies_in_float_is_told(
     activation: dict[str, Any], exclude: str, layer: str, why: str, tmp_path: Path
 ) -> None:
     found = export(
-        quantized(activation, CHANNELS, exclude=exclude), tmp_path / "net.onnx"
+        "onnx", quantized(activation, CHANNELS, exclude=exclude), tmp_path / "net.onnx"
     ).default_session
     assert found is not None
     assert found.kernels is not None
@@ -193,7 +192,7 @@ def test_a_default_session_agrees_at_every_width(
 ) -> None:
     """Reshapes, ReLUs and Clips before each type of codes."""
     found = export(
-        quantized(activation, weights, opset=opset), tmp_path / "net.onnx"
+        "onnx", quantized(activation, weights, opset=opset), tmp_path / "net.onnx"
     ).default_session
     assert found is not None
     assert found.within_step is None or found.within_step >= 0.99
@@ -209,7 +208,7 @@ def test_a_default_session_agrees_at_every_width(
 def test_weights_that_stay_float_are_float_in_a_default_session(tmp_path: Path) -> None:
     """ONNX Runtime would quantize those between quantized values by itself."""
     given = quantized({"bit_width": 16}, CHANNELS, exclude=CONVOLUTIONS[1])
-    found = export(given, tmp_path / "net.onnx").default_session
+    found = export("onnx", given, tmp_path / "net.onnx").default_session
     assert found is not None
     assert found.sqnr_db is not None
     assert found.sqnr_db > 60
@@ -217,7 +216,7 @@ def test_weights_that_stay_float_are_float_in_a_default_session(tmp_path: Path) 
 
 def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> None:
     given = quantized(UNSIGNED, CHANNELS)
-    export(given, tmp_path / "net.onnx")
+    export("onnx", given, tmp_path / "net.onnx")
     other = replace(
         given,
         solution=Solution(
@@ -253,7 +252,7 @@ def test_what_is_as_near_to_the_float_network_as_test_mode_is_accepted(
     given = replace(
         quantized(UNSIGNED | {"bit_width": 6}, CHANNELS), float_graph=flattened()[0]
     )
-    verification = export(given, tmp_path / "net.onnx")
+    verification = export("onnx", given, tmp_path / "net.onnx")
     assert verification.float_sqnr_db is None  # its codes are those of test mode
     file = OnnxFile(
         "net.onnx", (tmp_path / "net.onnx").read_bytes(), onnx.load(tmp_path / "net.onnx")
@@ -278,7 +277,7 @@ def test_a_file_with_one_wrong_scale_is_too_far_from_the_float_network_as_well(
     layer: str, tmp_path: Path
 ) -> None:
     given = replace(quantized(UNSIGNED, CHANNELS), float_graph=flattened()[0])
-    export(given, tmp_path / "net.onnx")
+    export("onnx", given, tmp_path / "net.onnx")
     model = onnx.load(tmp_path / "net.onnx")
     (scale,) = (
         each for each in model.graph.initializer if each.name == f"{layer}.weights.scale"
@@ -311,7 +310,7 @@ def test_a_softmax_above_the_largest_code_does_not_wrap_around(tmp_path: Path) -
         (softmax, "activation"): fitted(made * 0.3, cut),
     }
     found = export(
-        Deployment(graph, Solution(tensors), (x,), {}), tmp_path / "net.onnx"
+        "onnx", Deployment(graph, Solution(tensors), (x,), {}), tmp_path / "net.onnx"
     ).default_session
     assert found is not None
     assert (found.equal, found.max_difference) == (1.0, 0.0)
@@ -341,7 +340,7 @@ def test_a_bias_that_int32_cannot_hold_beside_tiny_weights(
         (relu, "activation"): fitted(made, QuantizationSpec(**UNSIGNED)),
     }
     found = export(
-        Deployment(graph, Solution(tensors), (x,), {}), tmp_path / "net.onnx"
+        "onnx", Deployment(graph, Solution(tensors), (x,), {}), tmp_path / "net.onnx"
     ).default_session
     assert found is not None
     assert found.kernels is not None
@@ -356,7 +355,9 @@ def test_all_batches_are_verified(tmp_path: Path) -> None:
             drawn.append(size)
             yield Batch((given.args[0][:size],), {}, None, None)
 
-    found = export(replace(given, batches=batches()), tmp_path / "net.onnx").default_session
+    found = export(
+        "onnx", replace(given, batches=batches()), tmp_path / "net.onnx"
+    ).default_session
     assert drawn == [4, 16]
     assert found is not None
     assert found.top1_agreement is not None

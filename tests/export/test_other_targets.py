@@ -17,9 +17,9 @@ from torch import nn
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import ResultError
+from quantizer.export import export
 from quantizer.export.agreement import verify
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.safetensors import export as export_safetensors
 from quantizer.export.safetensors import load
 from quantizer.graph.trace import trace
 from quantizer.numerics.rounding import ROUND_MODES
@@ -97,7 +97,7 @@ def test_codes_give_the_weights_back(
         bit_width=bit_width, symmetric=symmetric, qscheme=scheme, ch_axis=axis
     )
     given = linear(spec)
-    export_safetensors(given, tmp_path / "net.safetensors")
+    export("safetensors", given, tmp_path / "net.safetensors")
     layer, found = (
         given.network().layers["Linear::Linear/linear"],
         load(tmp_path / "net.safetensors"),
@@ -109,7 +109,7 @@ def test_codes_give_the_weights_back(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_floating_point_formats_give_the_weights_back(dtype: str, tmp_path: Path) -> None:
     given = linear(QuantizationSpec(dtype=dtype))
-    assert export_safetensors(given, tmp_path / "net.safetensors").equal == 1.0
+    assert export("safetensors", given, tmp_path / "net.safetensors").equal == 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -123,7 +123,7 @@ def test_parameters_have_the_dtype_of_the_model(
     spec: QuantizationSpec, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     given = linear(spec, dtype)
-    assert export_safetensors(given, tmp_path / "net.safetensors").equal == 1.0
+    assert export("safetensors", given, tmp_path / "net.safetensors").equal == 1.0
     assert {
         tensor.dtype for tensor in load(tmp_path / "net.safetensors").values() if tensor.dim()
     } == {dtype}

@@ -43,7 +43,11 @@ def verified(change: Callable[[Tensor], object], given: Deployment) -> Verificat
     change(found)
     agreement.add([expected], [found], recorder)
     return accepted(
-        agreement.result(), given, lambda args, kwargs: [found], "the file", "do this"
+        agreement.result(),
+        given,
+        lambda args, kwargs: [found],
+        refusal="the file",
+        remedy="do this",
     )
 
 

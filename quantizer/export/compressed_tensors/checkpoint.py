@@ -1,6 +1,4 @@
-"""What a checkpoint in compressed-tensors holds: the layers that are codes, the tensors that
-are values, its config.
-"""
+"""Describes a compressed-tensors checkpoint: layers as codes, tensors as values, the config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,25 +10,31 @@ from torch import Tensor, nn
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.config.wording import shortened
-from quantizer.export.compressed_tensors.experts import Mixture, targets
-from quantizer.export.compressed_tensors.placement import Placement, place
+from quantizer.errors import UsageError
+from quantizer.export.compressed_tensors.experts import Mixture, group_targets
+from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
-from quantizer.export.model_tensors import unheld, values_of
+from quantizer.export.model_tensors import model_of, not_held, parameter_values
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 
-NAME = "compressed-tensors"
-MIXED = "mixed-precision"
-TARGET = "Linear"
-"""The class that most layers have, which their group names."""
+TARGET_NAME = "compressed-tensors"
+_MIXED_FORMAT = "mixed-precision"
+# The class that most layers have, which their group names.
+_LINEAR_TARGET = "Linear"
+_NO_CODES_REMEDY = "quantize it with another scale_type"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """The `layers` stored as codes by their paths, the model's `tensors` by name, and the paths
-    of all its `linears`, which readers would take for layers to quantize. `remarks` are for the
-    user.
+class CompressedCheckpoint:
+    """What the files of a checkpoint hold.
+
+    Attributes:
+        layers: those stored as codes, by their paths.
+        tensors: the model's, by name.
+        linears: the paths of all linear layers, which readers would otherwise quantize.
+        remarks: for the user.
     """
 
     layers: Mapping[str, CompressedLayer]
@@ -39,156 +43,175 @@ class Checkpoint:
     remarks: tuple[str, ...] = ()
 
     def stored(self) -> dict[str, Tensor]:
-        """What its files hold, by name."""
-        codes = {
-            f"{path}.{part}": tensor
-            for path, layer in self.layers.items()
-            for part, tensor in layer.tensors().items()
-        }
-        return {
-            name: tensor for name, tensor in self.tensors.items() if name not in self._weights
-        } | codes
+        """Return the tensors of the files, by name."""
+        tensors = dict(self.tensors)
+        codes: dict[str, Tensor] = {}
+        for path, layer in self.layers.items():
+            tensors.pop(f"{path}.weight", None)
+            for part, tensor in layer.tensors().items():
+                codes[f"{path}.{part}"] = tensor
+        return tensors | codes
 
     @property
     def is_weight_only(self) -> bool:
-        """Whether all inputs stay float."""
+        """Return whether all inputs stay float."""
         return all(layer.input is None for layer in self.layers.values())
 
     @property
-    def _weights(self) -> set[str]:
-        return {f"{path}.weight" for path in self.layers}
-
-    @property
     def schemes(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """The ways in which layers are quantized, each with its layers, the most frequent
-        first.
-        """
-        found: dict[str, tuple[dict[str, Any], list[str]]] = {}
+        """Return the distinct schemes, each with its layers, the most frequent first."""
+        groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
         for path, layer in self.layers.items():
-            found.setdefault(repr(layer.scheme), (layer.scheme, []))[1].append(path)
-        return sorted(found.values(), key=lambda row: -len(row[1]))
+            _, paths = groups.setdefault(repr(layer.scheme), (layer.scheme, []))
+            paths.append(path)
+        return sorted(groups.values(), key=lambda group: -len(group[1]))
 
     def quantization_config(self) -> dict[str, Any]:
-        """For config.json: no layer is in two groups, as readers disagree on which of them
-        counts.
+        """Return the field `quantization_config` of config.json.
 
-        The status must be "compressed": with any other, transformers loads random weights and
-        says nothing. Each group has its format, as readers guess it otherwise.
+        No layer is in two groups, as readers disagree on which of them counts. The status must
+        be "compressed": with any other, transformers loads random weights without a warning.
+        Each group has its format, as readers guess it otherwise.
         """
-        groups = {
-            f"group_{number}": scheme | {"targets": [TARGET] if number == 0 else targets(paths)}
-            for number, (scheme, paths) in enumerate(self.schemes)
-        }
-        formats = {scheme["format"] for scheme, _ in self.schemes}
+        groups: dict[str, dict[str, Any]] = {}
+        formats: set[str] = set()
+        for number, (scheme, paths) in enumerate(self.schemes):
+            targets = [_LINEAR_TARGET] if number == 0 else group_targets(paths)
+            groups[f"group_{number}"] = scheme | {"targets": targets}
+            formats.add(scheme["format"])
         return {
-            "quant_method": NAME,
+            "quant_method": TARGET_NAME,
             "quantization_status": "compressed",
-            "format": formats.pop() if len(formats) == 1 else MIXED,
+            "format": formats.pop() if len(formats) == 1 else _MIXED_FORMAT,
             "config_groups": groups,
             "ignore": sorted(path for path in self.linears if path not in self.layers),
         }
 
 
-def of_network(deployment: Deployment) -> Checkpoint:
-    """The checkpoint of a traced model.
+def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
+    """Return the checkpoint of a traced model.
 
     Raises:
         UsageError: algorithms or passes changed what the model has no place for, or a weight
             has no codes.
     """
-    assert deployment.model is not None  # as the target has looked
-    graph, solution = deployment.graph, deployment.encoded
-    placement, network = place(graph, solution.specs), deployment.network()
+    model = model_of(deployment, TARGET_NAME)
+    solution = deployment.encoded
+    placement = place_codes(deployment.graph, solution.specs)
+    network = deployment.network()
     layers: dict[str, CompressedLayer] = {}
     for name, node in placement.linears.items():
         weight = solution.tensors[name, "weights"]
         if weight.codes is None:
-            raise unheld(
-                NAME,
-                f"no codes give the weight of {name} back exactly",
-                "quantize it with another scale_type",
-            )
-        key = placement.inputs.get(name)
-        made = CompressedLayer(weight, None if key is None else solution.tensors[key])
-        if node.scope in layers and not _equal(layers[node.scope], made):
-            raise unheld(
-                NAME,
-                f"{name} has other codes than another call of its module",
-                "leave it out of the algorithms",
-            )
-        layers[node.scope] = made
-    stacks = {
-        node.params["weight"].partition("@")[0]: solution.tensors[name, "weights"]
-        for name, node in placement.experts.items()
-    }
-    tensors = values_of(deployment, network, {*placement.linears, *placement.experts}, NAME)
-    found = Checkpoint(
-        layers, tensors, linears_of(deployment.model), remarks(solution.specs, placement)
+            raise _without_codes(name)
+        input_tensor = None
+        if name in placement.inputs:
+            input_tensor = solution.tensors[placement.inputs[name]]
+        layer = CompressedLayer(weight, input_tensor)
+        if node.scope in layers and not _is_equal(layers[node.scope], layer):
+            why = f"{name} has other codes than another call of its module"
+            raise not_held(TARGET_NAME, why, "leave it out of the algorithms")
+        layers[node.scope] = layer
+    stacks: dict[str, QuantizedTensor] = {}
+    for name, node in placement.experts.items():
+        path = node.params["weight"].partition("@")[0]
+        stacks[path] = solution.tensors[name, "weights"]
+    coded = {*placement.linears, *placement.experts}
+    tensors = parameter_values(
+        deployment,
+        network,
+        coded,
+        TARGET_NAME,
     )
-    return with_experts(found, deployment.model, stacks)
+    remarks = float_remarks(solution.specs, placement)
+    checkpoint = CompressedCheckpoint(
+        layers,
+        tensors,
+        linears_of(model),
+        remarks,
+    )
+    return with_experts(checkpoint, model, stacks)
 
 
 def with_experts(
-    found: Checkpoint, model: nn.Module, stacks: Mapping[str, QuantizedTensor]
-) -> Checkpoint:
-    """The checkpoint of a mixture, by the names that files have; `stacks` are quantized tensors
-    of experts by path.
+    checkpoint: CompressedCheckpoint,
+    model: nn.Module,
+    stacks: Mapping[str, QuantizedTensor],
+) -> CompressedCheckpoint:
+    """Return the checkpoint of a mixture of experts, by the names that files have.
 
-    Without any, and for those in float, names are the model's, as readers do not look for codes
-    there.
+    Without quantized experts, names stay the model's, as readers do not look for codes there.
+
+    Args:
+        stacks: the quantized tensors of experts by path.
 
     Raises:
         UsageError: the format has no layout for the experts of this model.
     """
-    mixture = Mixture(model)
     if not stacks:
-        return found
-    layers = {mixture.path(path): layer for path, layer in found.layers.items()}
-    experts = dict[str, CompressedLayer]()
+        return checkpoint
+    mixture = Mixture(model)
+    layers = {mixture.path(path): layer for path, layer in checkpoint.layers.items()}
+    experts: dict[str, CompressedLayer] = {}
     for path, stack in stacks.items():
         if stack.codes is None:
-            raise unheld(
-                NAME,
-                f"no codes give the weight of {path} back exactly",
-                "quantize it with another scale_type",
-            )
+            raise _without_codes(path)
         experts |= mixture.parts(path, stack)
     if len({repr(layer.scheme) for layer in experts.values()}) > 1:
-        remedy = "choose a group_size that is less than all their inputs"
-        raise unheld(
-            NAME, "its experts have groups in some layers and whole rows in others", remedy
+        raise not_held(
+            TARGET_NAME,
+            "its experts have groups in some layers and whole rows in others",
+            "choose a group_size that is less than all their inputs",
         )
-    tensors = mixture.beside(
-        {name: tensor for name, tensor in found.tensors.items() if name not in stacks}
-    )
-    linears = {*found.linears, *map(mixture.path, found.linears), *mixture.routers()}
+    others = {name: value for name, value in checkpoint.tensors.items() if name not in stacks}
+    linears = {*checkpoint.linears, *map(mixture.path, checkpoint.linears), *mixture.routers()}
     return replace(
-        found, layers=layers | experts, tensors=tensors, linears=tuple(sorted(linears))
+        checkpoint,
+        layers=layers | experts,
+        tensors=mixture.beside(others),
+        linears=tuple(sorted(linears)),
     )
 
 
-def remarks(specs: Mapping[Key, QuantizationSpec], placement: Placement) -> tuple[str, ...]:
-    """A sentence on layers whose quantized weights are no codes, if there are any."""
-    weights = {
-        layer: spec for (layer, role), spec in specs.items() if base_role(role) == "weights"
-    }
+def _without_codes(name: str) -> UsageError:
+    why = f"no codes give the weight of {name} back exactly"
+    return not_held(TARGET_NAME, why, _NO_CODES_REMEDY)
+
+
+def float_remarks(
+    specs: Mapping[Key, QuantizationSpec],
+    placement: CodePlacement,
+) -> tuple[str, ...]:
+    """Return a sentence on layers whose quantized weights are no codes, if there are any."""
     coded = {*placement.linears, *placement.experts}
-    valued = [layer for layer, spec in weights.items() if spec.is_scaled and layer not in coded]
-    return (f"in float, with the values of their codes: {shortened(valued)}",) if valued else ()
+    layers: dict[str, bool] = {}
+    for (layer, role), spec in specs.items():
+        if base_role(role) == "weights":
+            layers[layer] = spec.is_scaled and layer not in coded
+    floats = [layer for layer, is_float in layers.items() if is_float]
+    if not floats:
+        return ()
+    return (f"in float, with the values of their codes: {shortened(floats)}",)
 
 
 def linears_of(model: nn.Module) -> tuple[str, ...]:
-    """The paths of all linear modules."""
-    return tuple(
-        path
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.Linear)
-    )
+    """Return the paths of all linear modules."""
+    paths: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            paths.append(path)
+    return tuple(paths)
 
 
-def _equal(one: CompressedLayer, other: CompressedLayer) -> bool:
-    """Whether two calls of a module are quantized alike."""
-    found, expected = other.tensors(), one.tensors()
-    return one.scheme == other.scheme and all(
-        torch.equal(found[name], value) for name, value in expected.items()
-    )
+def _is_equal(
+    first: CompressedLayer,
+    second: CompressedLayer,
+) -> bool:
+    """Return whether two calls of a module are quantized alike."""
+    if first.scheme != second.scheme:
+        return False
+    second_tensors = second.tensors()
+    for name, value in first.tensors().items():
+        if not torch.equal(second_tensors[name], value):
+            return False
+    return True

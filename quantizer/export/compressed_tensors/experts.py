@@ -1,8 +1,7 @@
-"""The experts of a mixture as checkpoints hold them, each of its layers by itself, by the names
-that engines know.
+"""The experts of a mixture as checkpoints hold them: each layer by itself, by engines' names.
 
-transformers says which names these are, and of which rows they are: it takes rows of numbers
-apart as it does weights.
+transformers knows these names, and which rows belong to each. It takes rows of numbers apart in
+the same way as weights.
 """
 
 import re
@@ -13,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
-from quantizer.export.model_tensors import unheld
+from quantizer.export.model_tensors import not_held
 from quantizer.graph.modules import is_of_experts
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.storage.deferred_tensor import derived
 
-WEIGHT = ".weight"
-PATTERN = r"re:.*\.experts\.\d+\..*"
-"""The experts' layers, for readers that look for this word."""
+_WEIGHT = ".weight"
+# Readers recognize the layers of experts by this word.
+_EXPERT_PATTERN = r"re:.*\.experts\.\d+\..*"
 
 
 @dataclass(frozen=True)
@@ -29,79 +28,101 @@ class Mixture:
 
     model: nn.Module
 
-    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the model's state as files have them."""
-        from transformers.core_model_loading import revert_weight_conversion  # needs the extra
+    def stored(
+        self,
+        tensors: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Return tensors of the model's state as files have them."""
+        # The module needs the extra.
+        from transformers.core_model_loading import revert_weight_conversion
 
         return dict(revert_weight_conversion(self.model, dict(tensors)))  # type: ignore[arg-type]
 
-    def beside(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same, but for experts' tensors, which stay as they are."""
-        inside = tuple(
-            f"{path}." for path, module in self.model.named_modules() if is_of_experts(module)
-        )
-        own = {name: tensor for name, tensor in tensors.items() if name.startswith(inside)}
-        return own | self.stored(
-            {name: tensor for name, tensor in tensors.items() if name not in own}
-        )
+    def beside(
+        self,
+        tensors: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Return the same, but leave the experts' tensors as they are."""
+        prefixes: list[str] = []
+        for path, module in self.model.named_modules():
+            if is_of_experts(module):
+                prefixes.append(f"{path}.")
+        experts: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            is_of_expert = name.startswith(tuple(prefixes))
+            group = experts if is_of_expert else others
+            group[name] = tensor
+        return experts | self.stored(others)
 
     def path(self, path: str) -> str:
-        """What files call a module with a weight."""
-        [name] = self.stored({path + WEIGHT: torch.zeros(())})
-        return name.removesuffix(WEIGHT)
+        """Return the name in files of a module with a weight."""
+        [name] = self.stored({path + _WEIGHT: torch.zeros(())})
+        return name.removesuffix(_WEIGHT)
 
-    def parts(self, path: str, stack: QuantizedTensor) -> dict[str, CompressedLayer]:
-        """The layers of the experts whose tensor stands at `path` in the model, by their paths
-        in files.
+    def parts(
+        self,
+        path: str,
+        stack: QuantizedTensor,
+    ) -> dict[str, CompressedLayer]:
+        """Return the layers of the experts whose tensor is at `path`, by their paths in files.
 
         Raises:
             UsageError: files have it as one tensor, too.
         """
         module, _, name = path.rpartition(".")
-        experts = self.model.get_submodule(module)
-        count = len(experts.get_parameter(name))
+        count = len(self.model.get_submodule(module).get_parameter(name))
         assert stack.codes is not None
-        labels = torch.arange(len(stack.codes)).view(count, -1, 1)
-        found = self.stored({path: labels})
-        if any(at.dim() != 2 for at in found.values()):
-            raise unheld(
-                "compressed-tensors",
-                f"there is no layout for {path}",
-                "exclude it, or use --deploy pt2",
-            )
-        return {
-            own.removesuffix(WEIGHT): CompressedLayer(_part(stack, at[:, 0], count))
-            for own, at in found.items()
-        }
+        row_numbers = torch.arange(len(stack.codes)).view(count, -1, 1)
+        layers: dict[str, CompressedLayer] = {}
+        for part_name, rows in self.stored({path: row_numbers}).items():
+            if rows.dim() != 2:
+                raise not_held(
+                    "compressed-tensors",
+                    f"there is no layout for {path}",
+                    "exclude it, or use --deploy pt2",
+                )
+            part = _part(stack, rows[:, 0], count)
+            layers[part_name.removesuffix(_WEIGHT)] = CompressedLayer(part)
+        return layers
 
     def routers(self) -> tuple[str, ...]:
-        """The paths in files of modules with a matrix that are no linear layers here, and may
-        be some in engines.
+        """Return the paths in files of modules with a matrix that are no linear layers here.
+
+        Engines may implement them as linear layers.
         """
-        return tuple(
-            self.path(path)
-            for path, module in self.model.named_modules()
-            if not isinstance(module, (nn.Linear, nn.Embedding))
-            and getattr(module, "weight", torch.empty(0)).dim() > 1
-        )
+        paths: list[str] = []
+        for path, module in self.model.named_modules():
+            weight = getattr(module, "weight", torch.empty(0))
+            if weight.dim() > 1 and not isinstance(module, (nn.Linear, nn.Embedding)):
+                paths.append(self.path(path))
+        return tuple(paths)
 
 
-def targets(paths: Sequence[str]) -> list[str]:
-    """What names layers in a config: one pattern stands for all experts, as readers know them
-    by it.
-    """
-    return sorted(
-        {PATTERN if re.fullmatch(PATTERN.removeprefix("re:"), path) else path for path in paths}
-    )
+def group_targets(paths: Sequence[str]) -> list[str]:
+    """Return what names layers in a config; one pattern stands for all experts."""
+    pattern = re.compile(_EXPERT_PATTERN.removeprefix("re:"))
+    targets: set[str] = set()
+    for path in paths:
+        is_of_expert = pattern.fullmatch(path) is not None
+        target = _EXPERT_PATTERN if is_of_expert else path
+        targets.add(target)
+    return sorted(targets)
 
 
 def _part(stack: QuantizedTensor, rows: Tensor, experts: int) -> QuantizedTensor:
-    """Some rows of a matrix, all of one expert."""
-    codes, spec, at = stack.codes, stack.spec, rows
+    """Return some rows of a stack, all of one expert."""
+    codes, spec = stack.codes, stack.spec
     assert codes is not None
+    scale_rows = rows
     if spec.qscheme == "per_tensor":
-        spec, at = replace(spec, group_size=None), rows[0] // (len(codes) // experts)
-    own = derived(codes, (len(rows), codes.shape[1]), lambda whole: whole[rows])
+        spec = replace(spec, group_size=None)
+        scale_rows = rows[0] // (len(codes) // experts)
+    shape = (len(rows), codes.shape[1])
     return replace(
-        stack, spec=spec, scale=stack.scale[at], zero_point=stack.zero_point[at], codes=own
+        stack,
+        spec=spec,
+        scale=stack.scale[scale_rows],
+        zero_point=stack.zero_point[scale_rows],
+        codes=derived(codes, shape, lambda whole: whole[rows]),
     )

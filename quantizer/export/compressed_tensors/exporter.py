@@ -1,30 +1,29 @@
-"""The compressed-tensors target: a Hugging Face folder that transformers, vLLM and SGLang load.
-Weights from codes.
-"""
+"""Writes the compressed-tensors target, a Hugging Face folder for transformers and vLLM."""
 
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import ResultError, UsageError
-from quantizer.export import Refusal, check
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_tensors.checkpoint import NAME, Checkpoint, of_network
-from quantizer.export.compressed_tensors.placement import place
-from quantizer.export.compressed_tensors.verify import verify_folder
-from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.hugging_face_folder import (
-    QUANTIZATION,
-    described,
-    source_of,
-    write_folder,
+from quantizer.export.compressed_tensors.checkpoint import (
+    TARGET_NAME,
+    CompressedCheckpoint,
+    checkpoint_of_network,
 )
-from quantizer.export.transformers_verify import Expected
+from quantizer.export.compressed_tensors.placement import place_codes
+from quantizer.export.compressed_tensors.verify import verify_folder
+from quantizer.export.deployment import Deployment
+from quantizer.export.exporter import Exporter, Refusal
+from quantizer.export.hugging_face_folder import QUANTIZATION, source_folder, write_folder
+from quantizer.export.model_tensors import model_of
+from quantizer.export.transformers_verify import ExpectedCall, expected_calls
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 from quantizer.sources.hugging_face import CONFIG
@@ -32,88 +31,101 @@ from quantizer.storage.atomic_write import replaced_folder
 from quantizer.storage.files import cannot_write, read_json
 
 
-def refusals(
-    graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
-) -> Iterator[Refusal]:
-    """What checkpoints have no place for; they have no operator set."""
-    yield from place(graph, specs).refusals
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A folder that was written, and what it holds; `name` stands for it in messages."""
+
+    path: Path
+    name: str
+    checkpoint: CompressedCheckpoint
+    remarks: list[str]
 
 
-def export(deployment: Deployment, path: Path) -> Verification:
-    """Write a folder as `save_pretrained` does: config.json with `quantization_config`, weights
-    as codes in shards, tokenizer and generation settings.
+class CompressedTensorsExporter(Exporter[CheckpointFolder]):
+    """Writes a folder as `save_pretrained` does, with weights as the calibration's codes.
 
-    The codes are those of the calibration. transformers loads the folder and runs it on all
-    calls before it stands at `path`.
+    It has config.json with `quantization_config`, shards, tokenizer and generation settings.
+    """
+
+    def refusals(
+        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+    ) -> tuple[Refusal, ...]:
+        """Return what checkpoints have no place for."""
+        return place_codes(graph, specs).refusals
+
+    @contextmanager
+    def write(self, deployment: Deployment, path: Path) -> Iterator[CheckpointFolder]:
+        """Write the folder; transformers runs it on all calls before it is published.
+
+        Raises:
+            UsageError: the format cannot say what the config asks for, the model has no config
+                of transformers, or `path` is something else than an earlier export.
+            ResultError: the folder cannot be written.
+        """
+        model = model_of(deployment, TARGET_NAME)
+        checkpoint = checkpoint_of_network(deployment)
+        with written_folder(checkpoint, model, path) as folder:
+            yield folder
+
+    def verify(self, deployment: Deployment, written: CheckpointFolder) -> Verification:
+        """Compare what transformers computes with test mode."""
+        calls = expected_calls(deployment, deployment.network())
+        return verified_folder(written, calls, deployment.sqnr_db)
+
+    def remove(self, deployment: Deployment, path: Path) -> None:
+        """Remove an earlier export, and nothing else."""
+        if deployment.model is not None and _is_earlier_export(path, deployment.model):
+            shutil.rmtree(path.resolve())
+
+
+@contextmanager
+def written_folder(
+    checkpoint: CompressedCheckpoint, model: nn.Module, path: Path
+) -> Iterator[CheckpointFolder]:
+    """Write a checkpoint with the config of `model`, and publish it at `path` at the end.
 
     Raises:
-        UsageError: the format cannot say what the config asks for, the model has no config of
-            transformers, or `path` is something else than an earlier export.
-        VerificationError: transformers does not give test mode's outputs.
+        UsageError: `path` is something else than an earlier export.
         ResultError: the folder cannot be written.
     """
-    check(NAME, deployment.graph, deployment.solution.specs, deployment.opset)
-    if deployment.model is None:
-        raise UsageError(
-            f"--deploy {NAME} needs the float model", help="give it to Deployment.of"
-        )
-    # Refuses others than transformers' models before there is any work
-    described(deployment.model)
-    network = deployment.network()
-
-    calls = (
-        Expected(args, kwargs, tensor_leaves(network(*args, **kwargs)))
-        for args, kwargs in deployment.calls()
-    )
-    return write_verified(
-        of_network(deployment), deployment.model, path, calls, deployment.sqnr_db
-    )
-
-
-def write_verified(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    path: Path,
-    calls: Iterable[Expected],
-    sqnr_db: float = math.inf,
-) -> Verification:
-    """Write a checkpoint, with what `model` says of itself, and put it to `path` when it is
-    verified.
-
-    Raises:
-        VerificationError, UsageError, ResultError: as `export`.
-    """
-    if path.exists() and not is_ours(path, model):
+    if path.exists() and not _is_earlier_export(path, model):
         remedy = "give a path where nothing is, or an earlier export"
         raise UsageError(f"{path} is no earlier export, and is not replaced", help=remedy)
     try:
         with replaced_folder(path) as folder:
-            remarks = write_folder(
-                folder, model, checkpoint.stored(), checkpoint.quantization_config()
-            )
-            found = verify_folder(folder, checkpoint, calls, sqnr_db, path.name)
+            quantization = checkpoint.quantization_config()
+            remarks = write_folder(folder, model, checkpoint.stored(), quantization)
+            yield CheckpointFolder(folder, path.name, checkpoint, remarks)
     except OSError as error:
         raise cannot_write(path, error) from error
-    return replace(found, remarks=(*found.remarks, *remarks))
 
 
-def remove(deployment: Deployment, path: Path) -> None:
-    """Remove an earlier export, and nothing else."""
-    if deployment.model is not None and is_ours(path, deployment.model):
-        shutil.rmtree(path.resolve())
+def verified_folder(
+    written: CheckpointFolder, calls: Iterable[ExpectedCall], sqnr_db: float = math.inf
+) -> Verification:
+    """Compare what transformers computes from a folder with the calls' outputs.
 
-
-def is_ours(path: Path, model: nn.Module) -> bool:
-    """Whether a folder is empty or holds a checkpoint in this format that `model` was not read
-    from.
+    Raises:
+        VerificationError: it computes something else.
     """
-    source = source_of(model)
+    verification = verify_folder(
+        written.path, written.checkpoint, calls, sqnr_db=sqnr_db, name=written.name
+    )
+    return replace(verification, remarks=(*verification.remarks, *written.remarks))
+
+
+def _is_earlier_export(path: Path, model: nn.Module) -> bool:
+    """Return whether a folder is empty or holds a checkpoint in this format.
+
+    The folder that `model` was read from is none.
+    """
+    source = source_folder(model)
     if not path.is_dir() or (source is not None and path.samefile(source)):
         return False
     if not any(path.iterdir()):
         return True
     try:
-        written = read_json(path / CONFIG).get(QUANTIZATION) or {}
+        config = read_json(path / CONFIG).get(QUANTIZATION) or {}
     except (ResultError, AttributeError):
         return False
-    return bool(written.get("quant_method") == NAME)
+    return bool(config.get("quant_method") == TARGET_NAME)

@@ -1,8 +1,6 @@
-"""The checkpoint in compressed-tensors of a model that was quantized in place, read off its
-modules.
-"""
+"""The compressed-tensors checkpoint of a model that was quantized in place."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from torch import nn
@@ -12,21 +10,26 @@ from quantizer.calibration.module_target import evaluating
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
 from quantizer.errors import ModelError, UsageError
-from quantizer.export import Refusal, refuse, require_extras
+from quantizer.export import refuse, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
-    NAME,
-    Checkpoint,
+    TARGET_NAME,
+    CompressedCheckpoint,
+    float_remarks,
     linears_of,
-    remarks,
     with_experts,
 )
-from quantizer.export.compressed_tensors.placement import INSERTED, Placement, place
+from quantizer.export.compressed_tensors.placement import (
+    INSERTION_REASON,
+    CodePlacement,
+    place_codes,
+)
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
-from quantizer.export.hugging_face_folder import described
+from quantizer.export.exporter import Refusal
+from quantizer.export.hugging_face_folder import model_config
 from quantizer.export.model_tensors import state_of
-from quantizer.graph.ir import Node
+from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import as_planned, key_in_module, module_graph, parameters_of
 from quantizer.nn.inplace import InPlace
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -35,13 +38,12 @@ from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face import without_cache
 
+# What quantization is assumed to cost where there is no float model to compare with.
 UNKNOWN_LOSS_DB = 23.0
-"""What quantization is taken to cost where there is no float model to compare with."""
 
 
 def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> Verification:
-    """Write the checkpoint and verify it with calls of the model; see
-    `compressed_tensors.export`.
+    """Write the checkpoint and verify it with calls of the model.
 
     Args:
         batches: of calls; at least one.
@@ -53,97 +55,119 @@ def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> 
         VerificationError: transformers does not give the model's outputs.
         ResultError: the folder cannot be written.
     """
-    require_extras([NAME])
-    from quantizer.export.compressed_tensors.exporter import write_verified  # needs the extra
-    from quantizer.export.transformers_verify import Expected
+    require_extras([TARGET_NAME])
+    # These modules need the extra.
+    from quantizer.export.compressed_tensors.exporter import verified_folder, written_folder
+    from quantizer.export.transformers_verify import ExpectedCall
 
-    checkpoint = of_modules(model)
-    described(model)
+    checkpoint = _checkpoint_of_modules(model)
+    model_config(model)
 
-    def calls() -> Iterator[Expected]:
+    def calls() -> Iterator[ExpectedCall]:
         device = next(model.parameters()).device
         for batch in batches:
-            there, here = batch.to(device), batch.to("cpu")
-            outputs = [leaf.cpu() for leaf in tensor_leaves(model(*there.args, **there.kwargs))]
-            yield Expected(here.args, here.kwargs, outputs)
+            on_device = batch.to(device)
+            on_cpu = batch.to("cpu")
+            leaves = tensor_leaves(model(*on_device.args, **on_device.kwargs))
+            outputs = [leaf.cpu() for leaf in leaves]
+            yield ExpectedCall(on_cpu.args, on_cpu.kwargs, outputs)
 
-    with evaluating(model), without_cache(model):
-        return write_verified(checkpoint, model, folder, calls(), UNKNOWN_LOSS_DB)
+    with (
+        evaluating(model),
+        without_cache(model),
+        written_folder(checkpoint, model, folder) as written,
+    ):
+        return verified_folder(written, calls(), UNKNOWN_LOSS_DB)
 
 
-def of_modules(model: nn.Module) -> Checkpoint:
-    """The checkpoint of a model with quantized layers.
+def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
+    """Return the checkpoint of a model with quantized layers.
 
     Raises:
         ModelError: it has none.
         UsageError: the format cannot say how one is quantized.
     """
-    quantized = {
-        path: module for path, module in model.named_modules() if isinstance(module, InPlace)
-    }
+    quantized: dict[str, InPlace] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, InPlace):
+            quantized[path] = module
     if not quantized:
         raise ModelError(
             "the model has no quantized layer",
             help="call ModelQuantizer(config).quantize_model first",
         )
     graph = module_graph(model)
-    owned = [(node, parameter_role(key)) for node in graph.nodes for key in node.params]
-    named = {
-        (node.scope, role_in_module(node, role)): (node.name, role) for node, role in owned
-    }
-    first = {node.scope: node.name for node, _ in owned}
-    specs: dict[Key, QuantizationSpec] = {
-        named.get((path, role), (first[path], role)): quantizer.spec
-        for path, module in quantized.items()
-        for role, quantizer in module.quantizers.items()
-        if isinstance(quantizer, TensorQuantizer)
-    }
-    placement = place(graph, specs)
-    refuse(NAME, [*_unheld(quantized), *placement.refusals])
-    layers = {
-        node.scope: _layer(quantized[node.scope], name, placement)
-        for name, node in placement.linears.items()
-    }
-    own = tuple(f"{path}.quantizers." for path in quantized)
-    tensors = {
-        name: tensor for name, tensor in state_of(model).items() if not name.startswith(own)
-    }
-    stacks = dict(_stack(quantized[node.scope], node) for node in placement.experts.values())
-    return with_experts(
-        Checkpoint(layers, tensors, linears_of(model), remarks(specs, placement)), model, stacks
-    )
+    specs = _specs(graph, quantized)
+    placement = place_codes(graph, specs)
+    refuse(TARGET_NAME, [*_insertion_refusals(quantized), *placement.refusals])
+    layers: dict[str, CompressedLayer] = {}
+    for name, node in placement.linears.items():
+        layers[node.scope] = _layer(quantized[node.scope], name, placement)
+    tensors = state_of(model)
+    quantizer_prefixes = tuple(f"{path}.quantizers." for path in quantized)
+    for name in list(tensors):
+        if name.startswith(quantizer_prefixes):
+            del tensors[name]
+    stacks: dict[str, QuantizedTensor] = {}
+    for node in placement.experts.values():
+        path = node.params["weight"].partition("@")[0]
+        stacks[path] = _stack(quantized[node.scope], node)
+    remarks = float_remarks(specs, placement)
+    checkpoint = CompressedCheckpoint(layers, tensors, linears_of(model), remarks)
+    return with_experts(checkpoint, model, stacks)
 
 
-def _unheld(quantized: dict[str, InPlace]) -> Iterator[Refusal]:
-    """What algorithms have put into modules."""
+def _specs(
+    graph: Graph,
+    quantized: Mapping[str, InPlace],
+) -> dict[Key, QuantizationSpec]:
+    """Return the specs of the modules' quantizers, by the keys of their nodes in the graph."""
+    keys: dict[Key, Key] = {}
+    names: dict[str, str] = {}
+    for node in graph.nodes:
+        for parameter in node.params:
+            role = parameter_role(parameter)
+            keys[node.scope, role_in_module(node, role)] = (node.name, role)
+            names[node.scope] = node.name
+    specs: dict[Key, QuantizationSpec] = {}
+    for path, module in quantized.items():
+        for role, quantizer in module.quantizers.items():
+            if isinstance(quantizer, TensorQuantizer):
+                key = keys.get((path, role), (names[path], role))
+                specs[key] = quantizer.spec
+    return specs
+
+
+def _insertion_refusals(quantized: Mapping[str, InPlace]) -> Iterator[Refusal]:
+    """Yield a refusal for what algorithms have put into modules."""
     for path, module in quantized.items():
         if "input_layers" in module._modules:
-            yield Refusal(*INSERTED, path)
+            yield Refusal(*INSERTION_REASON, path)
         if "has_added_bias" in vars(module):
-            yield Refusal("has a bias now that the model has no place for", INSERTED[1], path)
+            yield Refusal(
+                "has a bias now that the model has no place for", INSERTION_REASON[1], path
+            )
 
 
-def _stack(module: InPlace, node: Node) -> tuple[str, QuantizedTensor]:
-    """The path of a tensor of experts, and its codes and scales."""
-    key, path = key_in_module(node, "weight"), node.params["weight"].partition("@")[0]
+def _stack(module: InPlace, node: Node) -> QuantizedTensor:
+    """Return a tensor of experts with codes."""
+    key = key_in_module(node, "weight")
     quantizer = module.quantizers[parameter_role(key)]
     assert isinstance(quantizer, TensorQuantizer)
-    return path, quantizer.tensor.encoded(
-        as_planned(module, key, module.get_parameter(parameters_of(module)[key]))
-    )
+    parameter = module.get_parameter(parameters_of(module)[key])
+    return quantizer.tensor.encoded(as_planned(module, key, parameter))
 
 
-def _layer(module: InPlace, name: str, placement: Placement) -> CompressedLayer:
-    """Its quantizers' work as codes and scales.
+def _layer(module: InPlace, name: str, placement: CodePlacement) -> CompressedLayer:
+    """Return a layer with codes and scales.
 
     Raises:
         UsageError: no codes give the weight back.
     """
-    tensors = {
-        role: q.tensor
-        for role, q in module.quantizers.items()
-        if isinstance(q, TensorQuantizer)
-    }
+    tensors: dict[str, QuantizedTensor] = {}
+    for role, quantizer in module.quantizers.items():
+        if isinstance(quantizer, TensorQuantizer):
+            tensors[role] = quantizer.tensor
     weight = tensors["weights"].encoded(module.get_parameter("weight"))
     if weight.codes is None:
         raise UsageError(
@@ -151,4 +175,6 @@ def _layer(module: InPlace, name: str, placement: Placement) -> CompressedLayer:
             "quantized",
             help="export the model as quantize_model returned it",
         )
-    return CompressedLayer(weight, tensors.get("input") if name in placement.inputs else None)
+    if name not in placement.inputs:
+        return CompressedLayer(weight)
+    return CompressedLayer(weight, tensors.get("input"))

@@ -1,7 +1,6 @@
-"""Where a checkpoint in compressed-tensors holds each quantized tensor of a graph, and what it
-has no place for.
+"""Where a compressed-tensors checkpoint holds each tensor, and what it has no place for.
 
-Reads specs alone, so that it is known before calibration.
+Only the specs are read, so that this is known before calibration.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,40 +8,43 @@ from dataclasses import dataclass, replace
 
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.export import Refusal
 from quantizer.export.compressed_tensors.schemes import (
+    Reason,
     input_refusal,
     is_symmetric,
-    weight_refusal,
+    layer_weight_refusal,
 )
+from quantizer.export.exporter import Refusal
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
 from quantizer.plan.model import Key
 
-LINEAR = "torch.nn.Linear"
-_BETWEEN = "is quantized between operators, where checkpoints have no place for it"
-_INPUTS_ONLY = "quantize inputs of linear layers alone, or use --deploy pt2"
-_FLOAT_INPUTS = (
+LINEAR_CLASS = "torch.nn.Linear"
+_BETWEEN_OPERATORS = (
+    "is quantized between operators, where checkpoints have no place for it",
+    "quantize inputs of linear layers alone, or use --deploy pt2",
+)
+_EXPERT_INPUT = (
     "is of experts, whose inputs readers leave in float",
     "leave it float, or use --deploy pt2",
 )
-INSERTED = (
+INSERTION_REASON = (
     "is an operator that an algorithm has put there, and the checkpoint's model has none",
     "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
 )
-NOTHING = Refusal(
+_NO_LAYER = Refusal(
     "finds no linear layer with a quantized weight",
     "quantize weights, or use --deploy safetensors",
 )
-_SHARE = "quantize both alike, or neither: kind:head and kind:embedding name them"
+_SHARING_HELP = "quantize both alike, or neither: kind:head and kind:embedding name them"
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The linear layers whose weights become codes, by name, and those of `experts`: `inputs`
-    has the tensor that each linear layer quantizes as its input.
+class CodePlacement:
+    """The layers whose weights become codes, by name; other parameters stay values.
 
-    Quantized values of other parameters stay what they are, values.
+    Attributes:
+        inputs: the key of the tensor that each linear layer quantizes as its input.
     """
 
     linears: Mapping[str, Node]
@@ -51,103 +53,117 @@ class Placement:
     refusals: tuple[Refusal, ...]
 
 
-def place(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Placement:
-    """The place of each tensor that is quantized."""
+def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlacement:
+    """Return the place of each quantized tensor."""
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
-    coded = {
-        layer
-        for (layer, role), spec in specs.items()
-        if role == "weights" and spec.dtype not in CAST_ONLY
-    }
-    linears = {
-        node.name: node
-        for node in graph.nodes
-        if node.name in coded and _has_place(graph, node)
-    }
-    experts = {
-        node.name: node for node in graph.nodes if node.name in coded and node.row.experts
-    }
+    linears: dict[str, Node] = {}
+    experts: dict[str, Node] = {}
+    for node in graph.nodes:
+        spec = specs.get((node.name, "weights"))
+        if spec is None or spec.dtype in CAST_ONLY:
+            continue
+        if _is_own_linear(graph, node):
+            linears[node.name] = node
+        if node.row.experts:
+            experts[node.name] = node
     inputs = {layer: (layer, "input") for layer in linears if (layer, "input") in specs}
-    refusals = [*insertions(graph), *([] if linears or experts else [NOTHING])]
+    refusals = [*insertion_refusals(graph)]
+    if not linears and not experts:
+        refusals.append(_NO_LAYER)
     for (layer, role), spec in specs.items():
-        readers = graph.consumers[layer]
+        reason: Reason | None = None
         if is_parameter(role):
-            is_coded = role == "weights" and layer in linears
-            reason = weight_refusal(spec) if is_coded else shared(graph, specs, layer, role)
-            reason = _of_experts(experts, specs, layer) if layer in experts else reason
-        elif graph.by_name[layer].row.experts and base_role(role) == "input":
-            reason = _FLOAT_INPUTS
-        elif (
-            graph.by_name[layer].inputs and base_role(role) == "input"
-        ):  # an input of the network has none
-            reason = None if inputs.get(layer) == (layer, role) else (_BETWEEN, _INPUTS_ONLY)
-        elif readers and all(reader in linears and reader not in inputs for reader in readers):
-            inputs |= dict.fromkeys(readers, (layer, role))
-            reason = None
+            if layer in experts:
+                reason = _expert_refusal(experts, specs, layer)
+            elif role == "weights" and layer in linears:
+                reason = layer_weight_refusal(spec)
+            else:
+                reason = sharing_refusal(graph, specs, layer, role)
         else:
-            reason = _BETWEEN, _INPUTS_ONLY
-        refusals += [Refusal(*reason, layer, role)] if reason else []
+            reason = _place_activation(graph, linears, inputs, (layer, role))
+        if reason is not None:
+            refusals.append(Refusal(*reason, layer, role))
     for layer, key in inputs.items():
         reason = input_refusal(specs[key], specs[layer, "weights"], linears[layer].rank)
-        refusals += [Refusal(*reason, *key)] if reason else []
-    return Placement(linears, experts, inputs, tuple(refusals))
+        if reason is not None:
+            refusals.append(Refusal(*reason, *key))
+    return CodePlacement(linears, experts, inputs, tuple(refusals))
 
 
-def _of_experts(
+def _place_activation(
+    graph: Graph, linears: Mapping[str, Node], inputs: dict[str, Key], key: Key
+) -> Reason | None:
+    """Make an activation the input of all its readers, if these are linear layers.
+
+    Returns:
+        Why that is not possible.
+    """
+    layer, role = key
+    node = graph.by_name[layer]
+    if base_role(role) == "input" and node.row.experts:
+        return _EXPERT_INPUT
+    # An input of the network has no inputs itself.
+    if base_role(role) == "input" and node.inputs:
+        return None if inputs.get(layer) == key else _BETWEEN_OPERATORS
+    readers = graph.consumers[layer]
+    if not readers or any(name not in linears or name in inputs for name in readers):
+        return _BETWEEN_OPERATORS
+    for reader in readers:
+        inputs[reader] = key
+    return None
+
+
+def _expert_refusal(
     experts: Mapping[str, Node], specs: Mapping[Key, QuantizationSpec], layer: str
-) -> tuple[str, str] | None:
-    """Why the weights of experts cannot be stored as codes."""
-    own = specs[layer, "weights"]
-    kinds = {replace(specs[name, "weights"], group_size=None) for name in experts}
+) -> Reason | None:
+    """Return why the weights of experts cannot be stored as codes."""
+    spec = specs[layer, "weights"]
     if TRANSPOSED in experts[layer].params["weight"]:
         return (
             "is [experts, in, out], which engines store in a layout of their own",
             "use --deploy pt2, or exclude it",
         )
-    if own.dtype not in ("int", "fp8_e4m3") or not is_symmetric(own):
-        return f"is {own.dtype}, of which readers take no experts" if own.dtype != "int" else (
-            "is asymmetric, and readers take no zero points of experts"
-        ), "use symmetric integers or fp8_e4m3 for experts"
+    remedy = "use symmetric integers or fp8_e4m3 for experts"
+    if spec.dtype not in ("int", "fp8_e4m3"):
+        return f"is {spec.dtype}, of which readers take no experts", remedy
+    if not is_symmetric(spec):
+        return "is asymmetric, and readers take no zero points of experts", remedy
+    # Groups may be of different sizes, as experts' inputs are.
+    kinds = {replace(specs[name, "weights"], group_size=None) for name in experts}
     if len(kinds) > 1:
         return (
             "is quantized otherwise than those of other experts",
             "quantize all experts alike",
         )
-    return weight_refusal(own)
+    return layer_weight_refusal(spec)
 
 
-def _has_place(graph: Graph, node: Node) -> bool:
-    """Whether it is a linear module with a weight that no other module uses."""
+def _is_own_linear(graph: Graph, node: Node) -> bool:
+    """Return whether a node is a linear module with a weight that no other module uses."""
     path = node.params.get("weight")
-    if (
-        not node.is_multiplying
-        or node.classes[:1] != (LINEAR,)
-        or path != f"{node.scope}.weight"
-    ):
+    if not node.is_multiplying or node.classes[:1] != (LINEAR_CLASS,):
+        return False
+    if path != f"{node.scope}.weight":
         return False
     return all(user.scope == node.scope for user in graph.nodes if path in user.params.values())
 
 
-def shared(
+def sharing_refusal(
     graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, role: str
-) -> tuple[str, str] | None:
-    """Why a weight cannot be stored as values: another layer uses it that quantizes it
-    otherwise.
-    """
+) -> Reason | None:
+    """Return why a weight cannot be values if another layer quantizes it otherwise."""
     path = graph.by_name[layer].params.get("weight")
-    others = [
-        node.name for node in graph.nodes if path in node.params.values() and node.name != layer
-    ]
-    differing = [name for name in others if specs.get((name, role)) != specs[layer, role]]
-    return (
-        (f"is the weight of {differing[0]}, too, where it is quantized otherwise", _SHARE)
-        if differing
-        else None
-    )
+    for node in graph.nodes:
+        if path not in node.params.values() or node.name == layer:
+            continue
+        if specs.get((node.name, role)) != specs[layer, role]:
+            why = f"is the weight of {node.name}, too, where it is quantized otherwise"
+            return why, _SHARING_HELP
+    return None
 
 
-def insertions(graph: Graph) -> Iterator[Refusal]:
-    """Operators that algorithms put before layers."""
+def insertion_refusals(graph: Graph) -> Iterator[Refusal]:
+    """Yield a refusal for each operator that an algorithm has put before a layer."""
     for node in graph.nodes:
         if node.target.startswith("rescale."):
-            yield Refusal(*INSERTED, node.name)
+            yield Refusal(*INSERTION_REASON, node.name)

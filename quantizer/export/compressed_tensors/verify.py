@@ -1,5 +1,5 @@
-"""Loads a checkpoint as its users do, with transformers on the CPU, and refuses one that is not
-test mode's.
+"""Loads a checkpoint as its users do, with transformers on the CPU, and compares it with test
+mode.
 """
 
 import json
@@ -14,60 +14,74 @@ from torch import nn
 
 from quantizer.errors import VerificationError
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_tensors.checkpoint import Checkpoint
-from quantizer.export.compressed_tensors.schemes import MXFP4, NVFP4, PACKED, is_symmetric
-from quantizer.export.transformers_verify import HELP, Expected, require_all_keys, verify_calls
+from quantizer.export.compressed_tensors.checkpoint import CompressedCheckpoint
+from quantizer.export.compressed_tensors.schemes import (
+    MXFP4_FORMAT,
+    NVFP4_FORMAT,
+    PACKED_FORMAT,
+    is_symmetric,
+)
+from quantizer.export.transformers_verify import (
+    READER_HELP,
+    ExpectedCall,
+    require_all_keys,
+    verify_calls,
+)
 from quantizer.sources.hugging_face import CONFIG, read_checkpoint
 
-_BFLOAT16 = (MXFP4, NVFP4)
-"""Formats that readers compute in that dtype."""
+# Readers compute these in bfloat16.
+_BFLOAT16_FORMATS = (MXFP4_FORMAT, NVFP4_FORMAT)
 
 
 def verify_folder(
-    folder: Path, checkpoint: Checkpoint, calls: Iterable[Expected], sqnr_db: float, name: str
+    folder: Path,
+    checkpoint: CompressedCheckpoint,
+    calls: Iterable[ExpectedCall],
+    *,
+    sqnr_db: float,
+    name: str,
 ) -> Verification:
-    """Compare the outputs of a folder, loaded by transformers, with test mode's; see
-    `verify_calls`.
+    """Compare the outputs of a folder, loaded by transformers, with test mode's.
 
     Args:
         checkpoint: what the folder holds.
+        sqnr_db, name: as for `verify_calls`.
 
     Raises:
-        VerificationError: transformers cannot load or run it, or gives other outputs.
+        VerificationError: transformers cannot load or run it, or its outputs differ.
     """
     remarks: tuple[str, ...] = ()
 
-    def load(call: Expected) -> nn.Module:
+    def load(call: ExpectedCall) -> nn.Module:
         nonlocal remarks
         module, remarks = _loaded(folder, checkpoint, call, name)
         return module
 
-    # Mxfp4's values need no rounding
-    rounded = any(layer.format == NVFP4 for layer in checkpoint.layers.values())
-    found = verify_calls(
-        load, calls, sqnr_db, name, is_exact=checkpoint.is_weight_only and not rounded
-    )
-    return replace(found, remarks=(*checkpoint.remarks, *remarks))
+    # The values of mxfp4 need no rounding.
+    is_rounded = any(layer.format == NVFP4_FORMAT for layer in checkpoint.layers.values())
+    is_exact = checkpoint.is_weight_only and not is_rounded
+    verification = verify_calls(load, calls, sqnr_db, name, is_exact=is_exact)
+    return replace(verification, remarks=(*checkpoint.remarks, *remarks))
 
 
 def _loaded(
-    folder: Path, checkpoint: Checkpoint, call: Expected, name: str
+    folder: Path, checkpoint: CompressedCheckpoint, call: ExpectedCall, name: str
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """The module of a plain `from_pretrained`, or where this reader cannot, of one that is told
-    to dequantize.
+    """Load with a plain `from_pretrained` or, if this reader cannot, with dequantized weights.
 
-    The latter leaves inputs in float and reads all layers as it reads the first, so it is no
-    way out for others.
+    The latter leaves inputs in float and reads all layers as it reads the first, so it only
+    works for checkpoints that are weight-only and have one scheme.
     """
     try:
         return _run(folder, call, name), ()
     except VerificationError:
         raise
     except Exception as error:
-        why = str(error).strip().partition("\n")[0]
-        can_dequantize = len(checkpoint.schemes) == 1 and checkpoint.is_weight_only
-        cause = _cause(checkpoint) if can_dequantize else None
+        cause = None
+        if len(checkpoint.schemes) == 1 and checkpoint.is_weight_only:
+            cause = _cause(checkpoint)
         if cause is None:
+            why = str(error).strip().partition("\n")[0]
             text = (
                 f"{name} is not written: {_reader()} cannot run it: {type(error).__name__}: "
                 f"{why}"
@@ -81,41 +95,40 @@ def _loaded(
     return _run(folder, call, name, quantization_config=settings), (remark,)
 
 
-def _run(folder: Path, call: Expected, name: str, **settings: Any) -> nn.Module:
-    """The folder's model, after a first call, which unpacks the weights.
+def _run(folder: Path, call: ExpectedCall, name: str, **settings: Any) -> nn.Module:
+    """Return the folder's model after a first call, which unpacks the weights.
 
     Raises:
         VerificationError: a tensor is missing, or nothing reads it.
     """
-    architectures = json.loads((folder / CONFIG).read_text("utf-8")).get("architectures") or [
-        "AutoModel"
-    ]
+    config = json.loads((folder / CONFIG).read_text("utf-8"))
+    architectures = config.get("architectures") or ["AutoModel"]
     module, report = read_checkpoint(folder, architectures[0], **settings)
     require_all_keys(report, _reader(), name)
     module(*call.args, **call.kwargs)
     return module
 
 
-def _cause(checkpoint: Checkpoint) -> str | None:
-    """Why this reader may not load a checkpoint by default that others load."""
-    layers = checkpoint.layers.values()
-    if any(layer.format == PACKED and not is_symmetric(layer.weight.spec) for layer in layers):
-        return f"{_reader()} does not load packed asymmetric weights by default"
-    fp4 = sorted(
-        {layer.format.partition("-")[0] for layer in layers if layer.format in _BFLOAT16}
-    )
-    if fp4:
-        return (
-            f"{_reader()} computes {' and '.join(fp4)} in bfloat16, and the model is in "
-            "another dtype"
-        )
-    return None
+def _cause(checkpoint: CompressedCheckpoint) -> str | None:
+    """Return why this reader may not load by default a checkpoint that others load."""
+    fp4_formats: set[str] = set()
+    for layer in checkpoint.layers.values():
+        if layer.format == PACKED_FORMAT and not is_symmetric(layer.weight.spec):
+            return f"{_reader()} does not load packed asymmetric weights by default"
+        if layer.format in _BFLOAT16_FORMATS:
+            fp4_formats.add(layer.format.partition("-")[0])
+    if not fp4_formats:
+        return None
+    names = " and ".join(sorted(fp4_formats))
+    return f"{_reader()} computes {names} in bfloat16, and the model is in another dtype"
 
 
-def _remedy(checkpoint: Checkpoint) -> str:
-    if any(layer.format in _BFLOAT16 for layer in checkpoint.layers.values()):
+def _remedy(checkpoint: CompressedCheckpoint) -> str:
+    if any(layer.format in _BFLOAT16_FORMATS for layer in checkpoint.layers.values()):
         return "use a bfloat16 model"
-    return 'set "symmetric" to true for the weights' if _cause(checkpoint) else HELP
+    if _cause(checkpoint):
+        return 'set "symmetric" to true for the weights'
+    return READER_HELP
 
 
 def _reader() -> str:

@@ -1,8 +1,7 @@
-"""GGUF files without a template: the keys of the architectures that are known here, and the
-rows that they permute.
+"""The keys and tensor names of a GGUF file without a template, for known architectures.
 
-Source: the converters of llama.cpp (convert_hf_to_gguf.py), and what transformers reads of
-keys.
+Source: the converters of llama.cpp (convert_hf_to_gguf.py), and the keys that transformers
+reads.
 """
 
 from collections.abc import Mapping
@@ -12,12 +11,13 @@ import gguf
 from torch import Tensor, nn
 
 from quantizer.errors import UsageError
-from quantizer.export.gguf.file import Arrangement, Entry, Outline
-from quantizer.export.gguf.template import names_of
+from quantizer.export.gguf.file import Arrangement, GgufValue, Outline
+from quantizer.export.gguf.template import file_names
 
-TEMPLATE = (
+TEMPLATE_HELP = (
     "give --gguf_template FILE, any .gguf of the same model, whose keys and tokenizer are kept"
 )
+# The architecture in GGUF for each `model_type`.
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -25,10 +25,9 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "phi3": "phi3",
 }
-"""The architecture in GGUF for each `model_type`."""
+# The tensors whose rows of heads are interleaved, and the config field with their number.
 _PERMUTED = {"llama": {".attn_q.": "num_attention_heads", ".attn_k.": "num_key_value_heads"}}
-"""The tensors whose rows of heads are interleaved, and where their number is."""
-_INTEGERS = {
+_INTEGER_FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -37,77 +36,81 @@ _INTEGERS = {
     "attention.head_count_kv": "num_key_value_heads",
     "vocab_size": "vocab_size",
 }
-_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
-NO_TOKENIZER = "it has no tokenizer, so engines take and give numbers of tokens: " + TEMPLATE
+_HEAD_SIZE_KEYS = ("rope.dimension_count", "attention.key_length", "attention.value_length")
+_TOKEN_FIELDS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+NO_TOKENIZER = (
+    f"it has no tokenizer, so engines take and give numbers of tokens: {TEMPLATE_HELP}"
+)
 
 
-def outline_of(model: nn.Module, state: Mapping[str, Tensor]) -> Outline:
-    """The keys and names of a model of transformers.
+def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Outline:
+    """Return the keys and names of a model of transformers.
 
     Raises:
-        UsageError: its architecture, or something that its config asks for, has no keys here.
+        UsageError: its architecture, or something that its config asks for, is not known here.
     """
     config: Any = model.config
-    described = config.to_dict()
+    fields = config.to_dict()
     architecture = ARCHITECTURES.get(config.model_type)
-    why = f"is {config.model_type}" if architecture is None else _unheld(described)
+    why = f"is {config.model_type}" if architecture is None else _unknown_feature(fields)
     if architecture is None or why:
         known = ", ".join(ARCHITECTURES)
-        said = (
-            f"--deploy gguf: without a template the model is to be one of {known}, without "
-            f"extras: this one {why}"
+        text = (
+            f"--deploy gguf: this model {why}; without a template, only {known} are supported, "
+            "without extras"
         )
-        raise UsageError(said, help=TEMPLATE)
-    names = names_of(
-        architecture, config.num_hidden_layers, {source: source for source in state}
-    )
+        raise UsageError(text, help=TEMPLATE_HELP)
+    sources = {source: source for source in state}
+    names = file_names(architecture, config.num_hidden_layers, sources)
     nameless = [source for source in state if source not in names]
     if nameless:
         raise UsageError(
-            f"--deploy gguf: the package gguf has no name for {nameless[0]}", help=TEMPLATE
+            f"--deploy gguf: the package gguf has no name for {nameless[0]}", help=TEMPLATE_HELP
         )
-    permuted = {part: described[key] for part, key in _PERMUTED.get(architecture, {}).items()}
-    tensors = {
-        name: (
-            source,
-            Arrangement(next((heads for part, heads in permuted.items() if part in name), 0)),
-        )
-        for source, name in names.items()
-    }
-    return Outline(
-        architecture,
-        _keys(architecture, type(model).__name__, described),
-        tensors,
-        remarks=(NO_TOKENIZER,),
-    )
+    tensors: dict[str, tuple[str, Arrangement]] = {}
+    for source, name in names.items():
+        heads = 0
+        for part, field in _PERMUTED.get(architecture, {}).items():
+            if part in name:
+                heads = fields[field]
+        tensors[name] = (source, Arrangement(heads))
+    keys = _keys(architecture, type(model).__name__, fields)
+    return Outline(architecture, keys, tensors, remarks=(NO_TOKENIZER,))
 
 
-def _unheld(config: Mapping[str, Any]) -> str | None:
-    """What of a config would need more keys, or tensors of its own."""
-    rope = config.get("rope_parameters") or {}
+def _unknown_feature(fields: Mapping[str, Any]) -> str | None:
+    """Return what in a config would need more keys, or tensors of its own."""
+    rope = fields.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
         return f"has rotations of the type {rope['rope_type']}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "rotates a part of each head"
-    if config.get("sliding_window") and config.get("use_sliding_window") is not False:
+    if fields.get("sliding_window") and fields.get("use_sliding_window") is not False:
         return "has sliding windows"
     return None
 
 
-def _keys(architecture: str, name: str, config: Mapping[str, Any]) -> dict[str, Entry]:
-    whole, real, text = (gguf.GGUFValueType[kind] for kind in ("UINT32", "FLOAT32", "STRING"))
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    found = {key: Entry(config[field], whole) for key, field in _INTEGERS.items()}
-    found |= {
-        key: Entry(head, whole)
-        for key in ("rope.dimension_count", "attention.key_length", "attention.value_length")
+def _keys(architecture: str, name: str, fields: Mapping[str, Any]) -> dict[str, GgufValue]:
+    integer = gguf.GGUFValueType.UINT32
+    real = gguf.GGUFValueType.FLOAT32
+    text = gguf.GGUFValueType.STRING
+    keys = {
+        "general.name": GgufValue(name, text),
+        "general.quantization_version": GgufValue(2, integer),
     }
-    found["attention.layer_norm_rms_epsilon"] = Entry(config["rms_norm_eps"], real)
-    found["rope.freq_base"] = Entry(config["rope_parameters"]["rope_theta"], real)
-    keys = {"general.name": Entry(name, text), "general.quantization_version": Entry(2, whole)}
-    keys |= {f"{architecture}.{key}": entry for key, entry in found.items()}
-    keys["tokenizer.ggml.model"] = Entry("no_vocab", text)
-    for key, field in _TOKENS.items():
-        if isinstance(config.get(field), int):
-            keys[f"tokenizer.ggml.{key}_token_id"] = Entry(config[field], whole)
+    for key, field in _INTEGER_FIELDS.items():
+        keys[f"{architecture}.{key}"] = GgufValue(fields[field], integer)
+    head_size = fields.get("head_dim")
+    if not head_size:
+        head_size = fields["hidden_size"] // fields["num_attention_heads"]
+    for key in _HEAD_SIZE_KEYS:
+        keys[f"{architecture}.{key}"] = GgufValue(head_size, integer)
+    epsilon = GgufValue(fields["rms_norm_eps"], real)
+    keys[f"{architecture}.attention.layer_norm_rms_epsilon"] = epsilon
+    base = GgufValue(fields["rope_parameters"]["rope_theta"], real)
+    keys[f"{architecture}.rope.freq_base"] = base
+    keys["tokenizer.ggml.model"] = GgufValue("no_vocab", text)
+    for key, field in _TOKEN_FIELDS.items():
+        if isinstance(fields.get(field), int):
+            keys[f"tokenizer.ggml.{key}_token_id"] = GgufValue(fields[field], integer)
     return keys

@@ -1,5 +1,4 @@
-"""The blocks of a GGUF file: which type holds a weight, scales that are halfs, codes as bytes.
-Knows no network.
+"""The blocks of a GGUF file: the type that holds a weight, scales as halfs, codes as bytes.
 
 Source: ggml's block_q4_0 to block_q8_0, measured against the package gguf.
 """
@@ -10,25 +9,26 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.compressed_tensors.schemes import Reason, by_row, is_symmetric
+from quantizer.export.compressed_tensors.schemes import Reason, is_symmetric, scales_by_row
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack_bits
 from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams
 
-BLOCK = 32
-"""Consecutive inputs that have one scale."""
-SIGNIFICANT = 11
-"""Bits of a half's mantissa."""
-SMALLEST, LARGEST = 24, 65504.0
-"""Halfs are multiples of 2^-24, and at most so large."""
-NIBBLE, BYTE = 4, 8
+# Consecutive inputs that share a scale.
+GGUF_BLOCK = 32
+# A half has 11 significant bits, is a multiple of 2^-24, and is at most 65504.
+_HALF_BITS = 11
+_HALF_EXPONENT = 24
+_LARGEST_HALF = 65504.0
+_NIBBLE = 4
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of blocks by its name in ggml: codes of so many bits; value = code * scale, or + a
-    minimum.
+    """A type of blocks by its name in ggml, with codes of so many bits.
+
+    A value is code * scale, or code * scale + minimum.
     """
 
     name: str
@@ -36,7 +36,7 @@ class BlockType:
     has_minimum: bool
 
 
-TYPES = (
+BLOCK_TYPES = (
     BlockType("Q4_0", 4, has_minimum=False),
     BlockType("Q5_0", 5, has_minimum=False),
     BlockType("Q8_0", 8, has_minimum=False),
@@ -46,28 +46,29 @@ TYPES = (
 
 
 def block_type(spec: QuantizationSpec) -> BlockType | None:
-    """The smallest type that holds these codes; None where none does.
+    """Return the smallest type that holds these codes; None if none does.
 
-    >>> (
-    ...     block_type(QuantizationSpec(bit_width=3)).name,
-    ...     block_type(QuantizationSpec(bit_width=5, symmetric=False)).name,
-    ... )
-    ('Q4_0', 'Q5_1')
+    >>> block_type(QuantizationSpec(bit_width=3)).name
+    'Q4_0'
+    >>> block_type(QuantizationSpec(bit_width=5, symmetric=False)).name
+    'Q5_1'
     """
-    fitting = (
-        row
-        for row in TYPES
-        if row.has_minimum != is_symmetric(spec) and row.bits >= spec.bit_width
-    )
-    return next(fitting, None) if spec.dtype == "int" else None
+    if spec.dtype != "int":
+        return None
+    for kind in BLOCK_TYPES:
+        if kind.has_minimum != is_symmetric(spec) and kind.bits >= spec.bit_width:
+            return kind
+    return None
 
 
-def weight_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:
-    """Why the weight of a layer with so many inputs cannot be blocks; None if it can."""
-    last, first = spec.ch_axis in (1, -1), spec.ch_axis in (0, -2)
-    if inputs % BLOCK:
+def block_refusal(
+    spec: QuantizationSpec,
+    inputs: int,
+) -> Reason | None:
+    """Return why the weight of a layer with so many inputs cannot be blocks; None if it can."""
+    if inputs % GGUF_BLOCK:
         return (
-            f"has {inputs} inputs, and blocks {BLOCK} each",
+            f"has {inputs} inputs, and blocks {GGUF_BLOCK} each",
             "exclude the layer, which keeps it in float",
         )
     if spec.dtype != "int":
@@ -75,40 +76,37 @@ def weight_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:
             f"is {spec.dtype}, which blocks do not hold",
             "use int4, int5 or int8 (quantizer init --strategy gguf_q8_0)",
         )
-    if block_type(spec) is None:
-        if is_symmetric(spec):
-            return (
-                f"has {spec.bit_width} bits, and blocks 4, 5 or 8",
-                "set its width to 8 bits or less",
-            )
-        why = f"has {spec.bit_width} bits and a zero point, and blocks with a minimum 4 or 5"
+    if block_type(spec) is None and is_symmetric(spec):
         return (
-            why,
+            f"has {spec.bit_width} bits, and blocks 4, 5 or 8",
+            "set its width to 8 bits or less",
+        )
+    if block_type(spec) is None:
+        return (
+            f"has {spec.bit_width} bits and a zero point, and blocks with a minimum 4 or 5",
             "set its symmetric to true, or its dtype to uint4 or uint5 (quantizer init "
             "--strategy gguf_q4_1)",
         )
-    if spec.qscheme == "per_channel" and not first:
+    if spec.qscheme == "per_channel" and spec.ch_axis not in (0, -2):
         return "has a scale for each input", "set its ch_axis to 0"
-    if spec.qscheme == "per_group" and not last:
+    if spec.qscheme != "per_group":
+        return None
+    if spec.ch_axis not in (1, -1):
         return "has groups of outputs", "set its ch_axis to 1"
-    if (
-        spec.qscheme == "per_group"
-        and (spec.group_size or -1) > 0
-        and (spec.group_size or 0) % BLOCK
-    ):
+    group_size = spec.group_size or -1
+    if group_size > 0 and group_size % GGUF_BLOCK:
         return (
-            f"has groups of {spec.group_size}, and blocks {BLOCK} inputs",
-            f"set its group_size to {BLOCK}",
+            f"has groups of {group_size}, and blocks {GGUF_BLOCK} inputs",
+            f"set its group_size to {GGUF_BLOCK}",
         )
     return None
 
 
 def halved(tensor: QuantizedTensor) -> QuantizedTensor:
-    """The tensor with a scale that blocks hold: a half, and where there is a zero point, scale
-    * zero_point is one.
+    """Return the tensor with a scale that blocks hold.
 
-    So a block's minimum is exactly that of the codes. The codes stay, but those of scales that
-    no half is near.
+    It is a half. With a zero point, scale * zero_point is a half, too, so that a block's
+    minimum is exactly that of the codes. Codes only change where no half is near the scale.
 
     Raises:
         ValueError: it has no codes.
@@ -119,20 +117,23 @@ def halved(tensor: QuantizedTensor) -> QuantizedTensor:
     scale = short_scale(tensor.scale, tensor.zero_point)
     if torch.equal(scale, tensor.scale):
         return tensor
-    cut = spec.qscheme, spec.ch_axis, spec.group_size, 1
-    ratio, zero_point = (tensor.scale / scale).reshape(-1, 1), tensor.zero_point.reshape(-1, 1)
-    rows = to_rows(codes.float(), cut).sub(zero_point).mul_(ratio).round_().add_(zero_point)
-    moved = from_rows(rows.clamp_(spec.quant_min, spec.quant_max), tuple(codes.shape), cut)
-    return replace(
-        tensor.at(QParams(scale, tensor.zero_point)), codes=moved.to(codes.dtype).contiguous()
-    )
+    ratio = (tensor.scale / scale).reshape(-1, 1)
+    zero_point = tensor.zero_point.reshape(-1, 1)
+    rows = to_rows(codes.float(), spec.cut)
+    rows = rows.sub(zero_point).mul_(ratio).round_().add_(zero_point)
+    rows = rows.clamp_(spec.quant_min, spec.quant_max)
+    rescaled = from_rows(rows, tuple(codes.shape), spec.cut)
+    stored = tensor.at(QParams(scale, tensor.zero_point))
+    return replace(stored, codes=rescaled.to(codes.dtype).contiguous())
 
 
-def short_scale(scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Return the nearest scales that are halfs, and are halfs times the zero point, too, which
-    is 0 to 31.
+def short_scale(
+    scale: Tensor,
+    zero_point: Tensor,
+) -> Tensor:
+    """Return the nearest scales that are halfs, and still are if multiplied by the zero point.
 
-    Of a half's 11 significant bits, the zero point needs as many as its odd factor has, the
+    The zero point is 0 to 31. Its odd factor takes some of a half's 11 significant bits. The
     scale may have the others.
 
     >>> short_scale(torch.tensor([0.1, 1e-9, 1e9]), torch.tensor(0)).tolist() == [
@@ -144,23 +145,22 @@ def short_scale(scale: Tensor, zero_point: Tensor) -> Tensor:
     >>> 1024 * float(short_scale(torch.tensor(0.1), torch.tensor(13)))  # 0.1 in 7 bits
     102.0
     """
+    # x & -x is the largest power of two that divides x.
     odd = zero_point // (zero_point & -zero_point).clamp(min=1)
-    bits = SIGNIFICANT - torch.where(odd > 1, torch.frexp(odd.float()).exponent, 0)
-    exponent = (torch.frexp(scale).exponent - bits).clamp(min=-SMALLEST)
+    bits = _HALF_BITS - torch.where(odd > 1, torch.frexp(odd.float()).exponent, 0)
+    exponent = (torch.frexp(scale).exponent - bits).clamp(min=-_HALF_EXPONENT)
     step = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), exponent)
-    largest = LARGEST / torch.ldexp(
-        torch.ones_like(step), torch.frexp(zero_point.float()).exponent
-    )
-    return (
-        torch.round(scale / step).mul_(step).clamp_(min=2.0**-SMALLEST).minimum(largest).float()
-    )
+    zero_point_exponent = torch.frexp(zero_point.float()).exponent
+    largest = _LARGEST_HALF / torch.ldexp(torch.ones_like(step), zero_point_exponent)
+    rounded = torch.round(scale / step).mul_(step)
+    return rounded.clamp_(min=2.0**-_HALF_EXPONENT).minimum(largest).float()
 
 
-def packed(tensor: QuantizedTensor) -> Tensor:
-    """The rows of a weight as blocks, uint8 [outputs, bytes]: scale, minimum if there is one,
-    fifth bits, nibbles.
+def packed_blocks(tensor: QuantizedTensor) -> Tensor:
+    """Return the rows of a weight as blocks, uint8 [outputs, bytes].
 
-    A nibble holds code j of a block low and code j + 16 high.
+    A block has the scale, the minimum if there is one, the fifth bits, and the nibbles. A
+    nibble holds code j of a block in its low half and code j + 16 in its high half.
 
     Raises:
         ValueError: it has no codes, or no type holds them.
@@ -168,28 +168,29 @@ def packed(tensor: QuantizedTensor) -> Tensor:
     kind = block_type(tensor.spec)
     if tensor.codes is None or kind is None:
         raise ValueError("Only a weight that was encoded in integers can be stored in blocks.")
-    codes = tensor.codes.view(len(tensor.codes), -1, BLOCK)
-    scale, zero_point = (
-        _by_block(values, codes) for values in (tensor.scale, tensor.zero_point)
-    )
-    parts = [_bytes_of(scale)]
+    codes = tensor.codes.view(len(tensor.codes), -1, GGUF_BLOCK)
+    scale = _by_block(tensor.scale, codes)
+    parts = [_half_bytes(scale)]
     if kind.has_minimum:
-        parts.append(_bytes_of(-scale * zero_point))
-    if kind.bits == BYTE:
+        parts.append(_half_bytes(-scale * _by_block(tensor.zero_point, codes)))
+    if kind.bits == 8:
         return torch.cat([*parts, codes.view(torch.uint8)], -1).flatten(1)
-    unsigned = (codes.int() + (0 if kind.has_minimum else 1 << (kind.bits - 1))).to(torch.uint8)
-    if kind.bits > NIBBLE:
-        parts.append(pack_bits(unsigned >> NIBBLE, 1))
-    low, high = torch.split(unsigned & 15, BLOCK // 2, -1)
-    return torch.cat([*parts, low | high << NIBBLE], -1).flatten(1)
+    middle = 0 if kind.has_minimum else 1 << (kind.bits - 1)
+    unsigned = (codes.int() + middle).to(torch.uint8)
+    if kind.bits > _NIBBLE:
+        parts.append(pack_bits(unsigned >> _NIBBLE, 1))
+    low, high = torch.split(unsigned & 15, GGUF_BLOCK // 2, -1)
+    parts.append(low | high << _NIBBLE)
+    return torch.cat(parts, -1).flatten(1)
 
 
 def _by_block(values: Tensor, codes: Tensor) -> Tensor:
-    """Scales or zero points as [outputs, blocks, 1]."""
-    rows = by_row(values, codes)
-    return rows.repeat_interleave(codes.shape[1] // rows.shape[1], 1)[..., None]
+    """Return scales or zero points as [outputs, blocks, 1]."""
+    rows = scales_by_row(values, codes)
+    repeats = codes.shape[1] // rows.shape[1]
+    return rows.repeat_interleave(repeats, 1)[..., None]
 
 
-def _bytes_of(values: Tensor) -> Tensor:
-    """Halfs, little endian."""
+def _half_bytes(values: Tensor) -> Tensor:
+    """Return values as halfs, little endian."""
     return values.half().view(torch.uint8)

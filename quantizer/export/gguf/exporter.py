@@ -1,139 +1,156 @@
-"""The .gguf target: one file that llama.cpp and transformers load. Weights are blocks of codes,
-activations float.
+"""Writes the .gguf target: one file that llama.cpp and transformers load.
+
+Weights are blocks of codes, activations are float.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution, encoded
 from quantizer.config.model import QuantizationSpec
-from quantizer.errors import UsageError
-from quantizer.export import Refusal, check
 from quantizer.export.agreement import Verification
-from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.gguf import architectures as gguf_architectures
-from quantizer.export.gguf import template as gguf_template
+from quantizer.export.deployment import Deployment
+from quantizer.export.exporter import Exporter, Refusal
+from quantizer.export.gguf.architectures import outline_of_architecture
 from quantizer.export.gguf.blocks import halved
-from quantizer.export.gguf.file import Outline, stored, write
-from quantizer.export.gguf.placement import Placement, place
-from quantizer.export.gguf.verify import verify_file
-from quantizer.export.hugging_face_folder import described
-from quantizer.export.model_tensors import MADE, first_names, state_of, unheld, values_of
-from quantizer.export.transformers_verify import Expected
+from quantizer.export.gguf.file import Outline, stored_tensors, write_gguf
+from quantizer.export.gguf.placement import BlockPlacement, place_blocks
+from quantizer.export.gguf.template import outline_of_template
+from quantizer.export.gguf.verify import verify_gguf
+from quantizer.export.model_tensors import (
+    CHANGE_REMEDY,
+    first_names,
+    model_of,
+    not_held,
+    parameter_values,
+    state_of,
+)
+from quantizer.export.transformers_verify import expected_calls
 from quantizer.graph.ir import Graph
+from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 from quantizer.storage.atomic_write import replaced_file
 from quantizer.storage.files import cannot_write
 
-NAME = "gguf"
+_TARGET = "gguf"
 _ROUNDED = "its scales are rounded to halfs, which test mode with --deploy gguf counts"
 
 
-def refusals(
-    graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
-) -> Iterator[Refusal]:
-    """What blocks cannot hold; they have no operator set."""
-    yield from place(graph, specs).refusals
+@dataclass(frozen=True)
+class GgufFile:
+    """A file that was written, and the network and the values that it stands for."""
+
+    path: Path
+    outline: Outline
+    values: Mapping[str, Tensor]
+    network: Network
+    remarks: tuple[str, ...]
 
 
-def as_run(graph: Graph, solution: Solution) -> Solution:
-    """The solution with the scales that the file has, which are halfs; codes stay."""
-    placement = place(graph, solution.specs)
-    if placement.refusals:
-        return solution
-    solution = encoded(graph, solution)
-    keys = [(layer, "weights") for layer in placement.layers]
-    coded = {
-        key: solution.tensors[key] for key in keys if solution.tensors[key].codes is not None
-    }
-    return replace(
-        solution,
-        tensors={**solution.tensors, **{key: halved(each) for key, each in coded.items()}},
-    )
+class GgufExporter(Exporter[GgufFile]):
+    """Writes a file for llama.cpp and engines built on it.
 
-
-def export(deployment: Deployment, path: Path) -> Verification:
-    """Write a file for llama.cpp and what is built on it, by a template or of an architecture
-    that is known here.
-
-    The codes are those of the calibration, their scales rounded to halfs. transformers loads
-    the file and runs it on all calls before it stands at `path`.
-
-    Raises:
-        UsageError: blocks cannot hold what the config asks for, the template is of another
-            model, or there is none and the architecture is not known.
-        VerificationError: transformers does not give test mode's outputs.
-        ResultError: the file cannot be written.
+    Keys and names come from a template, or from an architecture that is known here. The codes
+    are those of the calibration, with their scales rounded to halfs.
     """
-    check(NAME, deployment.graph, deployment.solution.specs, deployment.opset)
-    if deployment.model is None:
-        raise UsageError(
-            f"--deploy {NAME} needs the float model", help="give it to Deployment.of"
+
+    def refusals(
+        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+    ) -> tuple[Refusal, ...]:
+        """Return what blocks cannot hold."""
+        return place_blocks(graph, specs).refusals
+
+    def as_run(self, graph: Graph, solution: Solution) -> Solution:
+        """Return the solution with the file's scales, which are halfs; codes stay."""
+        placement = place_blocks(graph, solution.specs)
+        if placement.refusals:
+            return solution
+        solution = encoded(graph, solution)
+        tensors = dict(solution.tensors)
+        for layer in placement.layers:
+            tensor = tensors[layer, "weights"]
+            if tensor.codes is not None:
+                tensors[layer, "weights"] = halved(tensor)
+        return replace(solution, tensors=tensors)
+
+    @contextmanager
+    def write(self, deployment: Deployment, path: Path) -> Iterator[GgufFile]:
+        """Write the file; transformers runs it on all calls before it is published.
+
+        Raises:
+            UsageError: blocks cannot hold what the config asks for, the template is of another
+                model, or there is none and the architecture is unknown.
+            ResultError: the file cannot be written.
+        """
+        model = model_of(deployment, _TARGET)
+        outline = _outline(deployment, model)
+        graph = deployment.graph
+        solution = self.as_run(graph, deployment.solution)
+        stored = replace(deployment, solution=solution)
+        network = stored.network()
+        placement = place_blocks(graph, solution.specs)
+        values = parameter_values(stored, network, placement.layers, _TARGET)
+        blocks = _blocks(model, solution, placement)
+        tensors = stored_tensors(outline, blocks, values)
+        decoded = {name: tensor.parameter() for name, tensor in blocks.items()}
+        remarks = outline.remarks
+        if _has_other_scales(deployment.solution, solution):
+            remarks = (*remarks, _ROUNDED)
+        try:
+            with replaced_file(path) as file:
+                write_gguf(file, outline, tensors)
+                yield GgufFile(file, outline, values | decoded, network, remarks)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    def verify(self, deployment: Deployment, written: GgufFile) -> Verification:
+        """Compare what transformers computes with test mode."""
+        calls = expected_calls(deployment, written.network)
+        by_template = deployment.choice("gguf_template") != ""
+        verification = verify_gguf(
+            written.path, written.outline, written.values, calls, by_template=by_template
         )
-    # Refuses others than transformers' models before there is any work
-    described(deployment.model)
-    outline = _outline(deployment)
-    given = replace(deployment, solution=as_run(deployment.graph, deployment.solution))
-    network, placement = given.network(), place(given.graph, given.solution.specs)
-    values, blocks = (
-        values_of(given, network, placement.layers, NAME),
-        _blocks(given, placement),
-    )
-    tensors = stored(outline, blocks, values)
-    decoded = values | {name: each.parameter() for name, each in blocks.items()}
-    calls = (
-        Expected(args, kwargs, tensor_leaves(network(*args, **kwargs)))
-        for args, kwargs in given.calls()
-    )
-    try:
-        with replaced_file(path) as file:
-            write(file, outline, tensors)
-            by_template = given.choice("gguf_template") != ""
-            found = verify_file(file, outline, decoded, calls, by_template=by_template)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    is_rounded = any(
-        tensor.scale is not given.solution.tensors[key].scale
-        for key, tensor in deployment.solution.tensors.items()
-    )
-    return replace(
-        found, remarks=(*outline.remarks, *([_ROUNDED] if is_rounded else []), *found.remarks)
-    )
+        return replace(verification, remarks=(*written.remarks, *verification.remarks))
 
 
-def _blocks(deployment: Deployment, placement: Placement) -> dict[str, QuantizedTensor]:
-    """The weights that have codes, by their names in the model.
+def _has_other_scales(solution: Solution, stored: Solution) -> bool:
+    for key, tensor in solution.tensors.items():
+        if tensor.scale is not stored.tensors[key].scale:
+            return True
+    return False
+
+
+def _blocks(
+    model: nn.Module, solution: Solution, placement: BlockPlacement
+) -> dict[str, QuantizedTensor]:
+    """Return the weights that become blocks, by their names in the model.
 
     Raises:
-        UsageError: one has none, or others in another layer that shares it.
+        UsageError: one has no codes, or other codes in another layer that shares it.
     """
-    assert deployment.model is not None  # as the target has looked
-    first, found = first_names(deployment.model), dict[str, QuantizedTensor]()
+    names = first_names(model)
+    blocks: dict[str, QuantizedTensor] = {}
     for layer, node in placement.layers.items():
-        tensor, name = (
-            deployment.solution.tensors[layer, "weights"],
-            first[node.params["weight"]],
-        )
+        tensor = solution.tensors[layer, "weights"]
+        name = names[node.params["weight"]]
         if tensor.codes is None:
-            raise unheld(
-                NAME,
-                f"no codes give the weight of {layer} back exactly",
-                "leave it out of the algorithms",
-            )
-        if name in found and not torch.equal(found[name].decoded(), tensor.decoded()):
-            raise unheld(NAME, f"{layer} has other codes than another use of its weight", MADE)
-        found[name] = tensor
-    return found
+            why = f"no codes give the weight of {layer} back exactly"
+            raise not_held(_TARGET, why, "leave it out of the algorithms")
+        if name in blocks and not torch.equal(blocks[name].decoded(), tensor.decoded()):
+            why = f"{layer} has other codes than another use of its weight"
+            raise not_held(_TARGET, why, CHANGE_REMEDY)
+        blocks[name] = tensor
+    return blocks
 
 
-def _outline(deployment: Deployment) -> Outline:
-    model = deployment.model
-    assert model is not None  # as the target has looked
-    path = deployment.choice("gguf_template")
-    if not path:
-        return gguf_architectures.outline_of(model, state_of(model))
-    return gguf_template.outline_of(Path(path), state_of(model), first_names(model))
+def _outline(deployment: Deployment, model: nn.Module) -> Outline:
+    template = deployment.choice("gguf_template")
+    if template:
+        return outline_of_template(Path(template), state_of(model), first_names(model))
+    return outline_of_architecture(model, state_of(model))

@@ -1,6 +1,4 @@
-"""What a GGUF file holds, and writes it: keys, and tensors as blocks or as values. Knows no
-architecture.
-"""
+"""Describes and writes a GGUF file: keys, and tensors as blocks or as values."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,97 +10,104 @@ import gguf
 import torch
 from torch import Tensor
 
-from quantizer.export.gguf.blocks import block_type, packed
+from quantizer.export.gguf.blocks import block_type, packed_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
-FILE_TYPE = "general.file_type"
-_ALIGNMENT = "general.alignment"
-_VALUES = {"F32": "ALL_F32"}
+FILE_TYPE_KEY = "general.file_type"
+_ALIGNMENT_KEY = "general.alignment"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor's bytes as an array of numpy, and the name of its type."""
+class GgufTensor:
+    """A tensor's bytes as a numpy array, and the name of its type."""
 
     data: Any
     type: str
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A key's value and its type; `part` is that of a list's elements."""
+class GgufValue:
+    """A key's value and its type; `element_type` is for the elements of a list."""
 
     value: Any
     type: Any
-    part: Any = None
+    element_type: Any = None
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a file has a tensor of the model.
+    """How a file stores a tensor of the model.
 
-    The rows of `heads` heads are interleaved, so that the two halves that a rotation mixes lie
-    side by side; `added` is what llama.cpp wants a norm's weight to contain already.
+    The rows of `heads` heads are interleaved, so that the two halves that a rotation mixes are
+    side by side. `added` is what llama.cpp expects a norm's weight to contain already.
     """
 
     heads: int = 0
     added: float = 0.0
 
     def rows(self, x: Tensor) -> Tensor:
-        """The rows, of values or of bytes, in the file's order."""
+        """Return the rows, of values or of bytes, in the file's order."""
         if not self.heads:
             return x
         return x.reshape(self.heads, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
 
-    def values(self, x: Tensor) -> Tensor:
-        """The values as the file has them."""
-        return self.rows(x + self.added if self.added else x)
+    def values(
+        self,
+        x: Tensor,
+    ) -> Tensor:
+        """Return the values as the file has them."""
+        if self.added:
+            x = x + self.added
+        return self.rows(x)
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A file but for the model's tensors: `keys`, tensors that `stay`, and for each of the
-    model's in the file's order its name there, with the name in the model and the arrangement.
+    """A file without the model's tensors.
+
+    Attributes:
+        tensors: for each name in the file, in order, the name in the model and the arrangement.
+        constant: tensors that do not come from the model.
     """
 
     architecture: str
-    keys: Mapping[str, Entry]
+    keys: Mapping[str, GgufValue]
     tensors: Mapping[str, tuple[str, Arrangement]]
-    stay: Mapping[str, Stored] = field(default_factory=dict)
+    constant: Mapping[str, GgufTensor] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
 
-def stored(
+def stored_tensors(
     outline: Outline, blocks: Mapping[str, QuantizedTensor], values: Mapping[str, Tensor]
-) -> dict[str, Stored]:
-    """The tensors of a file by their names in it; those in `blocks` as codes, others as
-    `values`.
-    """
-    found = {}
-    for name, (source, arranged) in outline.tensors.items():
-        if source in blocks:
-            kind = block_type(blocks[source].spec)
-            assert kind is not None  # as the target has looked
-            found[name] = Stored(
-                arranged.rows(packed(blocks[source])).contiguous().numpy(), kind.name
-            )
-        else:
-            found[name] = _value(arranged.values(values[source]).contiguous())
-    return found | dict(outline.stay)
+) -> dict[str, GgufTensor]:
+    """Return the tensors of a file by name, those in `blocks` as codes, others as `values`."""
+    tensors: dict[str, GgufTensor] = {}
+    for name, (source, arrangement) in outline.tensors.items():
+        if source not in blocks:
+            tensors[name] = _as_values(arrangement.values(values[source]).contiguous())
+            continue
+        kind = block_type(blocks[source].spec)
+        # The target refuses other weights.
+        assert kind is not None
+        rows = arrangement.rows(packed_blocks(blocks[source]))
+        tensors[name] = GgufTensor(rows.contiguous().numpy(), kind.name)
+    return tensors | dict(outline.constant)
 
 
-def _value(x: Tensor) -> Stored:
-    """Vectors in float32, as engines want them; matrices in 16 bits where these give them back
-    exactly.
-    """
+def _as_values(x: Tensor) -> GgufTensor:
+    """Return vectors in float32, as engines expect, matrices in 16 bits if that is exact."""
     if x.dim() > 1 and x.dtype == torch.bfloat16:
-        return Stored(x.view(torch.uint8).numpy(), "BF16")
+        return GgufTensor(x.view(torch.uint8).numpy(), "BF16")
     if x.dim() > 1 and torch.equal(x.half().to(x.dtype), x):
-        return Stored(x.half().numpy(), "F16")
-    return Stored(x.float().numpy(), "F32")
+        return GgufTensor(x.half().numpy(), "F16")
+    return GgufTensor(x.float().numpy(), "F32")
 
 
-def write(path: Path, outline: Outline, tensors: Mapping[str, Stored]) -> None:
+def write_gguf(
+    path: Path,
+    outline: Outline,
+    tensors: Mapping[str, GgufTensor],
+) -> None:
     """Write the file.
 
     Raises:
@@ -110,14 +115,14 @@ def write(path: Path, outline: Outline, tensors: Mapping[str, Stored]) -> None:
     """
     writer = gguf.GGUFWriter(path, outline.architecture)
     try:
-        for name, entry in {**outline.keys, FILE_TYPE: _file_type(tensors)}.items():
-            writer.add_key_value(name, entry.value, entry.type, entry.part)
-        if _ALIGNMENT in outline.keys:
-            writer.data_alignment = outline.keys[_ALIGNMENT].value
+        keys = {**outline.keys, FILE_TYPE_KEY: _file_type(tensors)}
+        for name, key in keys.items():
+            writer.add_key_value(name, key.value, key.type, key.element_type)
+        if _ALIGNMENT_KEY in outline.keys:
+            writer.data_alignment = outline.keys[_ALIGNMENT_KEY].value
         for name, tensor in tensors.items():
-            writer.add_tensor(
-                name, tensor.data, raw_dtype=gguf.GGMLQuantizationType[tensor.type]
-            )
+            raw_dtype = gguf.GGMLQuantizationType[tensor.type]
+            writer.add_tensor(name, tensor.data, raw_dtype=raw_dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -125,13 +130,11 @@ def write(path: Path, outline: Outline, tensors: Mapping[str, Stored]) -> None:
         writer.close()
 
 
-def _file_type(tensors: Mapping[str, Stored]) -> Entry:
-    """What loaders call the file: the type that most of its matrices have."""
-    kinds = Counter(
-        tensor.type for tensor in tensors.values() if tensor.type != "F32"
-    ) or Counter(["F32"])
-    name = kinds.most_common(1)[0][0]
-    number = getattr(
-        gguf.LlamaFileType, _VALUES.get(name, f"MOSTLY_{name}"), gguf.LlamaFileType.GUESSED
-    )
-    return Entry(int(number), gguf.GGUFValueType.UINT32)
+def _file_type(tensors: Mapping[str, GgufTensor]) -> GgufValue:
+    """Return what loaders call the file: the type that most of its matrices have."""
+    types = Counter(tensor.type for tensor in tensors.values() if tensor.type != "F32")
+    name = "ALL_F32"
+    if types:
+        name = f"MOSTLY_{types.most_common(1)[0][0]}"
+    number = getattr(gguf.LlamaFileType, name, gguf.LlamaFileType.GUESSED)
+    return GgufValue(int(number), gguf.GGUFValueType.UINT32)

@@ -1,5 +1,6 @@
-"""Walks the header of a GGUF file before the package gguf reads it: counts and lengths that the
-file cannot hold, or that would take for ever, are refused. Keeps nothing.
+"""Checks the header of a GGUF file before the package gguf reads it.
+
+Refuses counts and lengths that the file cannot hold, or that would take forever.
 
 Source: the format's description, docs/gguf.md of ggml.
 """
@@ -14,12 +15,10 @@ import gguf
 
 from quantizer.storage.plain_files import require_plain
 
-MOST_ELEMENTS = 4_000_000
-"""Elements of all lists together. The package reads them one by one; a large vocabulary has a
-million.
-"""
-MOST_DIMENSIONS = 4
-"""As ggml has it."""
+# Of all lists. The package reads elements one by one. A large vocabulary has a million.
+MAX_ELEMENTS = 4_000_000
+# As in ggml.
+MAX_DIMENSIONS = 4
 _FORMATS = {
     gguf.GGUFValueType.UINT8: "B",
     gguf.GGUFValueType.INT8: "b",
@@ -40,8 +39,7 @@ def check_header(path: Path) -> None:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no GGUF file, or something in its header goes beyond the file or the
-            limits.
+        ValueError: it is no GGUF file, or its header exceeds the file or the limits.
     """
     require_plain(path)
     with path.open("rb") as file:
@@ -52,21 +50,24 @@ def check_header(path: Path) -> None:
 
 
 class _Header:
-    """A place in the file that moves on."""
+    """A cursor that moves over the header."""
 
     def __init__(self, content: mmap.mmap) -> None:
-        self._content, self._at, self._elements = content, 0, 0
-        self._order = "<"
+        self._content = content
+        self._position = 0
+        self._elements = 0
+        self._byte_order = "<"
 
     def check(self) -> None:
-        """Go through all of it."""
+        """Read the whole header."""
         if self._bytes(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = self._number("I")
-        # The package tells files of the other byte order by a version that is far too large.
+        # The package recognizes the other byte order by a version that is far too large.
         if version & 0xFFFF == 0:
-            self._order = ">"
-        tensors, keys = self._number("Q"), self._number("Q")
+            self._byte_order = ">"
+        tensors = self._number("Q")
+        keys = self._number("Q")
         for _ in range(keys):
             self._text()
             self._value(self._kind())
@@ -76,9 +77,9 @@ class _Header:
     def _tensor(self) -> None:
         name = self._text()
         count = self._number("I")
-        if count > MOST_DIMENSIONS:
+        if count > MAX_DIMENSIONS:
             raise ValueError(
-                f"the tensor {name!r} has {count} dimensions, more than {MOST_DIMENSIONS}"
+                f"the tensor {name!r} has {count} dimensions, more than {MAX_DIMENSIONS}"
             )
         sizes = [self._number("Q") for _ in range(count)]
         kind = gguf.GGMLQuantizationType(self._number("I"))
@@ -89,7 +90,7 @@ class _Header:
             raise ValueError(f"the tensor {name!r} goes beyond the end of the file")
 
     def _value(self, kind: gguf.GGUFValueType, count: int = 1) -> None:
-        """Pass over so many values of a kind."""
+        """Skip so many values of a kind."""
         if kind == gguf.GGUFValueType.STRING:
             for _ in range(count):
                 self._bytes(self._number("Q"))
@@ -102,9 +103,9 @@ class _Header:
         kind = self._kind()
         count = self._number("Q")
         self._elements += count
-        if self._elements > MOST_ELEMENTS:
+        if self._elements > MAX_ELEMENTS:
             raise ValueError(
-                f"its lists have {self._elements} elements, more than {MOST_ELEMENTS}"
+                f"its lists have {self._elements} elements, more than {MAX_ELEMENTS}"
             )
         if kind == gguf.GGUFValueType.ARRAY:
             raise ValueError("it has a list of lists")
@@ -117,15 +118,15 @@ class _Header:
         return self._bytes(self._number("Q")).decode()
 
     def _number(self, form: str) -> int:
-        (number,) = struct.unpack(self._order + form, self._bytes(struct.calcsize(form)))
+        (number,) = struct.unpack(self._byte_order + form, self._bytes(struct.calcsize(form)))
         return int(number)
 
     def _bytes(self, count: int) -> bytes:
-        start = self._at
+        start = self._position
         self._move(count)
-        return self._content[start : self._at]
+        return self._content[start : self._position]
 
     def _move(self, count: int) -> None:
-        if count > len(self._content) - self._at:
+        if count > len(self._content) - self._position:
             raise ValueError("it is truncated, or a length in it is wrong")
-        self._at += count
+        self._position += count

@@ -1,9 +1,7 @@
-"""A GGUF file of the same model as the template of another: its keys, the names and arrangement
-of its tensors.
-"""
+"""Reads a GGUF file of the same model as a template: keys, names and arrangement of tensors."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,94 +10,106 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import UsageError
-from quantizer.export.gguf.file import FILE_TYPE, Arrangement, Entry, Outline, Stored
+from quantizer.export.gguf.file import (
+    FILE_TYPE_KEY,
+    Arrangement,
+    GgufTensor,
+    GgufValue,
+    Outline,
+)
 from quantizer.export.gguf.header import check_header
 
-HELP = (
+SAME_MODEL_HELP = (
     "give a .gguf of this very model, in any type, e.g. what llama.cpp's "
     "convert_hf_to_gguf.py makes of it"
 )
-NEAR = 0.5
-"""The relative error up to which a tensor of the template is the model's: the coarsest types
-have .3, others 1.4.
-"""
-_ARCHITECTURE = "general.architecture"
-_WRITTEN = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", _ARCHITECTURE, FILE_TYPE)
-_SPLIT = "split.count"
-_DAMAGED = (ValueError, TypeError, KeyError, IndexError, OverflowError)
-"""What the package gguf raises for a file that is damaged."""
+# The relative error up to which a tensor of the template is the model's. The coarsest types
+# have an error of 0.3, other models' tensors one of 1.4.
+_NEAR = 0.5
+_ARCHITECTURE_KEY = "general.architecture"
+_SPLIT_KEY = "split.count"
+# Keys that the writer sets.
+_WRITTEN_KEYS = (
+    "GGUF.version",
+    "GGUF.tensor_count",
+    "GGUF.kv_count",
+    _ARCHITECTURE_KEY,
+    FILE_TYPE_KEY,
+)
+# What the package gguf raises for a damaged file.
+_DAMAGE_ERRORS = (ValueError, TypeError, KeyError, IndexError, OverflowError)
 
 
-def outline_of(path: Path, state: Mapping[str, Tensor], first: Mapping[str, str]) -> Outline:
-    """All that a file keeps of a template.
+def outline_of_template(
+    path: Path, state: Mapping[str, Tensor], first: Mapping[str, str]
+) -> Outline:
+    """Return what a file takes over from a template.
 
-    How a tensor is arranged is found by comparing it with the float model's, so nothing is
-    known of architectures.
+    The arrangement of a tensor is found by comparison with the float model, so no knowledge of
+    architectures is needed.
 
     Args:
         path: of the template.
         state: the float model's tensors.
-        first: the name in `state` of each of the model's tensors, by all its names.
+        first: the name in `state` of each of the model's tensors, by each of its names.
 
     Raises:
-        UsageError: it cannot be read, or is of another model.
+        UsageError: the template cannot be read, or is of another model.
     """
     reader = _reader(path)
     keys, architecture = _keys(reader, path)
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    names = names_of(architecture, _blocks(keys, architecture, len(found), path), first)
-    missing = [source for source in state if names.get(source) not in found]
+    by_name = {tensor.name: tensor for tensor in reader.tensors}
+    blocks = _block_count(keys, architecture, len(by_name), path)
+    names = file_names(architecture, blocks, first)
+    missing = [source for source in state if names.get(source) not in by_name]
     if missing:
-        raise UsageError(f"{path.name} has no tensor for {missing[0]} of the model", help=HELP)
-    arranged = {name: first[source] for source, name in names.items() if name in found}
-    heads = [
-        keys[key].value
-        for part in ("", "_kv")
-        if (key := f"{architecture}.attention.head_count{part}") in keys
-    ]
+        raise UsageError(
+            f"{path.name} has no tensor for {missing[0]} of the model", help=SAME_MODEL_HELP
+        )
+    sources = {name: first[source] for source, name in names.items() if name in by_name}
+    head_counts = _head_counts(keys, architecture)
+    arrangements: dict[str, Arrangement] = {}
+    # Biases last: they are arranged as the weight of their layer.
+    for name in sorted(sources, key=lambda name: name.endswith(".bias")):
+        weight_name = f"{name.removesuffix('.bias')}.weight"
+        if name.endswith(".bias") and weight_name in arrangements:
+            arrangements[name] = arrangements[weight_name]
+            continue
+        source = sources[name]
+        what = f"{path.name}: {source}"
+        arrangements[name] = _arrangement(by_name[name], state[source], head_counts, what)
     tensors: dict[str, tuple[str, Arrangement]] = {}
-    for name in sorted(arranged, key=lambda name: name.endswith(".bias")):
-        layer = (
-            tensors.get(f"{name.removesuffix('.bias')}.weight")
-            if name.endswith(".bias")
-            else None
-        )
-        source = arranged[name]
-        fit = (
-            layer[1]
-            if layer
-            else _arrangement(found[name], state[source], heads, f"{path.name}: {source}")
-        )
-        tensors[name] = (source, fit)
-    stay = {
-        name: Stored(tensor.data, tensor.tensor_type.name)
-        for name, tensor in found.items()
-        if name not in arranged
-    }
-    return Outline(
-        architecture, keys, {name: tensors[name] for name in found if name in tensors}, stay
-    )
+    constant: dict[str, GgufTensor] = {}
+    for name, tensor in by_name.items():
+        if name in sources:
+            tensors[name] = (sources[name], arrangements[name])
+        else:
+            constant[name] = GgufTensor(tensor.data, tensor.tensor_type.name)
+    return Outline(architecture, keys, tensors, constant)
 
 
-def _keys(reader: Any, path: Path) -> tuple[dict[str, Entry], str]:
-    """Return the keys that another file keeps, and the architecture.
+def _keys(reader: Any, path: Path) -> tuple[dict[str, GgufValue], str]:
+    """Return the keys that another file takes over, and the architecture.
 
     Raises:
         UsageError: a value cannot be read, there is no architecture, or the file is a part.
     """
+    keys: dict[str, GgufValue] = {}
+    architecture = None
     try:
-        keys = {
-            name: _entry(field) for name, field in reader.fields.items() if name not in _WRITTEN
-        }
-        field = reader.fields.get(_ARCHITECTURE)
-        architecture = None if field is None else field.contents()
-    except _DAMAGED as error:
-        raise UsageError(f"{path} cannot be read as GGUF: {error}", help=HELP) from None
+        for name, field in reader.fields.items():
+            if name not in _WRITTEN_KEYS:
+                keys[name] = _value(field)
+        if _ARCHITECTURE_KEY in reader.fields:
+            architecture = reader.fields[_ARCHITECTURE_KEY].contents()
+    except _DAMAGE_ERRORS as error:
+        raise _unreadable(path, error) from None
     if not isinstance(architecture, str):
         raise UsageError(
-            f"{path} names no architecture: it has no text {_ARCHITECTURE}", help=HELP
+            f"{path} names no architecture: it has no text {_ARCHITECTURE_KEY}",
+            help=SAME_MODEL_HELP,
         )
-    parts = keys.get(_SPLIT, Entry(1, None)).value
+    parts = keys[_SPLIT_KEY].value if _SPLIT_KEY in keys else 1
     if not isinstance(parts, int) or parts > 1:
         raise UsageError(
             f"{path} is one part of several", help="merge them: llama-gguf-split --merge"
@@ -107,34 +117,43 @@ def _keys(reader: Any, path: Path) -> tuple[dict[str, Entry], str]:
     return keys, architecture
 
 
-def _blocks(keys: Mapping[str, Entry], architecture: str, tensors: int, path: Path) -> int:
-    """Return how many blocks the template says it has.
+def _block_count(
+    keys: Mapping[str, GgufValue], architecture: str, tensors: int, path: Path
+) -> int:
+    """Return the number of blocks in the template's keys.
 
     Raises:
-        UsageError: it does not say, or has fewer tensors than blocks.
+        UsageError: there is none, or the template has fewer tensors than blocks.
     """
     key = f"{architecture}.block_count"
     count = keys[key].value if key in keys else None
     if not isinstance(count, int) or not 0 <= count <= tensors:
         shown = "nothing" if count is None else f"{count!r:.40}"
         raise UsageError(
-            f"{path}: {key} is {shown}, and the file has {tensors} tensors", help=HELP
+            f"{path}: {key} is {shown}, and the file has {tensors} tensors",
+            help=SAME_MODEL_HELP,
         )
     return count
 
 
-def names_of(architecture: str, blocks: int, sources: Mapping[str, str]) -> dict[str, str]:
-    """The name in a file of each tensor of the model that the package gguf has one for."""
-    number = next(
-        (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None
-    )
-    if number is None:
+def file_names(architecture: str, blocks: int, sources: Mapping[str, str]) -> dict[str, str]:
+    """Return the name in a file of each tensor of the model that the package gguf knows.
+
+    Raises:
+        UsageError: the package does not know the architecture.
+    """
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    if architecture not in numbers:
         raise UsageError(
             f"the package gguf knows no architecture {architecture}", help="install a newer one"
         )
-    table = gguf.get_tensor_name_map(number, blocks)
-    named = ((source, table.get_name(source, (".weight", ".bias"))) for source in sources)
-    return {source: name for source, name in named if name is not None}
+    table = gguf.get_tensor_name_map(numbers[architecture], blocks)
+    names: dict[str, str] = {}
+    for source in sources:
+        file_name = table.get_name(source, (".weight", ".bias"))
+        if file_name is not None:
+            names[source] = file_name
+    return names
 
 
 def _reader(path: Path) -> Any:
@@ -142,55 +161,70 @@ def _reader(path: Path) -> Any:
         check_header(path)
         return gguf.GGUFReader(path)
     except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read as GGUF: {error.strerror or error}", help=HELP
-        ) from None
-    except _DAMAGED as error:
-        raise UsageError(f"{path} cannot be read as GGUF: {error}", help=HELP) from None
+        raise _unreadable(path, error.strerror or error) from None
+    except _DAMAGE_ERRORS as error:
+        raise _unreadable(path, error) from None
 
 
-def _entry(found: Any) -> Entry:
-    """A key as it is written again."""
-    return Entry(
-        found.contents(), found.types[0], found.types[-1] if len(found.types) > 1 else None
-    )
+def _unreadable(path: Path, why: object) -> UsageError:
+    return UsageError(f"{path} cannot be read as GGUF: {why}", help=SAME_MODEL_HELP)
 
 
-def _arrangement(tensor: Any, value: Tensor, heads: list[Any], what: str) -> Arrangement:
-    """The one in which the model's tensor is nearest to the template's.
+def _value(field: Any) -> GgufValue:
+    """Return a key as it is written again."""
+    element_type = field.types[-1] if len(field.types) > 1 else None
+    return GgufValue(field.contents(), field.types[0], element_type)
+
+
+def _head_counts(keys: Mapping[str, GgufValue], architecture: str) -> list[int]:
+    """Return the distinct numbers of heads in the template's keys."""
+    counts: list[int] = []
+    for suffix in ("", "_kv"):
+        key = f"{architecture}.attention.head_count{suffix}"
+        count = keys[key].value if key in keys else None
+        if isinstance(count, int) and count > 0 and count not in counts:
+            counts.append(count)
+    return counts
+
+
+def _arrangement(
+    tensor: Any, value: Tensor, head_counts: Sequence[int], what: str
+) -> Arrangement:
+    """Return the arrangement in which the model's tensor is nearest to the template's.
 
     Raises:
         UsageError: it is near in none.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # values that are not finite are compared, too
+            # Values that are not finite are compared, too.
+            warnings.simplefilter("ignore")
             decoded = gguf.dequantize(tensor.data, tensor.tensor_type)
-    except (*_DAMAGED, NotImplementedError) as error:
-        raise UsageError(f"{what} cannot be decoded: {error}", help=HELP) from None
-    there = torch.from_numpy(decoded.astype("float32", copy=True))
-    if there.shape != value.shape:
+    except (*_DAMAGE_ERRORS, NotImplementedError) as error:
+        raise UsageError(f"{what} cannot be decoded: {error}", help=SAME_MODEL_HELP) from None
+    template_value = torch.from_numpy(decoded.astype("float32", copy=True))
+    if template_value.shape != value.shape:
         raise UsageError(
-            f"{what} has the shape {list(there.shape)}, in the model {list(value.shape)}",
-            help=HELP,
+            f"{what} has the shape {list(template_value.shape)}, in the model "
+            f"{list(value.shape)}",
+            help=SAME_MODEL_HELP,
         )
-    errors = {
-        each: float((each.values(value.float()) - there).norm())
-        for each in _possible(value, heads)
-    }
-    best = min(errors, key=lambda each: errors[each])
+    errors: dict[Arrangement, float] = {}
+    for arrangement in _candidates(value, head_counts):
+        arranged = arrangement.values(value.float())
+        errors[arrangement] = float((arranged - template_value).norm())
+    best = min(errors, key=lambda arrangement: errors[arrangement])
     # Written so that NaN in the template is not near.
-    if not errors[best] <= NEAR * float(there.norm()):
-        raise UsageError(f"{what} is not the model's", help=HELP)
+    if not errors[best] <= _NEAR * float(template_value.norm()):
+        raise UsageError(f"{what} is not the model's", help=SAME_MODEL_HELP)
     return best
 
 
-def _possible(value: Tensor, heads: list[Any]) -> Iterator[Arrangement]:
+def _candidates(value: Tensor, head_counts: Sequence[int]) -> Iterator[Arrangement]:
     yield Arrangement()
     if value.dim() == 1:
         yield Arrangement(added=1.0)
-    for count in dict.fromkeys(
-        count for count in heads if isinstance(count, int) and count > 0
-    ):
-        if value.dim() > 1 and len(value) % (2 * count) == 0:
-            yield Arrangement(heads=count)
+        return
+    for heads in head_counts:
+        if value.dim() > 1 and len(value) % (2 * heads) == 0:
+            yield Arrangement(heads=heads)

@@ -1,5 +1,5 @@
-"""Loads a GGUF file as its users do, with transformers on the CPU, and refuses one that is not
-test mode's.
+"""Loads a GGUF file as its users do, with transformers on the CPU, and compares it with test
+mode.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,23 +14,28 @@ from torch import Tensor, nn
 from quantizer.errors import VerificationError
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.gguf.file import Outline
-from quantizer.export.transformers_verify import HELP, Expected, require_all_keys, verify_calls
+from quantizer.export.transformers_verify import (
+    READER_HELP,
+    ExpectedCall,
+    require_all_keys,
+    verify_calls,
+)
 from quantizer.sources.hugging_face import read_checkpoint
 
 _AUTO = "AutoModelForCausalLM"
 
 
-def verify_file(
+def verify_gguf(
     file: Path,
     outline: Outline,
     values: Mapping[str, Tensor],
-    calls: Iterable[Expected],
+    calls: Iterable[ExpectedCall],
     *,
     by_template: bool,
 ) -> Verification:
     """Compare the outputs of a file, loaded by transformers, with test mode's over all calls.
 
-    Where transformers cannot load the architecture of a template, the tensors are compared
+    If transformers cannot load the architecture of a template, the tensors are compared
     instead, as the package gguf reads them.
 
     Args:
@@ -39,12 +44,12 @@ def verify_file(
         by_template: whether the keys are those of a file that an engine has loaded before.
 
     Raises:
-        VerificationError: transformers cannot load or run it, or gives other outputs; or a
+        VerificationError: transformers cannot load or run it, or its outputs differ; or a
             tensor differs.
     """
     dtype = next(iter(values.values())).dtype
 
-    def load(call: Expected) -> nn.Module:
+    def load(call: ExpectedCall) -> nn.Module:
         module, report = read_checkpoint(file.parent, _AUTO, gguf_file=file.name, dtype=dtype)
         require_all_keys(report, _reader(), file.name)
         module(*call.args, **call.kwargs)
@@ -55,16 +60,14 @@ def verify_file(
     except VerificationError:
         raise
     except Exception as error:
-        why = (
-            f"{_reader()} cannot run it: {type(error).__name__}: "
-            f"{str(error).strip().partition(chr(10))[0]}"
-        )
+        first_line = str(error).strip().partition("\n")[0]
+        why = f"{_reader()} cannot run it: {type(error).__name__}: {first_line}"
         if not by_template:
-            raise VerificationError(f"{file.name} is not written: {why}", help=HELP) from error
-    return replace(
-        _verify_tensors(file, outline, values),
-        remarks=(f"{why}; its tensors were compared instead",),
-    )
+            raise VerificationError(
+                f"{file.name} is not written: {why}", help=READER_HELP
+            ) from error
+    verification = _verify_tensors(file, outline, values)
+    return replace(verification, remarks=(f"{why}; its tensors were compared instead",))
 
 
 def _verify_tensors(file: Path, outline: Outline, values: Mapping[str, Tensor]) -> Verification:
@@ -74,18 +77,17 @@ def _verify_tensors(file: Path, outline: Outline, values: Mapping[str, Tensor]) 
         VerificationError: they differ.
     """
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    expected, found = [], []
-    for name, (source, arranged) in outline.tensors.items():
-        expected.append(arranged.values(values[source]).float())
-        found.append(
-            torch.from_numpy(
-                gguf.dequantize(stored[name].data, stored[name].tensor_type).copy()
-            )
-        )
-    result = verify("tensors", expected, found)
-    if result.max_difference:
-        raise VerificationError(f"{file.name} is not written: {result.figures()}", help=HELP)
-    return result
+    expected: list[Tensor] = []
+    actual: list[Tensor] = []
+    for name, (source, arrangement) in outline.tensors.items():
+        expected.append(arrangement.values(values[source]).float())
+        decoded = gguf.dequantize(stored[name].data, stored[name].tensor_type)
+        actual.append(torch.from_numpy(decoded.copy()))
+    verification = verify("tensors", expected, actual)
+    if verification.max_difference:
+        text = f"{file.name} is not written: {verification.figures()}"
+        raise VerificationError(text, help=READER_HELP)
+    return verification
 
 
 def _reader() -> str:

@@ -1,5 +1,6 @@
-"""Biases as ONNX Runtime adds them to sums of integers: int32, with input scale times weight
-scale as the step.
+"""Rounds biases as ONNX Runtime adds them to integer sums.
+
+They are int32, in steps of the input's scale times the weight's scale.
 """
 
 from collections.abc import Mapping
@@ -10,24 +11,27 @@ from torch import Tensor
 
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.export.onnx.specs import input_key, is_narrow, output_spec
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.graph.parameters import placed
 from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.groups import layout
 
-CPU = torch.device("cpu")
-ROOM = 1 << 30
-"""The largest bias in units of a channel's sums: as much is left for the sum itself."""
-TINY = torch.finfo(torch.float32).tiny
-"""Products of scales below it, of inputs that are next to nothing, are no units: they lose
-bits, and then are zero.
-"""
+_ON_CPU = torch.device("cpu")
+MAX_SUM_BIAS = 1 << 30
+"""The largest bias in steps of a channel's sums. As much is left for the sum itself."""
+# Below it, products of scales lose bits, and then become zero. They belong to inputs that are
+# next to nothing.
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class SumBias:
-    """A bias in units of a convolution's sums: int64 `codes`, [channels], that int32 holds, and
-    the float32 `step`.
+    """A bias in steps of a convolution's sums.
+
+    Attributes:
+        codes: int64, [channels], in the range of int32.
+        step: float32.
     """
 
     codes: Tensor
@@ -35,115 +39,157 @@ class SumBias:
 
     @property
     def value(self) -> Tensor:
-        """What is added."""
+        """Return what is added."""
         return self.codes * self.step
 
 
-def as_run(graph: Graph, solution: Solution) -> Solution:
-    """The solution with biases rounded as ONNX Runtime does, by corrections; what is rounded
-    already stays.
+def with_runtime_biases(
+    graph: Graph,
+    solution: Solution,
+) -> Solution:
+    """Return the solution with corrections that round biases as ONNX Runtime does.
 
     A channel with next to no weights has so fine a scale that its bias would not fit int32, and
-    then ONNX Runtime adds another one; it gets a coarser scale, as its weights hardly count.
+    then ONNX Runtime adds another one. It gets a coarser scale, as its weights hardly count.
     """
     steps = sum_steps(graph, solution)
     if not steps:
         return solution
-    solution = _with_room(solution, steps, placed(quantized_network(graph, solution), CPU))
-    steps, network = sum_steps(graph, solution), placed(quantized_network(graph, solution), CPU)
+    network = placed(quantized_network(graph, solution), _ON_CPU)
+    solution = _with_coarser_scales(solution, steps, network)
+    steps = sum_steps(graph, solution)
+    network = placed(quantized_network(graph, solution), _ON_CPU)
     corrections = dict(solution.corrections)
     for layer, bias in sum_biases(network, steps).items():
-        change = bias.value - network.layers[layer].get_parameter("bias").detach()
-        corrections[layer] = corrections[layer] + change if layer in corrections else change
+        change = bias.value - _bias_of(network, layer)
+        if layer in corrections:
+            change = corrections[layer] + change
+        corrections[layer] = change
     return replace(solution, corrections=corrections)
 
 
-def _with_room(solution: Solution, steps: Mapping[str, Tensor], network: Network) -> Solution:
-    """Coarser scales for the channels whose biases would fill more than half of int32."""
+def _bias_of(
+    network: Network,
+    layer: str,
+) -> Tensor:
+    return network.layers[layer].get_parameter("bias").detach()
+
+
+def _with_coarser_scales(
+    solution: Solution,
+    steps: Mapping[str, Tensor],
+    network: Network,
+) -> Solution:
+    """Return coarser scales for channels whose biases would fill more than half of int32."""
     tensors = dict(solution.tensors)
     for layer, step in steps.items():
-        excess = network.layers[layer].get_parameter("bias").detach().abs() / step / ROOM
-        weights = tensors[layer, "weights"]
+        excess = _bias_of(network, layer).abs() / step / MAX_SUM_BIAS
         if step.dim() and bool((excess > 1).any()):
             factor = excess.clamp(min=1)
-            codes = weights.codes
-            if codes is not None:
-                zero, along = (
-                    each.view(-1, *[1] * (codes.dim() - 1))
-                    for each in (weights.zero_point, factor)
-                )
-                codes = torch.round((codes - zero) / along).add(zero).to(codes.dtype)
-            tensors[layer, "weights"] = replace(
-                weights, scale=weights.scale * factor, codes=codes
-            )
+            weights = tensors[layer, "weights"]
+            tensors[layer, "weights"] = _coarser(weights, factor)
     return replace(solution, tensors=tensors)
 
 
-def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBias]:
-    """The biases that fit int32, by layer; `steps` are the units."""
-    found = {}
+def _coarser(
+    weights: QuantizedTensor,
+    factor: Tensor,
+) -> QuantizedTensor:
+    """Return weights with the scale of each channel multiplied by a factor."""
+    codes = weights.codes
+    if codes is not None:
+        shape = (-1, *[1] * (codes.dim() - 1))
+        zero_point = weights.zero_point.view(shape)
+        distances = (codes - zero_point) / factor.view(shape)
+        codes = torch.round(distances).add(zero_point).to(codes.dtype)
+    return replace(
+        weights,
+        scale=weights.scale * factor,
+        codes=codes,
+    )
+
+
+def sum_biases(
+    network: Network,
+    steps: Mapping[str, Tensor],
+) -> dict[str, SumBias]:
+    """Return the biases that fit int32, by layer."""
+    biases: dict[str, SumBias] = {}
     for layer, step in steps.items():
-        codes = torch.round(
-            network.layers[layer].get_parameter("bias").detach().double() / step
-        )
-        if float(codes.abs().max()) <= 2 * ROOM - 1:
-            found[layer] = SumBias(codes.to(torch.int64), step)
-    return found
+        codes = torch.round(_bias_of(network, layer).double() / step)
+        if float(codes.abs().max()) <= 2 * MAX_SUM_BIAS - 1:
+            biases[layer] = SumBias(codes.to(torch.int64), step)
+    return biases
 
 
-def overflowing(network: Network, solution: Solution, most: int = 2 * ROOM - 1) -> set[str]:
-    """The layers whose biases no int32 holds in units of their sums; with 16-bit codes these
-    units are fine, and with inputs that are next to nothing.
+def overflowing(
+    network: Network,
+    solution: Solution,
+    largest: int = 2 * MAX_SUM_BIAS - 1,
+) -> set[str]:
+    """Return the layers whose biases no int32 holds in steps of their sums.
 
-    ONNX Runtime's optimizer writes the bias of any layer between DequantizeLinear nodes in such
-    units, and cuts off what does not fit. So does ExecuTorch's XNNPACK.
+    With 16-bit codes these steps are fine, and with inputs that are next to nothing. ONNX
+    Runtime's optimizer and ExecuTorch's XNNPACK write the bias of any layer between
+    DequantizeLinear nodes in such steps, and cut off what does not fit.
 
     Args:
-        most: the largest bias in these units that fits.
+        largest: the largest bias in these steps that fits.
     """
-    graph, specs, found = network.graph, solution.specs, set[str]()
+    specs = solution.specs
+    layers: set[str] = set()
     for (layer, role), weights in solution.tensors.items():
-        bias = (
-            dict(network.layers[layer].named_parameters()).get("bias")
-            if role == "weights"
-            else None
-        )
-        key = input_key(layer, graph, specs)
-        if (
-            bias is None
-            or key is None
-            or specs[key].is_dynamic
-            or {weights.spec.dtype, specs[key].dtype} != {"int"}
-        ):
+        parameters = dict(network.layers[layer].named_parameters())
+        key = input_key(layer, network.graph, specs)
+        if role != "weights" or "bias" not in parameters or key is None:
+            continue
+        if weights.spec.dtype != "int" or specs[key].dtype != "int" or specs[key].is_dynamic:
             continue
         step = float(weights.scale.min()) * float(solution.tensors[key].scale.min())
-        if step < TINY or float(bias.detach().abs().max()) > step * most:
-            found.add(layer)
-    return found
+        bias = parameters["bias"].detach()
+        if step < _TINY or float(bias.abs().max()) > step * largest:
+            layers.add(layer)
+    return layers
 
 
-def sum_steps(graph: Graph, solution: Solution) -> dict[str, Tensor]:
-    """The units of the sums of each convolution with a bias that has an integer kernel:
-    float32, () or [channels].
+def sum_steps(
+    graph: Graph,
+    solution: Solution,
+) -> dict[str, Tensor]:
+    """Return the steps of the sums of each convolution with a bias and an integer kernel.
+
+    They are float32, () or [channels].
     """
-    specs, found, where = solution.specs, {}, layout(graph)
+    specs = solution.specs
+    where = layout(graph)
+    steps: dict[str, Tensor] = {}
     for (layer, role), weights in solution.tensors.items():
         node = graph.by_name[layer]
-        has_bias = "bias" in node.params or layer in solution.corrections
-        if role != "weights" or not node.row.spatial or node.row.transposed or not has_bias:
+        if role != "weights" or not _has_bias_kernel(node, weights, solution):
             continue
-        key, output = input_key(layer, graph, specs), output_spec(layer, graph, specs, where)
-        by_output = weights.spec.ch_axis is None or (
-            weights.spec.qscheme,
-            weights.spec.ch_axis,
-        ) == ("per_channel", 0)
-        if key is None or output is None or not by_output or node.dtype != torch.float32:
+        key = input_key(layer, graph, specs)
+        output = output_spec(layer, graph, specs, where)
+        if key is None or output is None or output.round_mode != "half_even":
             continue
-        integers = all(
-            is_narrow(spec) and not spec.is_dynamic
-            for spec in (weights.spec, specs[key], output)
-        )
+        involved = (weights.spec, specs[key], output)
+        if any(spec.is_dynamic or not is_narrow(spec) for spec in involved):
+            continue
         step = weights.scale * solution.tensors[key].scale
-        if integers and output.round_mode == "half_even" and float(step.min()) >= TINY:
-            found[layer] = step
-    return found
+        if float(step.min()) >= _TINY:
+            steps[layer] = step
+    return steps
+
+
+def _has_bias_kernel(
+    node: Node,
+    weights: QuantizedTensor,
+    solution: Solution,
+) -> bool:
+    """Return whether a layer is a convolution with a bias and a scale for each output."""
+    if not node.row.spatial or node.row.transposed or node.dtype != torch.float32:
+        return False
+    if "bias" not in node.params and node.name not in solution.corrections:
+        return False
+    spec = weights.spec
+    by_output = spec.qscheme == "per_channel" and spec.ch_axis == 0
+    return by_output or spec.ch_axis is None

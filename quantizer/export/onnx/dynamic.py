@@ -1,182 +1,225 @@
-"""An activation quantized with the range of each call, as ONNX nodes: between floats, or in a
-product of integers.
-"""
+"""Quantizes an activation with the range of each call, for floats or integer products."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
 import torch
-from onnx import NodeProto, TensorProto
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.onnx.nodes import FLOATS, Emission, rounded
+from quantizer.export.onnx.activations import FLOAT8_TYPES, round_units
+from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.tensors import UINT8
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.qparams import SMALLEST_SCALE
 from quantizer.observers import code_range_of
 
-MIDDLE = 128
-"""What symmetric codes of 8 bits are stored above: ONNX Runtime multiplies UINT8 activations
-forty times as fast.
+_MIDDLE = 128
+"""The offset of symmetric 8-bit codes: ONNX Runtime multiplies UINT8 activations 40 times as
+fast.
 """
 
 
+@dataclass(frozen=True)
+class QuantizedRows:
+    """An activation with a scale for each row.
+
+    Attributes:
+        codes: floats that are read as integers, less _MIDDLE.
+        scale: of each row.
+        zero_point: less _MIDDLE, as a float; None if codes are symmetric.
+    """
+
+    codes: ir.Value
+    scale: ir.Value
+    zero_point: ir.Value | None
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """An activation in units of its scale, rounded; the zero point is a float."""
+
+    units: ir.Value
+    scale: ir.Value
+    zero_point: ir.Value | None
+
+
 def quantize_dynamic(
-    name: str, spec: QuantizationSpec, x: str, y: str, rank: int, *, in_floats: bool = False
-) -> Emission:
-    """Nodes from value `x`, of `rank` dimensions, to `y`, which is `x` quantized and
-    dequantized.
+    builder: NodeBuilder,
+    spec: QuantizationSpec,
+    x: ir.Value,
+    *,
+    in_floats: bool = False,
+) -> ir.Value:
+    """Add nodes that quantize and dequantize `x`; return the result.
 
-    Over the whole tensor, integers of 8 bits or fewer become DynamicQuantizeLinear, or
-    QuantizeLinear with a scale that is computed, and DequantizeLinear, which ONNX Runtime makes
-    one kernel with a product after them; `in_floats` leaves them out.
+    Integers of at most 8 bits with one range for the tensor become DynamicQuantizeLinear, or
+    QuantizeLinear with a computed scale, and DequantizeLinear. ONNX Runtime fuses these with
+    the product after them. `in_floats` leaves them out.
     """
-    emission = Emission(name)
-    if in_floats or spec.qscheme != "per_tensor" or spec.dtype != "int" or spec.bit_width > 8:
-        values, scale, _ = _rounded(emission, spec, x, rank)
-        emission.add("Mul", values, scale, output=y)
-        return emission
-    if not spec.symmetric and spec.bit_width == 8 and spec.round_mode == "half_even":
-        emission.add("DynamicQuantizeLinear", x)
-        emission.nodes[-1].output.extend([f"{name}.scale", f"{name}.zero_point"])
-        emission.add("DequantizeLinear", *emission.nodes[-1].output, output=y)
-        return emission
-    if spec.symmetric and spec.round_mode == "half_even":
-        scale, zero_point = _scale(emission, spec, *_range(emission, spec, x, rank)), None
+    is_narrow = spec.dtype == "int" and spec.bit_width <= 8
+    if in_floats or spec.qscheme != "per_tensor" or not is_narrow:
+        rounded = _rounded(builder, spec, x)
+        return builder.add("Mul", rounded.units, rounded.scale)
+    is_half_even = spec.round_mode == "half_even"
+    if not spec.symmetric and spec.bit_width == 8 and is_half_even:
+        quantize = builder.add("DynamicQuantizeLinear", x).producer()
+        assert quantize is not None
+        return builder.add("DequantizeLinear", *quantize.outputs)
+    zero_point: ir.Value | None = None
+    if spec.symmetric and is_half_even:
+        low, high = _range(builder, spec, x)
+        scale = _scale(builder, spec, low, high)
     else:
-        values, scale, zero_point = _rounded(emission, spec, x, rank)
-        x = emission.add("Mul", values, scale)
-    offset = MIDDLE if spec.quant_min < 0 else 0
-    zero = emission.codes("zero_point", torch.tensor(offset), UINT8)
-    if zero_point is not None:
-        zero = emission.add("Cast", zero_point, to=TensorProto.UINT8)
-    codes = emission.add("QuantizeLinear", x, scale, zero)
-    ends = spec.quant_min + offset, spec.quant_max + offset
-    if ends != (UINT8.low, UINT8.high):
-        parts = zip(("low", "high"), map(torch.tensor, ends), strict=True)
-        codes = emission.add(
-            "Clip", codes, *(emission.codes(part, end, UINT8) for part, end in parts)
-        )
-    emission.add("DequantizeLinear", codes, scale, zero, output=y)
-    return emission
+        rounded = _rounded(builder, spec, x)
+        scale = rounded.scale
+        zero_point = rounded.zero_point
+        x = builder.add("Mul", rounded.units, scale)
+    offset = _MIDDLE if spec.quant_min < 0 else 0
+    if zero_point is None:
+        zero = builder.constant("zero_point", offset, UINT8.data_type)
+    else:
+        zero = builder.cast(zero_point, ir.DataType.UINT8)
+    codes = builder.add("QuantizeLinear", x, scale, zero)
+    least = spec.quant_min + offset
+    most = spec.quant_max + offset
+    if (least, most) != (UINT8.low, UINT8.high):
+        low = builder.constant("low", least, UINT8.data_type)
+        high = builder.constant("high", most, UINT8.data_type)
+        codes = builder.add("Clip", codes, low, high)
+    return builder.add("DequantizeLinear", codes, scale, zero)
 
 
-def quantize_rows(name: str, spec: QuantizationSpec, x: str, y: str, rank: int) -> Emission:
-    """Nodes from value `x`, of `rank` dimensions, to `y`, its codes less MIDDLE, as floats that
-    are read as integers.
-
-    The scale of each row is `y.scale`; asymmetric codes have their zero point, less MIDDLE, as
-    `y.zero_point`.
-    """
-    emission = Emission(name)
-    values, scale, zero_point = _rounded(emission, spec, x, rank)
-    emission.add("Identity", scale, output=f"{y}.scale")
-    middle = emission.constant("middle", MIDDLE)
-    if zero_point is not None:
-        emission.add("Sub", zero_point, middle, output=f"{y}.zero_point")
-    offset = middle if zero_point is None else zero_point
-    codes = emission.add("Cast", emission.add("Add", values, offset), to=TensorProto.UINT8)
-    unit, zero = (
-        emission.constant("unit", 1.0),
-        emission.codes("zero_point", torch.tensor(MIDDLE), UINT8),
-    )
-    emission.add("DequantizeLinear", codes, unit, zero, output=y)
-    return emission
+def quantize_row_codes(
+    builder: NodeBuilder,
+    spec: QuantizationSpec,
+    x: ir.Value,
+) -> QuantizedRows:
+    """Add nodes that quantize each row of `x`, for `scale_rows`."""
+    rounded = _rounded(builder, spec, x)
+    middle = builder.constant("middle", _MIDDLE)
+    offset = middle
+    zero_point: ir.Value | None = None
+    if rounded.zero_point is not None:
+        offset = rounded.zero_point
+        zero_point = builder.add("Sub", offset, middle)
+    shifted = builder.add("Add", rounded.units, offset)
+    codes = builder.cast(shifted, ir.DataType.UINT8)
+    unit = builder.constant("unit", 1.0)
+    zero = builder.constant("zero_point", _MIDDLE, UINT8.data_type)
+    floats = builder.add("DequantizeLinear", codes, unit, zero)
+    return QuantizedRows(floats, rounded.scale, zero_point)
 
 
 def scale_rows(
-    name: str, spec: QuantizationSpec, weights: QuantizedTensor, product: NodeProto
-) -> Emission:
-    """A product of `quantize_rows` with weights, [inputs, outputs], and what makes it that of
-    the quantized values.
+    builder: NodeBuilder,
+    rows: QuantizedRows,
+    weights: QuantizedTensor,
+    weight: ir.Value,
+) -> ir.Value:
+    """Add the product of rows with a weight, [inputs, outputs]; return that of the values.
 
     One scale for each row cannot be part of an integer kernel, so it is multiplied afterwards,
-    as is what a zero point adds to each sum.
+    and so is what a zero point adds to each sum. The product's node is called `builder.name`.
     """
-    emission, (x, weight), (y,) = Emission(name), product.input, product.output
-    sums = emission.add("MatMul", x, weight)
-    emission.nodes[-1].name = name
-    if not spec.symmetric:
+    sums = builder.add(
+        "MatMul",
+        rows.codes,
+        weight,
+        node_name=builder.name,
+    )
+    if rows.zero_point is not None:
         assert weights.codes is not None
         codes = weights.codes.to(torch.float64) - weights.zero_point.reshape(-1, 1)
-        columns = emission.constant("columns", codes.sum(1) * weights.scale)
-        sums = emission.add("Sub", sums, emission.add("Mul", f"{x}.zero_point", columns))
-    emission.add("Mul", sums, f"{x}.scale", output=y)
-    return emission
+        columns = builder.constant("columns", codes.sum(1) * weights.scale)
+        offsets = builder.add("Mul", rows.zero_point, columns)
+        sums = builder.add("Sub", sums, offsets)
+    return builder.add("Mul", sums, rows.scale)
 
 
-def multiplies_integers(spec: QuantizationSpec) -> bool:
-    """Whether rows of such an activation have codes for `quantize_rows`."""
-    return (
-        spec.is_dynamic
-        and spec.qscheme == "per_token"
-        and spec.dtype == "int"
-        and spec.bit_width <= 8
-    )
+def has_row_codes(spec: QuantizationSpec) -> bool:
+    """Return whether rows of such an activation have codes for `quantize_row_codes`."""
+    is_narrow = spec.dtype == "int" and spec.bit_width <= 8
+    return spec.is_dynamic and spec.qscheme == "per_token" and is_narrow
 
 
 def _rounded(
-    emission: Emission, spec: QuantizationSpec, x: str, rank: int
-) -> tuple[str, str, str | None]:
-    """`x` in units of its scale, rounded; the scale; and the zero point, a float, where there
-    is one.
-    """
-    low, high = _range(emission, spec, x, rank)
-    scale = _scale(emission, spec, low, high)
-    units = emission.add("Div", x, scale)
+    builder: NodeBuilder,
+    spec: QuantizationSpec,
+    x: ir.Value,
+) -> _Rounded:
+    low, high = _range(builder, spec, x)
+    scale = _scale(builder, spec, low, high)
+    units = builder.add("Div", x, scale)
     if spec.dtype != "int":
         largest = FLOAT_FORMATS[spec.dtype].largest
-        ends = emission.constant("low", -largest), emission.constant("high", largest)
-        held = emission.add("Cast", emission.add("Clip", units, *ends), to=FLOATS[spec.dtype])
-        return emission.add("Cast", held, to=TensorProto.FLOAT), scale, None
-    least, most = (
-        emission.constant("least", spec.quant_min),
-        emission.constant("most", spec.quant_max),
-    )
+        low = builder.constant("low", -largest)
+        high = builder.constant("high", largest)
+        clipped = builder.add("Clip", units, low, high)
+        codes = builder.cast(clipped, FLOAT8_TYPES[spec.dtype])
+        floats = builder.cast(codes, ir.DataType.FLOAT)
+        return _Rounded(floats, scale, None)
+    least = builder.constant("least", spec.quant_min)
+    most = builder.constant("most", spec.quant_max)
+    zero_point: ir.Value | None = None
     if spec.symmetric:
-        return (
-            rounded(emission, spec.round_mode, emission.add("Clip", units, least, most)),
-            scale,
-            None,
-        )
-    distance = emission.add("Neg", emission.add("Round", emission.add("Div", low, scale)))
-    zero_point = emission.add("Clip", distance, least, most)
-    low, high = (emission.add("Sub", end, zero_point) for end in (least, most))
-    return (
-        rounded(
-            emission,
-            spec.round_mode,
-            emission.add("Min", emission.add("Max", units, low), high),
-        ),
-        scale,
-        zero_point,
-    )
-
-
-def _range(emission: Emission, spec: QuantizationSpec, x: str, rank: int) -> tuple[str, str]:
-    """The least and the greatest value, or zero where all are on one side of it."""
-    axes, operators = [], ("ReduceMin", "ReduceMax")
-    if spec.ch_axis is not None:
-        own = spec.ch_axis % rank
-        reduced = (
-            [own]
-            if spec.qscheme == "per_token"
-            else [axis for axis in range(rank) if axis != own]
-        )
-        axes = [emission.integers("axes", torch.tensor(reduced))]
-    low, high = (
-        emission.add(operator, x, *axes, keepdims=int(bool(axes))) for operator in operators
-    )
-    zero = emission.constant("zero", 0.0)
-    return emission.add("Min", low, zero), emission.add("Max", high, zero)
-
-
-def _scale(emission: Emission, spec: QuantizationSpec, low: str, high: str) -> str:
-    """The distance of two codes; at least the smallest normal number, as 0 / 0 is nothing."""
-    if spec.symmetric:
-        span, width = (
-            float(code_range_of(spec).largest),
-            emission.add("Max", emission.add("Neg", low), high),
-        )
+        clipped = builder.add("Clip", units, least, most)
     else:
-        span, width = float(spec.quant_max - spec.quant_min), emission.add("Sub", high, low)
-    step = emission.add("Div", width, emission.constant("span", span))
-    return emission.add("Max", step, emission.constant("smallest", SMALLEST_SCALE))
+        units_of_low = builder.add("Div", low, scale)
+        rounded_low = builder.add("Round", units_of_low)
+        distance = builder.add("Neg", rounded_low)
+        zero_point = builder.add("Clip", distance, least, most)
+        least = builder.add("Sub", least, zero_point)
+        most = builder.add("Sub", most, zero_point)
+        at_least = builder.add("Max", units, least)
+        clipped = builder.add("Min", at_least, most)
+    return _Rounded(round_units(builder, spec.round_mode, clipped), scale, zero_point)
+
+
+def _range(
+    builder: NodeBuilder,
+    spec: QuantizationSpec,
+    x: ir.Value,
+) -> tuple[ir.Value, ir.Value]:
+    """Return the least and the greatest value, with zero in the range."""
+    inputs = [x]
+    if spec.ch_axis is not None:
+        assert x.shape is not None
+        rank = len(x.shape)
+        axis = spec.ch_axis % rank
+        axes = [axis]
+        if spec.qscheme != "per_token":
+            axes = [other for other in range(rank) if other != axis]
+        inputs.append(builder.indices("axes", axes))
+    keepdims = len(inputs) - 1
+    low = builder.add("ReduceMin", *inputs, keepdims=keepdims)
+    high = builder.add("ReduceMax", *inputs, keepdims=keepdims)
+    zero = builder.constant("zero", 0.0)
+    return builder.add(
+        "Min",
+        low,
+        zero,
+    ), builder.add("Max", high, zero)
+
+
+def _scale(
+    builder: NodeBuilder,
+    spec: QuantizationSpec,
+    low: ir.Value,
+    high: ir.Value,
+) -> ir.Value:
+    """Return the distance of two codes, at least the smallest normal number: 0 / 0 is NaN."""
+    if spec.symmetric:
+        span = float(code_range_of(spec).largest)
+        width = builder.add("Max", builder.add("Neg", low), high)
+    else:
+        span = float(spec.quant_max - spec.quant_min)
+        width = builder.add("Sub", high, low)
+    step = builder.add(
+        "Div",
+        width,
+        builder.constant("span", span),
+    )
+    return builder.add("Max", step, builder.constant("smallest", SMALLEST_SCALE))

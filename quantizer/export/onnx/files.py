@@ -1,5 +1,5 @@
-"""A model as a file, with its tensors in another one beside it where a message of protobuf
-cannot hold them.
+"""Stores a model as a file, with its tensors in another one if a protobuf message cannot hold
+them.
 """
 
 import os
@@ -14,24 +14,24 @@ from onnx import ModelProto
 from quantizer.errors import VerificationError
 from quantizer.storage.files import cannot_write, write_bytes
 
-HELP = "the pt2 target writes the same network for torch"
-LARGEST = 2**31 - 2**20
+_INVALID_HELP = "the pt2 target writes the same network for torch"
+LARGEST_MESSAGE = 2**31 - 2**20
 """Bytes of tensors that fit one message."""
 
 
 @contextmanager
-def stored(model: ModelProto, path: Path) -> Iterator[bytes | str]:
-    """What a session loads: the serialized model, or a file of a temporary folder; it goes to
-    `path` at the end.
+def stored_model(model: ModelProto, path: Path) -> Iterator[bytes | str]:
+    """Yield what a session loads, and publish it at `path` at the end.
 
-    Nothing is put there if the body raises. Tensors of 2 GB and more go to `<path>.data`.
+    That is the serialized model, or a file of a temporary folder. Nothing is published if the
+    body raises. Tensors of 2 GB and more go to `<path>.data`.
 
     Raises:
         ResultError: the file cannot be written.
         VerificationError: it is no valid ONNX.
     """
     data = path.with_name(f"{path.name}.data")
-    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= LARGEST:
+    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= LARGEST_MESSAGE:
         _check(model, path.name)
         content = model.SerializeToString(deterministic=True)
         yield content
@@ -39,7 +39,7 @@ def stored(model: ModelProto, path: Path) -> Iterator[bytes | str]:
         data.unlink(missing_ok=True)
         return
     try:
-        yield from _beside(model, path, data)
+        yield from _with_data_file(model, path, data)
     except OSError as error:
         raise cannot_write(path, error) from error
 
@@ -50,12 +50,12 @@ def _check(model: ModelProto | str, name: str) -> None:
     except onnx.checker.ValidationError as error:
         why = str(error).strip().partition("\n")[0]
         raise VerificationError(
-            f"{name} is not written: it would be no valid ONNX: {why}", help=HELP
+            f"{name} is not written: it would be no valid ONNX: {why}", help=_INVALID_HELP
         ) from error
 
 
-def _beside(model: ModelProto, path: Path, data: Path) -> Iterator[str]:
-    """The same for a file that has its tensors in another one.
+def _with_data_file(model: ModelProto, path: Path, data: Path) -> Iterator[str]:
+    """Yield a file that has its tensors in another one, and publish both.
 
     Raises:
         OSError: the two cannot be written.
@@ -68,6 +68,7 @@ def _beside(model: ModelProto, path: Path, data: Path) -> Iterator[str]:
         )
         _check(str(file), path.name)
         yield str(file)
-        path.unlink(missing_ok=True)  # never the new data beside the old model
+        # Never the new data beside the old model.
+        path.unlink(missing_ok=True)
         os.replace(file.with_name(data.name), data)
         os.replace(file, path)

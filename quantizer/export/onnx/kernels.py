@@ -1,6 +1,4 @@
-"""Which multiplications ONNX Runtime computes in integers, read off the graph that its
-optimizer makes of a file.
-"""
+"""Reports which multiplications ONNX Runtime computes in integers, from its optimized graph."""
 
 import re
 
@@ -10,98 +8,98 @@ from onnx import ModelProto
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.agreement import Kernels
-from quantizer.export.onnx.lowering import MULTIPLYING, NUMBERED
-from quantizer.export.onnx.specs import input_spec, output_spec
+from quantizer.export.onnx.marks import MULTIPLYING, NUMBERED
+from quantizer.export.onnx.specs import is_narrow, layer_input_spec, output_spec
 from quantizer.graph.ir import Graph
 from quantizer.plan.groups import Layout, layout
 
-INTEGER = {
-    *(
-        "QLinearConv",
-        "ConvInteger",
-        "QLinearMatMul",
-        "MatMulInteger",
-        "MatMulIntegerToFloat",
-        "QGemm",
-    ),
-    *("DynamicQuantizeMatMul", "MatMulNBits"),
-}
-"""ONNX Runtime's operators with integer weights."""
+# ONNX Runtime's operators with integer weights.
+_INTEGER_OPERATORS = (
+    "QLinearConv",
+    "ConvInteger",
+    "QLinearMatMul",
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "QGemm",
+    "DynamicQuantizeMatMul",
+    "MatMulNBits",
+)
+_BITS_LIMIT = "8 bits or fewer of integers have kernels"
 
 
 def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution) -> Kernels:
-    """What the multiplications of a network became; one that cannot be found again counts as
-    float.
+    """Return how a session multiplies; a multiplication that is not found counts as float.
 
     Args:
         model: the file as it was written.
-        optimized: the file that a session wrote as its `optimized_model_filepath`; its nodes
+        optimized: the file that a session wrote as its `optimized_model_filepath`. Its nodes
             keep the names of those that they replace, which are layers of `graph`.
     """
-    nodes = onnx.load(optimized, load_external_data=False).graph.node
-    integer = tuple(_layer(node.name) for node in nodes if node.op_type in INTEGER)
-    floating = [
-        node
-        for node in model.graph.node
-        if node.op_type in MULTIPLYING and node.name not in integer
-    ]
-    readers = {name: node.op_type for node in model.graph.node for name in node.input}
-    followers = {node.name: readers.get(node.output[0], "") for node in floating}
+    integer: list[str] = []
+    for node in onnx.load(optimized, load_external_data=False).graph.node:
+        if node.op_type in _INTEGER_OPERATORS:
+            # The optimizer adds to names.
+            integer.append(re.sub(r"_token_\d+$", "", node.name))
+    readers: dict[str, str] = {}
+    for node in model.graph.node:
+        readers |= dict.fromkeys(node.input, node.op_type)
     where = layout(graph)
     reasons: dict[str, str] = {}
-    for layer, after in followers.items():
-        reasons[layer] = _why(layer, graph, where, solution, after)
-    return Kernels(integer, reasons)
+    for node in model.graph.node:
+        if node.op_type in MULTIPLYING and node.name not in integer:
+            reader = readers.get(node.output[0], "")
+            layer = node.name.partition(NUMBERED)[0]
+            reasons[node.name] = _reason(layer, graph, where, solution, reader=reader)
+    return Kernels(tuple(integer), reasons)
 
 
-def _layer(name: str) -> str:
-    """The layer that a node's name begins with; the optimizer adds to names."""
-    return re.sub(r"_token_\d+$", "", name)
+def _reason(layer: str, graph: Graph, where: Layout, solution: Solution, *, reader: str) -> str:
+    """Return the first thing in the config that keeps a layer in float, and what to change.
 
-
-def _why(layer: str, graph: Graph, where: Layout, solution: Solution, follower: str) -> str:
-    """The first thing in the config that keeps a layer's multiplication in float, and what to
-    write instead.
-
-    `follower` is the operator that reads it in the file, which has none for what became bounds
-    of codes.
+    Args:
+        reader: the operator that reads the layer in the file; none for what became bounds of
+            codes.
     """
-    layer = layer.partition(NUMBERED)[0]
     if layer not in graph.by_name:
         return (
             "it is part of an operator that torch.onnx took apart, or what it makes is not "
             "quantized"
         )
-    node, specs = graph.by_name[layer], solution.specs
+    node = graph.by_name[layer]
+    specs = solution.specs
     weights = specs.get((layer, "weights"))
     if node.row.weight and weights is None:
         return "its weights are not quantized"
-    if weights is not None and (weights.dtype != "int" or weights.bit_width > 8):
-        return f"its weights are {_words(weights)}; 8 bits or fewer of integers have kernels"
+    if weights is not None and not is_narrow(weights):
+        return f"its weights are {_words(weights)}; {_BITS_LIMIT}"
     if node.row.transposed:
         return "ONNX Runtime has no integer kernel for transposed convolutions"
-    output = output_spec(layer, graph, specs, where)
-    for role, spec in (("input", input_spec(layer, graph, specs)), ("output", output)):
+    activations = {
+        "input": layer_input_spec(layer, graph, specs),
+        "output": output_spec(layer, graph, specs, where),
+    }
+    for role, spec in activations.items():
         if spec is None:
             return f"its {role} is not quantized"
-        if spec.dtype != "int" or spec.bit_width > 8:
-            return f"its {role} is {_words(spec)}; 8 bits or fewer of integers have kernels"
+        if not is_narrow(spec):
+            return f"its {role} is {_words(spec)}; {_BITS_LIMIT}"
         if role == "output" and spec.round_mode != "half_even":
             return (
                 f"its {role} is rounded by operators in float: set round_mode to "
                 '"half_even", '
                 "or --onnx_profile fast"
             )
-    is_activated = any(
-        graph.by_name[name].row.kind == "fusable" for name in graph.consumers[layer] if name
-    )
-    if is_activated and follower != "QuantizeLinear":
+    followers = [graph.by_name[name] for name in graph.consumers[layer] if name]
+    is_activated = any(follower.row.kind == "fusable" for follower in followers)
+    if is_activated and reader != "QuantizeLinear":
         return (
-            f"{follower} follows it, and its output is quantized after that; ReLU and ReLU6 "
+            f"{reader} follows it, and its output is quantized after that; ReLU and ReLU6 "
             "have integer kernels"
         )
     return "ONNX Runtime does not fuse it"
 
 
 def _words(spec: QuantizationSpec) -> str:
-    return f"in {spec.bit_width} bits" if spec.dtype == "int" else spec.dtype
+    if spec.dtype == "int":
+        return f"in {spec.bit_width} bits"
+    return spec.dtype

@@ -1,5 +1,6 @@
-"""Asks OpenVINO, where it is installed, whether it reads an .onnx as test mode computes it.
-Refuses nothing.
+"""Checks whether OpenVINO, if installed, reads an .onnx as test mode computes it.
+
+It refuses nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -30,20 +31,20 @@ from quantizer.export.float32 import HALF, widened
 from quantizer.export.onnx.layers import LayerCheck
 from quantizer.export.onnx.verify import OnnxFile, named_inputs
 
-Settings = Mapping[str, str | int]
-"""How OpenVINO is to compile a model."""
+EngineSettings = Mapping[str, str | int]
+"""How OpenVINO compiles a model."""
 logger = logging.getLogger(__name__)
-SECONDS = 600
-"""After which OpenVINO is given up."""
-APART = 3
-"""Steps between two codes of a layer that rounding does not explain."""
-EXACT: Settings = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
-"""It is asked how the file is read, and not how coarsely it is computed: without these settings
-OpenVINO computes in bfloat16 where a processor can, and otherwise rounds what meets uint8
-weights in float to 8 bits, in groups.
-"""
-DEFAULTS: Settings = {}
-"""Those of OpenVINO itself."""
+_TIMEOUT_SECONDS = 600
+# Rounding explains at most so many steps between two codes of a layer.
+_MAX_ROUNDING_STEPS = 3
+# The check is how the file is read, not how coarsely it is computed. Without these settings
+# OpenVINO computes in bfloat16 where a processor can. Otherwise it rounds floats that are
+# multiplied by uint8 weights to 8 bits, in groups.
+EXACT_SETTINGS: EngineSettings = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+}
+DEFAULT_SETTINGS: EngineSettings = {}
 _PROCESS = Path(__file__).with_name("openvino_process.py")
 Arrays = dict[str, NDArray[Any]]
 
@@ -57,24 +58,25 @@ def installed() -> str | None:
 
 
 @contextmanager
-def started(file: OnnxFile, deployment: Deployment) -> Iterator[OpenVinoCheck | None]:
-    """Begin to run a file on the deployment's call, beside whatever runs meanwhile.
+def openvino_started(file: OnnxFile, deployment: Deployment) -> Iterator[OpenVinoCheck | None]:
+    """Start to run a file on the deployment's call, in parallel to the `with` statement's body.
 
-    Yields None where OpenVINO is not installed, or the file is too large to be held twice.
+    Yields None if OpenVINO is not installed, or the file is too large to be held twice.
     """
     engine = installed()
     if engine is None or not isinstance(file.source, bytes):
         yield None
         return
     with TemporaryDirectory() as folder:
-        run = _Run.started(
-            Path(folder) / "file", file.source, _inputs(file, deployment), EXACT, DEFAULTS
-        )
+        inputs = _inputs(file, deployment)
+        settings = [EXACT_SETTINGS, DEFAULT_SETTINGS]
+        run = _Run.started(Path(folder) / "file", file.source, inputs, settings)
         with run.process:
             try:
                 yield OpenVinoCheck(engine, file, deployment, run)
             finally:
-                run.process.kill()  # where nobody waited for it
+                # In case nobody waited for it.
+                run.process.kill()
 
 
 @dataclass(frozen=True)
@@ -87,27 +89,34 @@ class OpenVinoCheck:
     run: _Run
 
     def result(self) -> EngineCheck:
-        """Wait for the outputs and return how far they are from test mode's, with a warning
-        where that is too far.
+        """Wait for the outputs and return how far they are from test mode's.
+
+        A warning is logged if that is too far.
         """
         try:
-            in_float32, by_default = map(self._tensors, self.run.outputs())
-            figures, defaults = self._compared(in_float32, by_default)
+            check = self._check()
         except VerificationError as error:
-            checked = EngineCheck(self.engine, agrees=False, failure=error.message)
-            logger.warning("%s: %s", self.file.name, checked.line)
-            return checked
+            check = EngineCheck(self.engine, agrees=False, failure=error.message)
+        if not check.agrees:
+            logger.warning("%s: %s", self.file.name, check.line)
+        return check
+
+    def _check(self) -> EngineCheck:
+        """Return the comparison with test mode.
+
+        Raises:
+            VerificationError: OpenVINO cannot run the file, or an output has another shape.
+        """
+        in_float32, by_default = map(self._tensors, self.run.outputs())
+        figures, defaults = self._compared([in_float32, by_default])
         figures = self._with_float_figures(figures, in_float32)
         defaults = self._with_float_figures(defaults, by_default)
         reads = worst_of(figures, self.deployment) is None
         agrees = reads and worst_of(defaults, self.deployment) is None
         layer = "" if reads else self._first_layer()
-        checked = EngineCheck(
+        return EngineCheck(
             self.engine, agrees, figures, layer=layer, defaults=defaults, reads=reads
         )
-        if not agrees:
-            logger.warning("%s: %s", self.file.name, checked.line)
-        return checked
 
     def _with_float_figures(
         self, verification: Verification, outputs: list[Tensor]
@@ -123,8 +132,8 @@ class OpenVinoCheck:
         return [torch.from_numpy(arrays[value.name]) for value in self.file.model.graph.output]
 
     @torch.no_grad()
-    def _compared(self, *runs: list[Tensor]) -> list[Verification]:
-        """Return how far the outputs of each run, and their parts, are from test mode's.
+    def _compared(self, runs: list[list[Tensor]]) -> list[Verification]:
+        """Return how far the outputs of each run are from test mode's.
 
         Raises:
             VerificationError: an output has another shape.
@@ -132,8 +141,8 @@ class OpenVinoCheck:
         deployment = self.deployment
         recorder = Recorder(deployment.outputs)
         network = deployment.network()
-        made = network.observe(deployment.args, deployment.kwargs, recorder.watchers)
-        expected = widened(tensor_leaves(made))
+        result = network.observe(deployment.args, deployment.kwargs, recorder.watchers)
+        expected = widened(tensor_leaves(result))
         verifications: list[Verification] = []
         for outputs in runs:
             self._require_same_shapes(expected, outputs)
@@ -143,9 +152,8 @@ class OpenVinoCheck:
         return verifications
 
     def _require_same_shapes(self, expected: list[Tensor], outputs: list[Tensor]) -> None:
-        for value, ours, theirs in zip(
-            self.file.model.graph.output, expected, outputs, strict=True
-        ):
+        values = self.file.model.graph.output
+        for value, ours, theirs in zip(values, expected, outputs, strict=True):
             if ours.shape != theirs.shape:
                 text = (
                     f"output {value.name} has the shape {list(theirs.shape)}, and "
@@ -154,8 +162,9 @@ class OpenVinoCheck:
                 raise VerificationError(text)
 
     def _first_layer(self) -> str:
-        """Return the first layer whose codes differ by more than rounding, each made of the
-        codes that it reads.
+        """Return the first layer whose codes differ by more than rounding.
+
+        Each is computed from the codes that it reads.
         """
         if any(node.dtype in HALF for node in self.deployment.graph.nodes):
             return ""
@@ -163,28 +172,35 @@ class OpenVinoCheck:
         inputs = _inputs(self.file, self.deployment)
         try:
             folder = self.run.folder.with_name("watched")
-            watched = _Run.started(folder, layers.model.SerializeToString(), inputs, EXACT)
+            content = layers.model.SerializeToString()
+            watched = _Run.started(folder, content, inputs, [EXACT_SETTINGS])
             (codes,) = watched.outputs()
             layers.add(self.deployment.args, self.deployment.kwargs, codes)
         except VerificationError:
             return ""
-        return next((row.layer for row in layers.rows.values() if row.most_steps > APART), "")
+        for row in layers.rows.values():
+            if row.most_steps > _MAX_ROUNDING_STEPS:
+                return row.layer
+        return ""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A process that runs a model, with its files in `folder`."""
+    """A process that runs a model, with its files in `folder`.
+
+    Attributes:
+        stored: the files of outputs that the process writes, one for each settings.
+    """
 
     folder: Path
     process: subprocess.Popen[bytes]
     stored: tuple[str, ...]
-    """The files of outputs that the process writes, one for each way to run the model."""
 
     @classmethod
-    def started(cls, folder: Path, model: bytes, inputs: Arrays, *settings: Settings) -> _Run:
-        """Begin to run a serialized model with each of the settings in a folder, which is
-        made.
-        """
+    def started(
+        cls, folder: Path, model: bytes, inputs: Arrays, settings: Sequence[EngineSettings]
+    ) -> _Run:
+        """Create the folder and start to run a serialized model with each of the settings."""
         folder.mkdir()
         (folder / "model.onnx").write_bytes(model)
         arrays: dict[str, Any] = dict(inputs)
@@ -197,25 +213,22 @@ class _Run:
         return cls(folder, subprocess.Popen(command, cwd=folder, **pipes), tuple(runs))
 
     def outputs(self) -> list[Arrays]:
-        """Wait for the outputs, by name, of each way that it was to run the model in.
+        """Wait for the outputs, by name, with each of the settings.
 
         Raises:
             VerificationError: OpenVINO cannot load the model or run it.
         """
         try:
-            _, errors = self.process.communicate(timeout=SECONDS)
+            _, errors = self.process.communicate(timeout=_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired as error:
             self.process.kill()
-            raise VerificationError(f"it does not end within {SECONDS} s") from error
+            raise VerificationError(f"it does not end within {_TIMEOUT_SECONDS} s") from error
         if self.process.returncode < 0:
             raise VerificationError(f"it crashes with signal {-self.process.returncode}")
         if self.process.returncode:
-            lines = [
-                line.strip()
-                for line in errors.decode(errors="replace").splitlines()
-                if line.strip()
-            ]
-            raise VerificationError(lines[-1] if lines else "it fails without a message")
+            text = errors.decode(errors="replace").strip()
+            last_line = text.rpartition("\n")[2].strip()
+            raise VerificationError(last_line or "it fails without a message")
         every: list[Arrays] = []
         for path in self.stored:
             with np.load(self.folder / path) as arrays:

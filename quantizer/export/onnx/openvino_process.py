@@ -1,9 +1,8 @@
-"""A program of its own that runs `model.onnx` in OpenVINO, which on some files ends the process
-that runs it.
+"""Runs `model.onnx` in OpenVINO, as a program of its own: some files crash its process.
 
-It reads `inputs.npz` and `runs.json`, which has the settings of each run by the file to write,
-in the folder that it is started in. A file has the outputs by the names of tensors. Imports
-nothing of this package, so that it starts at once.
+It works in the folder that it is started in. It reads `inputs.npz`, and `runs.json` with the
+settings of each run by the file to write. That file has the outputs by the names of tensors. It
+imports nothing of this package, so that it starts at once.
 """
 
 import json
@@ -14,24 +13,23 @@ import openvino
 
 
 def main() -> None:
-    """Run the model on one call with all settings and store what it gives."""
+    """Run the model on one call with all settings and store its outputs."""
     core = openvino.Core()
     known = set(core.get_property("CPU", "SUPPORTED_PROPERTIES"))
     for path, settings in json.loads(Path("runs.json").read_text("utf-8")).items():
+        known_settings = {name: settings[name] for name in settings if name in known}
         compiled = core.compile_model(
-            "model.onnx", "CPU", {name: settings[name] for name in settings if name in known}
+            "model.onnx",
+            "CPU",
+            known_settings,
         )
-        with np.load("inputs.npz") as stored:
-            found = compiled(
-                {
-                    name: stored[name]
-                    for name in (value.get_any_name() for value in compiled.inputs)
-                }
-            )
+        names = [value.get_any_name() for value in compiled.inputs]
+        with np.load("inputs.npz") as inputs:
+            results = compiled({name: inputs[name] for name in names})
         arrays = {}
         for value in compiled.outputs:
             for name in value.get_names():
-                arrays[name] = found[value]
+                arrays[name] = results[value]
         np.savez(path, **arrays)
 
 

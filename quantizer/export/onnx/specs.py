@@ -1,8 +1,9 @@
-"""How layers' inputs and outputs are quantized, and weights restated in what ONNX Runtime has
-kernels for: the same values by other codes, scales or groups.
+"""Restates weights in the form that ONNX Runtime has kernels for, with the same values.
+
+Also finds how the inputs and outputs of layers are quantized.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -19,253 +20,295 @@ from quantizer.plan.model import Key
 from quantizer.plan.value_readers import values_readers
 from quantizer.storage.deferred_tensor import loaded
 
-Specs = Mapping[Key, QuantizationSpec]
-BLOCKS = (256, 128, 64, 32, 16)
+SpecsByKey = Mapping[Key, QuantizationSpec]
+PACKED_BLOCK_SIZES = (256, 128, 64, 32, 16)
 """The sizes of groups that MatMulNBits has."""
-BLOCK = 128
-"""Its fastest, for weights that have no groups of their own."""
-SIGN = 128
-"""Between codes of 8 bits with a sign and those without."""
-SAFE = 64
-"""Largest magnitude of int8 weights of which every CPU multiplies and adds right: those without
-VNNI add up two products with uint8 in 16 bits, and what does not fit saturates, 2 * 255 * 64
-still does.
-"""
+# Its fastest, for weights that have no groups of their own.
+_FASTEST_BLOCK_SIZE = 128
+# The difference between unsigned and signed codes of 8 bits.
+_SIGN_OFFSET = 128
+# The largest magnitude of int8 weights whose products every CPU adds up right. CPUs without
+# VNNI add two products with uint8 in 16 bits, and saturate beyond. 2 * 255 * 64 still fits.
+_SAFE_MAGNITUDE = 64
 
 
-def input_key(layer: str, graph: Graph, specs: Specs) -> Key | None:
-    """Where what a layer reads is quantized: by itself, or where it was made."""
-    return next((key for key in ((layer, "input"), *_up(layer, graph)) if key in specs), None)
+def input_key(
+    layer: str,
+    graph: Graph,
+    specs: SpecsByKey,
+) -> Key | None:
+    """Return where a layer's input is quantized: by the layer itself, or where it was made."""
+    for key in ((layer, "input"), *_source_keys(layer, graph)):
+        if key in specs:
+            return key
+    return None
 
 
-def input_spec(layer: str, graph: Graph, specs: Specs) -> QuantizationSpec | None:
-    """How what a layer reads is quantized."""
+def layer_input_spec(
+    layer: str,
+    graph: Graph,
+    specs: SpecsByKey,
+) -> QuantizationSpec | None:
+    """Return how a layer's input is quantized."""
     key = input_key(layer, graph, specs)
     return None if key is None else specs[key]
 
 
 def output_spec(
-    layer: str, graph: Graph, specs: Specs, where: Layout
+    layer: str, graph: Graph, specs: SpecsByKey, where: Layout
 ) -> QuantizationSpec | None:
-    """How what a layer makes is quantized: where `where`, the graph's layout, has it, or by all
-    that read it, alike.
+    """Return how a layer's output is quantized: where `where` has it, or alike by all readers.
+
+    Args:
+        where: the graph's layout.
     """
-    for name in _points(layer, where):
-        reading = {
-            specs.get((reader, "input"))
-            for reader, _ in values_readers(graph, name, where.floats)
-        }
-        found = specs.get((name, "activation")) or (
-            reading.pop() if len(reading) == 1 else None
-        )
-        if found is not None:
-            return found
+    for name in _quantization_points(layer, where):
+        if (name, "activation") in specs:
+            return specs[name, "activation"]
+        readers = values_readers(graph, name, where.floats)
+        reader_specs = {specs.get((reader, "input")) for reader, _ in readers}
+        if len(reader_specs) == 1:
+            spec = reader_specs.pop()
+            if spec is not None:
+                return spec
     return None
 
 
 def is_narrow(spec: QuantizationSpec | None) -> bool:
-    """Whether it is of integers that kernels multiply: 8 bits or fewer."""
+    """Return whether a spec is of integers that kernels multiply: 8 bits or fewer."""
     return spec is not None and spec.dtype == "int" and spec.bit_width <= 8
 
 
 def restated(
     graph: Graph, solution: Solution, weights: str, *, packed: bool = False
 ) -> Solution:
-    """The solution with weights that multiply in the form that ONNX Runtime's kernels take;
-    they stand for the same.
+    """Return the solution with weights in the form that ONNX Runtime's kernels take.
 
-    Beside quantized inputs that is one scale, or one for each channel, with codes of 8 bits:
-    int8 or uint8, as `weights` says. Beside floats it is groups of at most 256, for 4 bits or
-    fewer or if codes will be `packed`, or else a scale for each channel.
+    With quantized inputs that is one scale, or one for each channel, with codes of 8 bits. With
+    float inputs it is groups of at most 256, for 4 bits or fewer or if codes will be `packed`,
+    and otherwise a scale for each channel.
+
+    Args:
+        weights: the type of 8-bit codes, "int8" or "uint8".
     """
-    specs, tensors = solution.specs, dict(solution.tensors)
+    specs = solution.specs
+    tensors = dict(solution.tensors)
     for key, tensor in solution.tensors.items():
         node = graph.by_name[key[0]]
         if _meets_integers(key, tensor.spec, graph, specs):
-            # ONNX Runtime multiplies them in float, and OpenVINO misreads uint8 ones beside
-            # inputs from 0 on.
-            tensors[key] = _for_integers(tensor, "int8" if node.row.transposed else weights)
+            # ONNX Runtime multiplies transposed convolutions in float, and OpenVINO misreads
+            # their uint8 weights beside inputs from 0 on.
+            code_type = "int8" if node.row.transposed else weights
+            tensors[key] = _for_integers(tensor, code_type)
         elif key[1] == "weights" and node.row.kind == "mac" and is_narrow(tensor.spec):
             shape = graph.weight(node).shape
-            tensors[key] = (
-                _for_floats(tensor, *shape, packed=packed) if len(shape) == 2 else tensor
-            )
+            if len(shape) == 2:
+                tensors[key] = _for_floats(tensor, *shape, packed=packed)
     return replace(solution, tensors=tensors)
 
 
 def quantized_apart(
-    graph: Graph, solution: Solution, *, any_rounding: bool = False
+    graph: Graph,
+    solution: Solution,
+    *,
+    any_rounding: bool,
 ) -> Solution:
-    """The solution with values that a join alone reads quantized before it, too: to the same
-    codes.
+    """Return the solution with values that only a join reads quantized before it, too.
 
-    So kernels of integers can make them. Where rounding takes operators in float, it would cost
-    more than that brings, without `any_rounding`.
+    The codes are the same, and integer kernels can make them. A rounding that takes operators
+    in float would cost more than that brings, so only `any_rounding` includes it.
     """
-    tensors, where = dict(solution.tensors), layout(graph)
+    tensors = dict(solution.tensors)
+    where = layout(graph)
     for join in where.joins.values():
         whole = solution.tensors.get((join.group.point, "activation"))
-        if not _keeps_codes(graph, join):
-            continue
         if whole is None or not is_narrow(whole.spec) or whole.spec.is_dynamic:
             continue
-        if any_rounding or whole.spec.round_mode == "half_even":
-            factors = _part_factors(graph, where, join)
-            for part in join.alone:
-                factor = next((factors[name] for name in part.members if name in factors), None)
-                if factor is not None:
-                    alike = replace(whole, scale=whole.scale / factor)
-                    tensors.setdefault((part.point, "activation"), alike)
+        is_fast_rounding = any_rounding or whole.spec.round_mode == "half_even"
+        if not is_fast_rounding or not _keeps_codes(graph, join):
+            continue
+        factors = _part_factors(graph, where, join)
+        for part in join.alone:
+            members = [name for name in part.members if name in factors]
+            if members:
+                alike = replace(whole, scale=whole.scale / factors[members[0]])
+                tensors.setdefault((part.point, "activation"), alike)
     return replace(solution, tensors=tensors)
 
 
 def _keeps_codes(graph: Graph, join: Join) -> bool:
-    """Whether rounding before a join's activation function leads to the same codes as rounding
-    after it alone.
-    """
-    between = [graph.by_name[name] for name in join.group.members if name != join.name]
-    return all(
-        node.row.keeps_scale or node.row.cuts or node.op == PART_SCALE for node in between
-    )
+    """Return whether rounding before a join's activation function gives the same codes."""
+    for name in join.group.members:
+        node = graph.by_name[name]
+        is_exact = node.row.keeps_scale or node.row.cuts or node.op == PART_SCALE
+        if name != join.name and not is_exact:
+            return False
+    return True
 
 
-def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
-    """What the parts of a join are multiplied with before they are quantized, by the layer that
-    made them.
-    """
+def _part_factors(
+    graph: Graph,
+    where: Layout,
+    join: Join,
+) -> dict[str, float]:
+    """Return the factors of a join's parts before quantization, by the layer that made them."""
     scaling = graph.by_name[join.group.point]
+    factors: dict[str, float] = {}
     if scaling.op != PART_SCALE:
-        return {name: 1.0 for part in join.alone for name in part.members}
+        for part in join.alone:
+            factors |= dict.fromkeys(part.members, 1.0)
+        return factors
     (value,) = scaling.refs()
-    factors = loaded(graph.weight(scaling)).tolist()
-    by_source: dict[str, float] = {}
-    first = 0
     if value not in where.origins:
         return {}
+    factor_by_channel = loaded(graph.weight(scaling)).tolist()
+    first = 0
     for source, length in where.origins[value].parts:
-        by_source[source] = factors[first]
+        factors[source] = factor_by_channel[first]
         first += length
-    return by_source
+    return factors
 
 
-def processors(graph: Graph, solution: Solution) -> tuple[str, ...]:
-    """A sentence on where a restated solution is computed right, or faster, if that depends on
-    the processor.
-    """
+def processor_remarks(
+    graph: Graph,
+    solution: Solution,
+) -> tuple[str, ...]:
+    """Return a sentence if the processor decides whether results are right, or fast."""
     specs = solution.specs
-    met = [
-        tensor.codes
-        for key, tensor in solution.tensors.items()
-        if _meets_integers(key, tensor.spec, graph, specs)
-        and not graph.by_name[key[0]].row.transposed
-    ]
-    if any(codes is not None and codes.dtype == torch.uint8 for codes in met):
-        return (
-            "8-bit weights are uint8, for any processor; on those with VNNI, --onnx_weights "
-            "int8 is faster",
-        )
-    if any(codes is not None and int(codes.int().abs().max()) > SAFE for codes in met):
-        return (
-            "8-bit weights are int8: x86 processors without VNNI add up their products wrong",
-        )
-    return ()
+    is_unsafe = False
+    for key, tensor in solution.tensors.items():
+        if graph.by_name[key[0]].row.transposed or tensor.codes is None:
+            continue
+        if not _meets_integers(key, tensor.spec, graph, specs):
+            continue
+        if tensor.codes.dtype == torch.uint8:
+            return (
+                "8-bit weights are stored as uint8, so that the file is right on every CPU; if "
+                "you deploy only to CPUs with VNNI, --onnx_weights int8 is up to twice as fast",
+            )
+        is_unsafe |= int(tensor.codes.int().abs().max()) > _SAFE_MAGNITUDE
+    if not is_unsafe:
+        return ()
+    return ("8-bit weights are stored as int8: x86 CPUs without VNNI compute wrong sums",)
 
 
-def _meets_integers(key: Key, spec: QuantizationSpec, graph: Graph, specs: Specs) -> bool:
-    """Whether a tensor is a weight that is multiplied with integers, or may be, as those of
-    recurrent layers.
-    """
-    (layer, role), is_weight = key, base_role(key[1]) == "weights" and is_narrow(spec)
-    if not is_weight or graph.by_name[layer].row.kind != "mac" or spec.qscheme == "per_group":
+def _meets_integers(
+    key: Key,
+    spec: QuantizationSpec,
+    graph: Graph,
+    specs: SpecsByKey,
+) -> bool:
+    """Return whether a weight meets integers, or may, as in recurrent layers."""
+    layer, role = key
+    if base_role(role) != "weights" or not is_narrow(spec) or spec.qscheme == "per_group":
         return False
-    return (
-        is_narrow(input_spec(layer, graph, specs)) if role == "weights" else spec.bit_width == 8
-    )
+    if graph.by_name[layer].row.kind != "mac":
+        return False
+    if role != "weights":
+        return spec.bit_width == 8
+    return is_narrow(layer_input_spec(layer, graph, specs))
 
 
-def _for_integers(tensor: QuantizedTensor, weights: str) -> QuantizedTensor:
-    """A weight with codes of 8 bits; those that cannot overflow sums of 16 bits are int8 in any
-    case.
+def _for_integers(tensor: QuantizedTensor, code_type: str) -> QuantizedTensor:
+    """Return a weight with codes of 8 bits.
+
+    Codes that cannot overflow sums of 16 bits are int8 in any case.
     """
     spec = replace(tensor.spec, bit_width=8, narrow_range=False)
     if tensor.codes is None:
         return replace(tensor, spec=spec)
-    least, most = (int(end) for end in tensor.codes.aminmax())
-    if weights == "int8" or max(-least, most) <= SAFE:
-        return _shifted(tensor, spec, -SIGN if most > SIGN - 1 else 0, signed=True)
-    return _shifted(tensor, spec, SIGN if tensor.spec.signed else 0, signed=False)
+    least, largest = (int(end) for end in tensor.codes.aminmax())
+    if code_type == "int8" or max(-least, largest) <= _SAFE_MAGNITUDE:
+        offset = -_SIGN_OFFSET if largest >= _SIGN_OFFSET else 0
+        return _shifted(tensor, spec, offset, signed=True)
+    offset = _SIGN_OFFSET if tensor.spec.signed else 0
+    return _shifted(tensor, spec, offset, signed=False)
 
 
 def _shifted(
-    tensor: QuantizedTensor, spec: QuantizationSpec, by: int, *, signed: bool
+    tensor: QuantizedTensor, spec: QuantizationSpec, offset: int, *, signed: bool
 ) -> QuantizedTensor:
-    """The same values by codes that are `by` higher."""
+    """Return the same values with codes that are higher by `offset`."""
     assert tensor.codes is not None
-    codes = (tensor.codes.to(torch.int32) + by).to(torch.int8 if signed else torch.uint8)
-    spec = replace(spec, signed=signed, symmetric=spec.symmetric and by == 0)
-    return replace(tensor, spec=spec, codes=codes, zero_point=tensor.zero_point + by)
+    dtype = torch.int8 if signed else torch.uint8
+    codes = (tensor.codes.to(torch.int32) + offset).to(dtype)
+    spec = replace(spec, signed=signed, symmetric=spec.symmetric and offset == 0)
+    return replace(tensor, spec=spec, codes=codes, zero_point=tensor.zero_point + offset)
 
 
 def _for_floats(
     tensor: QuantizedTensor, outputs: int, inputs: int, *, packed: bool
 ) -> QuantizedTensor:
-    """A linear layer's weight in the form that is multiplied with floats; as it is where there
-    is none.
-    """
+    """Return a linear layer's weight in the form that is multiplied with floats, if any."""
     spec = tensor.spec
-    if spec.ch_axis not in (None, 1 if spec.qscheme == "per_group" else 0):
+    is_grouped = spec.qscheme == "per_group"
+    if spec.ch_axis not in (None, 1 if is_grouped else 0):
         return tensor
-    group = (
-        inputs
-        if spec.qscheme != "per_group" or spec.group_size in (None, -1)
-        else spec.group_size
-    )
-    assert group is not None  # of a spec per group
-    block = next((size for size in (BLOCK, *BLOCKS) if group % size == 0), None)
-    if group == inputs and (block is None or (spec.bit_width > 4 and not packed)):
-        channels = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)
-        return _rescaled(tensor, channels, lambda each: each.expand(outputs, 1)[:, 0])
-    if group in BLOCKS or block is None:
+    group_size = spec.group_size
+    if not is_grouped or group_size is None or group_size == -1:
+        group_size = inputs
+    block_size: int | None = None
+    for size in (_FASTEST_BLOCK_SIZE, *PACKED_BLOCK_SIZES):
+        if group_size % size == 0:
+            block_size = size
+            break
+    is_wide = spec.bit_width > 4 and not packed
+    if group_size == inputs and (block_size is None or is_wide):
+        by_channel = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)
+        return _rescaled(tensor, by_channel, lambda scales: scales.expand(outputs, 1)[:, 0])
+    if group_size in PACKED_BLOCK_SIZES or block_size is None:
         return tensor
-    blocks, count = (
-        replace(spec, qscheme="per_group", ch_axis=1, group_size=block),
-        group // block,
-    )
+    count = group_size // block_size
+    in_blocks = replace(spec, qscheme="per_group", ch_axis=1, group_size=block_size)
     return _rescaled(
-        tensor, blocks, lambda each: each.expand(outputs, -1).repeat_interleave(count, 1)
+        tensor,
+        in_blocks,
+        lambda scales: scales.expand(outputs, -1).repeat_interleave(count, 1),
     )
 
 
 def _rescaled(
     tensor: QuantizedTensor, spec: QuantizationSpec, spread: Callable[[Tensor], Tensor]
 ) -> QuantizedTensor:
-    """The same codes with the scales and zero points in another shape; `spread` is given
-    [outputs or 1, groups].
+    """Return the same codes with scales and zero points in another shape.
+
+    Args:
+        spread: is given [outputs or 1, groups].
     """
 
-    def placed(values: Tensor) -> Tensor:
-        return spread(values.reshape(values.shape[0] if values.dim() else 1, -1)).contiguous()
+    def reshaped(values: Tensor) -> Tensor:
+        outputs = values.shape[0] if values.dim() else 1
+        return spread(values.reshape(outputs, -1)).contiguous()
 
     return replace(
-        tensor, spec=spec, scale=placed(tensor.scale), zero_point=placed(tensor.zero_point)
+        tensor, spec=spec, scale=reshaped(tensor.scale), zero_point=reshaped(tensor.zero_point)
     )
 
 
-def _up(layer: str, graph: Graph) -> Iterable[Key]:
-    """The layer's source, and those that only hand its value on, or join parts of it."""
+def _source_keys(layer: str, graph: Graph) -> Iterator[Key]:
+    """Yield the outputs of a layer's source, and of those that only hand its value on or join
+    parts of it.
+    """
     node: Node | None = graph.source(graph.by_name[layer])
     while node is not None:
-        yield node.name, "input" if node.op == "input" else "activation"
+        role = "input" if node.op == "input" else "activation"
+        yield node.name, role
         if node.is_join:
             makers = {maker(graph, name) for name in node.joined()}
             node = graph.by_name[makers.pop()] if len(makers) == 1 else None
+        elif node.row.keeps_scale:
+            node = graph.source(node)
         else:
-            node = graph.source(node) if node.row.keeps_scale else None
+            node = None
 
 
-def _points(layer: str, where: Layout) -> Iterator[str]:
-    """The layers at which the values that a layer makes may be quantized: with what follows it,
-    or once joined.
+def _quantization_points(
+    layer: str,
+    where: Layout,
+) -> Iterator[str]:
+    """Yield the layers at which a layer's output may be quantized.
+
+    That is with what follows it, or once joined.
     """
     point: str | None = layer
     while point:

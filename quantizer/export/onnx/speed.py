@@ -1,63 +1,65 @@
-"""How fast a session is, against one of the same network in float."""
+"""Measures how fast a session is against one of the same network in float."""
 
 import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
+import onnx
+import onnx_ir as ir
 import onnxruntime
 from numpy.typing import NDArray
-from onnx import ModelProto, helper
 
-from quantizer.export.onnx.lowering import DOMAIN
-from quantizer.export.speed import LEAST_ROUNDS, Speed
+from quantizer.export.onnx.marks import MARK_DOMAIN
+from quantizer.export.speed import MIN_ROUNDS, Speed
 
-LARGEST = 2**30
-"""Bytes of float tensors above which the network in float is not run."""
-ROUNDS, SECONDS = 9, 1.0
-"""So many rounds, or as many as begin in this time."""
-SHORTEST, MOST_RUNS = 0.002, 100
-"""Seconds that a measurement takes at least, of so many runs at most."""
+# The float network is not run if its tensors have more bytes.
+_MAX_FLOAT_BYTES = 2**30
+# So many rounds, or as many as begin in this time.
+_ROUNDS = 9
+_ROUND_SECONDS = 1.0
+# A measurement takes at least so many seconds, of at most so many runs.
+_MIN_SECONDS = 0.002
+_MAX_RUNS = 100
 
 
-def float_model(marked: ModelProto) -> bytes | None:
-    """The network without quantization, of torch.onnx's translation with marks; None if it is
-    large.
-    """
-    if sum(len(tensor.raw_data) for tensor in marked.graph.initializer) > LARGEST:
+def float_model(model: ir.Model) -> bytes | None:
+    """Return a translated network with marks without quantization; None if it is large."""
+    size = 0
+    for value in model.graph.initializers.values():
+        if value.const_value is not None:
+            size += value.const_value.nbytes
+    if size > _MAX_FLOAT_BYTES:
         return None
-    model = ModelProto()
-    model.CopyFrom(marked)
-    for index, node in enumerate(marked.graph.node):
-        if node.domain == DOMAIN:
-            model.graph.node[index].CopyFrom(
-                helper.make_node("Identity", node.input, node.output, name=node.name)
-            )
-    del model.graph.value_info[:]
-    return bytes(model.SerializeToString())
+    proto = ir.to_proto(model)
+    for node in proto.graph.node:
+        if node.domain == MARK_DOMAIN:
+            identity = onnx.helper.make_node("Identity", node.input, node.output, node.name)
+            node.CopyFrom(identity)
+    del proto.graph.value_info[:]
+    return bytes(proto.SerializeToString())
 
 
-def speed(
+def measured_speed(
     session: onnxruntime.InferenceSession, floating: bytes, feed: Mapping[str, NDArray[Any]]
 ) -> Speed | None:
-    """Return how fast `session` is against one of the model `floating`; None if it cannot be
-    measured.
+    """Return how fast `session` is against the model `floating`; None if it cannot be measured.
 
-    Both run in each round and take turns to be first, so that what slows the machine down meets
+    Both run in each round and take turns to be first, so that what slows the machine down slows
     both.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     other = onnxruntime.InferenceSession(floating, options, providers=["CPUExecutionProvider"])
     sessions = (session, other)
-    runs = [_runs_at_once(each, feed) for each in sessions]
+    runs = [_runs_at_once(either, feed) for either in sessions]
     times: tuple[list[float], list[float]] = ([], [])
-    begun = time.perf_counter()
-    for index in range(ROUNDS):
+    start = time.perf_counter()
+    for index in range(_ROUNDS):
         order = (0, 1) if index % 2 == 0 else (1, 0)
         for which in order:
             times[which].append(_seconds(sessions[which], feed, runs[which]))
-        if index + 1 >= LEAST_ROUNDS and time.perf_counter() - begun > SECONDS:
+        if index + 1 >= MIN_ROUNDS and time.perf_counter() - start > _ROUND_SECONDS:
             break
     return Speed.of(*times)
 
@@ -65,17 +67,17 @@ def speed(
 def _runs_at_once(
     session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]]
 ) -> int:
-    """How many runs make a measurement long enough for the clock and the scheduler."""
+    """Return how many runs make a measurement long enough for the clock and the scheduler."""
     # The first run prepares memory.
     session.run(None, feed)
     seconds = _seconds(session, feed, 1)
-    return max(1, math.ceil(SHORTEST / max(seconds, SHORTEST / MOST_RUNS)))
+    return max(1, math.ceil(_MIN_SECONDS / max(seconds, _MIN_SECONDS / _MAX_RUNS)))
 
 
 def _seconds(
     session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]], runs: int
 ) -> float:
-    """Of one run, as the mean of several."""
+    """Return the seconds of one run, as the mean of several."""
     start = time.perf_counter()
     for _ in range(runs):
         session.run(None, feed)

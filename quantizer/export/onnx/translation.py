@@ -1,11 +1,9 @@
-"""torch.onnx's translation of a network, with a mark where each activation or weight is
-quantized.
-"""
+"""Translates a network with torch.onnx, with a mark where each tensor is quantized."""
 
 from typing import Any
 
+import onnx_ir as ir
 import torch
-from onnx import ModelProto, helper
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -13,8 +11,8 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.errors import ModelError
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.onnx.lowering import DOMAIN, Wanted
-from quantizer.export.onnx.written_out import decompositions
+from quantizer.export.onnx.marks import MARK_DOMAIN, Quantizations
+from quantizer.export.onnx.written_out import decompositions_for
 from quantizer.export.torch_export.program import exported
 from quantizer.graph.trace import quiet, without_stack_traces
 from quantizer.nn.function import Function
@@ -22,7 +20,7 @@ from quantizer.nn.network import Network
 
 
 class _Mark(nn.Module):
-    """Stands where `index` of the quantizations belongs."""
+    """Marks the place of the quantization `index`."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -32,7 +30,7 @@ class _Mark(nn.Module):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return torch.onnx.ops.symbolic(
-            f"{DOMAIN}::Mark",
+            f"{MARK_DOMAIN}::Mark",
             (x,),
             {"index": self.index},
             dtype=x.dtype,
@@ -41,14 +39,15 @@ class _Mark(nn.Module):
         )
 
 
-class _Flat(nn.Module):
+class _MarkedNetwork(nn.Module):
     """The network with marks for its quantizers, from a flat list of tensors to another.
 
-    Weights are marked where they are used, so that torch.onnx does not fold them into something
-    else.
+    Weights are marked where they are used, so that torch.onnx does not fold them.
     """
 
-    def __init__(self, network: Network, deployment: Deployment, wanted: Wanted) -> None:
+    def __init__(
+        self, network: Network, deployment: Deployment, quantizations: Quantizations
+    ) -> None:
         super().__init__()
         self.network = network
         self.leaves, self.spec = pytree.tree_flatten(deployment.blank)
@@ -56,46 +55,53 @@ class _Flat(nn.Module):
             if isinstance(function, Function):
                 function.leave_ties_open()
         self.weights: dict[str, _Mark] = {}
-        for index, ((layer, role), _) in enumerate(wanted):
+        for index, ((layer, role), _) in enumerate(quantizations):
+            mark = _Mark(index)
             if base_role(role) == "weights":
-                self.weights[f"{network.module_names[layer]}.{parameter_name(role)}"] = _Mark(
-                    index
-                )
+                name = f"{network.module_names[layer]}.{parameter_name(role)}"
+                self.weights[name] = mark
             elif not is_parameter(role):
-                network.layers[layer].attach(role, _Mark(index))  # type: ignore[arg-type]
+                network.layers[layer].attach(role, mark)  # type: ignore[arg-type]
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        remaining = iter(tensors)
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            is_tensor = isinstance(leaf, Tensor)
+            value = next(remaining) if is_tensor else leaf
+            leaves.append(value)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        weights = {
-            name: mark(self.network.get_parameter(name)) for name, mark in self.weights.items()
-        }
+        weights: dict[str, Tensor] = {}
+        for name, mark in self.weights.items():
+            weights[name] = mark(self.network.get_parameter(name))
+        result = torch.func.functional_call(self.network, weights, args, kwargs)
         outputs: list[Tensor] = []
-        for output in tensor_leaves(
-            torch.func.functional_call(self.network, weights, args, kwargs)
-        ):
-            named_twice = any(output is other for other in (*tensors, *outputs))
-            outputs.append(output.clone() if named_twice else output)
+        for output in tensor_leaves(result):
+            # ONNX cannot name one value twice.
+            is_named = any(output is other for other in (*tensors, *outputs))
+            if is_named:
+                output = output.clone()
+            outputs.append(output)
         return outputs
 
 
-def translate(
-    deployment: Deployment, network: Network, wanted: Wanted, opset: int
-) -> ModelProto:
-    """The network as ONNX, its inputs and outputs `input_0`, …, `output_0`, … in the order of
-    the call's tensors.
+def translate_network(
+    deployment: Deployment, network: Network, quantizations: Quantizations, opset: int
+) -> ir.Model:
+    """Return the network as ONNX, with marks.
+
+    Its inputs and outputs are `input_0`, …, `output_0`, … in the order of the call's tensors.
 
     Args:
         network: the deployment's, which marks are attached to.
-        wanted: what is quantized, in the order of the marks' indices.
+        quantizations: what is quantized, in the order of the marks' indices.
 
     Raises:
         ModelError: torch.onnx does not know an operator of the network.
     """
-    flat = _Flat(network, deployment, wanted)
-    tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
-    program = _translatable(exported(flat, deployment.graph, tensors, {}))
+    marked = _MarkedNetwork(network, deployment, quantizations)
+    tensors = tuple(leaf for leaf in marked.leaves if isinstance(leaf, Tensor))
+    program = _translatable(exported(marked, deployment.graph, tensors, {}))
     try:
         with quiet(), torch.no_grad(), without_stack_traces():
             translated = torch.onnx.export(
@@ -108,32 +114,43 @@ def translate(
                 verbose=False,
             )
     except torch.onnx.OnnxExporterError as error:
-        why = next((line for line in str(error).splitlines() if line.startswith("<class")), "")
+        why = ""
+        for line in str(error).splitlines():
+            if line.startswith("<class"):
+                why = line.partition(": ")[2]
+                break
         raise ModelError(
-            f"--deploy onnx: torch.onnx cannot translate {deployment.graph.model}: "
-            f"{why.partition(': ')[2]}",
+            f"--deploy onnx: torch.onnx cannot translate {deployment.graph.model}: {why}",
             help="the pt2 target has no such limit",
         ) from error
-    assert translated is not None  # only the old exporter returns nothing
-    model: ModelProto = translated.model_proto
-    _hand_out_constants(model)
+    # Only the old exporter returns nothing.
+    assert translated is not None
+    model: ir.Model = translated.model
+    _produce_outputs(model.graph)
     return model
 
 
-def _hand_out_constants(model: ModelProto) -> None:
-    """An operator for each output that is a constant, as ONNX wants every output to be made."""
-    outputs = {value.name for value in model.graph.output}
-    for tensor in model.graph.initializer:
-        if tensor.name in outputs:
-            name, tensor.name = tensor.name, f"{tensor.name}.constant"
-            model.graph.node.append(helper.make_node("Identity", [tensor.name], [name]))
+def _produce_outputs(graph: ir.Graph) -> None:
+    """Add an operator for each output that is a constant; ONNX wants all outputs produced."""
+    for index, value in enumerate(list(graph.outputs)):
+        if not value.is_initializer():
+            continue
+        identity = ir.node("Identity", [value])
+        output = identity.outputs[0]
+        output.name = value.name
+        output.type = value.type
+        output.shape = value.shape
+        value.name = f"{value.name}.constant"
+        graph.append(identity)
+        graph.outputs[index] = output
 
 
 def _translatable(program: ExportedProgram) -> ExportedProgram:
-    """The program with operators that torch.onnx and the runtimes read right."""
-    written_out = decompositions(program)
-    if not written_out:
-        return program  # as every decomposition takes as long as the export
+    """Return the program with operators that torch.onnx and the runtimes read right."""
+    decompositions = decompositions_for(program)
+    # Decomposing takes as long as the export, even if there is nothing to decompose.
+    if not decompositions:
+        return program
     with quiet(), without_stack_traces():
-        translatable: ExportedProgram = program.run_decompositions(dict(written_out))
-    return translatable
+        decomposed: ExportedProgram = program.run_decompositions(dict(decompositions))
+    return decomposed

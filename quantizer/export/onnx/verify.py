@@ -1,5 +1,5 @@
-"""Runs a model in ONNX Runtime, without optimizations and as its users do, and refuses one that
-is not test mode's.
+"""Runs a model in ONNX Runtime, without optimizations and as its users do, and compares it with
+test mode.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import HALF, widened
 from quantizer.export.onnx.kernels import kernels
 from quantizer.export.onnx.layers import LayerCheck
-from quantizer.export.onnx.speed import speed
+from quantizer.export.onnx.speed import measured_speed
+from quantizer.export.speed import Speed
 
-PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
+UNOPTIMIZED = "ONNX Runtime without optimizations"
+DEFAULT = "a default ONNX Runtime session"
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
 _HELP = (
     "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one "
@@ -41,11 +43,13 @@ _INT8_HELP = (
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """What is verified: `source` is the serialized `model`, or the path of its file; `name`
-    stands for it in messages.
+    """A model to verify.
 
-    `floating` is the same network without quantization, serialized; None if its speed is not to
-    be compared.
+    Attributes:
+        name: stands for it in messages.
+        source: the serialized `model`, or the path of its file.
+        floating: the same network without quantization, serialized; None if the speed is not to
+            be compared.
     """
 
     name: str
@@ -55,84 +59,108 @@ class OnnxFile:
 
 
 def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
-    """Compare the outputs of a file with test mode's over all calls, and in a default session
-    the codes of all layers.
+    """Compare the outputs of a file with test mode's over all calls.
+
+    The codes of all layers are compared in a default session.
 
     Raises:
-        VerificationError: ONNX Runtime cannot load or run it, or gives other outputs.
+        VerificationError: ONNX Runtime cannot load or run it, or its outputs differ.
     """
     with TemporaryDirectory() as folder:
         optimized = str(Path(folder) / "optimized.onnx")
-        sessions = {label: _session(file, label, optimized) for label in (PLAIN, DEFAULT)}
+        sessions = {label: _session(file, label, optimized) for label in (UNOPTIMIZED, DEFAULT)}
         multiplications = kernels(file.model, optimized, deployment.graph, deployment.solution)
     outputs, steps = deployment.outputs, deployment.part_steps
     agreements = {label: Agreement("outputs", outputs, steps) for label in sessions}
-    network, layers = deployment.network(), _Layers.of(file, deployment)
-    measured = None
-    is_timed = file.floating is None
+    network = deployment.network()
+    layers = _LayerSession.of(file, deployment)
+    first_feed: dict[str, NDArray[Any]] | None = None
     for args, kwargs in deployment.calls():
         feed = _feed(sessions[DEFAULT], args, kwargs)
-        recorder = agreements[PLAIN].recorder()
+        if first_feed is None:
+            first_feed = feed
+        recorder = agreements[UNOPTIMIZED].recorder()
         with torch.no_grad():
             expected = widened(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
         for label, session in sessions.items():
             with _failures_named(label, file.name):
-                found = _outputs(session, args, kwargs)
-            agreements[label].add(expected, found, recorder)
+                actual = _outputs(session, args, kwargs)
+            agreements[label].add(expected, actual, recorder)
         if layers is not None:
             with _failures_named(DEFAULT, file.name):
                 codes = layers.codes(feed)
             layers.check.add(args, kwargs, codes)
-        if file.floating is not None and not is_timed:
-            with _failures_named("ONNX Runtime, without quantization,", file.name):
-                measured = speed(sessions[DEFAULT], file.floating, feed)
-            is_timed = True
-    verified = {}
+    verified: dict[str, Verification] = {}
     for label, session in sessions.items():
-        remedy = (
-            _INT8_HELP
-            if label == DEFAULT and deployment.choice("onnx_weights") == "int8"
-            else _HELP
+        remedy = _HELP
+        if label == DEFAULT and deployment.choice("onnx_weights") == "int8":
+            remedy = _INT8_HELP
+        verified[label] = accepted(
+            agreements[label].result(),
+            deployment,
+            partial(_outputs, session),
+            refusal=f"{file.name} is not written: {label}",
+            remedy=remedy,
         )
-        refusal, run = f"{file.name} is not written: {label}", partial(_outputs, session)
-        verified[label] = accepted(agreements[label].result(), deployment, run, refusal, remedy)
     rows = () if layers is None else tuple(layers.check.rows.values())
-    default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=measured)
-    return replace(verified[PLAIN], default_session=default)
+    default = replace(
+        verified[DEFAULT],
+        kernels=multiplications,
+        layers=rows,
+        speed=_speed(file, sessions[DEFAULT], first_feed),
+    )
+    return replace(verified[UNOPTIMIZED], default_session=default)
+
+
+def _speed(
+    file: OnnxFile,
+    session: onnxruntime.InferenceSession,
+    feed: Mapping[str, NDArray[Any]] | None,
+) -> Speed | None:
+    """Measure the speed of a session against the float network."""
+    if file.floating is None or feed is None:
+        return None
+    with _failures_named("ONNX Runtime, without quantization,", file.name):
+        return measured_speed(session, file.floating, feed)
 
 
 @dataclass(frozen=True)
-class _Layers:
-    """A default session that also gives the codes of all layers, and what compares them."""
+class _LayerSession:
+    """A default session that also returns the codes of all layers, and what compares them."""
 
     check: LayerCheck
     session: onnxruntime.InferenceSession
 
     @classmethod
-    def of(cls, file: OnnxFile, deployment: Deployment) -> _Layers | None:
-        """None where no layer has codes, the network is in half precision, or the file is too
-        large to be changed.
+    def of(cls, file: OnnxFile, deployment: Deployment) -> _LayerSession | None:
+        """Return None if no layer has codes, or the network is in half precision, or the file
+        is too large to be changed.
         """
         is_half = any(node.dtype in HALF for node in deployment.graph.nodes)
         if is_half or not isinstance(file.source, bytes):
             return None
         check = LayerCheck(file.model, deployment)
+        if not check.rows:
+            return None
         watched = replace(file, source=check.model.SerializeToString())
-        return cls(check, _session(watched, DEFAULT)) if check.rows else None
+        return cls(check, _session(watched, DEFAULT))
 
     def codes(self, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The codes of one batch, by the names of their values."""
+        """Return the codes of one batch, by the names of their values."""
         names = list(self.check.values.values())
         return dict(zip(names, self.session.run(names, feed), strict=True))
 
 
 def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.InferenceSession:
-    """A session; `optimized` is where a default one writes what its optimizer makes of the
-    file.
+    """Return a session.
+
+    Args:
+        optimized: where a default session writes what its optimizer makes of the file.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong is an exception
-    if label == PLAIN:
+    # What goes wrong is an exception.
+    options.log_severity_level = 4
+    if label == UNOPTIMIZED:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     elif optimized:
         options.optimized_model_filepath = optimized
@@ -146,9 +174,7 @@ def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.Inf
 
 @contextmanager
 def _failures_named(label: str, name: str) -> Iterator[None]:
-    """ONNX Runtime's own exceptions, which have no class in common, as a sentence about the
-    file.
-    """
+    """Raise ONNX Runtime's exceptions as `VerificationError`; they have no common class."""
     try:
         yield
     except Exception as error:
@@ -161,23 +187,23 @@ def _failures_named(label: str, name: str) -> Iterator[None]:
 def _outputs(
     session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """What a session gives for a call."""
-    return [
-        torch.from_numpy(output) for output in session.run(None, _feed(session, args, kwargs))
-    ]
+    """Return what a session gives for a call."""
+    outputs = session.run(None, _feed(session, args, kwargs))
+    return [torch.from_numpy(output) for output in outputs]
 
 
 def _feed(
     session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, NDArray[Any]]:
-    """A call's tensors by the names of a session's inputs."""
-    return named_inputs({value.name for value in session.get_inputs()}, args, kwargs)
+    """Return a call's tensors by the names of a session's inputs."""
+    names = {value.name for value in session.get_inputs()}
+    return named_inputs(names, args, kwargs)
 
 
 def named_inputs(
     names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, NDArray[Any]]:
-    """Return those of a call's tensors that a file has as inputs of these names."""
+    """Return the call's tensors that a file has as inputs, by name."""
     leaves = widened(tensor_leaves((args, dict(kwargs))))
     tensors = {f"input_{index}": tensor for index, tensor in enumerate(leaves)}
     return {name: tensor.numpy() for name, tensor in tensors.items() if name in names}

@@ -1,6 +1,4 @@
-"""Operators that torch.onnx or a runtime gets wrong, by others that they get right, with the
-same values.
-"""
+"""Decomposes operators that torch.onnx or a runtime gets wrong, with the same values."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +9,19 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from quantizer.export.onnx import complex_numbers as onnx_complex
+from quantizer.export.onnx.complex_numbers import complex_decompositions
 
 _ATEN = torch.ops.aten
+_BAG_OPTIONS = (
+    "mode",
+    "sparse",
+    "per_sample_weights",
+    "include_last_offset",
+    "padding_idx",
+)
+_POOL_OPTIONS = ("ceil_mode", "count_include_pad", "divisor_override")
+_ATTENTION = _ATEN.scaled_dot_product_attention.default
+_EMBEDDING_BAG = _ATEN.embedding_bag.padding_idx
 _AVERAGES = {
     _ATEN.avg_pool1d.default: torch.nn.functional.avg_pool1d,
     _ATEN.avg_pool2d.default: torch.nn.functional.avg_pool2d,
@@ -21,31 +29,34 @@ _AVERAGES = {
 }
 
 
-def decompositions(program: ExportedProgram) -> Mapping[Any, Callable[..., Any]]:
-    """Return what to run in place of operators of a program; none where all are read right."""
-    written_out: dict[Any, Callable[..., Any]] = {}
-    for node in program.graph.find_nodes(
-        op="call_function", target=_ATEN.scaled_dot_product_attention.default
-    ):
-        if node.args[0].meta["val"].dim() != 4:
-            written_out[node.target] = _attention_of_heads
+def decompositions_for(program: ExportedProgram) -> Mapping[Any, Callable[..., Any]]:
+    """Return decompositions of a program's operators; none if all are read right."""
+    decompositions: dict[Any, Callable[..., Any]] = {}
+    bags: list[fx.Node] = []
     for node in program.graph.nodes:
-        if node.target is _ATEN.instance_norm.default and not node.args[5]:
-            written_out[node.target] = _norm_of_statistics
+        if node.target is _ATTENTION and node.args[0].meta["val"].dim() != 4:
+            decompositions[node.target] = _attention_of_heads
+        elif node.target is _ATEN.instance_norm.default and not node.args[5]:
+            decompositions[node.target] = _norm_of_statistics
         elif node.target is _ATEN.pad.default and "circular" in node.args:
-            written_out[node.target] = _circular_pad
+            decompositions[node.target] = _circular_pad
         elif node.target in _AVERAGES and _has_divisor(node):
-            written_out[node.target] = _average_by_divisor(_AVERAGES[node.target])
-    bags = program.graph.find_nodes(op="call_function", target=_ATEN.embedding_bag.padding_idx)
+            decompositions[node.target] = _average_by_divisor(_AVERAGES[node.target])
+        elif node.target is _EMBEDDING_BAG:
+            bags.append(node)
     if bags and all(map(_has_even_bags, bags)):
-        written_out[_ATEN.embedding_bag.padding_idx] = _even_bags
+        decompositions[_EMBEDDING_BAG] = _even_bags
     if any(_is_complex(node.meta.get("val")) for node in program.graph.nodes):
-        written_out |= onnx_complex.decompositions()
-    return written_out
+        decompositions |= complex_decompositions()
+    return decompositions
 
 
 def _is_complex(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_complex()
+
+
+# torch calls the functions below with an operator's arguments. NotImplemented leaves the
+# operator as it is.
 
 
 def _attention_of_heads(
@@ -53,46 +64,52 @@ def _attention_of_heads(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    *args: Any,
+    *arguments: Any,
     **others: Any,
 ) -> Any:
-    """Write attention in four dimensions, which are all that torch.onnx knows of it."""
+    """Compute attention in four dimensions, the only ones that torch.onnx knows of it."""
     missing = 4 - query.dim()
     if missing not in (1, 2):
-        return NotImplemented  # stays as it is
+        return NotImplemented
     for _ in range(missing):
         query, key, value = (tensor.unsqueeze(-3) for tensor in (query, key, value))
     if attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask.unsqueeze(1)
-    attended = _ATEN.scaled_dot_product_attention.default(
-        query, key, value, attn_mask, *args, **others
-    )
-    return attended.squeeze(-3) if missing == 1 else attended.squeeze(-3).squeeze(-3)
+    attended = _ATTENTION(query, key, value, attn_mask, *arguments, **others)
+    for _ in range(missing):
+        attended = attended.squeeze(-3)
+    return attended
 
 
 def _norm_of_statistics(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    *others: Any,
+    *arguments: Any,
 ) -> Any:
-    """Write an instance norm by tracked statistics as the batch norm that it is, without
-    statistics for each sample.
+    """Compute an instance norm by tracked statistics as a batch norm.
+
+    torch.onnx would use the statistics of each sample.
     """
+    weight, bias, running_mean, running_var, use_input_stats, *others = arguments
     if use_input_stats:
         return NotImplemented
-    return _ATEN.batch_norm.default(x, weight, bias, running_mean, running_var, False, *others)
+    return _ATEN.batch_norm.default(
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        False,
+        *others,
+    )
 
 
 def _circular_pad(
-    x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+    x: Tensor,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
 ) -> Any:
-    """Write the padding with values of the other end by indices; OpenVINO has no such
-    padding.
-    """
+    """Pad with values of the other end by indices; OpenVINO has no such padding."""
     if mode != "circular":
         return NotImplemented
     for number in range(len(pad) // 2):
@@ -128,23 +145,21 @@ def _even_bags(
     indices: Tensor,
     offsets: Tensor,
     scale_grad_by_freq: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
+    *arguments: Any,
+    **others: Any,
 ) -> Any:
-    """Write bags of one length as rows that are looked up and reduced; torch.onnx writes no
-    valid loop.
-    """
-    if include_last_offset or padding_idx is not None:
+    """Look up and reduce the rows of bags of one length; torch.onnx writes no valid loop."""
+    options = dict(zip(_BAG_OPTIONS, arguments, strict=False)) | others
+    if options.get("include_last_offset") or options.get("padding_idx") is not None:
         return NotImplemented
     bags = indices.reshape(offsets.shape[0], -1)
     rows = _ATEN.embedding.default(weight, bags)
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.reshape(bags.shape).unsqueeze(-1)
-    reduce = (Tensor.sum, Tensor.mean, Tensor.amax)[mode]
-    return reduce(rows, 1), offsets, offsets, offsets  # of the others nothing is read
+    weights = options.get("per_sample_weights")
+    if weights is not None:
+        rows = rows * weights.reshape(bags.shape).unsqueeze(-1)
+    reduce = (Tensor.sum, Tensor.mean, Tensor.amax)[options.get("mode", 0)]
+    # Nothing reads the other results.
+    return reduce(rows, 1), offsets, offsets, offsets
 
 
 def _has_divisor(node: fx.Node) -> bool:
@@ -152,31 +167,35 @@ def _has_divisor(node: fx.Node) -> bool:
 
 
 def _average_by_divisor(average: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a function that writes sums over windows that are divided by a number: torch.onnx
-    ignores the number.
-    """
+    """Return an average pool that divides by a number, which torch.onnx ignores."""
 
-    def write(
+    def compute(
         x: Tensor,
         kernel: Sequence[int],
         stride: Sequence[int] = (),
         padding: Sequence[int] = (0,),
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
+        *arguments: Any,
+        **others: Any,
     ) -> Any:
-        if divisor_override is None:
+        options = dict(zip(_POOL_OPTIONS, arguments, strict=False)) | others
+        divisor = options.get("divisor_override")
+        if divisor is None:
             return NotImplemented
+        ceil_mode = options.get("ceil_mode", False)
         dims = len(kernel)
         strides = list(stride) or list(kernel)
         pads = list(padding) * dims if len(padding) == 1 else list(padding)
-        # Behind the values as much as the last window needs, so that all windows are whole.
+        # Padded behind the values as much as the last window needs, so that all are whole.
         amounts: list[int] = []
         windows = average(x, kernel, strides, pads, ceil_mode).shape[-dims:]
         for axis in reversed(range(dims)):
             needed = (windows[axis] - 1) * strides[axis] + kernel[axis]
             amounts += [pads[axis], needed - pads[axis] - x.shape[axis - dims]]
-        mean = average(torch.nn.functional.pad(x, amounts), kernel, strides)
-        return mean * (math.prod(kernel) / divisor_override)
+        mean = average(
+            torch.nn.functional.pad(x, amounts),
+            kernel,
+            strides,
+        )
+        return mean * (math.prod(kernel) / divisor)
 
-    return write
+    return compute

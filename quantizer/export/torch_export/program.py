@@ -1,5 +1,6 @@
-"""A network as a `torch.export` program: batch and lengths left open, no traces of where and
-from what it was made.
+"""Exports a network as a `torch.export` program with open batch and lengths.
+
+The program keeps no trace of where and from what it was made.
 """
 
 import io
@@ -17,11 +18,11 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.lengths import Length
 from quantizer.graph.trace import quiet, without_stack_traces
 
-_PLACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
+_SOURCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 
 
-def saved(program: ExportedProgram) -> bytes:
-    """The bytes of a `.pt2` file.
+def program_bytes(program: ExportedProgram) -> bytes:
+    """Return the bytes of a `.pt2` file.
 
     Raises:
         ModelError: torch has no form for a part of it, as for some arithmetic with sizes.
@@ -31,12 +32,12 @@ def saved(program: ExportedProgram) -> bytes:
         with quiet():
             torch.export.save(program, buffer)
     except Exception as error:
-        raise _refused("this network cannot be saved by torch", error) from error
+        raise _torch_error("this network cannot be saved by torch", error) from error
     return buffer.getvalue()
 
 
-def loaded(content: bytes) -> nn.Module:
-    """What a user of these bytes runs."""
+def load_program(content: bytes) -> nn.Module:
+    """Return what a user of these bytes runs."""
     with quiet():
         return torch.export.load(io.BytesIO(content)).module()
 
@@ -44,93 +45,119 @@ def loaded(content: bytes) -> nn.Module:
 def exported(
     module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ExportedProgram:
-    """The program of a module that is called as `graph`'s model; `args` and `kwargs` must hold
-    no data of the user.
+    """Return the program of a module that is called as `graph`'s model.
+
+    Args:
+        args, kwargs: a call without data of the user, as the program keeps it.
 
     Raises:
-        ModelError: torch.export refuses it.
+        ModelError: torch.export refuses the module.
     """
     if kwargs:
-        module.forward = _by_name(module.forward, args, kwargs)
-    for of_length in (_named, _guarded):
-        try:
-            with quiet(), torch.no_grad(), without_stack_traces():
-                opened = _open_sizes(graph, args, kwargs, of_length)
-                program = torch.export.export(module, args, kwargs, dynamic_shapes=opened)
-            break
-        except Exception as error:
-            if graph.lengths and of_length is _named:
-                continue  # what is wrong with the module itself is wrong again
-            raise _refused(f"{graph.model} cannot be exported by torch", error) from error
+        module.forward = _with_named_parameters(module.forward, args, kwargs)
+    try:
+        program = _with_open_sizes(module, graph, args, kwargs)
+    except Exception as error:
+        raise _torch_error(f"{graph.model} cannot be exported by torch", error) from error
     for node in program.graph.nodes:
-        for key in _PLACES:
+        for key in _SOURCE_KEYS:
             node.meta.pop(key, None)
     return program
 
 
-def _refused(what: str, error: Exception) -> ModelError:
-    first = str(error).strip().partition("\n")[0]
+def _with_open_sizes(
+    module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ExportedProgram:
+    """Export with lengths that torch has to prove; if it cannot, with guarded ones."""
+    with quiet(), torch.no_grad(), without_stack_traces():
+        if graph.lengths:
+            try:
+                shapes = _dynamic_shapes(graph, args, kwargs, _proven_length)
+                return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+            except Exception:  # noqa: BLE001 - a fault of the module itself is raised below
+                pass
+        shapes = _dynamic_shapes(graph, args, kwargs, _guarded_length)
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+
+
+def _torch_error(
+    what: str,
+    error: Exception,
+) -> ModelError:
+    first_line = str(error).strip().partition("\n")[0]
     return ModelError(
-        f"{what}: {type(error).__name__}: {first}",
+        f"{what}: {type(error).__name__}: {first_line}",
         help="the safetensors target needs no torch.export",
     )
 
 
-def _by_name(
+def _with_named_parameters(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
-    """`forward` with each keyword in its signature: torch.export cannot match open shapes with
-    a bare **kwargs.
+    """Return `forward` with each keyword in its signature.
+
+    torch.export cannot match open shapes with a bare **kwargs.
     """
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         return forward(*args, **kwargs)
 
-    positional = [
-        Parameter(f"args_{index}", Parameter.POSITIONAL_ONLY) for index in range(len(args))
-    ]
-    keywords = [Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs]
-    called.__signature__ = Signature([*positional, *keywords])  # type: ignore[attr-defined]
-    return called
+    parameters: list[Parameter] = []
+    for index in range(len(args)):
+        parameters.append(Parameter(f"args_{index}", Parameter.POSITIONAL_ONLY))
+    for name in kwargs:
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY))
+    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return call
 
 
-def _named(length: Length) -> Any:
-    """A dimension of which torch must prove that the program holds between the ends."""
+def _proven_length(length: Length) -> Any:
+    """Return a dimension for whose whole range torch must prove that the program holds."""
     return Dim(length.name, min=length.least, max=length.most)
 
 
-def _guarded(length: Length) -> Any:
-    """One that only has to stay open: for some lengths (a single token, often) the program may
-    refuse to run.
+def _guarded_length(length: Length) -> Any:
+    """Return a dimension that only stays open.
+
+    The program may refuse to run at some lengths, often at a single token.
     """
     return Dim.DYNAMIC(min=length.least, max=length.most)
 
 
-def _open_sizes(
+def _dynamic_shapes(
     graph: Graph,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     of_length: Callable[[Length], Any],
 ) -> Any:
-    """For each tensor of the call the dimensions that follow the batch or a length, in the
-    shape of the call.
-    """
-    batch, inputs = Dim("batch", min=1), [node for node in graph.nodes if node.op == "input"]
-    opened: list[dict[int, Any]] = [
-        {0: batch} if node.shape and node.shape[0] is None else {} for node in inputs
-    ]
+    """Return the open dimensions of each tensor, in the nested structure of the call."""
+    batch = Dim("batch", min=1)
+    inputs = [node for node in graph.nodes if node.op == "input"]
+    dimensions: list[dict[int, Any]] = []
+    for node in inputs:
+        opened: dict[int, Any] = {}
+        if node.shape and node.shape[0] is None:
+            opened[0] = batch
+        dimensions.append(opened)
     for length in graph.lengths:
         size = of_length(length)
         for index, axis in length.axes:
-            opened[index][axis] = size
-    tensors = iter(
-        [
-            own or None
-            for node, own in zip(inputs, opened, strict=True)
-            if node.shape is not None
-        ]
-    )
+            dimensions[index][axis] = size
+    of_tensors: list[dict[int, Any] | None] = []
+    for node, opened in zip(inputs, dimensions, strict=True):
+        # Inputs that are no tensors have no shape.
+        if node.shape is not None:
+            of_tensors.append(opened or None)
+    remaining = iter(of_tensors)
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    shapes = [next(tensors) if isinstance(leaf, Tensor) else None for leaf in leaves]
-    args_shapes, kwargs_shapes = pytree.tree_unflatten(shapes, spec)
-    return (*args_shapes, *kwargs_shapes.values()) if kwargs else (args_shapes,)
+    of_leaves: list[dict[int, Any] | None] = []
+    for leaf in leaves:
+        shape = next(remaining) if isinstance(leaf, Tensor) else None
+        of_leaves.append(shape)
+    args_shapes, kwargs_shapes = pytree.tree_unflatten(of_leaves, spec)
+    if kwargs:
+        return (*args_shapes, *kwargs_shapes.values())
+    return (args_shapes,)

@@ -1,10 +1,9 @@
-"""The .pt2 target: the quantized network as a `torch.export` program with integer weights, and
-`quantized_decomposed` operators where activations are quantized. Loads without quantizer.
+"""Writes the .pt2 target: a `torch.export` program with integer weights and
+`quantized_decomposed` operators.
 """
 
 import dataclasses
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,103 +12,98 @@ from torch.export import ExportedProgram
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
-from quantizer.export.onnx.biases import ROOM, overflowing
-from quantizer.export.torch_export.program import exported, saved
+from quantizer.export.onnx.biases import MAX_SUM_BIAS, overflowing
+from quantizer.export.torch_export.exporter import ProgramExporter
+from quantizer.export.torch_export.program import exported
 from quantizer.export.torch_export.qdq import (
-    CARRIERS,
+    CODE_TYPES,
     DEQUANTIZE,
     Activation,
-    Carrier,
+    CodeType,
     Weight,
     has_operators,
     is_channelwise,
 )
-from quantizer.export.torch_export.verify import verify_program
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.storage.files import write_bytes
 
 
-def export(deployment: Deployment, path: Path) -> Verification:
-    """Write the program; `torch.export.load(path).module()` is called as the model was, with
-    any batch size, and returns dicts, lists and tuples.
+class Pt2Exporter(ProgramExporter):
+    """Writes a program with codes for weights and floats for biases.
 
-    Weights are stored as codes, biases as floats; the stored example call is zeros. What has no
-    operator of 8-bit integers is computed by plain ones. The bytes are loaded and run before
-    they are written.
-
-    Raises:
-        ModelError: torch.export refuses the network.
-        VerificationError: the program does not give test mode's outputs.
+    What has no operator of 8-bit integers is computed in float.
     """
-    graph = deployment.graph.replaced(rebuild=None)
-    plain = dataclasses.replace(deployment, graph=graph, solution=deployment.solution.by_rows())
-    is_for_executorch = deployment.choice("pt2_activations") == "int8"
-    network = plain.network()
-    in_float = overflowing(network, plain.encoded, ROOM) if is_for_executorch else set[str]()
-    carrier = CARRIERS[deployment.choice("pt2_activations")]
-    program = exported(
-        _Coded(network, graph, plain.encoded, carrier, in_float), graph, *deployment.blank
-    )
-    if is_for_executorch:
-        _dequantize_for_each(program)
-    content = saved(program)
+
     remedy = "--deploy pt2_float computes with floats, as test mode does"
-    verification = verify_program(content, deployment, path.name, remedy)
-    write_bytes(path, content)
-    return verification
+
+    def program(self, deployment: Deployment) -> ExportedProgram:
+        """Return the network with codes and operators for its quantizations."""
+        graph = deployment.graph.replaced(rebuild=None)
+        by_rows = deployment.solution.by_rows()
+        rebuilt = dataclasses.replace(deployment, graph=graph, solution=by_rows)
+        network = rebuilt.network()
+        solution = rebuilt.encoded
+        activations = deployment.choice("pt2_activations")
+        is_for_executorch = activations == "int8"
+        float_layers: set[str] = set()
+        if is_for_executorch:
+            float_layers = overflowing(network, solution, MAX_SUM_BIAS)
+        coded = _CodedNetwork(network, solution, CODE_TYPES[activations], float_layers)
+        program = exported(coded, graph, *deployment.blank)
+        if is_for_executorch:
+            _dequantize_for_each(program)
+        return program
 
 
 def _dequantize_for_each(program: ExportedProgram) -> None:
-    """Give each reader of codes a dequantization of its own: XNNPACK's partitions cannot share
-    one.
-    """
+    """Give each reader its own dequantization; XNNPACK's partitions cannot share one."""
     graph = program.graph
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
-        for reader in [reader for reader in node.users if reader.op != "output"][1:]:
+        readers = [reader for reader in node.users if reader.op != "output"]
+        for reader in readers[1:]:
             with graph.inserting_before(reader):
-                own = graph.node_copy(node)
-            reader.replace_input_with(node, own)
+                copy = graph.node_copy(node)
+            reader.replace_input_with(node, copy)
     program.graph_module.recompile()
 
 
-class _Coded(nn.Module):
-    """The network with codes for weights and operators for quantizers, where there are some.
+class _CodedNetwork(nn.Module):
+    """A network with codes for weights and, where they exist, operators for quantizers.
 
-    The weights of layers `in_float` are decoded by plain operators, so that no kernel of
-    integers is taken for them.
+    The weights of `float_layers` are decoded by float operators, so that no integer kernel
+    matches them.
     """
 
     def __init__(
         self,
         network: Network,
-        graph: Graph,
         solution: Solution,
-        carrier: Carrier,
-        in_float: Collection[str],
+        code_type: CodeType,
+        float_layers: Collection[str],
     ) -> None:
         super().__init__()
+        graph = network.graph
         self.network = network
         self.weights: dict[str, Weight] = {}
         for (name, role), tensor in solution.tensors.items():
-            layer, node = network.layers[name], graph.by_name[name]
+            layer = network.layers[name]
+            node = graph.by_name[name]
             if base_role(role) == "weights" and tensor.codes is not None:
                 parameter = parameter_name(role)
-                weight = Weight(
-                    tensor, multiplied=_is_multiplied(node) and name not in in_float
-                )
+                is_multiplied = _is_multiplied(node) and name not in float_layers
+                weight = Weight(tensor, multiplied=is_multiplied)
                 layer.quantizers[role] = weight
                 self.weights[f"{network.module_names[name]}.{parameter}"] = weight
                 del layer._parameters[parameter]
-            elif not is_parameter(role) and has_operators(
-                tensor.spec, _dtype(graph, node, role)
-            ):
-                layer.quantizers[role] = Activation(tensor, carrier)
-        for name, tensor in _quantized_before(graph, solution).items():
-            network.layers[name].quantizers["input"] = Activation(tensor, carrier)
+                continue
+            if is_parameter(role):
+                continue
+            if has_operators(tensor.spec, _activation_dtype(graph, node, role)):
+                layer.quantizers[role] = Activation(tensor, code_type)
+        for name, tensor in _moved_inputs(graph, solution).items():
+            network.layers[name].quantizers["input"] = Activation(tensor, code_type)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         weights: dict[str, Tensor] = {name: weight() for name, weight in self.weights.items()}
@@ -117,45 +111,41 @@ class _Coded(nn.Module):
 
 
 def _is_multiplied(node: Node) -> bool:
-    """Whether a layer multiplies its input by its weight, with output channels along axis 0."""
+    """Return whether a layer multiplies by its weight, with output channels along axis 0."""
     return node.is_multiplying and not node.row.transposed
 
 
-def _dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None:
-    """Of an activation in a role."""
-    return (
-        node.dtype
-        if role == "activation" or node.op == "input"
-        else graph.by_name[node.input_roles()[role]].dtype
-    )
+def _activation_dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None:
+    if role == "activation" or node.op == "input":
+        return node.dtype
+    return graph.by_name[node.input_roles()[role]].dtype
 
 
-def _quantized_before(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor]:
-    """How the input of layers was quantized, where operators that keep its codes are between.
+def _moved_inputs(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor]:
+    """Return how inputs were quantized that reach their layer through data movement.
 
-    Quantized again, its values stay, and kernels of integers find it where they look for it.
+    Quantizing them again gives the same codes, and integer kernels find the quantization
+    directly before the layer, where they look for it.
     """
-    found: dict[str, QuantizedTensor] = {}
+    tensors = solution.tensors
+    inputs: dict[str, QuantizedTensor] = {}
     for node in graph.nodes:
-        weight = solution.tensors.get((node.name, "weights"))
+        weight = tensors.get((node.name, "weights"))
         if not _is_multiplied(node) or weight is None or not is_channelwise(weight):
             continue
-        source = graph.source(node)
+        origin = graph.source(node)
+        is_moved = False
         while (
-            source is not None
-            and source.row.keeps_scale
-            and (source.name, "activation") not in solution.tensors
+            origin is not None
+            and origin.row.keeps_scale
+            and (origin.name, "activation") not in tensors
         ):
-            source = graph.source(source)
-        if (
-            source is None
-            or source is graph.source(node)
-            or (node.name, "input") in solution.tensors
-        ):
+            origin = graph.source(origin)
+            is_moved = True
+        if origin is None or not is_moved or (node.name, "input") in tensors:
             continue
-        tensor = solution.tensors.get(
-            (source.name, "input" if source.op == "input" else "activation")
-        )
+        role = "input" if origin.op == "input" else "activation"
+        tensor = tensors.get((origin.name, role))
         if tensor is not None and has_operators(tensor.spec, node.dtype):
-            found[node.name] = tensor
-    return found
+            inputs[node.name] = tensor
+    return inputs

@@ -1,10 +1,9 @@
-"""One tensor's quantization as operators that torch's compiler and ExecuTorch know, with test
-mode's values: an activation's, or a weight's with its codes. Knows no network.
+"""Quantizes one activation or weight with operators that torch's compiler and ExecuTorch know.
 
-torch's `quantized_decomposed` operators hold integers of 8 bits. Compilers replace them by
-kernels that read neither the bounds of codes, nor a zero point of weights, nor the axis of
-their scales, so they are used only where these are those of the kernels; elsewhere, plain
-operators say the same.
+torch's `quantized_decomposed` operators hold integers of 8 bits. Compilers replace them with
+kernels that ignore the bounds of codes, the zero point of weights and the axis of their scales.
+So the operators are used only where these are the kernels' own. Elsewhere float operators
+compute the same values.
 """
 
 from dataclasses import dataclass
@@ -24,134 +23,141 @@ DEQUANTIZE_WEIGHT = torch.ops.quantized_decomposed.dequantize_per_channel.defaul
 
 
 @dataclass(frozen=True)
-class Carrier:
-    """The integer type of codes, with its ends."""
+class CodeType:
+    """The integer type of an activation's codes, with its ends."""
 
     dtype: torch.dtype
     low: int
     high: int
 
     def offset(self, spec: QuantizationSpec) -> int:
-        """What is added to codes for this type to hold them.
+        """Return what is added to codes so that this type holds them.
 
-        >>> (
-        ...     CARRIERS["uint8"].offset(QuantizationSpec()),
-        ...     CARRIERS["int8"].offset(QuantizationSpec()),
-        ... )
-        (128, 0)
+        >>> CODE_TYPES["uint8"].offset(QuantizationSpec())
+        128
+        >>> CODE_TYPES["int8"].offset(QuantizationSpec())
+        0
         """
         if spec.quant_min < self.low:
-            return self.low - CARRIERS["int8"].low
-        return self.high - CARRIERS["uint8"].high if spec.quant_max > self.high else 0
+            return self.low - CODE_TYPES["int8"].low
+        if spec.quant_max > self.high:
+            return self.high - CODE_TYPES["uint8"].high
+        return 0
 
 
-CARRIERS = {"uint8": Carrier(torch.uint8, 0, 255), "int8": Carrier(torch.int8, -128, 127)}
-"""The types of activations by name: torch's compiler has fast kernels for the first,
-ExecuTorch's XNNPACK for the second.
-"""
+# torch's compiler has fast kernels for uint8, ExecuTorch's XNNPACK for int8.
+CODE_TYPES = {
+    "uint8": CodeType(torch.uint8, 0, 255),
+    "int8": CodeType(torch.int8, -128, 127),
+}
 
 
 class Activation(nn.Module):
     """Quantizes and dequantizes an activation that `has_operators`.
 
-    Codes are cut to their bounds before they are rounded, which is the same. Other rounding
-    modes than half_even are applied by plain operators before, so that the operator meets no
-    half-way point.
+    Values are clamped to the bounds of the codes before rounding, which gives the same codes.
+    Rounding modes other than half_even are applied by float operators first, so that the
+    quantize operator meets no half-way point.
     """
 
-    def __init__(self, tensor: QuantizedTensor, carrier: Carrier) -> None:
+    def __init__(
+        self,
+        tensor: QuantizedTensor,
+        code_type: CodeType,
+    ) -> None:
         super().__init__()
-        spec, offset = tensor.spec, carrier.offset(tensor.spec)
-        self.scale, self.zero_point = float(tensor.scale), int(tensor.zero_point) + offset
-        self.codes = carrier.low, carrier.high, carrier.dtype
+        spec = tensor.spec
+        offset = code_type.offset(spec)
+        self.scale = float(tensor.scale)
+        self.zero_point = int(tensor.zero_point) + offset
+        self.codes = code_type.low, code_type.high, code_type.dtype
         self.bounds: tuple[float, float] | None = None
-        self.rounded = TensorQuantizer.of(tensor) if spec.round_mode != "half_even" else None
-        if (
-            self.rounded is None
-            and (spec.quant_min + offset, spec.quant_max + offset) != self.codes[:2]
-        ):
-            low, high = (
-                torch.tensor([spec.quant_min, spec.quant_max]) - tensor.zero_point
-            ) * tensor.scale
+        self.rounding: TensorQuantizer | None = None
+        code_bounds = spec.quant_min + offset, spec.quant_max + offset
+        if spec.round_mode != "half_even":
+            self.rounding = TensorQuantizer.of(tensor)
+        elif code_bounds != (code_type.low, code_type.high):
+            ends = torch.tensor([spec.quant_min, spec.quant_max])
+            low, high = (ends - tensor.zero_point) * tensor.scale
             self.bounds = float(low), float(high)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The values of its codes."""
-        if self.rounded is not None:
-            x = self.rounded(x)
+    def forward(
+        self,
+        x: Tensor,
+    ) -> Tensor:
+        """Return the values of the codes of `x`."""
+        if self.rounding is not None:
+            x = self.rounding(x)
         elif self.bounds is not None:
             x = x.clamp(*self.bounds)
-        how = self.scale, self.zero_point, *self.codes
-        codes = QUANTIZE(x, *how)
-        y: Tensor = DEQUANTIZE(codes, *how)
+        codes = QUANTIZE(x, self.scale, self.zero_point, *self.codes)
+        y: Tensor = DEQUANTIZE(codes, self.scale, self.zero_point, *self.codes)
         return y if x.dtype == y.dtype else y.to(x.dtype)
 
 
-def has_operators(spec: QuantizationSpec, dtype: torch.dtype | None) -> bool:
-    """Whether an activation of a dtype is integers of at most 8 bits with one scale that is
-    known before.
-    """
-    fits = (
-        spec.dtype == "int"
-        and spec.bit_width <= 8
-        and spec.qscheme == "per_tensor"
-        and not spec.is_dynamic
-    )
-    return fits and dtype in (torch.float32, torch.float16, torch.bfloat16)
+def has_operators(
+    spec: QuantizationSpec,
+    dtype: torch.dtype | None,
+) -> bool:
+    """Return whether an activation is integers of at most 8 bits with one static scale."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    is_narrow_integer = spec.dtype == "int" and spec.bit_width <= 8
+    return is_narrow_integer and spec.qscheme == "per_tensor" and not spec.is_dynamic
 
 
 class Weight(nn.Module):
-    """A parameter that is stored as codes; called, it gives their values.
+    """A parameter stored as codes; calling it returns their values.
 
     Args:
         tensor: with codes.
-        multiplied: whether it is that of a linear layer or a convolution with output channels
-            along axis 0.
+        multiplied: whether it is the weight of a linear layer or convolution with output
+            channels along axis 0.
     """
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, tensor: QuantizedTensor, *, multiplied: bool) -> None:
+    def __init__(
+        self,
+        tensor: QuantizedTensor,
+        *,
+        multiplied: bool,
+    ) -> None:
         super().__init__()
         assert tensor.codes is not None
-        self.spec, self.dtype = tensor.spec, tensor.dtype
+        codes, scale, zero_point = tensor.codes, tensor.scale, tensor.zero_point
+        self.spec = tensor.spec
+        self.dtype = tensor.dtype
         self.is_channelwise = multiplied and is_channelwise(tensor)
-        scale = tensor.scale.expand(len(tensor.codes)) if self.is_channelwise else tensor.scale
-        self.register_buffer(
-            "codes", tensor.codes.to(torch.int8) if self.is_channelwise else tensor.codes
-        )
+        if self.is_channelwise:
+            scale = scale.expand(len(codes))
+            zero_point = torch.zeros(len(codes), dtype=torch.int8)
+            codes = codes.to(torch.int8)
+        self.register_buffer("codes", codes)
         self.register_buffer("scale", scale.clone())
-        zero_point = (
-            torch.zeros(len(scale), dtype=torch.int8)
-            if self.is_channelwise
-            else tensor.zero_point
-        )
         self.register_buffer("zero_point", zero_point)
 
     def forward(self) -> Tensor:
-        """What the codes stand for."""
+        """Return the values of the codes."""
         spec = self.spec
-        if self.is_channelwise:
-            how = self.scale, self.zero_point, 0, spec.quant_min, spec.quant_max, torch.int8
-            found: Tensor = DEQUANTIZE_WEIGHT(self.codes, *how)
-            return found
-        return decode(self.codes, spec, self.scale, self.zero_point, dtype=self.dtype)
+        if not self.is_channelwise:
+            return decode(self.codes, spec, self.scale, self.zero_point, dtype=self.dtype)
+        bounds = spec.quant_min, spec.quant_max, torch.int8
+        values: Tensor = DEQUANTIZE_WEIGHT(self.codes, self.scale, self.zero_point, 0, *bounds)
+        return values
 
 
 def is_channelwise(tensor: QuantizedTensor) -> bool:
-    """Whether a weight is what kernels multiply: int8 around zero, with one scale, or one for
-    each index of axis 0.
+    """Return whether kernels can multiply a weight as it is.
+
+    That is int8 without a zero point, with one scale, or one for each index of axis 0.
     """
     spec = tensor.spec
-    fits = (
-        spec.dtype == "int"
-        and spec.quant_min >= -128
-        and spec.quant_max <= 127
-        and tensor.dtype == torch.float32
-    )
-    along = spec.qscheme == "per_tensor" or (
-        spec.qscheme == "per_channel" and spec.ch_axis == 0
-    )
-    return fits and along and not tensor.zero_point.any()
+    if spec.dtype != "int" or tensor.dtype != torch.float32:
+        return False
+    if spec.quant_min < -128 or spec.quant_max > 127 or tensor.zero_point.any():
+        return False
+    by_output = spec.qscheme == "per_channel" and spec.ch_axis == 0
+    return by_output or spec.qscheme == "per_tensor"

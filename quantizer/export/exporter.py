@@ -1,0 +1,93 @@
+"""The interface of a target of `--deploy`. Imports no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from quantizer.calibration.solution import Solution
+    from quantizer.config.model import QuantizationSpec
+    from quantizer.export.agreement import Verification
+    from quantizer.export.deployment import Deployment
+    from quantizer.graph.ir import Graph
+    from quantizer.plan.model import Key
+
+Written = TypeVar("Written")
+"""What `Exporter.write` hands to `Exporter.verify`."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a target cannot hold a tensor, a whole layer, or the network.
+
+    Attributes:
+        why: the end of a sentence, as in "input of conv1 has a dynamic range".
+        help: what to change.
+        layer: the layer; empty for the whole network.
+        role: of the tensor in the layer; empty for the whole layer.
+    """
+
+    why: str
+    help: str
+    layer: str = ""
+    role: str = ""
+
+
+class Exporter(ABC, Generic[Written]):
+    """Writes one kind of file. A new target implements `write` and `verify`.
+
+    It gets a row in `quantizer.export.targets.EXPORTERS`, which has its name, suffix, packages
+    and options.
+    """
+
+    def refusals(
+        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+    ) -> Iterable[Refusal]:
+        """Return what the target cannot hold.
+
+        Only the graph and the specs are read, so that this is known before calibration.
+
+        Args:
+            opset: the ONNX operator set; -1 to let the exporter choose.
+        """
+        return ()
+
+    def as_run(self, graph: Graph, solution: Solution) -> Solution:
+        """Return the solution with what the target's runtime rounds in addition."""
+        return solution
+
+    @abstractmethod
+    def write(self, deployment: Deployment, path: Path) -> AbstractContextManager[Written]:
+        """Write the file, yield what `verify` needs, and publish the file at `path` at the end.
+
+        Nothing is published if the body of the `with` statement raises.
+
+        Raises:
+            UsageError: the target cannot express what the config asks for.
+            ModelError: the target cannot translate a layer.
+            ResultError: the file cannot be written.
+        """
+
+    @abstractmethod
+    def verify(self, deployment: Deployment, written: Written) -> Verification:
+        """Read the file back and compare it with test mode.
+
+        Raises:
+            VerificationError: the file does not compute what test mode does.
+        """
+
+    def remove(self, deployment: Deployment, path: Path) -> None:
+        """Remove an earlier file at `path`."""
+        for file in files_of(path):
+            file.unlink(missing_ok=True)
+
+
+def files_of(path: Path) -> tuple[Path, Path]:
+    """Return a file and the one beside it that holds its tensors if they are too large."""
+    return path, path.with_name(f"{path.name}.data")

@@ -1,0 +1,213 @@
+"""Quantizes one activation with ONNX operators that give test mode's values exactly."""
+
+import math
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.export.compressed_tensors.schemes import Reason
+from quantizer.export.onnx.builder import NodeBuilder
+from quantizer.export.onnx.tensors import EIGHT_BITS, activation_type
+from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.numerics.formats import FLOAT_FORMATS
+
+_CASTS = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+# The scaled formats of QuantizeLinear, and the first operator set that has them.
+FLOAT8_TYPES = {"fp8_e4m3": ir.DataType.FLOAT8E4M3FN, "fp8_e5m2": ir.DataType.FLOAT8E5M2}
+_FLOAT8_OPSET = 19
+UNBOUNDED = (-math.inf, math.inf)
+_HALF_UP = (("Mul", 2.0), ("Floor", None), ("Mul", 0.5), ("Ceil", None))
+_HALF_DOWN = (("Mul", 2.0), ("Ceil", None), ("Mul", 0.5), ("Floor", None))
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """A rounding mode as operators with their second operand.
+
+    `on_magnitude` means that the sign is removed before and restored after them.
+    """
+
+    on_magnitude: bool
+    steps: tuple[tuple[str, float | None], ...]
+
+
+# The modes of numerics.rounding except half_even, which is QuantizeLinear's own.
+_ROUNDINGS = {
+    "half_up": _Rounding(on_magnitude=False, steps=_HALF_UP),
+    "half_down": _Rounding(on_magnitude=True, steps=_HALF_DOWN),
+    "std_round": _Rounding(on_magnitude=True, steps=_HALF_UP),
+    "floor": _Rounding(on_magnitude=False, steps=(("Floor", None),)),
+}
+
+
+def activation_refusal(
+    spec: QuantizationSpec, dtype: torch.dtype | None, opset: int
+) -> Reason | None:
+    """Return why ONNX cannot quantize an activation as test mode does; None if it can."""
+    if dtype == torch.float64:
+        return f"is {dtype}", "compute it in float32, or leave it float"
+    if not spec.is_scaled:
+        return None
+    newer_opset = "set onnx_opset_version to 21 or -1"
+    if spec.is_dynamic and spec.qscheme == "per_group":
+        return (
+            "has dynamic ranges of groups",
+            "set its qscheme to per_token, or use --deploy pt2",
+        )
+    if spec.is_dynamic and spec.scale_type != "float":
+        return (
+            "has a dynamic range with powers of two",
+            "set scale_type to float there, or use --deploy pt2",
+        )
+    if spec.dtype not in FLOAT8_TYPES and spec.dtype != "int":
+        return (
+            f"is {spec.dtype}, which has no exact form",
+            "use another format there, or --deploy pt2",
+        )
+    if spec.dtype in FLOAT8_TYPES and opset < _FLOAT8_OPSET:
+        return f"is {spec.dtype}, which operator set {opset} lacks", newer_opset
+    if spec.ch_axis is not None and not spec.is_dynamic:
+        return "is quantized per channel", "set per_channel to false there"
+    if spec.dtype != "int":
+        return None
+    if spec.bit_width > 16:
+        return (
+            f"has {spec.bit_width} bits, and QuantizeLinear has 16 at most",
+            "set its bit_width to 16 or less",
+        )
+    if not spec.is_dynamic and activation_type(spec, opset) is None:
+        return f"has {spec.bit_width} bits, which operator set {opset} lacks", newer_opset
+    return None
+
+
+def clips_codes(spec: QuantizationSpec, opset: int) -> bool:
+    """Return whether an activation's codes can be clipped after QuantizeLinear."""
+    if spec.dtype != "int" or spec.round_mode != "half_even":
+        return False
+    stored = activation_type(spec, opset)
+    return stored is not None and stored[0].data_type in EIGHT_BITS
+
+
+def quantize_activation(
+    builder: NodeBuilder,
+    tensor: QuantizedTensor,
+    x: ir.Value,
+    opset: int,
+    *,
+    bounds: tuple[float, float] = UNBOUNDED,
+    in_floats: bool = False,
+    apart: bool = False,
+) -> ir.Value:
+    """Add nodes that clip `x` to `bounds`, quantize and dequantize it; return the result.
+
+    Integers become QuantizeLinear and DequantizeLinear. Codes are clipped in between if they
+    end before those of their integer type. Rounding is monotone, so this equals clipping
+    before, and it keeps no runtime from computing `x` in integers. A rounding mode other than
+    half_even is applied before, so that QuantizeLinear meets no half-way point.
+
+    Args:
+        tensor: how to quantize; `activation_refusal` has nothing against it.
+        in_floats: leave QuantizeLinear and DequantizeLinear out.
+        apart: `x` is not negative, and no runtime may fuse its operator with the quantization.
+    """
+    spec = tensor.spec
+    if not spec.is_scaled:
+        return _cast(builder, spec.dtype, x)
+    if spec.dtype != "int":
+        return _quantize_float8(builder, tensor, x)
+    is_rounded_apart = spec.round_mode != "half_even"
+    scale = builder.constant("scale", tensor.scale)
+    zero_point = int(tensor.zero_point)
+    ends = (torch.tensor(bounds) / tensor.scale).round()
+    ends = ends.clamp(spec.quant_min - zero_point, spec.quant_max - zero_point)
+    if in_floats or is_rounded_apart:
+        units = _clip(builder, builder.add("Div", x, scale), ends)
+        x = builder.add("Mul", round_units(builder, spec.round_mode, units), scale)
+        if in_floats:
+            return x
+    stored = activation_type(spec, opset)
+    # `activation_refusal` refuses other specs.
+    assert stored is not None
+    kind, offset = stored
+    code_ends = ends + zero_point + offset
+    is_clipped = not is_rounded_apart and code_ends.tolist() != [kind.low, kind.high]
+    is_clipped_in_codes = is_clipped and kind.data_type in EIGHT_BITS
+    if is_clipped and not is_clipped_in_codes:
+        x = _clip(builder, x, ends * tensor.scale)
+    if apart and not is_rounded_apart:
+        x = builder.add("Max", x, builder.constant("zero", 0.0))
+    zero = builder.constant("zero_point", tensor.zero_point + offset, kind.data_type)
+    codes = builder.add("QuantizeLinear", x, scale, zero)
+    if is_clipped_in_codes:
+        low = builder.constant("low", code_ends[0], kind.data_type)
+        high = builder.constant("high", code_ends[1], kind.data_type)
+        codes = builder.add("Clip", codes, low, high)
+    return builder.add("DequantizeLinear", codes, scale, zero)
+
+
+def _clip(
+    builder: NodeBuilder,
+    x: ir.Value,
+    ends: Tensor,
+) -> ir.Value:
+    low = builder.constant("low", ends[0])
+    high = builder.constant("high", ends[1])
+    return builder.add("Clip", x, low, high)
+
+
+def _quantize_float8(
+    builder: NodeBuilder,
+    tensor: QuantizedTensor,
+    x: ir.Value,
+) -> ir.Value:
+    """Add QuantizeLinear to an 8-bit float format.
+
+    Values outside are cut off before, as runtimes differ in what they make of them. Max and Min
+    do this instead of Clip, which ONNX Runtime's optimizer cannot take before these formats.
+    """
+    data_type = FLOAT8_TYPES[tensor.spec.dtype]
+    largest = FLOAT_FORMATS[tensor.spec.dtype].largest
+    scale = builder.constant("scale", tensor.scale)
+    x = builder.add("Max", x, builder.constant("low", -largest * tensor.scale))
+    x = builder.add("Min", x, builder.constant("high", largest * tensor.scale))
+    zero = builder.constant("zero_point", 0.0, data_type)
+    codes = builder.add("QuantizeLinear", x, scale, zero)
+    return builder.add("DequantizeLinear", codes, scale, zero)
+
+
+def _cast(
+    builder: NodeBuilder,
+    dtype: str,
+    x: ir.Value,
+) -> ir.Value:
+    if dtype == "float32":
+        return builder.add("Identity", x)
+    largest = FLOAT_FORMATS[dtype].largest
+    clipped = _clip(builder, x, torch.tensor([-largest, largest]))
+    narrow = builder.cast(clipped, _CASTS[dtype])
+    return builder.cast(narrow, ir.DataType.FLOAT)
+
+
+def round_units(
+    builder: NodeBuilder,
+    mode: str,
+    x: ir.Value,
+) -> ir.Value:
+    """Add nodes that round a value to integers in a mode of numerics.rounding."""
+    if mode == "half_even":
+        return builder.add("Round", x)
+    rounding = _ROUNDINGS[mode]
+    signed = x
+    if rounding.on_magnitude:
+        x = builder.add("Abs", signed)
+    for index, (op_type, operand) in enumerate(rounding.steps):
+        if operand is None:
+            x = builder.add(op_type, x)
+        else:
+            x = builder.add(op_type, x, builder.constant(f"factor_{index}", operand))
+    if rounding.on_magnitude:
+        x = builder.add("Mul", x, builder.add("Sign", signed))
+    return x

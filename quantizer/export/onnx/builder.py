@@ -1,0 +1,143 @@
+"""Adds nodes and initializers to an ONNX graph, and replaces values of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quantizer.export.onnx.tensors import stored_tensor
+
+_OUTPUT_COUNTS = {"DynamicQuantizeLinear": 3}
+
+
+class NodeBuilder:
+    """Adds nodes before or after a node, named after what they belong to."""
+
+    def __init__(self, name: str, anchor: ir.Node, *, after: bool = False) -> None:
+        assert anchor.graph is not None
+        self.name = name
+        self.graph = anchor.graph
+        self._anchor = anchor
+        self._is_after = after
+        self._count = 0
+
+    def add(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        domain: str = "",
+        node_name: str | None = None,
+        **attributes: Any,
+    ) -> ir.Value:
+        """Add a node and return its first output.
+
+        Args:
+            node_name: replaces the node's generated name.
+        """
+        label = f"{self.name}.{self._count}.{op_type}"
+        self._count += 1
+        node = ir.node(
+            op_type,
+            inputs,
+            attributes,
+            domain=domain,
+            num_outputs=_OUTPUT_COUNTS.get(op_type, 1),
+            name=node_name or label,
+        )
+        for index, value in enumerate(node.outputs):
+            value.name = f"{label}.{index}" if index else label
+        if self._is_after:
+            self.graph.insert_after(self._anchor, node)
+            self._anchor = node
+        else:
+            self.graph.insert_before(self._anchor, node)
+        return node.outputs[0]
+
+    def cast(self, x: ir.Value, data_type: ir.DataType) -> ir.Value:
+        """Add a Cast and return its value."""
+        return self.add("Cast", x, to=int(data_type))
+
+    def indices(self, part: str, values: list[int]) -> ir.Value:
+        """Add an initializer of int64 and return its value."""
+        return self.constant(part, torch.tensor(values), ir.DataType.INT64)
+
+    def constant(
+        self,
+        part: str,
+        value: Tensor | float,
+        data_type: ir.DataType = ir.DataType.FLOAT,
+    ) -> ir.Value:
+        """Add an initializer and return its value."""
+        name = f"{self.name}.{part}"
+        tensor = stored_tensor(name, torch.as_tensor(value), data_type)
+        return add_initializer(self.graph, tensor)
+
+
+def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    """Add a tensor to the initializers of a graph and return its value."""
+    value = ir.Value(
+        name=tensor.name,
+        shape=ir.Shape(tensor.numpy().shape),
+        type=ir.TensorType(tensor.dtype),
+        const_value=tensor,
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def redirect(old: ir.Value, new: ir.Value) -> None:
+    """Redirect all readers of `old` to `new`, which takes over its name, type and shape.
+
+    If `old` is an output of the graph, `new` takes its place.
+    """
+    new.name = old.name
+    new.type = old.type
+    new.shape = old.shape
+    old.name = f"{old.name}.replaced"
+    graph = old.graph
+    if graph is not None and old.is_graph_output():
+        for index, output in enumerate(graph.outputs):
+            if output is old:
+                graph.outputs[index] = new
+    for node, index in list(old.uses()):
+        node.replace_input_with(index, new)
+
+
+def replace_node(node: ir.Node, value: ir.Value) -> None:
+    """Remove a node with one output; `value` takes the place of the output."""
+    redirect(node.outputs[0], value)
+    remove_node(node)
+
+
+def remove_node(node: ir.Node) -> None:
+    """Remove a node that nothing reads."""
+    assert node.graph is not None
+    node.graph.remove(node, safe=True)
+
+
+def producer_of(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """Return the node that makes a value, if it is of this type."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == op_type else None
+
+
+def array_of(value: ir.Value | None) -> NDArray[Any] | None:
+    """Return the content of an initializer; None for any other value."""
+    if value is None or not value.is_initializer() or value.const_value is None:
+        return None
+    return np.asarray(value.const_value.numpy())
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Return whether a value is an initializer."""
+    return value is not None and value.is_initializer()
+
+
+def inputs_of(node: ir.Node) -> list[ir.Value]:
+    """Return the inputs of a node without those that are left out."""
+    return [value for value in node.inputs if value is not None]

@@ -1,0 +1,71 @@
+"""Marks: the places in a translated network where a quantization belongs, and what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx_ir as ir
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import is_parameter
+from quantizer.export.onnx.biases import SumBias
+from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.plan.model import Key
+
+MARK_DOMAIN = "quantizer"
+MULTIPLYING = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+NUMBERED = "#"
+"""Between a layer's name and the number of its product."""
+Quantizations = Sequence[tuple[Key, QuantizedTensor]]
+"""What is quantized; a mark stands for one by its index."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What the passes know of the network.
+
+    Attributes:
+        quantizations: by the indices of marks.
+        biases: of the layers that add theirs to sums of integers.
+        float_layers: those whose biases do not fit sums of integers.
+        is_fast: whether weights in groups become MatMulNBits, and gates are quantized.
+    """
+
+    network: Network
+    quantizations: Quantizations
+    opset: int
+    biases: Mapping[str, SumBias]
+    float_layers: Collection[str]
+    is_fast: bool = False
+
+    @cached_property
+    def specs(self) -> dict[Key, QuantizationSpec]:
+        """Return the specs of all quantizations."""
+        return {key: tensor.spec for key, tensor in self.quantizations}
+
+    def marked(self, mark: ir.Node) -> tuple[Key, QuantizedTensor]:
+        """Return the quantization that a mark stands for."""
+        return self.quantizations[mark.attributes["index"].as_int()]
+
+    def weight_of(self, value: ir.Value | None) -> QuantizedTensor | None:
+        """Return the quantized weight if a value is its mark's."""
+        mark = None if value is None else value.producer()
+        if mark is None or not is_mark(mark):
+            return None
+        (_, role), tensor = self.marked(mark)
+        return tensor if is_parameter(role) else None
+
+
+def is_mark(node: ir.Node) -> bool:
+    """Return whether a node is a mark."""
+    return node.domain == MARK_DOMAIN
+
+
+def marks_of(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Yield the marks of a graph."""
+    for node in list(graph):
+        if is_mark(node):
+            yield node

@@ -1,0 +1,51 @@
+"""The passes from a translated network with marks to the network of the file."""
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from quantizer.export.onnx.marks import Lowering
+from quantizer.export.onnx.passes.constants import compute_constants
+from quantizer.export.onnx.passes.float_biases import hide_float_biases
+from quantizer.export.onnx.passes.gates import quantize_gates
+from quantizer.export.onnx.passes.linear import straighten_linear
+from quantizer.export.onnx.passes.lookup import look_up_codes
+from quantizer.export.onnx.passes.moves import requantize_moves
+from quantizer.export.onnx.passes.padding import pad_codes
+from quantizer.export.onnx.passes.product_names import name_products
+from quantizer.export.onnx.passes.quantizations import replace_marks
+from quantizer.export.onnx.passes.sizes import write_sizes_as_sums
+from quantizer.export.onnx.passes.sum_biases import write_sum_biases
+
+_Pass = Callable[[ir.Model, Lowering], None]
+
+ONNX_PASSES: tuple[_Pass, ...] = (
+    # While weights are still marked: afterwards their transposes would belong to codes.
+    straighten_linear,
+    # Needs the marks, and the products that were made of Gemm.
+    name_products,
+    replace_marks,
+    # From here on there are no marks. Padding comes before data movement is looked at: a Pad of
+    # dequantized values would count as such, and be quantized again behind.
+    pad_codes,
+    requantize_moves,
+    look_up_codes,
+    # The two biases need the products' names.
+    write_sum_biases,
+    hide_float_biases,
+    # Needs the final inputs of convolutions: a bias may have been added.
+    write_sizes_as_sums,
+    # Last of the general passes: what the others left constant is computed.
+    compute_constants,
+    # In the fast profile only; needs the quantizations beside the gates.
+    quantize_gates,
+)
+
+
+def lower_marks(model: ir.Model, lowering: Lowering) -> None:
+    """Run all passes, and remove initializers that nothing reads."""
+    for run_pass in ONNX_PASSES:
+        run_pass(model, lowering)
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del model.graph.initializers[name]

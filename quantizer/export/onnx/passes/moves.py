@@ -1,0 +1,124 @@
+"""Inserts QuantizeLinear and DequantizeLinear after data movement.
+
+It does so where ONNX Runtime cannot move a DequantizeLinear past an operator.
+So the following MatMul or Conv still runs in integers, for example for the heads of attention,
+which are slices of one tensor. Requantizing with the same scale gives the same codes.
+"""
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from quantizer.export.onnx.builder import (
+    NodeBuilder,
+    array_of,
+    is_constant,
+    producer_of,
+    redirect,
+)
+from quantizer.export.onnx.marks import MULTIPLYING, Lowering
+
+PASSED_OPERATORS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "MaxPool")
+"""Operators that ONNX Runtime and OpenVINO move a quantization past."""
+# They only move or pick values, too, except for some forms of Pad and Resize.
+_STOPPING = (
+    "Split",
+    "Slice",
+    "Gather",
+    "GatherElements",
+    "Expand",
+    "Tile",
+    "DepthToSpace",
+    "SpaceToDepth",
+    "Pad",
+    "Resize",
+    "ReduceMax",
+    "ReduceMin",
+    "GlobalMaxPool",
+)
+MOVE_OPERATORS = (*PASSED_OPERATORS, *_STOPPING)
+# It moves values if they all have one scale.
+_JOIN = "Concat"
+
+
+def requantize_moves(model: ir.Model, lowering: Lowering) -> None:
+    """Quantize moved values again before products."""
+    dequantized_by: dict[ir.Value, ir.Node] = {}
+    for node in model.graph:
+        operands = node.inputs[:2] if node.op_type in MULTIPLYING else ()
+        for operand in operands:
+            if operand is not None:
+                dequantized_by |= _stopped_values(operand)
+    for node in list(model.graph):
+        for value in node.outputs:
+            if value in dequantized_by:
+                _quantize_again(value, dequantized_by[value])
+
+
+def _stopped_values(operand: ir.Value) -> dict[ir.Value, ir.Node]:
+    """Return the moved values before a product that need a quantization again.
+
+    Each is given with the DequantizeLinear that it comes from.
+    """
+    *moved, origin = origins(operand)
+    dequantize = producer_of(origin, "DequantizeLinear")
+    if dequantize is None or is_constant(dequantize.inputs[0]):
+        return {}
+    if not is_constant(dequantize.inputs[1]):
+        return {}
+    stopped: dict[ir.Value, ir.Node] = {}
+    for value in moved:
+        mover = value.producer()
+        if mover is not None and (mover.op_type in _STOPPING or mover.op_type == _JOIN):
+            stopped[value] = dequantize
+    return stopped
+
+
+def _quantize_again(value: ir.Value, dequantize: ir.Node) -> None:
+    mover = value.producer()
+    assert mover is not None
+    qparams = dequantize.inputs[1:]
+    builder = NodeBuilder(f"{value.name}.again", mover, after=True)
+    codes = builder.add("QuantizeLinear", value, *qparams)
+    redirect(value, builder.add("DequantizeLinear", codes, *qparams))
+    quantize = codes.producer()
+    assert quantize is not None
+    quantize.replace_input_with(0, value)
+
+
+def origins(value: ir.Value) -> Iterator[ir.Value]:
+    """Yield a value, and the values that it was before data movement."""
+    yield value
+    node = value.producer()
+    while node is not None and (only_moves(node) or _joins_one_scale(node)):
+        source = node.inputs[0]
+        assert source is not None
+        yield source
+        node = source.producer()
+
+
+def _joins_one_scale(node: ir.Node) -> bool:
+    """Return whether a node joins values that all have the same scale and zero point."""
+    if node.op_type != _JOIN:
+        return False
+    qparams: set[tuple[ir.Value | None, ...]] = set()
+    for value in node.inputs:
+        assert value is not None
+        *_, origin = origins(value)
+        dequantize = producer_of(origin, "DequantizeLinear")
+        if dequantize is None:
+            return False
+        qparams.add(tuple(dequantize.inputs[1:]))
+    return len(qparams) == 1
+
+
+def only_moves(node: ir.Node) -> bool:
+    """Return whether a node's output has only values of its first input, and zero."""
+    if node.op_type == "Resize":
+        return node.attributes.get_string("mode", "nearest") == "nearest"
+    if node.op_type != "Pad":
+        return node.op_type in MOVE_OPERATORS
+    if node.attributes.get_string("mode", "constant") != "constant" or len(node.inputs) < 3:
+        return True
+    filling = array_of(node.inputs[2])
+    return filling is not None and not filling.any()

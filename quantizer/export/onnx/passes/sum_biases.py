@@ -1,0 +1,26 @@
+"""Writes biases of convolutions as the codes that ONNX Runtime adds to integer sums."""
+
+import onnx_ir as ir
+
+from quantizer.export.onnx.builder import NodeBuilder
+from quantizer.export.onnx.marks import Lowering
+
+
+def write_sum_biases(
+    model: ir.Model,
+    lowering: Lowering,
+) -> None:
+    """Replace float biases by codes. torch.onnx has dropped biases of zeros."""
+    for node in list(model.graph):
+        name = node.name or ""
+        if node.op_type == "Conv" and name in lowering.biases and len(node.inputs) == 3:
+            bias = lowering.biases[name]
+            builder = NodeBuilder(f"{name}.bias", node)
+            codes = builder.constant(
+                "codes",
+                bias.codes,
+                ir.DataType.INT32,
+            )
+            scale = builder.constant("scale", bias.step)
+            value = builder.add("DequantizeLinear", codes, scale, axis=0)
+            node.replace_input_with(2, value)

@@ -1,0 +1,116 @@
+"""The targets of `--deploy`: how each file is called, what it needs and which options it has.
+
+Imports no torch, so that the command line can list them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TargetOption:
+    """An option of a target, on the command line and in Python.
+
+    `values` are what it may be, the default first. With `is_file` any path is a value, too.
+    """
+
+    name: str
+    target: str
+    help: str
+    values: tuple[str, ...]
+    is_file: bool = False
+
+    @property
+    def default(self) -> str:
+        """Return the value that holds if none is given."""
+        return self.values[0]
+
+
+@dataclass(frozen=True)
+class ExportTarget:
+    """One kind of file or folder, written by the class `exporter` ("module:name").
+
+    Attributes:
+        needs: packages, which the extra `extra` installs.
+        for_transformers: whether it takes models of transformers only.
+        by_tensor: whether it needs only one weight in memory at a time.
+    """
+
+    exporter: str
+    suffix: str
+    needs: tuple[str, ...] = ()
+    extra: str = ""
+    for_transformers: bool = False
+    by_tensor: bool = False
+    options: tuple[TargetOption, ...] = ()
+
+
+EXPORTERS: dict[str, ExportTarget] = {
+    "onnx": ExportTarget(
+        "quantizer.export.onnx.exporter:OnnxExporter",
+        ".onnx",
+        ("onnx", "onnxruntime", "onnxscript"),
+        "onnx",
+        options=(
+            TargetOption(
+                "onnx_profile",
+                "onnx",
+                "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do.",
+                ("exact", "fast"),
+            ),
+            TargetOption(
+                "onnx_weights",
+                "onnx",
+                "8-bit weights in an .onnx: uint8 for any CPU, int8 for those with VNNI, "
+                "faster.",
+                ("uint8", "int8"),
+            ),
+        ),
+    ),
+    "pt2": ExportTarget(
+        "quantizer.export.torch_export.pt2:Pt2Exporter",
+        ".pt2",
+        options=(
+            TargetOption(
+                "pt2_activations",
+                "pt2",
+                "Integers of activations in a .pt2: uint8 for torch's compiler, int8 for "
+                "ExecuTorch.",
+                ("uint8", "int8"),
+            ),
+        ),
+    ),
+    "pt2_float": ExportTarget(
+        "quantizer.export.torch_export.pt2_float:Pt2FloatExporter", ".float.pt2"
+    ),
+    "safetensors": ExportTarget(
+        "quantizer.export.safetensors:SafetensorsExporter", ".safetensors", by_tensor=True
+    ),
+    "compressed-tensors": ExportTarget(
+        "quantizer.export.compressed_tensors.exporter:CompressedTensorsExporter",
+        "-compressed-tensors",
+        ("transformers", "compressed_tensors"),
+        "llm",
+        for_transformers=True,
+        by_tensor=True,
+    ),
+    "gguf": ExportTarget(
+        "quantizer.export.gguf.exporter:GgufExporter",
+        ".gguf",
+        ("transformers", "accelerate", "gguf"),
+        "llm",
+        for_transformers=True,
+        by_tensor=True,
+        options=(
+            TargetOption(
+                "gguf_template",
+                "gguf",
+                "A .gguf of the same model: --deploy gguf keeps its keys and tokenizer.",
+                ("",),
+                is_file=True,
+            ),
+        ),
+    ),
+}
+"""By their names."""
