@@ -27,6 +27,7 @@ from quantizer.plan.resolve import resolve
 from quantizer.results.calibrated import (
     Calibrated,
     example_batch,
+    recalled,
     reopened,
     stored_config,
     traced,
@@ -98,7 +99,7 @@ def calibrate(
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
     watching, batches = events or follower(), _batches(model, data, seed=seed, **cut)
     job = Job(
-        TracedTarget(_traced(model, batches, compared=True)[0]),
+        TracedTarget(_traced(model, batches)),
         rules,
         batches,
         Forked(*filter(None, (watching, checkpoints))),
@@ -148,8 +149,9 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
     batches = (
         _shape_alone(info) if data is None else _batches(model, data, seed=info.header["seed"])
     )
-    original, batch = _traced(model, batches)
+    batch = _first_batch(model, batches)
     with evaluating(model), without_cache(model):
+        original = recalled(model, batch, info)
         calibrated = reopened(model, batch, original, info)
     rules = stored_config(info)
     plan = check_plan(info, rules, resolve(rules, calibrated.graph, original))
@@ -184,16 +186,16 @@ def _shape_alone(info: QuantInfo) -> Batches:
     return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
-def _traced(
-    model: nn.Module, batches: Batches, *, compared: bool = False
-) -> tuple[Graph, Batch]:
-    """The model's graph, perhaps compared with the model, whose weights are finite, and the
-    batch it was traced on.
-    """
-    if compared:
-        check_finite(model)
+def _traced(model: nn.Module, batches: Batches) -> Graph:
+    """Return the graph of a model whose weights are finite, compared with the model."""
+    check_finite(model)
+    batch = _first_batch(model, batches)
+    with evaluating(model), without_cache(model):
+        return traced(model, batch, compared=True)
+
+
+def _first_batch(model: nn.Module, batches: Batches) -> Batch:
+    """Return the first batch on the device of the model."""
     batch = batches.first()
     device = next((parameter.device for parameter in model.parameters()), None)
-    batch = batch if device is None else batch.to(device)
-    with evaluating(model), without_cache(model):
-        return traced(model, batch, compared=compared), batch
+    return batch if device is None else batch.to(device)

@@ -17,10 +17,7 @@ from quantizer.config.wording import quoted
 from quantizer.errors import GateError, UsageError
 from quantizer.printable import json_text
 
-_OF_MODELS = (
-    "no_cache",
-    *(name for name in LOOK if name not in ("config_file", "output", "json")),
-)
+_OF_MODELS = tuple(name for name in LOOK if name not in ("config_file", "output", "json"))
 """The options about a model."""
 
 

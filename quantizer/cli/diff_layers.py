@@ -14,7 +14,6 @@ from quantizer.cli.table_view import view_of
 from quantizer.cli.traced_model import traced_model
 from quantizer.errors import UsageError
 from quantizer.graph.module_names import path_names
-from quantizer.graph.passes import needs_values
 from quantizer.printable import json_text
 from quantizer.report.difference import (
     Difference,
@@ -45,8 +44,7 @@ def of_configs(first: str, second: str, options: Options) -> Difference:
     """
     reads = [session.read_config(place) for place in (first, second)]
     with session.notes_on_stderr(True):
-        values = any(needs_values(read.config.settings) for read in reads)
-        original = traced_model(options, values=values).graph
+        original = traced_model(options).graph
     plans = [session.make_plan(read, original, quiet=True) for read in reads]
     paths = {name: path for plan in plans for name, path in path_names(plan.graph).items()}
     before, after = (of_plan(plan, paths) for plan in plans)

@@ -7,7 +7,7 @@ import re
 
 import click
 
-from quantizer.cli.completion import layers_of_model
+from quantizer.cli.completion import layers_of_results
 from quantizer.cli.options import LOOK, Options, command, takes
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.pages import (
@@ -29,7 +29,7 @@ _LINK = re.compile(r"\[([^][]+)\]\([^()]+\)")
 def _completed(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """For a shell: layers with --model, else codes and keys."""
     if ctx.params.get("model"):
-        return layers_of_model(ctx, parameter, incomplete)
+        return layers_of_results(ctx, parameter, incomplete)
     return [
         each
         for each in (*key_names(), *setting_names(), *all_codes())
@@ -39,7 +39,7 @@ def _completed(ctx: click.Context, parameter: click.Parameter, incomplete: str) 
 
 @command()
 @click.argument("name", metavar="[CODE|KEY|LAYER]", required=False, shell_complete=_completed)
-@takes("no_cache", *LOOK)
+@takes(*LOOK)
 def explain(name: str | None, options: Options) -> int | None:
     """Explain a code such as QZ301, a config key such as round_mode, or, with --model, the
     settings of one layer.
@@ -59,7 +59,7 @@ def explain(name: str | None, options: Options) -> int | None:
         layers = importlib.import_module("quantizer.cli.explain_layer")
         code: int | None = layers.explain_layer(name, options)
         return code
-    refuse_typed(("no_cache", *LOOK), "with --model the settings of a layer are shown")
+    refuse_typed(LOOK, "with --model the settings of a layer are shown")
     if name.upper() in all_codes():
         page = code_page(name.upper())
     elif name.lower() in key_names():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantizer.cli.completion import layers_of_model
+from quantizer.cli.completion import layers_of_results
 from quantizer.cli.places import Place
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config.dpu_accuracy import LEVELS
@@ -297,12 +297,7 @@ class Options:
         "Show only these layers: a pattern, a module path or a name.",
         metavar="GLOB",
         group="Output",
-        shell_complete=layers_of_model,
-    )
-    no_cache: bool = option(
-        "Trace the model anew, even if a trace of it is known.",
-        default=False,
-        group="Debugging",
+        shell_complete=layers_of_results,
     )
     output: str | None = _file("Write the result to FILE.", "-o", group="Output")
     json: bool = option("Print the result as JSON.", default=False, group="Output")
@@ -337,9 +332,7 @@ class Options:
         return self.output if self.output != "-" else None
 
 
-RUN = tuple(
-    each.name for each in fields(Options) if each.name not in ("filter", "no_cache", "output")
-)
+RUN = tuple(each.name for each in fields(Options) if each.name not in ("filter", "output"))
 """The options of a run."""
 MODEL = (
     "model",

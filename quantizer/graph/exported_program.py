@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
 from quantizer.graph import targets as call
@@ -21,7 +20,7 @@ from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.lengths import open_lengths, same_shape, same_size, size_of, sizes_of
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
-from quantizer.graph.output_names import leaf_names
+from quantizer.graph.stored import as_floats, module_tensor, with_output
 
 # QuantStub and DeQuantStub compute nothing, so torch.export forgets them unless they leave a
 # mark.
@@ -54,7 +53,7 @@ class Converter:
     """Walks the program once; `values` maps its nodes to ours."""
 
     def __init__(self, program: ExportedProgram, module: nn.Module) -> None:
-        self.program, self.namer = program, Namer(module)
+        self.program, self.module, self.namer = program, module, Namer(module)
         self.nodes: list[Node] = []
         self.values: dict[fx.Node, Any] = {}
         self.paths: dict[fx.Node, str] = {}
@@ -110,25 +109,28 @@ class Converter:
         out_spec = self.program.call_spec.out_spec
         assert out_spec is not None  # torch.export always fills it
 
-        def rebuild(output: Any) -> Any:
-            """The plain output in the model's own type."""
-            return pytree.tree_unflatten(
-                pytree.tree_leaves(output, is_leaf=lambda item: item is None), out_spec
-            )
-
-        returned = pytree.tree_unflatten(leaves, out_spec)
         held = tuple(open_lengths(self.program).values())
         graph = Graph(
             self.namer.model,
             tuple(self.nodes),
-            _plain(returned),
+            leaves,
             self.tensors,
             input_paths,
             held,
-            rebuild=rebuild,
-            output_names=leaf_names(returned),
+            constants=self._constants(),
         )
-        return _without_dead(graph)
+        return _without_dead(with_output(graph, leaves, out_spec))
+
+    def _constants(self) -> tuple[str, ...]:
+        """Return the paths of tensors that only the code of the module holds."""
+        paths: list[str] = []
+        for path, tensor in self.tensors.items():
+            known = module_tensor(self.module, path)
+            if known is not None and known.is_complex() and not tensor.is_complex():
+                known = as_floats(known)
+            if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
+                paths.append(path)
+        return tuple(paths)
 
     def _input(self, node: fx.Node, index: int) -> None:
         value = node.meta.get("val")
@@ -174,7 +176,7 @@ class Converter:
             tensor = self.tensors[path]
             is_complex = tensor.is_complex()
             if is_complex:  # files hold floats alone
-                tensor = torch.view_as_real(tensor.resolve_conj()).contiguous()
+                tensor = as_floats(tensor)
                 self.tensors[path] = tensor
             op = "parameter" if path in self.learned and not is_complex else "constant"
             params = {"weight": path}
@@ -392,18 +394,6 @@ def _module_path(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
     return "" if path.startswith("_empty") else str(path).partition("@")[0]
-
-
-def _plain(value: Any) -> Any:
-    """Output containers as plain dicts, lists and tuples."""
-    if isinstance(value, Ref):
-        return value
-    if isinstance(value, dict) or hasattr(value, "items"):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_plain(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
 
 
 def _without_dead(graph: Graph) -> Graph:

@@ -135,7 +135,8 @@ class Graph:
     the graph computes. `input_paths` are where each input stands in the call, as (args, kwargs)
     access paths; `lengths` are the sizes of inputs that each call chooses; `output` is the
     returned structure with `Ref`s for tensors, `rebuild` makes the model's own output type of
-    it; `output_names` are those of its leaves, in order.
+    it; `output_names` are those of its leaves, in order. `constants` are paths of tensors that
+    only the code of the model holds.
     """
 
     model: str
@@ -150,6 +151,7 @@ class Graph:
     deviations: tuple[str, ...] = ()
     rebuild: Callable[[Any], Any] | None = field(default=None, compare=False)
     output_names: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Node]:

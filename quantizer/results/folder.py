@@ -32,9 +32,11 @@ from quantizer.storage.opened_files import (
     open_files,
 )
 
-FORMAT = 6  # 5: histograms of samples have weights; 6: joins are decided by calibration
+FORMAT = 7  # 6: joins are decided by calibration; 7: the folder holds its graph
 STATISTICS = "statistics.safetensors"
 ALGORITHMS = "algorithms.json"
+GRAPH, CONSTANTS = GRAPH_FILES = ("graph.json", "graph.safetensors")
+"""The traced graph, and the constants of the model's code that it reads."""
 PLAN, RESOLVED = ORIGINS = ("plan.json", "config.resolved.json")
 """Where decisions come from. quant_info.json does not name it: calibrations that decide the
 same may differ in it.

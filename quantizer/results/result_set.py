@@ -30,9 +30,9 @@ OWNER = 100
 EXPORT = "export"
 """The only folder inside a result folder that is written to."""
 OURS = re.compile(
-    r"(weights|bias_corr|qparams|rescaled|statistics|model)"
+    r"(weights|bias_corr|qparams|rescaled|statistics|model|graph)"
     r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
-    r"|(quant_info|checksums|plan|config\.resolved|algorithms|quantizer)\.json"
+    r"|(quant_info|checksums|plan|config\.resolved|algorithms|quantizer|graph)\.json"
     r"|(report|analysis|exact|export/verify)\.json|report\.html|layers\.csv"
 )
 """Names of files in a set that replaces another, or that go with one; code of a network has its

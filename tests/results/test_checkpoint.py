@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantizer.calibration.events import Forked, Snapshot, Stage
+from quantizer.calibration.snapshots import snapshot_of, value_of
 from quantizer.errors import DataError, ResultError
 from quantizer.results import checkpoint
 from quantizer.results.checkpoint import Checkpoint, Checkpoints
@@ -199,11 +200,11 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_value_is_refused(change: dict[str, Any]) -> None:
-    given = checkpoint.snapshot_of({"a": torch.ones(2), "b": (1, 2)})
+    given = snapshot_of({"a": torch.ones(2), "b": (1, 2)})
     kind = dict[str, Tensor | tuple[int, ...]]
-    assert checkpoint.value_of(given, kind)["b"] == (1, 2)
+    assert value_of(given, kind)["b"] == (1, 2)
     with pytest.raises(ResultError, match="the checkpoint is damaged"):
-        checkpoint.value_of(Snapshot(given.tensors, {**given.state, **change}), kind)
+        value_of(Snapshot(given.tensors, {**given.state, **change}), kind)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ class PassRow:
     values that batch norms have hardly seen), "on purpose" (the config asks for it), or
     "device" (what the device computes instead; the float network that test mode compares layers
     with is left alone). Outputs differ by less than `tolerance` of the largest where it changes
-    nothing or tails; `values` says whether the graph that it makes depends on those of tensors.
-    `summary` is a sentence on its `Graph.changes`, with their count and the largest amount.
+    nothing or tails. `summary` is a sentence on its `Graph.changes`, with their count and the
+    largest amount.
     """
 
     module: str
@@ -38,7 +38,6 @@ class PassRow:
     device: str | None = None
     changes: Literal["nothing", "tails", "on purpose", "device"] = "nothing"
     tolerance: float = 1e-5
-    values: bool = False
     summary: str = ""
 
 
@@ -58,7 +57,6 @@ PASSES: dict[str, PassRow] = {
     "cross_layer_equalization": PassRow(
         "equalization",
         "include_cle",
-        values=True,
         summary="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
     ),
     # Outputs differ where a value lies more than three standard deviations below its mean.
@@ -67,7 +65,6 @@ PASSES: dict[str, PassRow] = {
         "include_cle",
         changes="tails",
         tolerance=0.05,
-        values=True,
         summary="layers whose high biases the next one absorbs: {count}; most channels "
         "{amount:.0f}",
     ),
@@ -121,11 +118,6 @@ def for_device(settings: Settings) -> bool:
     has it.
     """
     return any(row.changes == "device" and _is_wanted(row, settings) for row in PASSES.values())
-
-
-def needs_values(settings: Settings) -> bool:
-    """Whether a pass that the settings ask for makes its graph from the values of tensors."""
-    return any(row.values and _is_wanted(row, settings) for row in PASSES.values())
 
 
 def _is_wanted(row: PassRow, settings: Settings) -> bool:

@@ -1,0 +1,189 @@
+"""Checks of the graph in a result folder: what tracing cannot have written is refused before a
+node of it runs.
+"""
+
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantizer.calibration import fingerprint
+from quantizer.graph.exported_program import MARK, STUBS
+from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.ops import OPS, find_op
+from quantizer.graph.stored import StoredGraph
+from quantizer.graph.targets import packet, refine, resolve
+from quantizer.storage.files import damaged
+
+MAX_VALUES = 1 << 31
+"""How many values a tensor of a stored graph may have."""
+_WITHOUT_OPERATOR = ("input", "parameter", "constant")
+_ARITHMETIC = frozenset(
+    function.__name__
+    for function in (
+        *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv),
+        *(operator.mod, operator.pow, operator.neg, operator.pos, operator.abs),
+        *(operator.and_, operator.or_, operator.xor, operator.not_, operator.invert),
+        *(operator.lshift, operator.rshift, operator.eq, operator.ne, operator.lt),
+        *(operator.le, operator.gt, operator.ge, operator.getitem),
+    )
+)
+"""Functions of Python's `operator` that compute with sizes; others run code by its name."""
+_SIZES = ("size", "output_size", "repeats", "dims", "shape", "pad")
+"""Arguments that say how large a result is."""
+_BOUNDS = ("start", "end", "steps", "n", "m", "row", "col")
+"""Arguments that say so where nothing is read."""
+
+Fault = tuple[str, str]
+"""A place in graph.json, and what is wrong there."""
+
+
+def check_graph(stored: StoredGraph, header: Mapping[str, Any], path: Path) -> None:
+    """Refuse a graph that tracing cannot have made, or that is not the one of this calibration.
+
+    Raises:
+        ResultError: naming the file, the place in it and the reason.
+    """
+    for faults in (
+        _faults_of_header(stored, header),
+        _faults_of_nodes(stored),
+        _faults_of_inputs(stored.graph),
+        _faults_of_sizes(stored),
+    ):
+        for place, why in faults:
+            raise damaged(path, place, why)
+
+
+def operator_fault(node: Node) -> str | None:
+    """Return why tracing cannot have written the operator of a node; None if it can."""
+    if node.op in _WITHOUT_OPERATOR or node.op in STUBS.values():
+        target = MARK if node.op in STUBS.values() else node.op
+        return None if node.target == target else f"{node.target!r} is not {target!r}"
+    namespace, _, rest = node.target.partition(".")
+    if namespace == "operator":
+        is_known = rest in _ARITHMETIC
+    elif "." not in rest:
+        is_known = _is_resolved(node.target)
+    else:
+        row = find_op(packet(node.target)).name
+        is_known = row in OPS or (namespace == "aten" and _computes_alone(node.target))
+    if not is_known:
+        return f"{node.target!r} is not an operator that a stored graph may have"
+    name = refine(find_op(packet(node.target)).name, {**node.inputs, **node.attrs})
+    return None if node.op == name else f"{node.op!r} is not the operator {name!r}"
+
+
+def _is_resolved(target: str) -> bool:
+    try:
+        resolve(target)
+    except ValueError:
+        return False
+    return True
+
+
+def _computes_alone(target: str) -> bool:
+    """Return whether an operator outside the table takes no text, such as the name of a file,
+    and writes to none of its arguments.
+    """
+    try:
+        schema: Any = getattr(resolve(target), "_schema", None)
+    except (AttributeError, ValueError):
+        return False
+    if schema is None or schema.is_mutable:
+        return False
+    kinds = [str(argument.type) for argument in schema.arguments]
+    return not any("str" in kind or "Any" in kind or kind == "t" for kind in kinds)
+
+
+def _faults_of_header(stored: StoredGraph, header: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield where a graph is another than quant_info.json says."""
+    graph = stored.graph
+    if graph.model != header["model"]:
+        yield "model", f"it is {graph.model!r}, not {header['model']!r}"
+    layer = fingerprint.first_difference(header["layers"], fingerprint.layers(graph))
+    if layer is not None:
+        yield "nodes", f"{layer} is not the layer that was calibrated"
+    if stored.tensors.keys() != header["weights"].keys():
+        yield "tensors", "it has other tensors than quant_info.json"
+    if fingerprint.input_shapes(graph) != header["inputs"]:
+        yield "nodes", "its inputs have other shapes than in quant_info.json"
+    if not set(stored.constants) <= stored.tensors.keys():
+        yield "constants", "there are no such tensors"
+
+
+def _faults_of_nodes(stored: StoredGraph) -> Iterator[Fault]:
+    """Yield the nodes that no trace has, or that read what does not stand before them."""
+    known: set[str] = set()
+    for index, node in enumerate(stored.graph.nodes):
+        place = f"nodes/{index}"
+        why = operator_fault(node)
+        if why is not None:
+            yield f"{place}/target", why
+        if node.name in known:
+            yield f"{place}/name", f"there are two nodes {node.name!r}"
+        if not known.issuperset(node.refs()):
+            yield f"{place}/inputs", "it reads a node that does not stand before it"
+        if any(references(node.attrs)):
+            yield f"{place}/attrs", "it holds a reference"
+        if not stored.tensors.keys() >= set(node.params.values()):
+            yield f"{place}/params", "there is no such tensor"
+        if (node.shape is None) != (node.dtype is None):
+            yield place, "it has a shape or a dtype alone"
+        known.add(node.name)
+    if not known.issuperset(references(stored.graph.output)):
+        yield "output", "it names a node that is not there"
+
+
+def _faults_of_inputs(graph: Graph) -> Iterator[Fault]:
+    """Yield what is wrong with the inputs of a graph and with their lengths."""
+    inputs = [node for node in graph.nodes if node.op == "input"]
+    if [node.attrs.get("index") for node in inputs] != list(range(len(inputs))):
+        yield "nodes", "its inputs are not counted from 0"
+    if len(inputs) != len(graph.input_paths):
+        yield "inputs", f"it names {len(graph.input_paths)} of {len(inputs)} inputs"
+    for path in graph.input_paths:
+        if len(path) < 2 or path[0] not in (0, 1):
+            yield "inputs", f"{list(path)} is no place in a call"
+    for node in inputs:
+        if node.shape is None and "value" not in node.attrs:
+            yield "nodes", f"{node.name} has neither a shape nor a value"
+    for number, length in enumerate(graph.lengths):
+        most = math.inf if length.most is None else length.most
+        if not 1 <= length.least < length.traced <= most:
+            yield f"lengths/{number}", "its bounds do not hold what was traced"
+        for index, axis in length.axes:
+            open_axes = inputs[index].open_axes if index < len(inputs) else ()
+            if axis not in open_axes:
+                yield f"lengths/{number}", f"axis {axis} of input {index} is not open"
+
+
+def _faults_of_sizes(stored: StoredGraph) -> Iterator[Fault]:
+    """Yield shapes and arguments that ask for more memory than any network has."""
+    for path, kind in stored.tensors.items():
+        if math.prod(kind.shape) > MAX_VALUES:
+            yield f"tensors/{path}", f"it has more than {MAX_VALUES} values"
+    for index, node in enumerate(stored.graph.nodes):
+        shape = node.shape or ()
+        if math.prod(size or 1 for size in shape) > MAX_VALUES:
+            yield f"nodes/{index}/shape", f"it has more than {MAX_VALUES} values"
+        for axis in node.open_axes:
+            if axis >= len(shape) or shape[axis] is None:
+                yield f"nodes/{index}/open_axes", f"there is no such size {axis}"
+        for name, value in node.attrs.items():
+            is_size = name in _SIZES or (name in _BOUNDS and not node.inputs)
+            if is_size and _asked(value) > MAX_VALUES:
+                yield (
+                    f"nodes/{index}/attrs/{name}",
+                    f"it asks for more than {MAX_VALUES} values",
+                )
+
+
+def _asked(value: Any) -> float:
+    """Return how many values an argument asks for: a number, or the product of several."""
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    product = 1.0
+    for number in numbers:
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            product *= max(1.0, abs(float(number)))
+    return product
