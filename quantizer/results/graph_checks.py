@@ -18,6 +18,7 @@ from quantizer.storage.files import damaged
 
 MAX_VALUES = 1 << 31
 """How many values a tensor of a stored graph may have."""
+_TOO_MANY = f"it asks for more than {MAX_VALUES} values"
 _WITHOUT_OPERATOR = ("input", "parameter", "constant")
 _ARITHMETIC = frozenset(
     function.__name__
@@ -57,21 +58,31 @@ def check_graph(stored: StoredGraph, header: Mapping[str, Any], path: Path) -> N
 
 def operator_fault(node: Node) -> str | None:
     """Return why tracing cannot have written the operator of a node; None if it can."""
-    if node.op in _WITHOUT_OPERATOR or node.op in STUBS.values():
-        target = MARK if node.op in STUBS.values() else node.op
-        return None if node.target == target else f"{node.target!r} is not {target!r}"
-    namespace, _, rest = node.target.partition(".")
+    expected = node.op
+    if node.op in STUBS.values():
+        expected = MARK
+    elif node.op not in _WITHOUT_OPERATOR:
+        if not _is_allowed(node.target):
+            return f"{node.target!r} is not an operator that a stored graph may have"
+        row = find_op(packet(node.target))
+        name = refine(row.name, {**node.inputs, **node.attrs})
+        return None if node.op == name else f"{node.op!r} is not the operator {name!r}"
+    if node.target == expected:
+        return None
+    return f"{node.target!r} is not {expected!r}"
+
+
+def _is_allowed(target: str) -> bool:
+    """Return whether a target is arithmetic with sizes or an operator without effects."""
+    namespace, _, name = target.partition(".")
     if namespace == "operator":
-        is_known = rest in _ARITHMETIC
-    elif "." not in rest:
-        is_known = _is_resolved(node.target)
-    else:
-        row = find_op(packet(node.target)).name
-        is_known = row in OPS or (namespace == "aten" and _computes_alone(node.target))
-    if not is_known:
-        return f"{node.target!r} is not an operator that a stored graph may have"
-    name = refine(find_op(packet(node.target)).name, {**node.inputs, **node.attrs})
-    return None if node.op == name else f"{node.op!r} is not the operator {name!r}"
+        return name in _ARITHMETIC
+    if "." not in name:
+        return _is_resolved(target)
+    row = find_op(packet(target))
+    if row.name in OPS:
+        return True
+    return namespace == "aten" and _computes_alone(target)
 
 
 def _is_resolved(target: str) -> bool:
@@ -92,8 +103,11 @@ def _computes_alone(target: str) -> bool:
         return False
     if schema is None or schema.is_mutable:
         return False
-    kinds = [str(argument.type) for argument in schema.arguments]
-    return not any("str" in kind or "Any" in kind or kind == "t" for kind in kinds)
+    for argument in schema.arguments:
+        kind = str(argument.type)
+        if "str" in kind or "Any" in kind or kind == "t":
+            return False
+    return True
 
 
 def _faults_of_header(stored: StoredGraph, header: Mapping[str, Any]) -> Iterator[Fault]:
@@ -138,7 +152,8 @@ def _faults_of_nodes(stored: StoredGraph) -> Iterator[Fault]:
 def _faults_of_inputs(graph: Graph) -> Iterator[Fault]:
     """Yield what is wrong with the inputs of a graph and with their lengths."""
     inputs = [node for node in graph.nodes if node.op == "input"]
-    if [node.attrs.get("index") for node in inputs] != list(range(len(inputs))):
+    numbers = [node.attrs.get("index") for node in inputs]
+    if numbers != list(range(len(inputs))):
         yield "nodes", "its inputs are not counted from 0"
     if len(inputs) != len(graph.input_paths):
         yield "inputs", f"it names {len(graph.input_paths)} of {len(inputs)} inputs"
@@ -149,41 +164,45 @@ def _faults_of_inputs(graph: Graph) -> Iterator[Fault]:
         if node.shape is None and "value" not in node.attrs:
             yield "nodes", f"{node.name} has neither a shape nor a value"
     for number, length in enumerate(graph.lengths):
+        place = f"lengths/{number}"
         most = math.inf if length.most is None else length.most
         if not 1 <= length.least < length.traced <= most:
-            yield f"lengths/{number}", "its bounds do not hold what was traced"
+            yield place, "its bounds do not hold what was traced"
         for index, axis in length.axes:
-            open_axes = inputs[index].open_axes if index < len(inputs) else ()
-            if axis not in open_axes:
-                yield f"lengths/{number}", f"axis {axis} of input {index} is not open"
+            is_open = index < len(inputs) and axis in inputs[index].open_axes
+            if not is_open:
+                yield place, f"axis {axis} of input {index} is not open"
 
 
 def _faults_of_sizes(stored: StoredGraph) -> Iterator[Fault]:
     """Yield shapes and arguments that ask for more memory than any network has."""
     for path, kind in stored.tensors.items():
         if math.prod(kind.shape) > MAX_VALUES:
-            yield f"tensors/{path}", f"it has more than {MAX_VALUES} values"
+            yield f"tensors/{path}", _TOO_MANY
     for index, node in enumerate(stored.graph.nodes):
+        place = f"nodes/{index}"
         shape = node.shape or ()
-        if math.prod(size or 1 for size in shape) > MAX_VALUES:
-            yield f"nodes/{index}/shape", f"it has more than {MAX_VALUES} values"
+        if _product(shape) > MAX_VALUES:
+            yield f"{place}/shape", _TOO_MANY
         for axis in node.open_axes:
             if axis >= len(shape) or shape[axis] is None:
-                yield f"nodes/{index}/open_axes", f"there is no such size {axis}"
+                yield f"{place}/open_axes", f"there is no such size {axis}"
         for name, value in node.attrs.items():
-            is_size = name in _SIZES or (name in _BOUNDS and not node.inputs)
-            if is_size and _asked(value) > MAX_VALUES:
-                yield (
-                    f"nodes/{index}/attrs/{name}",
-                    f"it asks for more than {MAX_VALUES} values",
-                )
+            is_size = name in _SIZES
+            if not node.inputs:
+                is_size = name in (*_SIZES, *_BOUNDS)
+            if is_size and _product(value) > MAX_VALUES:
+                yield f"{place}/attrs/{name}", _TOO_MANY
 
 
-def _asked(value: Any) -> float:
-    """Return how many values an argument asks for: a number, or the product of several."""
-    numbers = value if isinstance(value, (list, tuple)) else [value]
-    product = 1.0
-    for number in numbers:
-        if isinstance(number, (int, float)) and not isinstance(number, bool):
-            product *= max(1.0, abs(float(number)))
+def _product(sizes: Any) -> float:
+    """Return the product of the numbers in an argument or a shape, as far as they are larger
+    than 1.
+    """
+    if not isinstance(sizes, (list, tuple)):
+        sizes = [sizes]
+    product: float = 1
+    for size in sizes:
+        if isinstance(size, (int, float)) and product <= MAX_VALUES:
+            product *= max(1, abs(size))
     return product

@@ -3,10 +3,10 @@ for a new trace.
 """
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +26,12 @@ from quantizer.sources.module_state import left_alone
 
 logger = logging.getLogger(__name__)
 
-ROUNDINGS = 8
+_ROUNDINGS = 8
 """So many roundings to the output's dtype may two ways to compute it be apart."""
-SAMPLES = 2
+_SAMPLES = 2
 """Samples that the module and the graph are compared on, where the batch is open."""
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-Shapes = dict[str, tuple[int, ...]]
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DifferentError(Exception):
@@ -79,123 +78,163 @@ def _check_classes(graph: Graph, module: nn.Module) -> None:
 
 def _compared(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
     """Return the graph with the output type of the module, if both compute the same."""
-    call = partial(_small_call, graph, batch)
-    shapes, leaves = _run(graph, call(SAMPLES, other_lengths=False))
-    args, kwargs = call(SAMPLES, other_lengths=False)
+    calls = _SmallCalls(graph, batch)
+    run = _Run(graph, calls.of(_SAMPLES))
+    args, kwargs = calls.of(_SAMPLES)
     seed_everything(0)
     with _without_fast_paths():
         returned = module(*args, **kwargs)
     expected, structure = pytree.tree_flatten(returned)
-    if len(expected) != len(leaves) or not all(map(_is_same, expected, leaves)):
-        raise DifferentError("the outputs differ")
-    larger = other = shapes
-    if any(node.shape and node.shape[0] is None for node in _inputs(graph)):
-        larger, _ = _run(graph, call(SAMPLES + 1, other_lengths=False))
+    _check_outputs(expected, run.leaves)
+    smaller = run
+    if calls.are_open:
+        smaller = _Run(graph, calls.of(_SAMPLES - 1))
+    other = run
     if graph.lengths:
-        other, _ = _run(graph, call(SAMPLES, other_lengths=True))
+        other = _Run(graph, calls.of_other_lengths(_SAMPLES))
     for node in graph.nodes:
         if node.shape is not None:
-            name = node.name
-            _check_sizes(node, shapes[name], larger=larger[name], other=other[name])
+            run.check_sizes(node, smaller, other)
     return with_output(graph, graph.output, structure)
 
 
-def _inputs(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if node.op == "input"]
+def _check_outputs(expected: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """Raise an error if the graph returns something else than the module."""
+    if len(expected) != len(leaves):
+        raise DifferentError("the module returns more or less")
+    for value, leaf in zip(expected, leaves, strict=True):
+        if not _is_same(value, leaf):
+            raise DifferentError("the outputs differ")
 
 
-def _run(graph: Graph, call: Call) -> tuple[Shapes, list[Any]]:
-    """Return the shape of each node's tensor and the leaves of the output.
+class _Run:
+    """One run of the operators of a graph.
 
     The operators are those of the trace, not the layers that stand for them, which may add in
     another order.
+
+    Attributes:
+        shapes: the shape of each node's tensor.
+        leaves: the leaves of the output.
     """
-    shapes: Shapes = {}
-    values = _input_values(graph, call)
-    unread = Counter(references(graph.output))
-    for node in graph.nodes:
-        unread.update(node.refs())
-    seed_everything(0)
-    for node in graph.nodes:
+
+    def __init__(self, graph: Graph, call: _Call) -> None:
+        self._graph = graph
+        self._values: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        inputs = [node.name for node in graph.nodes if node.op == "input"]
+        arguments = pytree.tree_leaves(call)
+        self._values.update(zip(inputs, arguments, strict=True))
+        unread = Counter(references(graph.output))
+        for node in graph.nodes:
+            unread.update(node.refs())
+        seed_everything(0)
+        for node in graph.nodes:
+            self._run(node)
+            for name in node.refs():
+                unread[name] -= 1
+                if not unread[name]:
+                    del self._values[name]
+        self.leaves: list[Any] = self._read(graph.output)
+
+    def _read(self, value: Any) -> Any:
+        """Return the nested value with what nodes gave in place of their names."""
+        return map_refs(value, self._values.__getitem__)
+
+    def _run(self, node: Node) -> None:
+        """Run a node, and note the shape of what it gives.
+
+        Raises:
+            DifferentError: it gives something else than the node says.
+        """
         if node.op != "input":
-            values[node.name] = _value(graph, node, values)
-        _note(shapes, node, values[node.name])
-        for name in node.refs():
-            unread[name] -= 1
-            if not unread[name]:
-                del values[name]
-    output: list[Any] = map_refs(graph.output, values.__getitem__)
-    return shapes, output
+            self._values[node.name] = self._value(node)
+        value = self._values[node.name]
+        if isinstance(value, Tensor):
+            _check_kind(node, value)
+            self.shapes[node.name] = tuple(value.shape)
+            return
+        if node.shape is not None:
+            raise DifferentError(f"{node.name} gives no tensor")
+        if node.op == "input" and not _is_same(value, node.attrs["value"]):
+            raise DifferentError(f"{node.name} is another value")
+
+    def _value(self, node: Node) -> Any:
+        """Return what a node computes of the values before it."""
+        if node.op in ("parameter", "constant"):
+            return self._graph.weight(node)
+        arguments = self._read(node.inputs)
+        if node.op in STUBS.values():
+            return arguments["input"]
+        arguments.update(node.attrs)
+        tensors = self._graph.tensors
+        if _takes_list_of_parameters(node.target):
+            paths = node.params.values()
+            arguments["params"] = [tensors[path] for path in paths]
+        else:
+            for name, path in node.params.items():
+                arguments[name] = tensors[path]
+        return call_operator(node.target, arguments)
+
+    def check_sizes(self, node: Node, smaller: "_Run", other: "_Run") -> None:
+        """Raise an error if sizes of a node follow the batch or the lengths, and it does not
+        say so.
+
+        Args:
+            node: gives a tensor.
+            smaller: a run with one sample less.
+            other: a run with other lengths.
+        """
+        name = node.name
+        shape = self.shapes[name]
+        for axis, size in enumerate(node.shape or ()):
+            is_batch = size is None
+            if not is_batch and size != shape[axis]:
+                raise DifferentError(f"{name} gives another shape")
+            follows_batch = smaller.shapes[name][axis] != shape[axis]
+            if follows_batch != is_batch:
+                raise DifferentError(f"{name} follows the batch elsewhere")
+            if is_batch or axis in node.open_axes:
+                continue
+            if other.shapes[name][axis] != shape[axis]:
+                raise DifferentError(f"{name} follows a length elsewhere")
 
 
-def _input_values(graph: Graph, call: Call) -> dict[str, Any]:
-    names = [node.name for node in _inputs(graph)]
-    return dict(zip(names, pytree.tree_leaves(call), strict=True))
-
-
-def _value(graph: Graph, node: Node, values: Mapping[str, Any]) -> Any:
-    """Return what a node computes of the values before it."""
-    tensors: dict[str, Any] = {}
-    for name, path in node.params.items():
-        tensors[name] = graph.tensors[path]
-    if node.op in ("parameter", "constant"):
-        return graph.weight(node)
-    arguments = map_refs({**node.inputs, **node.attrs}, values.__getitem__)
-    if node.op in STUBS.values():
-        return arguments["input"]
-    if "params" in _argument_names(node.target):
-        tensors = {"params": list(tensors.values())}
-    return call_operator(node.target, {**arguments, **tensors})
-
-
-def _argument_names(target: str) -> list[str]:
+def _takes_list_of_parameters(target: str) -> bool:
+    """Return whether an operator takes all parameters of a recurrent layer as one list."""
     schema: Any = getattr(resolve(target), "_schema", None)
-    return [] if schema is None else [argument.name for argument in schema.arguments]
+    if schema is None:
+        return False
+    names = [argument.name for argument in schema.arguments]
+    return "params" in names
 
 
-def _note(shapes: Shapes, node: Node, value: Any) -> None:
-    """Note the shape of a value; raise an error if the node says another kind of value."""
-    if not isinstance(value, Tensor):
-        is_other = node.op == "input" and not _is_same(node.attrs.get("value"), value)
-        if node.shape is not None or is_other:
-            raise DifferentError(f"{node.name} gives another value")
-        return
-    if node.shape is None or len(node.shape) != value.dim() or node.dtype != value.dtype:
+def _check_kind(node: Node, value: Tensor) -> None:
+    """Raise an error if a node gives another dtype or another shape, open sizes aside."""
+    shape = node.shape
+    if shape is None or node.dtype != value.dtype:
         raise DifferentError(f"{node.name} gives another kind of tensor")
-    for axis, size in enumerate(node.shape):
+    if len(shape) != value.dim():
+        raise DifferentError(f"{node.name} gives another shape")
+    for axis, size in enumerate(shape):
         is_open = size is None or axis in node.open_axes
         if not is_open and size != value.shape[axis]:
             raise DifferentError(f"{node.name} gives another shape")
-    shapes[node.name] = tuple(value.shape)
-
-
-def _check_sizes(
-    node: Node, shape: tuple[int, ...], *, larger: tuple[int, ...], other: tuple[int, ...]
-) -> None:
-    """Raise an error if sizes follow the batch or the lengths, and the node does not say so."""
-    assert node.shape is not None
-    for axis, size in enumerate(node.shape):
-        follows_batch = shape[axis] != larger[axis]
-        follows_length = shape[axis] != other[axis]
-        if size is not None and size != shape[axis]:
-            raise DifferentError(f"{node.name} gives another shape")
-        if follows_batch != (size is None):
-            raise DifferentError(f"{node.name} follows the batch elsewhere")
-        if size is not None and follows_length and axis not in node.open_axes:
-            raise DifferentError(f"{node.name} follows a length elsewhere")
 
 
 def _is_same(one: Any, other: Any) -> bool:
     """Return whether two outputs are equal but for the rounding of a few additions, which may
     be in another order.
     """
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+    are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    if not are_tensors:
         return type(one) is type(other) and repr(one) == repr(other)
     if one.dtype != other.dtype:
         return False
-    is_rounded = one.is_floating_point() or one.is_complex()
-    largest = ROUNDINGS * torch.finfo(one.dtype).eps if is_rounded else 0.0
-    return distance([one], [other]) <= largest
+    tolerance = 0.0
+    if one.is_floating_point():
+        tolerance = _ROUNDINGS * torch.finfo(one.dtype).eps
+    return distance([one], [other]) <= tolerance
 
 
 @contextmanager
@@ -209,30 +248,67 @@ def _without_fast_paths() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
-def _small_call(graph: Graph, batch: Batch, samples: int, *, other_lengths: bool) -> Call:
-    """Return a call of so many samples, where the batch is open, of tensors that nobody else
-    has; lengths are those of the batch, or others.
+class _SmallCalls:
+    """Makes calls like a batch of other sizes, of tensors that nobody else has.
+
+    Attributes:
+        are_open: whether the number of samples is open.
+
+    Raises:
+        DifferentError: the batch has other arguments than the graph.
     """
-    call = (batch.args, dict(batch.kwargs))
-    located, structure = pytree.tree_flatten_with_path(call)
-    paths, leaves = [], []
-    for path, leaf in located:
-        paths.append(tuple(map(_key, path)))
-        leaves.append(leaf)
-    if tuple(paths) != graph.input_paths:
-        raise DifferentError("the call has other arguments")
-    for index, (node, leaf) in enumerate(zip(_inputs(graph), leaves, strict=True)):
-        if not isinstance(leaf, Tensor):
-            continue
-        if node.shape and node.shape[0] is None:
-            copies = -(-samples // len(leaf))
-            leaf = torch.cat([leaf[:samples]] * copies)[:samples]
-        leaves[index] = leaf.clone()
-    for length in graph.lengths if other_lengths else ():
-        for index, axis in length.axes:
-            leaves[index] = _of_other_length(leaves[index], axis, length.least)
-    small: Call = pytree.tree_unflatten(leaves, structure)
-    return small
+
+    def __init__(self, graph: Graph, batch: Batch) -> None:
+        call = (batch.args, dict(batch.kwargs))
+        located, self._structure = pytree.tree_flatten_with_path(call)
+        paths: list[tuple[Any, ...]] = []
+        self._leaves: list[Any] = []
+        for path, leaf in located:
+            paths.append(tuple(map(_key, path)))
+            self._leaves.append(leaf)
+        if tuple(paths) != graph.input_paths:
+            raise DifferentError("the call has other arguments")
+        self._lengths = graph.lengths
+        self._open: set[int] = set()
+        inputs = [node for node in graph.nodes if node.op == "input"]
+        for index, node in enumerate(inputs):
+            if node.shape and node.shape[0] is None:
+                self._open.add(index)
+        self.are_open = bool(self._open)
+
+    def of(self, samples: int) -> _Call:
+        """Return a call of so many samples, with the lengths of the batch."""
+        return self._call(self._sized(samples))
+
+    def of_other_lengths(self, samples: int) -> _Call:
+        """Return a call of so many samples and of other lengths than the batch."""
+        leaves = self._sized(samples)
+        for length in self._lengths:
+            for index, axis in length.axes:
+                tensor = leaves[index]
+                leaves[index] = _of_other_length(tensor, axis, length.least)
+        return self._call(leaves)
+
+    def _sized(self, samples: int) -> list[Any]:
+        """Return copies of the leaves, of so many samples where the batch is open."""
+        leaves = list(self._leaves)
+        for index, leaf in enumerate(leaves):
+            if index in self._open:
+                leaves[index] = _of_samples(leaf, samples)
+            elif isinstance(leaf, Tensor):
+                leaves[index] = leaf.clone()
+        return leaves
+
+    def _call(self, leaves: list[Any]) -> _Call:
+        call: _Call = pytree.tree_unflatten(leaves, self._structure)
+        return call
+
+
+def _of_samples(tensor: Tensor, samples: int) -> Tensor:
+    """Return a copy of so many samples, some of them repeated if there are fewer."""
+    copies = math.ceil(samples / len(tensor))
+    repeated = torch.cat([tensor[:samples]] * copies)
+    return repeated[:samples].clone()
 
 
 def _key(entry: Any) -> Any:
@@ -248,4 +324,5 @@ def _of_other_length(tensor: Tensor, axis: int, least: int) -> Tensor:
     size = tensor.shape[axis]
     if size > least:
         return tensor.narrow(axis, 0, size - 1).clone()
-    return torch.cat([tensor, tensor.narrow(axis, size - 1, 1)], axis)
+    last = tensor.narrow(axis, size - 1, 1)
+    return torch.cat([tensor, last], axis)
