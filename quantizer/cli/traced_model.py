@@ -42,7 +42,8 @@ def traced_model(options: Options, *, tested: bool = False) -> TracedModel:
         UsageError, ModelError, DataError: as `open_model`, `open_data` and `trace_model`.
     """
     loaded = session.open_model(options)
-    return traced_from(options, loaded, session.open_data(options, loaded), tested=tested)
+    batches = session.open_data(options, loaded)
+    return traced_from(options, loaded, batches, tested=tested)
 
 
 def traced_from(
@@ -51,9 +52,20 @@ def traced_from(
     """Return the same of a model and data that are open."""
     graph = session.trace_model(options, loaded, batches)
     size = session.batch_size(options, batches)
-    tested_size = _tested_size(options, loaded, size) if tested else None
-    filled = batches.filled.to_json() if batches.filled else {}
-    return TracedModel(graph, size, batches.total, tested_size, base=Base.now(), filled=filled)
+    tested_size = None
+    if tested:
+        tested_size = _tested_size(options, loaded, size)
+    filled: Mapping[str, Any] = {}
+    if batches.filled:
+        filled = batches.filled.to_json()
+    return TracedModel(
+        graph,
+        size,
+        batches=batches.total,
+        tested=tested_size,
+        base=Base.now(),
+        filled=filled,
+    )
 
 
 def _tested_size(options: Options, loaded: LoadedModel, size: int) -> int:

@@ -5,7 +5,7 @@ constants of its code, from another file.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,11 @@ from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.lengths import Length
 from quantizer.graph.output_names import leaf_names
 
-_NAMED_IN_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+_NAMED_IN_TORCH = (
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,10 @@ class TensorKind:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def fits(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has this shape and this dtype."""
+        return tensor.shape == self.shape and tensor.dtype == self.dtype
+
 
 @dataclass(frozen=True)
 class StoredGraph:
@@ -35,13 +43,11 @@ class StoredGraph:
     Attributes:
         graph: the graph without tensors; its output is the list of the leaves.
         tensors: the kind of each tensor of the graph, by path.
-        constants: paths of those tensors that the module does not hold.
         device: where the tensors were when the model was traced.
     """
 
     graph: Graph
     tensors: Mapping[str, TensorKind]
-    constants: tuple[str, ...]
     device: torch.device
 
     def bound(self, module: nn.Module, constants: Mapping[str, Tensor]) -> Graph | None:
@@ -52,28 +58,31 @@ class StoredGraph:
         tensors: dict[str, Tensor] = {}
         for path, kind in self.tensors.items():
             tensor = constants.get(path)
-            if path not in self.constants:
+            if path not in self.graph.constants:
                 tensor = module_tensor(module, path)
             if tensor is None:
                 return None
             if tensor.is_complex() and not kind.dtype.is_complex:
                 tensor = as_floats(tensor)
-            if tensor.shape != kind.shape or tensor.dtype != kind.dtype:
+            if not kind.fits(tensor):
                 return None
             tensors[path] = tensor.detach()
-        graph = self.graph.replaced(tensors=tensors, constants=self.constants)
+        graph = self.graph.replaced(tensors=tensors)
         if graph.device == self.device:
             return graph
-        return graph.mapped(lambda node: _moved(node, graph.device))
+        return _moved(graph, graph.device)
 
 
-def _moved(node: Node, device: torch.device) -> Node:
-    """Return the node with `device` in place of the devices that it names."""
-    attrs = dict(node.attrs)
-    for name, value in node.attrs.items():
-        if isinstance(value, torch.device):
-            attrs[name] = device
-    return replace(node, attrs=attrs)
+def _moved(graph: Graph, device: torch.device) -> Graph:
+    """Return the graph with `device` in place of the devices that its nodes name."""
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        attrs = dict(node.attrs)
+        for name, value in node.attrs.items():
+            if isinstance(value, torch.device):
+                attrs[name] = device
+        nodes.append(replace(node, attrs=attrs))
+    return graph.replaced(nodes=tuple(nodes))
 
 
 def module_tensor(module: nn.Module, path: str) -> Tensor | None:
@@ -82,7 +91,8 @@ def module_tensor(module: nn.Module, path: str) -> Tensor | None:
     """
     scope, _, name = path.rpartition(".")
     try:
-        value = getattr(module.get_submodule(scope), name)
+        part = module.get_submodule(scope)
+        value = getattr(part, name)
     except AttributeError:
         return None
     return value if isinstance(value, Tensor) else None
@@ -90,22 +100,27 @@ def module_tensor(module: nn.Module, path: str) -> Tensor | None:
 
 def as_floats(tensor: Tensor) -> Tensor:
     """Return complex numbers as pairs of floats, the last axis of the result."""
-    return torch.view_as_real(tensor.resolve_conj()).contiguous()
+    resolved = tensor.resolve_conj()
+    return torch.view_as_real(resolved).contiguous()
 
 
-def with_output(graph: Graph, leaves: Sequence[Any], structure: Any) -> Graph:
+def with_output(graph: Graph, leaves: list[Any], structure: Any) -> Graph:
     """Return the graph with an output of these leaves in a structure of torch's pytree."""
 
     def rebuild(output: Any) -> Any:
         """Return the plain output in the model's own type."""
-        values = pytree.tree_leaves(output, is_leaf=lambda item: item is None)
-        return pytree.tree_unflatten(values, structure)
+        return pytree.tree_unflatten(_leaves(output), structure)
 
-    returned = pytree.tree_unflatten(list(leaves), structure)
-    names = leaf_names(returned)
+    returned = pytree.tree_unflatten(leaves, structure)
     return graph.replaced(
-        output=_in_plain_containers(returned), rebuild=rebuild, output_names=names
+        output=_in_plain_containers(returned),
+        output_names=leaf_names(returned),
+        rebuild=rebuild,
     )
+
+
+def _leaves(output: Any) -> list[Any]:
+    return pytree.tree_leaves(output, is_leaf=lambda item: item is None)
 
 
 def _in_plain_containers(value: Any) -> Any:
@@ -113,10 +128,15 @@ def _in_plain_containers(value: Any) -> Any:
     if isinstance(value, Ref):
         return value
     if isinstance(value, dict) or hasattr(value, "items"):
-        return {str(key): _in_plain_containers(item) for key, item in value.items()}
+        plain: dict[str, Any] = {}
+        for key, item in value.items():
+            plain[str(key)] = _in_plain_containers(item)
+        return plain
     if isinstance(value, (list, tuple)):
-        items = [_in_plain_containers(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
+        items = list(map(_in_plain_containers, value))
+        if isinstance(value, tuple):
+            return tuple(items)
+        return items
     return value
 
 
@@ -130,8 +150,11 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
     """
     tensors: dict[str, Any] = {}
     for path, tensor in graph.tensors.items():
-        tensors[path] = {"shape": list(tensor.shape), "dtype": _name_in_torch(tensor.dtype)}
-    leaves = pytree.tree_leaves(graph.output, is_leaf=lambda item: item is None)
+        tensors[path] = {
+            "shape": list(tensor.shape),
+            "dtype": _name_in_torch(tensor.dtype),
+        }
+    leaves = _leaves(graph.output)
     return {
         "model": graph.model,
         "device": str(graph.device),
@@ -152,19 +175,24 @@ def graph_from_json(value: Mapping[str, Any]) -> StoredGraph:
     """
     tensors: dict[str, TensorKind] = {}
     for path, kind in value["tensors"].items():
-        tensors[path] = TensorKind(tuple(kind["shape"]), _dtype(kind["dtype"]))
+        shape = tuple(kind["shape"])
+        tensors[path] = TensorKind(shape, _dtype(kind["dtype"]))
     graph = Graph(
         value["model"],
-        tuple(_node_from_json(node) for node in value["nodes"]),
-        [_from_json(leaf) for leaf in value["output"]],
+        tuple(map(_node_from_json, value["nodes"])),
+        output=list(map(_from_json, value["output"])),
         tensors={},
-        input_paths=tuple(tuple(path) for path in value["inputs"]),
-        lengths=tuple(_length_from_json(length) for length in value["lengths"]),
+        input_paths=tuple(map(tuple, value["inputs"])),
+        lengths=tuple(map(_length_from_json, value["lengths"])),
+        constants=tuple(value["constants"]),
     )
-    return StoredGraph(graph, tensors, tuple(value["constants"]), torch.device(value["device"]))
+    device = torch.device(value["device"])
+    return StoredGraph(graph, tensors, device)
 
 
 def _node_to_json(node: Node) -> dict[str, Any]:
+    shape = None if node.shape is None else list(node.shape)
+    dtype = None if node.dtype is None else _name_in_torch(node.dtype)
     return {
         "name": node.name,
         "op": node.op,
@@ -174,14 +202,19 @@ def _node_to_json(node: Node) -> dict[str, Any]:
         "params": dict(node.params),
         "scope": node.scope,
         "classes": list(node.classes),
-        "shape": None if node.shape is None else list(node.shape),
-        "dtype": None if node.dtype is None else _name_in_torch(node.dtype),
+        "shape": shape,
+        "dtype": dtype,
         "open_axes": list(node.open_axes),
     }
 
 
 def _node_from_json(value: Mapping[str, Any]) -> Node:
-    shape, dtype = value["shape"], value["dtype"]
+    shape = value["shape"]
+    dtype = value["dtype"]
+    if shape is not None:
+        shape = tuple(shape)
+    if dtype is not None:
+        dtype = _dtype(dtype)
     return Node(
         value["name"],
         value["op"],
@@ -191,8 +224,8 @@ def _node_from_json(value: Mapping[str, Any]) -> Node:
         params=value["params"],
         scope=value["scope"],
         classes=tuple(value["classes"]),
-        shape=None if shape is None else tuple(shape),
-        dtype=None if dtype is None else _dtype(dtype),
+        shape=shape,
+        dtype=dtype,
         open_axes=tuple(value["open_axes"]),
     )
 
@@ -201,17 +234,21 @@ def _length_from_json(value: Mapping[str, Any]) -> Length:
     axes: list[tuple[int, int]] = []
     for index, axis in value["axes"]:
         axes.append((index, axis))
-    return Length(
-        value["name"], tuple(axes), value["traced"], value["least"], most=value["most"]
-    )
+    return replace(Length(**value), axes=tuple(axes))
 
 
 def _items(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _to_json(value) for name, value in mapping.items()}
+    items: dict[str, Any] = {}
+    for name, value in mapping.items():
+        items[name] = _to_json(value)
+    return items
 
 
 def _values(items: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _from_json(item) for name, item in items.items()}
+    values: dict[str, Any] = {}
+    for name, item in items.items():
+        values[name] = _from_json(item)
+    return values
 
 
 def _to_json(value: Any) -> Any:
@@ -222,13 +259,15 @@ def _to_json(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": str(value)}
+        if math.isfinite(value):
+            return value
+        return {"float": str(value)}
     if isinstance(value, complex):
         return {"complex": str(value)}
     if isinstance(value, list):
-        return [_to_json(item) for item in value]
+        return list(map(_to_json, value))
     if isinstance(value, tuple):
-        return {"tuple": [_to_json(item) for item in value]}
+        return {"tuple": list(map(_to_json, value))}
     if isinstance(value, Ref):
         return {"ref": value.name}
     if isinstance(value, _NAMED_IN_TORCH):
@@ -245,7 +284,7 @@ def _from_json(value: Any) -> Any:
         ValueError, KeyError, TypeError, RuntimeError: it described none.
     """
     if isinstance(value, list):
-        return [_from_json(item) for item in value]
+        return list(map(_from_json, value))
     if not isinstance(value, dict):
         return value
     [(kind, content)] = value.items()
@@ -282,7 +321,7 @@ def _reference(name: Any) -> Ref:
 
 
 def _tuple_of(items: list[Any]) -> tuple[Any, ...]:
-    return tuple(_from_json(item) for item in items)
+    return tuple(map(_from_json, items))
 
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {

@@ -122,7 +122,7 @@ def _faults_of_header(stored: StoredGraph, header: Mapping[str, Any]) -> Iterato
         yield "tensors", "it has other tensors than quant_info.json"
     if fingerprint.input_shapes(graph) != header["inputs"]:
         yield "nodes", "its inputs have other shapes than in quant_info.json"
-    if not set(stored.constants) <= stored.tensors.keys():
+    if not set(stored.graph.constants) <= stored.tensors.keys():
         yield "constants", "there are no such tensors"
 
 

@@ -69,9 +69,9 @@ def read_graph(opened: OpenedResults) -> tuple[StoredGraph, Mapping[str, Tensor]
     ) as error:
         raise damaged(file.path, "a value", f"{type(error).__name__}: {error}") from error
     check_graph(stored, opened.header, file.path)
-    if not stored.constants:
+    if not stored.graph.constants:
         return stored, {}
     constants = read_tensors(opened.files[CONSTANTS])
-    if constants.keys() != set(stored.constants):
+    if constants.keys() != set(stored.graph.constants):
         raise damaged(opened.files[CONSTANTS].path, "names", f"they are not those of {GRAPH}")
     return stored, constants

@@ -41,7 +41,10 @@ class DifferentError(Exception):
 
 
 def reused_graph(
-    stored: StoredGraph, constants: Mapping[str, Tensor], module: nn.Module, batch: Batch
+    stored: StoredGraph,
+    constants: Mapping[str, Tensor],
+    module: nn.Module,
+    batch: Batch,
 ) -> Graph | None:
     """Return the stored graph with the tensors of the module, if a trace of the module would
     give the same; None if that is not certain.
@@ -61,7 +64,8 @@ def reused_graph(
             return _compared(graph, module, batch)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 - whatever a module raises, a trace of it says it better
+        # Whatever a module raises, a trace of it explains better
+        except BaseException as error:  # noqa: BLE001
             logger.debug("the stored graph is not used: %s", error)
             return None
 
@@ -72,7 +76,10 @@ def _check_classes(graph: Graph, module: nn.Module) -> None:
     if namer.model != graph.model:
         raise DifferentError(f"the model is {namer.model}")
     for node in graph.nodes:
-        if node.classes and namer.classes(node.scope) != node.classes:
+        if not node.classes:
+            continue
+        classes = namer.classes(node.scope)
+        if classes != node.classes:
             raise DifferentError(f"{node.name} is in another module")
 
 
@@ -122,7 +129,10 @@ class _Run:
         self._graph = graph
         self._values: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        inputs = [node.name for node in graph.nodes if node.op == "input"]
+        inputs: list[str] = []
+        for node in graph.nodes:
+            if node.op == "input":
+                inputs.append(node.name)
         arguments = pytree.tree_leaves(call)
         self._values.update(zip(inputs, arguments, strict=True))
         unread = Counter(references(graph.output))
@@ -133,7 +143,7 @@ class _Run:
             self._run(node)
             for name in node.refs():
                 unread[name] -= 1
-                if not unread[name]:
+                if unread[name] == 0:
                     del self._values[name]
         self.leaves: list[Any] = self._read(graph.output)
 
@@ -156,7 +166,9 @@ class _Run:
             return
         if node.shape is not None:
             raise DifferentError(f"{node.name} gives no tensor")
-        if node.op == "input" and not _is_same(value, node.attrs["value"]):
+        if node.op != "input":
+            return
+        if not _is_same(value, node.attrs["value"]):
             raise DifferentError(f"{node.name} is another value")
 
     def _value(self, node: Node) -> Any:
@@ -176,7 +188,12 @@ class _Run:
                 arguments[name] = tensors[path]
         return call_operator(node.target, arguments)
 
-    def check_sizes(self, node: Node, smaller: "_Run", other: "_Run") -> None:
+    def check_sizes(
+        self,
+        node: Node,
+        smaller: "_Run",
+        other: "_Run",
+    ) -> None:
         """Raise an error if sizes of a node follow the batch or the lengths, and it does not
         say so.
 
@@ -187,16 +204,20 @@ class _Run:
         """
         name = node.name
         shape = self.shapes[name]
+        smaller_shape = smaller.shapes[name]
+        other_shape = other.shapes[name]
         for axis, size in enumerate(node.shape or ()):
             is_batch = size is None
-            if not is_batch and size != shape[axis]:
+            actual = shape[axis]
+            if not is_batch and size != actual:
                 raise DifferentError(f"{name} gives another shape")
-            follows_batch = smaller.shapes[name][axis] != shape[axis]
+            follows_batch = smaller_shape[axis] != actual
             if follows_batch != is_batch:
                 raise DifferentError(f"{name} follows the batch elsewhere")
             if is_batch or axis in node.open_axes:
                 continue
-            if other.shapes[name][axis] != shape[axis]:
+            follows_length = other_shape[axis] != actual
+            if follows_length:
                 raise DifferentError(f"{name} follows a length elsewhere")
 
 
@@ -205,8 +226,7 @@ def _takes_list_of_parameters(target: str) -> bool:
     schema: Any = getattr(resolve(target), "_schema", None)
     if schema is None:
         return False
-    names = [argument.name for argument in schema.arguments]
-    return "params" in names
+    return any(argument.name == "params" for argument in schema.arguments)
 
 
 def _check_kind(node: Node, value: Tensor) -> None:
@@ -228,7 +248,8 @@ def _is_same(one: Any, other: Any) -> bool:
     """
     are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
     if not are_tensors:
-        return type(one) is type(other) and repr(one) == repr(other)
+        # Of numbers that are NaN, too
+        return repr(one) == repr(other)
     if one.dtype != other.dtype:
         return False
     tolerance = 0.0
@@ -239,7 +260,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 @contextmanager
 def _without_fast_paths() -> Iterator[None]:
-    """Have attention compute as it is traced, and not in one kernel of its own."""
+    """Compute attention as it is traced, and not in one kernel of its own."""
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -314,8 +335,9 @@ def _of_samples(tensor: Tensor, samples: int) -> Tensor:
 def _key(entry: Any) -> Any:
     """Return the index, key or name of an entry of a path, as traces have it."""
     for attribute in ("idx", "key", "name"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
+        key = getattr(entry, attribute, None)
+        if key is not None:
+            return key
     return None
 
 
@@ -323,6 +345,7 @@ def _of_other_length(tensor: Tensor, axis: int, least: int) -> Tensor:
     """Return the tensor shorter by one, or longer where it is as short as it can be."""
     size = tensor.shape[axis]
     if size > least:
-        return tensor.narrow(axis, 0, size - 1).clone()
+        shorter = tensor.narrow(axis, 0, size - 1)
+        return shorter.clone()
     last = tensor.narrow(axis, size - 1, 1)
     return torch.cat([tensor, last], axis)
