@@ -77,22 +77,22 @@ class OpenedResults:
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """Return where it lies."""
         return self.files.folder
 
     @property
     def path(self) -> Path:
-        """The path of quant_info.json."""
+        """Return the path of quant_info.json."""
         return self.folder / INFO
 
     @cached_property
     def network(self) -> str:
-        """The sha256 of quant_info.json, which calibrations of one network have in common."""
+        """Return the sha256 of quant_info.json, which equal calibrations have in common."""
         return self.files[INFO].digest()
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        """The content of plan.json.
+        """Return the content of plan.json.
 
         Raises:
             ResultError: it is damaged.
@@ -102,8 +102,9 @@ class OpenedResults:
 
     @cached_property
     def commands(self) -> dict[str, list[str]]:
-        """The commands that made these results, as words by mode; none where run.json is
-        damaged or of others.
+        """Return the commands that made these results, as words by mode.
+
+        There are none where run.json is damaged or of others.
         """
         if RUN_FILE not in self.files:
             return {}
@@ -162,7 +163,7 @@ class QuantInfo(OpenedResults):
 
     @property
     def settings(self) -> Settings:
-        """The global settings calibration ran with."""
+        """Return the global settings calibration ran with."""
         known = {f.name for f in fields(Settings)} - {"places"}
         return Settings(
             **{key: value for key, value in self.header["settings"].items() if key in known}
@@ -242,7 +243,7 @@ def open_written(folder: Path, names: Collection[str]) -> OpenedResults:
 
 
 def _listed(index: OpenFile) -> dict[str, str]:
-    """The sha256 of each file of a calibration, as checksums.json has it."""
+    """Return the sha256 of each file of a calibration, as checksums.json has it."""
     content = read_json(index)
     listed = content.get("files") if isinstance(content, dict) else None
     if not isinstance(listed, dict) or INFO not in listed:
@@ -256,8 +257,8 @@ def _listed(index: OpenFile) -> dict[str, str]:
 
 
 def _checked_info(files: OpenedFiles) -> dict[str, Any]:
-    """The content of quant_info.json, if calibration can have written it together with the
-    other files.
+    """Return the content of quant_info.json, if calibration can have written it together with
+    the other files.
     """
     file = files[INFO]
     content: Any = read_json(file)
