@@ -190,6 +190,11 @@ def graph_from_json(value: Mapping[str, Any]) -> StoredGraph:
     return StoredGraph(graph, tensors, device)
 
 
+def short_class(name: str) -> str:
+    """Return the name of a class without its module."""
+    return name.rpartition(".")[2]
+
+
 def _node_to_json(node: Node) -> dict[str, Any]:
     shape = None if node.shape is None else list(node.shape)
     dtype = None if node.dtype is None else _name_in_torch(node.dtype)
@@ -201,7 +206,8 @@ def _node_to_json(node: Node) -> dict[str, Any]:
         "attrs": _items(node.attrs),
         "params": dict(node.params),
         "scope": node.scope,
-        "classes": list(node.classes),
+        # Modules of the user's files may get other names in another process
+        "classes": [short_class(name) for name in node.classes],
         "shape": shape,
         "dtype": dtype,
         "open_axes": list(node.open_axes),

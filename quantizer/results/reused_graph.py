@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from quantizer.calibration.faithful import distance
 from quantizer.graph.exported_program import STUBS
 from quantizer.graph.ir import Graph, Node, map_refs, references
 from quantizer.graph.names import Namer
-from quantizer.graph.stored import StoredGraph, with_output
+from quantizer.graph.stored import StoredGraph, short_class, with_output
 from quantizer.graph.targets import call as call_operator
 from quantizer.graph.targets import resolve
 from quantizer.seeding import seed_everything
@@ -60,7 +61,7 @@ def reused_graph(
         return None
     with torch.no_grad(), left_alone(module):
         try:
-            _check_classes(graph, module)
+            graph = _with_classes(graph, module)
             return _compared(graph, module, batch)
         except KeyboardInterrupt:
             raise
@@ -70,17 +71,22 @@ def reused_graph(
             return None
 
 
-def _check_classes(graph: Graph, module: nn.Module) -> None:
-    """Raise an error if a node was traced in a module of another class."""
+def _with_classes(graph: Graph, module: nn.Module) -> Graph:
+    """Return the graph with the qualified classes of the modules; raise an error if a node was
+    traced in a module of another class.
+    """
     namer = Namer(module)
     if namer.model != graph.model:
         raise DifferentError(f"the model is {namer.model}")
+    nodes: list[Node] = []
     for node in graph.nodes:
-        if not node.classes:
-            continue
-        classes = namer.classes(node.scope)
-        if classes != node.classes:
+        classes = node.classes
+        if classes:
+            classes = namer.classes(node.scope)
+        if tuple(map(short_class, classes)) != node.classes:
             raise DifferentError(f"{node.name} is in another module")
+        nodes.append(replace(node, classes=classes))
+    return graph.replaced(nodes=tuple(nodes))
 
 
 def _compared(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
