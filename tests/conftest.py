@@ -5,7 +5,6 @@ only in their values.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -56,16 +55,6 @@ def _any_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
-@pytest.fixture(autouse=True)
-def _own_traces(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """No test finds a trace that another one, or the user, has left."""
-    monkeypatch.setenv(
-        "XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(_numbers)}")
-    )
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _no_power_failure() -> Iterator[None]:
     """Files are not flushed to the disk one by one: no test looks after a loss of power."""
@@ -87,9 +76,6 @@ def _shared_traces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace, "_export", SharedTraces(trace._export))
         yield
-
-
-_numbers = itertools.count()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from quantizer.plan.resolve import resolve
 from quantizer.results.calibrated import (
     Calibrated,
     example_batch,
+    recalled,
     reopened,
     stored_config,
     traced,
@@ -96,7 +97,7 @@ def calibrate(
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
     watching, batches = events or follower(), _batches(model, data, seed=seed, **cut)
     request = CalibrationRequest(
-        target=TracedTarget(_traced(model, batches, compared=True)[0]),
+        target=TracedTarget(_traced(model, batches)),
         config=rules,
         batches=batches,
         events=Forked(*filter(None, (watching, checkpoints))),
@@ -162,8 +163,9 @@ def load(
         batches = _example_batches(info)
     else:
         batches = _batches(model, data, seed=info.header["seed"])
-    original, batch = _traced(model, batches)
+    batch = _first_batch(model, batches)
     with evaluating(model), without_cache(model):
+        original = recalled(model, batch, info)
         calibrated = reopened(model, batch, original, info)
     rules = stored_config(info)
     plan = check_plan(info, rules, resolve(rules, calibrated.graph, original))
@@ -198,21 +200,16 @@ def _example_batches(info: QuantInfo) -> Batches:
     return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
-def _traced(
-    model: nn.Module, batches: Batches, *, compared: bool = False
-) -> tuple[Graph, Batch]:
-    """Return the model's graph, and the batch that it was traced on.
+def _traced(model: nn.Module, batches: Batches) -> Graph:
+    """Return the graph of a model whose weights are finite, compared with the model."""
+    check_finite(model)
+    batch = _first_batch(model, batches)
+    with evaluating(model), without_cache(model):
+        return traced(model, batch, compared=True)
 
-    Args:
-        model: to trace.
-        batches: of data.
-        compared: whether to check that weights are finite, and to compare graph and model.
-    """
-    if compared:
-        check_finite(model)
+
+def _first_batch(model: nn.Module, batches: Batches) -> Batch:
+    """Return the first batch on the device of the model."""
     batch = batches.first()
     parameter = next(model.parameters(), None)
-    if parameter is not None:
-        batch = batch.to(parameter.device)
-    with evaluating(model), without_cache(model):
-        return traced(model, batch, compared=compared), batch
+    return batch if parameter is None else batch.to(parameter.device)

@@ -276,8 +276,10 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
     batches = session.open_data(options, loaded)
     if batches.stands_in:
         raise session.missing_data()
-    original = session.trace_model(options, loaded, batches)
-    if reported is not None:
+    if reported is None:
+        original = session.trace_model(options, loaded, batches)
+    else:
+        original = session.recall_graph(options, loaded, batches, reported)
         check_model(reported, original)
         if not read.config.algorithms:
             refused = absorption.refused(reported.solution.absorption)

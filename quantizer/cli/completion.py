@@ -1,6 +1,4 @@
-"""What shells offer for options that are names of layers. Imports no torch, as people wait for
-it.
-"""
+"""Layer names that shells offer. This imports no torch, as people wait for the shell."""
 
 import contextlib
 import json
@@ -8,28 +6,41 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.trace_cache import known_layers
 from quantizer.errors import ResultError
 from quantizer.storage.opened_files import SetKind, open_files
 
-_PLAN = SetKind("plan.json", changed="", missing="", again="")
-"""The file with the names of layers; what a shell offers needs no more of a calibration."""
+_PLAN = SetKind(
+    "plan.json",
+    changed="",
+    missing="",
+    again="",
+)
+"""The file with the names of layers; a shell needs no other file of a calibration."""
+_DAMAGE = (
+    AttributeError,
+    KeyError,
+    OSError,
+    ResultError,
+    TypeError,
+    ValueError,
+)
 
 
-def layers_of_model(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Layers of `--model`, once a command has traced it; without one, of the model traced last
-    in this folder.
+def layers_of_results(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the module paths of layers in the result folder, if there is one.
+
+    The folder is the one on the command line, else quantize_result in the working directory.
     """
-    return [
-        name for name in known_layers(ctx.params.get("model")) if name.startswith(incomplete)
-    ]
-
-
-def layers_of_results(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Layers in the result folder, if there is one."""
-    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError, ResultError):
-        folder = Path(ctx.params.get("folder") or "quantize_result")
-        opened = open_files(folder, _PLAN, lambda index: {})
-        paths = json.loads(opened[_PLAN.index].content())["paths"]
-        return [path for path in paths.values() if path.startswith(incomplete)]
-    return []
+    folder = Path("quantize_result")
+    for name in ("output_dir", "folder"):
+        if context.params.get(name):
+            folder = Path(context.params[name])
+    layers: list[str] = []
+    with contextlib.suppress(*_DAMAGE):
+        opened = open_files(folder, _PLAN, lambda _: {})
+        content = opened[_PLAN.index].content()
+        plan = json.loads(content)
+        for path in plan["paths"].values():
+            if path.startswith(incomplete) and path not in layers:
+                layers.append(path)
+    return layers

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from quantizer.cli.options import MODEL, TABLE, Options, command, option, takes
+from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.render import say
 from quantizer.cli.typed import refuse_typed
@@ -17,7 +17,7 @@ from quantizer.config.wording import quoted
 from quantizer.errors import GateError, UsageError
 from quantizer.printable import json_text
 
-_OF_MODELS = ("no_cache", *MODEL)
+_OF_MODELS = tuple(name for name in LOOK if name not in ("config_file", "output", "json"))
 """The options about a model."""
 
 

@@ -11,7 +11,6 @@ from quantizer.cli.table_view import view_of
 from quantizer.cli.traced_model import traced_model
 from quantizer.errors import UsageError
 from quantizer.graph.module_names import path_names
-from quantizer.graph.passes import needs_values
 from quantizer.printable import json_text
 from quantizer.report.difference import (
     Difference,
@@ -42,8 +41,7 @@ def of_configs(first: str, second: str, options: Options) -> Difference:
     """
     reads = [session.read_config_file(place) for place in (first, second)]
     with session.notes_on_stderr(True):
-        values = any(needs_values(read.config.settings) for read in reads)
-        original = traced_model(options, values=values).graph
+        original = traced_model(options).graph
     plans = [session.resolved_plan(read, original, quiet=True) for read in reads]
     paths: dict[str, str] = {}
     for plan in plans:

@@ -5,7 +5,7 @@ import re
 
 import click
 
-from quantizer.cli.completion import layers_of_model
+from quantizer.cli.completion import layers_of_results
 from quantizer.cli.options import LOOK, Options, command, takes
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.pages import (
@@ -31,7 +31,7 @@ def _completed(
 ) -> list[str]:
     """Return completions for a shell: layers with --model, otherwise codes and keys."""
     if ctx.params.get("model"):
-        return layers_of_model(ctx, parameter, incomplete)
+        return layers_of_results(ctx, parameter, incomplete)
     return [word for word in _words() if word.startswith(incomplete)]
 
 
@@ -41,7 +41,7 @@ def _words() -> list[str]:
 
 @command()
 @click.argument("name", metavar="[CODE|KEY|LAYER]", required=False, shell_complete=_completed)
-@takes("no_cache", *LOOK)
+@takes(*LOOK)
 def explain(name: str | None, options: Options) -> int | None:
     """Explain a code such as QZ301, a config key such as round_mode, or with --model the
     settings of one layer.
@@ -61,7 +61,7 @@ def explain(name: str | None, options: Options) -> int | None:
         layers = importlib.import_module("quantizer.cli.explain_layer")
         code: int | None = layers.explain_layer(name, options)
         return code
-    refuse_typed(("no_cache", *LOOK), "it needs --model, which shows the settings of a layer")
+    refuse_typed(LOOK, "it needs --model, which shows the settings of a layer")
     if name.upper() in all_codes():
         page = code_page(name.upper())
     elif name.lower() in key_names():

@@ -20,7 +20,6 @@ from quantizer.config.model import QuantizationSpec, Selector
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import listed
 from quantizer.errors import UsageError
-from quantizer.graph.passes import needs_values
 from quantizer.plan.match import advice, match
 from quantizer.plan.model import Plan, TensorPlan
 from quantizer.printable import json_text
@@ -35,7 +34,7 @@ def explain_layer(name: str, options: Options) -> None:
     """
     with session.notes_on_stderr(options.json):
         read = session.read_config_file(options.config_file)
-        original = traced_model(options, values=needs_values(read.config.settings)).graph
+        original = traced_model(options).graph
     plan = session.resolved_plan(read, original, quiet=True)
     selector = Selector("name", name)
     layers = match(selector, plan.graph, original).layers

@@ -17,7 +17,7 @@ from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.passes import needs_values, run_passes
+from quantizer.graph.passes import run_passes
 from quantizer.plan.dpu_limits import NAME
 from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
 from quantizer.plan.remarks import remarks
@@ -32,7 +32,7 @@ _COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 
 
 @command()
-@takes(*TABLE, "filter", "no_cache", *LOOK)
+@takes(*TABLE, "filter", *LOOK)
 @click.option(
     "--target",
     type=click.Choice(["DPU"]),
@@ -84,8 +84,7 @@ def inspect(
         read = _for_dpu(read)
         settings = read.config.settings
     with session.notes_on_stderr(options.json):
-        values = needs_values(settings) or bool(options.file)
-        original = traced_model(options, values=values).graph
+        original = traced_model(options).graph
     if algorithms:
         _show_structure(options, read, run_passes(original, settings, device=False))
         return

@@ -16,7 +16,7 @@ from quantizer.cli.session import Outcome
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.report.files import READ, write_report
-from quantizer.results.calibrated import example_batch, stored_config, traced
+from quantizer.results.calibrated import example_batch, recalled, stored_config
 from quantizer.results.folder import ORIGINS, QuantInfo, open_written, read_info
 from quantizer.results.merge import merged_data, require_mergeable, statistics_of
 from quantizer.results.result_set import locked
@@ -71,7 +71,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
     loaded = session.open_model(options)
     batch = example_batch(infos[0].header)
     with locked(folder), runlog.run_logged(folder, options):
-        original = traced(loaded.module, batch)
+        original = recalled(loaded.module, batch, first)
         check_model(infos[0], original)
         check_owner(folder, original.model, overwrite=options.overwrite)
         batches = Batches(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantizer.cli.completion import layers_of_model
+from quantizer.cli.completion import layers_of_results
 from quantizer.cli.places import PathType
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config.dpu_accuracy import LEVELS
@@ -298,12 +298,7 @@ class Options:
         "Show only some layers: a pattern, a module path or a name.",
         metavar="GLOB",
         group="Output",
-        shell_complete=layers_of_model,
-    )
-    no_cache: bool = option(
-        "Trace the model again, even if a trace of it is cached.",
-        default=False,
-        group="Debugging",
+        shell_complete=layers_of_results,
     )
     output: str | None = _file("Write the result to FILE.", "-o", group="Output")
     json: bool = option("Print the result as JSON.", default=False, group="Output")
@@ -339,11 +334,7 @@ class Options:
         return self.output if self.output != "-" else None
 
 
-RUN = tuple(
-    entry.name
-    for entry in fields(Options)
-    if entry.name not in ("filter", "no_cache", "output")
-)
+RUN = tuple(entry.name for entry in fields(Options) if entry.name not in ("filter", "output"))
 """The options of a run."""
 MODEL = (
     "model",

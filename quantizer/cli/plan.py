@@ -17,7 +17,6 @@ from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
 from quantizer.graph.output_parts import output_parts
-from quantizer.graph.passes import needs_values
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
@@ -38,7 +37,6 @@ _MB = 1e6
     "fast_finetune",
     "dpu_accuracy",
     "memory",
-    "no_cache",
     *LOOK,
     for_="Check that --deploy TARGET can express the plan. May be repeated.",
 )
@@ -57,7 +55,7 @@ def plan(options: Options) -> None:
         read, finetuned = session.config_as_asked(
             options.config_file, options.dpu_accuracy, options.fast_finetune
         )
-        traced = traced_model(options, values=needs_values(read.config.settings), tested=True)
+        traced = traced_model(options, tested=True)
     original = traced.graph
     planned = session.resolved_plan(read, original)
     session.named_structures(read, planned.graph)

@@ -29,7 +29,8 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
 from quantizer.printable import json_text, one_line
-from quantizer.results.calibrated import traced
+from quantizer.results.calibrated import recalled, traced
+from quantizer.results.folder import OpenedResults
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, TEXTS, Batches, find_files, load_batches
 from quantizer.sources.models import LoadedModel, load_model
@@ -236,6 +237,16 @@ def trace_model(
     # torch.export imports it.
     with process_memory.importing("torch._dynamo"):
         return traced(loaded.module, first, compared=compared)
+
+
+def recall_graph(
+    options: Options, loaded: LoadedModel, batches: Batches, info: OpenedResults
+) -> Graph:
+    """Return the graph of a model that was calibrated; it is traced again only if it is not the
+    stored one.
+    """
+    first = batches.first().to(device_of(options))
+    return recalled(loaded.module, first, info)
 
 
 def resolved_plan(

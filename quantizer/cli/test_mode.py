@@ -76,7 +76,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     seq_len = window_length(info.header["inputs"])
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with report_place(info, options, ranks) as (place, noted):
-        original = session.trace_model(options, loaded, batches)
+        original = session.recall_graph(options, loaded, batches, info)
         require_known_parts(gates, output_parts(original))
         noted["data"] = batches.filled and batches.filled.to_json()
         if not ranks.is_alone:

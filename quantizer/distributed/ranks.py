@@ -31,16 +31,16 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes and prints."""
+        """Return whether this process is the one that writes and prints."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no others."""
+        """Return whether there are no other processes."""
         return self.world_size == 1
 
     def owns(self, number: int) -> bool:
-        """Whether batch `number` of a pass is this rank's.
+        """Return whether batch `number` of a pass is this rank's.
 
         >>> Ranks().owns(3)
         True
@@ -48,7 +48,7 @@ class Ranks:
         return number % self.world_size == self.rank
 
     def check(self) -> None:
-        """Look after the others, between two units of work.
+        """Raise an error if another rank has failed; called between two units of work.
 
         Raises:
             RankError: one is lost.
@@ -56,7 +56,7 @@ class Ranks:
         """
 
     def gather(self, value: T, place: str) -> list[T]:
-        """What each rank gave, in the order of ranks, on all of them.
+        """Return the values of all ranks, in the order of ranks, on each of them.
 
         Raises:
             RankError: a rank is lost, or at another place.
@@ -64,7 +64,7 @@ class Ranks:
         return [value]
 
     def broadcast(self, value: T, place: str, source: int = 0) -> T:
-        """What rank `source` gave; what the others gave does not count.
+        """Return the value of rank `source` on all ranks; other values are ignored.
 
         Raises:
             RankError: a rank is lost, or at another place.
@@ -72,8 +72,8 @@ class Ranks:
         return value
 
     def sum(self, tensor: Tensor, place: str, to: int | None = None) -> Tensor:
-        """The sum over ranks, on all of them, or at rank `to` alone, while the others get a
-        tensor without values.
+        """Return the sum over ranks on all of them, or on rank `to` alone, while the others
+        get a tensor without values.
 
         Added up in float64 in the order of ranks and rounded once to the tensor's dtype, so
         that the same number of ranks gives the same bits; NaN stays NaN.
@@ -84,13 +84,20 @@ class Ranks:
         return tensor
 
     def by_cost(self, costs: Sequence[float]) -> list[int]:
-        """The rank that does each piece of work: the dearest first, each to whoever has least
-        to do so far.
+        """Return the rank that does each piece of work.
+
+        The most expensive pieces are shared out first, each to the rank with the least work.
         """
-        load, owners = [0.0] * self.world_size, [0] * len(costs)
-        for piece in sorted(range(len(costs)), key=lambda at: -costs[at]):
-            owners[piece] = min(range(self.world_size), key=load.__getitem__)
-            load[owners[piece]] += costs[piece]
+        load = [0.0] * self.world_size
+        owners = [0] * len(costs)
+        pieces = sorted(
+            range(len(costs)),
+            key=lambda piece: -costs[piece],
+        )
+        for piece in pieces:
+            owner = min(range(self.world_size), key=load.__getitem__)
+            owners[piece] = owner
+            load[owner] += costs[piece]
         return owners
 
 
@@ -99,14 +106,12 @@ ALONE = Ranks()
 
 
 def in_turn(lists: Iterable[Iterable[T]]) -> list[T]:
-    """The batches of all ranks in the order of their numbers, given those of each rank.
+    """Return the batches of all ranks in the order of their numbers, given those of each rank.
 
     >>> in_turn([["0", "3", "6"], ["1", "4"], ["2", "5"]])
     ['0', '1', '2', '3', '4', '5', '6']
     """
-    return [
-        each
-        for row in zip_longest(*lists, fillvalue=_NONE)
-        for each in row
-        if each is not _NONE
-    ]
+    batches: list[T] = []
+    for row in zip_longest(*lists, fillvalue=_NONE):
+        batches += [batch for batch in row if batch is not _NONE]
+    return batches

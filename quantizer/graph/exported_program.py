@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
 from quantizer.graph import targets
@@ -26,7 +25,6 @@ from quantizer.graph.lengths import (
 )
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
-from quantizer.graph.output_names import leaf_names, plain_output
 from quantizer.graph.program_nodes import (
     MARK,
     STUB_OPERATORS,
@@ -34,6 +32,7 @@ from quantizer.graph.program_nodes import (
     takes_whole_length,
     writes_all,
 )
+from quantizer.graph.stored import as_floats, module_tensor, with_output
 
 
 @dataclass
@@ -70,6 +69,7 @@ class Converter:
         module: nn.Module,
     ) -> None:
         self.program = program
+        self.module = module
         self.namer = Namer(module)
         self.nodes: list[Node] = []
         self.values: dict[fx.Node, Any] = {}
@@ -122,22 +122,28 @@ class Converter:
         out_spec = self.program.call_spec.out_spec
         assert out_spec is not None  # torch.export always fills it
 
-        def rebuild(output: Any) -> Any:
-            leaves = pytree.tree_leaves(output, is_leaf=lambda item: item is None)
-            return pytree.tree_unflatten(leaves, out_spec)
-
-        returned = pytree.tree_unflatten(leaves, out_spec)
-        output = plain_output(returned)
-        return Graph(
+        graph = Graph(
             self.namer.model,
-            _alive(self.nodes, output),
-            output,
+            tuple(self.nodes),
+            leaves,
             self.tensors,
             input_paths,
             tuple(open_lengths(self.program).values()),
-            rebuild=rebuild,
-            output_names=leaf_names(returned),
+            constants=self._constants(),
         )
+        graph = with_output(graph, leaves, out_spec)
+        return graph.replaced(nodes=_alive(self.nodes, graph.output))
+
+    def _constants(self) -> tuple[str, ...]:
+        """Return the paths of tensors that only the code of the module holds."""
+        paths: list[str] = []
+        for path, tensor in self.tensors.items():
+            known = module_tensor(self.module, path)
+            if known is not None and known.is_complex() and not tensor.is_complex():
+                known = as_floats(known)
+            if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
+                paths.append(path)
+        return tuple(paths)
 
     def _placeholder(
         self,
@@ -201,7 +207,7 @@ class Converter:
         tensor = self.tensors[path]
         is_complex = tensor.is_complex()
         if is_complex:  # files contain floats only
-            tensor = torch.view_as_real(tensor.resolve_conj()).contiguous()
+            tensor = as_floats(tensor)
             self.tensors[path] = tensor
         op = "parameter" if path in self.learned and not is_complex else "constant"
         params = {"weight": path}

@@ -182,6 +182,7 @@ class Graph:
         deviations: the passes that have changed what the graph computes.
         rebuild: makes the model's own output type from the plain structure.
         output_names: of the output's leaves, in order.
+        constants: the paths of tensors that only the code of the model holds.
     """
 
     model: str
@@ -199,6 +200,7 @@ class Graph:
         compare=False,
     )
     output_names: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Node]:

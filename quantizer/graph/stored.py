@@ -1,156 +1,323 @@
-"""A traced graph as JSON and back, without the values of its tensors: those of a graph that is
-read are NaN or 0.
+"""A traced graph as JSON and back.
 
-A constant that holds a far value (`far_values`) is full of it, as plans depend on that.
+The JSON describes tensors by shape and dtype. Their values come from the module and, for
+constants of its code, from another file.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from quantizer.graph.far_values import far_value
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.lengths import Length
-from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.graph.output_names import leaf_names, plain_output
 
-_NAMED = (torch.dtype, torch.layout, torch.memory_format)
+_NAMED_IN_TORCH = (
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """The shape and the dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has this shape and this dtype."""
+        return tensor.shape == self.shape and tensor.dtype == self.dtype
+
+
+@dataclass(frozen=True)
+class StoredGraph:
+    """A graph as it lies in a file.
+
+    Attributes:
+        graph: the graph without tensors; its output is the list of the leaves.
+        tensors: the kind of each tensor of the graph, by path.
+        device: where the tensors were when the model was traced.
+    """
+
+    graph: Graph
+    tensors: Mapping[str, TensorKind]
+    device: torch.device
+
+    def bound(self, module: nn.Module, constants: Mapping[str, Tensor]) -> Graph | None:
+        """Return the graph with the tensors of a module and these constants.
+
+        Returns None if a tensor is missing or has another shape or dtype.
+        """
+        tensors: dict[str, Tensor] = {}
+        for path, kind in self.tensors.items():
+            tensor = constants.get(path)
+            if path not in self.graph.constants:
+                tensor = module_tensor(module, path)
+            if tensor is None:
+                return None
+            if tensor.is_complex() and not kind.dtype.is_complex:
+                tensor = as_floats(tensor)
+            if not kind.fits(tensor):
+                return None
+            tensors[path] = tensor.detach()
+        graph = self.graph.replaced(tensors=tensors)
+        if graph.device == self.device:
+            return graph
+        return _moved(graph, graph.device)
+
+
+def _moved(graph: Graph, device: torch.device) -> Graph:
+    """Return the graph with `device` in place of the devices that its nodes name."""
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        attrs = dict(node.attrs)
+        for name, value in node.attrs.items():
+            if isinstance(value, torch.device):
+                attrs[name] = device
+        nodes.append(replace(node, attrs=attrs))
+    return graph.replaced(nodes=tuple(nodes))
+
+
+def module_tensor(module: nn.Module, path: str) -> Tensor | None:
+    """Return the parameter, buffer or other tensor that a module holds at a path; None if
+    there is none.
+    """
+    scope, _, name = path.rpartition(".")
+    try:
+        part = module.get_submodule(scope)
+        value = getattr(part, name)
+    except AttributeError:
+        return None
+    return value if isinstance(value, Tensor) else None
+
+
+def as_floats(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of floats, the last axis of the result."""
+    resolved = tensor.resolve_conj()
+    return torch.view_as_real(resolved).contiguous()
+
+
+def with_output(graph: Graph, leaves: list[Any], structure: Any) -> Graph:
+    """Return the graph with an output of these leaves in a structure of torch's pytree."""
+
+    def rebuild(output: Any) -> Any:
+        """Return the plain output in the model's own type."""
+        return pytree.tree_unflatten(_leaves(output), structure)
+
+    returned = pytree.tree_unflatten(leaves, structure)
+    return graph.replaced(
+        output=plain_output(returned),
+        output_names=leaf_names(returned),
+        rebuild=rebuild,
+    )
+
+
+def _leaves(output: Any) -> list[Any]:
+    return pytree.tree_leaves(output, is_leaf=lambda item: item is None)
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
-    """The graph as it came from a trace.
+    """Return the graph as it came from a trace, as values of JSON.
+
+    The order of keys is that of arguments and counts.
 
     Raises:
-        TypeError: a constant has no form in JSON.
+        TypeError: a value has no form in JSON.
     """
-    constants = {
-        node.params["weight"] for node in graph.nodes if node.op in ("constant", "parameter")
-    }
+    tensors: dict[str, Any] = {}
+    for path, tensor in graph.tensors.items():
+        tensors[path] = {
+            "shape": list(tensor.shape),
+            "dtype": _name_in_torch(tensor.dtype),
+        }
+    leaves = _leaves(graph.output)
     return {
         "model": graph.model,
-        "nodes": [_node(node) for node in graph.nodes],
-        "output": _plain(graph.output),
-        "tensors": {
-            path: _described(tensor, path in constants)
-            for path, tensor in graph.tensors.items()
-        },
-        "input_paths": _plain(graph.input_paths),
+        "device": str(graph.device),
+        "inputs": [list(path) for path in graph.input_paths],
         "lengths": [asdict(length) for length in graph.lengths],
-        "output_names": list(graph.output_names),
+        "nodes": [_node_to_json(node) for node in graph.nodes],
+        "output": [_to_json(leaf) for leaf in leaves],
+        "tensors": tensors,
+        "constants": list(graph.constants),
     }
 
 
-def graph_from_json(value: Mapping[str, Any]) -> Graph:
-    """The graph that `graph_to_json` described; tensors that were read from files when needed
-    still say so.
+def graph_from_json(value: Mapping[str, Any]) -> StoredGraph:
+    """Return the graph that `graph_to_json` described.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it described none.
+        ValueError, KeyError, TypeError, AttributeError, RuntimeError: it described none.
     """
-    nodes = tuple(
-        Node(**{name: _read(item) for name, item in node.items()}) for node in value["nodes"]
-    )
-    tensors = {path: _blank(*facts) for path, facts in value["tensors"].items()}
-    lengths = tuple(_length(**length) for length in value["lengths"])
-    paths, names = _read(value["input_paths"]), tuple(value["output_names"])
-    return Graph(
+    tensors: dict[str, TensorKind] = {}
+    for path, kind in value["tensors"].items():
+        shape = tuple(kind["shape"])
+        tensors[path] = TensorKind(shape, _dtype(kind["dtype"]))
+    graph = Graph(
         value["model"],
-        nodes,
-        _read(value["output"]),
-        tensors,
-        paths,
-        lengths,
-        output_names=names,
+        tuple(map(_node_from_json, value["nodes"])),
+        output=list(map(_from_json, value["output"])),
+        tensors={},
+        input_paths=tuple(map(tuple, value["inputs"])),
+        lengths=tuple(map(_length_from_json, value["lengths"])),
+        constants=tuple(value["constants"]),
     )
+    device = torch.device(value["device"])
+    return StoredGraph(graph, tensors, device)
 
 
-def _node(node: Node) -> dict[str, Any]:
-    """Its fields, but for those that are left at their defaults."""
+def short_class(name: str) -> str:
+    """Return the name of a class without its module."""
+    return name.rpartition(".")[2]
+
+
+def _node_to_json(node: Node) -> dict[str, Any]:
+    shape = None if node.shape is None else list(node.shape)
+    dtype = None if node.dtype is None else _name_in_torch(node.dtype)
     return {
-        name: _plain(value)
-        for name, value in vars(node).items()
-        if value != _DEFAULTS.get(name)
+        "name": node.name,
+        "op": node.op,
+        "target": node.target,
+        "inputs": _items(node.inputs),
+        "attrs": _items(node.attrs),
+        "params": dict(node.params),
+        "scope": node.scope,
+        # Modules of the user's files may get other names in another process
+        "classes": [short_class(name) for name in node.classes],
+        "shape": shape,
+        "dtype": dtype,
+        "open_axes": list(node.open_axes),
     }
 
 
-_DEFAULTS = {each.name: each.default for each in fields(Node)}
+def _node_from_json(value: Mapping[str, Any]) -> Node:
+    shape = value["shape"]
+    dtype = value["dtype"]
+    if shape is not None:
+        shape = tuple(shape)
+    if dtype is not None:
+        dtype = _dtype(dtype)
+    return Node(
+        value["name"],
+        value["op"],
+        value["target"],
+        inputs=_values(value["inputs"]),
+        attrs=_values(value["attrs"]),
+        params=value["params"],
+        scope=value["scope"],
+        classes=tuple(value["classes"]),
+        shape=shape,
+        dtype=dtype,
+        open_axes=tuple(value["open_axes"]),
+    )
 
 
-def _described(tensor: Tensor, is_constant: bool) -> list[Any]:
-    """Shape, dtype, whether it is deferred, and what far value a constant holds."""
-    is_deferred = isinstance(tensor, DeferredTensor)
-    is_read = is_constant and tensor.is_floating_point() and not is_deferred
-    far = far_value(tensor) if is_read else None
-    return [
-        list(tensor.shape),
-        str(tensor.dtype).removeprefix("torch."),
-        is_deferred,
-        _plain(far),
-    ]
+def _length_from_json(value: Mapping[str, Any]) -> Length:
+    axes: list[tuple[int, int]] = []
+    for index, axis in value["axes"]:
+        axes.append((index, axis))
+    return replace(Length(**value), axes=tuple(axes))
 
 
-def _blank(shape: list[int], dtype: str, is_deferred: bool, far: Any) -> Tensor:
-    kind, value = _torch(dtype), _read(far)
-    if value is None:
-        value = math.nan if kind.is_floating_point else 0
-    # A tensor on the meta device would take no memory either, but half a second for what torch
-    # imports to compute it.
-    blank = torch.full((), value, dtype=kind).expand(shape)
-    return DeferredTensor(shape, kind, lambda: blank) if is_deferred else blank
+def _items(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    items: dict[str, Any] = {}
+    for name, value in mapping.items():
+        items[name] = _to_json(value)
+    return items
 
 
-def _length(axes: list[list[int]], **others: Any) -> Length:
-    return Length(axes=tuple((index, axis) for index, axis in axes), **others)
+def _values(items: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, item in items.items():
+        values[name] = _from_json(item)
+    return values
 
 
-def _plain(value: Any) -> Any:
-    """A nested constant in JSON: what JSON lacks is an object with one key, which says what it
-    is.
+def _to_json(value: Any) -> Any:
+    """Return a nested constant in JSON.
+
+    What JSON lacks becomes an object with one key, the kind.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": str(value)}
+        if math.isfinite(value):
+            return value
+        return {"float": str(value)}
+    if isinstance(value, complex):
+        return {"complex": str(value)}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return list(map(_to_json, value))
     if isinstance(value, tuple):
-        return {"tuple": [_plain(item) for item in value]}
-    if isinstance(value, Mapping):
-        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
+        return {"tuple": list(map(_to_json, value))}
     if isinstance(value, Ref):
         return {"ref": value.name}
-    if isinstance(value, _NAMED):
-        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, _NAMED_IN_TORCH):
+        return {"torch": _name_in_torch(value)}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
-def _read(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
+    """Return the constant that `_to_json` described.
+
+    Raises:
+        ValueError, KeyError, TypeError, RuntimeError: it described none.
+    """
     if isinstance(value, list):
-        return [_read(item) for item in value]
+        return list(map(_from_json, value))
     if not isinstance(value, dict):
         return value
     [(kind, content)] = value.items()
     return _KINDS[kind](content)
 
 
-def _torch(name: str) -> Any:
-    """A dtype, a layout or a memory format by its name."""
-    found = getattr(torch, name)
-    if not isinstance(found, _NAMED):
-        raise ValueError(name)
-    return found
+def _name_in_torch(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _from_torch(name: str) -> Any:
+    """Return the dtype, layout or memory format of a name.
+
+    Raises:
+        ValueError: torch has none of this name.
+    """
+    value = getattr(torch, name, None)
+    if not isinstance(value, _NAMED_IN_TORCH):
+        raise ValueError(f"{name!r} is not a dtype, layout or memory format")
+    return value
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = _from_torch(name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype")
+    return dtype
+
+
+def _reference(name: Any) -> Ref:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is not the name of a node")
+    return Ref(name)
+
+
+def _tuple_of(items: list[Any]) -> tuple[Any, ...]:
+    return tuple(map(_from_json, items))
 
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "float": float,
-    "tuple": lambda items: tuple(map(_read, items)),
-    "dict": lambda items: {_read(key): _read(item) for key, item in items},
-    "ref": Ref,
-    "torch": _torch,
+    "complex": complex,
+    "tuple": _tuple_of,
+    "ref": _reference,
+    "torch": _from_torch,
     "device": torch.device,
 }

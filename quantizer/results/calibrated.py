@@ -37,6 +37,8 @@ from quantizer.graph.passes import for_device, run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.results.folder import RESOLVED, OpenedResults, QuantInfo
+from quantizer.results.graph_file import read_graph
+from quantizer.results.reused_graph import reused_graph
 from quantizer.results.same_calibration import check_model
 from quantizer.sources.batches import Batch
 from quantizer.sources.models import materialize, try_first_batch
@@ -139,6 +141,24 @@ def traced(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
     if compared:
         compare_with_model(module, graph, batch)
     return graph
+
+
+def recalled(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:
+    """Return the graph of a calibrated model: the stored one, where the module still computes
+    it on this batch, else that of a new trace.
+
+    Raises:
+        ModelError: the model cannot be traced.
+        DataError: the model cannot run on the batch.
+        ResultError: the stored graph is damaged.
+    """
+    stored = read_graph(info)
+    if stored is not None:
+        materialize(module, batch)
+        graph = reused_graph(*stored, module, batch)
+        if graph is not None:
+            return graph
+    return traced(module, batch)
 
 
 def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) -> Calibrated:

@@ -32,9 +32,11 @@ from quantizer.storage.opened_files import (
     open_files,
 )
 
-FORMAT = 6  # 5: histograms of samples have weights; 6: joins are decided by calibration
+FORMAT = 7  # 6: joins are decided by calibration; 7: the folder holds its graph
 STATISTICS = "statistics.safetensors"
 ALGORITHMS = "algorithms.json"
+GRAPH, CONSTANTS = GRAPH_FILES = ("graph.json", "graph.safetensors")
+"""The traced graph, and the constants of the model's code that it reads."""
 PLAN, RESOLVED = ORIGINS = ("plan.json", "config.resolved.json")
 """Where decisions come from. quant_info.json does not name it: calibrations that decide the
 same may differ in it.
@@ -75,22 +77,22 @@ class OpenedResults:
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """Return where it lies."""
         return self.files.folder
 
     @property
     def path(self) -> Path:
-        """The path of quant_info.json."""
+        """Return the path of quant_info.json."""
         return self.folder / INFO
 
     @cached_property
     def network(self) -> str:
-        """The sha256 of quant_info.json, which calibrations of one network have in common."""
+        """Return the sha256 of quant_info.json, which equal calibrations have in common."""
         return self.files[INFO].digest()
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        """The content of plan.json.
+        """Return the content of plan.json.
 
         Raises:
             ResultError: it is damaged.
@@ -100,8 +102,9 @@ class OpenedResults:
 
     @cached_property
     def commands(self) -> dict[str, list[str]]:
-        """The commands that made these results, as words by mode; none where run.json is
-        damaged or of others.
+        """Return the commands that made these results, as words by mode.
+
+        There are none where run.json is damaged or of others.
         """
         if RUN_FILE not in self.files:
             return {}
@@ -160,7 +163,7 @@ class QuantInfo(OpenedResults):
 
     @property
     def settings(self) -> Settings:
-        """The global settings calibration ran with."""
+        """Return the global settings calibration ran with."""
         known = {f.name for f in fields(Settings)} - {"places"}
         return Settings(
             **{key: value for key, value in self.header["settings"].items() if key in known}
@@ -240,7 +243,7 @@ def open_written(folder: Path, names: Collection[str]) -> OpenedResults:
 
 
 def _listed(index: OpenFile) -> dict[str, str]:
-    """The sha256 of each file of a calibration, as checksums.json has it."""
+    """Return the sha256 of each file of a calibration, as checksums.json has it."""
     content = read_json(index)
     listed = content.get("files") if isinstance(content, dict) else None
     if not isinstance(listed, dict) or INFO not in listed:
@@ -254,8 +257,8 @@ def _listed(index: OpenFile) -> dict[str, str]:
 
 
 def _checked_info(files: OpenedFiles) -> dict[str, Any]:
-    """The content of quant_info.json, if calibration can have written it together with the
-    other files.
+    """Return the content of quant_info.json, if calibration can have written it together with
+    the other files.
     """
     file = files[INFO]
     content: Any = read_json(file)

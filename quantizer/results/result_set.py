@@ -30,9 +30,9 @@ OWNER = 100
 EXPORT = "export"
 """The only folder inside a result folder that is written to."""
 OURS = re.compile(
-    r"(weights|bias_corr|qparams|rescaled|statistics|model)"
+    r"(weights|bias_corr|qparams|rescaled|statistics|model|graph)"
     r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
-    r"|(quant_info|checksums|plan|config\.resolved|algorithms|quantizer)\.json"
+    r"|(quant_info|checksums|plan|config\.resolved|algorithms|quantizer|graph)\.json"
     r"|(report|analysis|exact|export/verify)\.json|report\.html|layers\.csv"
 )
 """Names of files in a set that replaces another, or that go with one; code of a network has its
@@ -49,8 +49,10 @@ class ReadOnlyError(ResultError):
 
 @contextmanager
 def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
-    """A folder to write files to that replace those of their names in `folder`, all of them or
-    none; those of the names `gone` are removed with that.
+    """Yield a folder to write files to.
+
+    At the end they replace those of their names in `folder`, all of them or none, and those of
+    the names `gone` are removed.
 
     Raises:
         ResultError: something cannot be written; then all is as it was.
@@ -151,9 +153,13 @@ def _refuse_links(folder: Path) -> None:
     Raises:
         ResultError: naming the first.
     """
-    inner = [folder / EXPORT, *_folders_in(folder / EXPORT)]
-    places = [folder, *(place for place in inner if place.is_dir() and not place.is_symlink())]
-    links = [path for place in places for path in place.iterdir() if path.is_symlink()]
+    places = [folder]
+    for place in (folder / EXPORT, *_folders_in(folder / EXPORT)):
+        if place.is_dir() and not place.is_symlink():
+            places.append(place)
+    links: list[Path] = []
+    for place in places:
+        links += [path for path in place.iterdir() if path.is_symlink()]
     if links:
         raise ResultError(
             f"{min(links)} is a link, and would be written through", help="remove the link"
@@ -161,7 +167,7 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _folders_in(folder: Path) -> Iterator[Path]:
-    """All folders below this one; links to folders are not followed."""
+    """Yield all folders below this one; links to folders are not followed."""
     for place, names, _ in os.walk(folder):
         yield from (Path(place, name) for name in names)
 
@@ -234,8 +240,8 @@ def locked_as_opened(opened: OpenedFiles) -> Iterator[None]:
 
 
 def _take(handle: int, folder: Path) -> None:
-    """Lock the open file, if it is still the folder's: its last owner may have removed it in
-    the meantime.
+    """Raise an error if the open file cannot be locked, or is no longer the folder's: its last
+    owner may have removed it.
     """
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         raise ResultError(
@@ -248,9 +254,9 @@ def _take(handle: int, folder: Path) -> None:
         owned = False
     if not owned:
         owner = os.pread(handle, OWNER, 0).decode(errors="replace")
-        said = f", {owner}" if owner.isprintable() and owner else ""
+        by_whom = f", {owner}" if owner.isprintable() and owner else ""
         raise ResultError(
-            f"{folder} is in use by another run{said}",
+            f"{folder} is in use by another run{by_whom}",
             help="wait for it or choose another --output_dir",
         )
     # A full disk has no room for the text, which is for people alone: the lock holds without

@@ -58,11 +58,15 @@ def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:
 def _differences(
     info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]
 ) -> Iterator[str]:
-    for name in (f.name for f in fields(Settings) if f.name != "places"):
-        mine, stored = getattr(config.settings, name), getattr(info.settings, name)
-        if mine != stored:
-            yield f"{name} is {mine!r}, calibrated with {stored!r}"
-    if [written(each.settings) for each in config.algorithms] != info.header["algorithms"]:
+    """Yield the settings and tensors that differ from those of the calibration."""
+    names = [field.name for field in fields(Settings) if field.name != "places"]
+    for name in names:
+        present = getattr(config.settings, name)
+        stored = getattr(info.settings, name)
+        if present != stored:
+            yield f"{name} is {present!r}, calibrated with {stored!r}"
+    algorithms = [written(algorithm.settings) for algorithm in config.algorithms]
+    if algorithms != info.header["algorithms"]:
         yield "its algorithms differ"
     known = info.solution.tensors
     for key in [*planned, *known]:

@@ -31,6 +31,7 @@ from quantizer.results.folder import (
     ALGORITHMS,
     CHECKSUMS,
     FORMAT,
+    GRAPH_FILES,
     ORIGINS,
     RUN_FILE,
     SEALED,
@@ -38,6 +39,7 @@ from quantizer.results.folder import (
     TESTED,
     OpenedResults,
 )
+from quantizer.results.graph_file import write_graph
 from quantizer.results.result_set import replaced_set
 from quantizer.results.result_tensors import TENSORS, header_of, tensors_of
 from quantizer.storage.files import (
@@ -116,6 +118,7 @@ def _write(
     files = {STATISTICS: write_tensors(folder / STATISTICS, calibration.state_dict())}
     for name, tensors in tensors_of(network, found).items():
         files |= write_shards(folder / name, tensors)
+    files |= write_graph(folder, original)
     files[f"{graph.model}.py"] = write_bytes(folder / f"{graph.model}.py", emit(graph).encode())
     if found.algorithms:
         files[ALGORITHMS] = write_json(folder / ALGORITHMS, found.algorithms)
@@ -183,9 +186,8 @@ def replaced_results(folder: Path) -> Iterator[Path]:
         ResultError: they cannot be written; then the other is as it was.
     """
     tensors = [name for each in TENSORS for name in left_files(folder / each)]
-    with replaced_set(
-        folder, (INFO, *tensors, STATISTICS, ALGORITHMS, *ORIGINS, *TESTED, *_generated(folder))
-    ) as new:
+    names = (INFO, *tensors, STATISTICS, ALGORITHMS, *GRAPH_FILES, *ORIGINS, *TESTED)
+    with replaced_set(folder, (*names, *_generated(folder))) as new:
         yield new
 
 

@@ -48,36 +48,36 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 @contextlib.contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of the one at `path` when all went well, and
-    is gone when not.
+    """Yield a new folder to fill. It replaces the one at `path` at the end, and is removed
+    after an error.
 
     Raises:
         OSError: the folder around it cannot be written.
     """
-    with _beside(path) as (target, made):
-        made.mkdir()
-        yield made
+    with _beside(path) as (target, new):
+        new.mkdir()
+        yield new
         if target.exists():
-            os.rename(target, made.with_name("old"))
-        os.rename(made, target)
+            os.rename(target, new.with_name("old"))
+        os.rename(new, target)
 
 
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """A place for a new file, alone in a folder; the file takes the place of `path` when all
-    went well.
+    """Yield a path for a new file, alone in a folder. The file replaces `path` at the end, and
+    is removed after an error.
 
     Raises:
         OSError: the folder around it cannot be written.
     """
-    with _beside(path) as (target, made):
-        yield made
-        os.replace(made, target)
+    with _beside(path) as (target, new):
+        yield new
+        os.replace(new, target)
 
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
-    """The place that `path` is, and one of the same name in a new folder beside it."""
+    """Yield the place that `path` is, and one of its name in a new folder beside it."""
     target = _resolved(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     named = {"prefix": f".{target.name}.", "suffix": TEMPORARY}
@@ -123,7 +123,7 @@ def _write_to_device(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Write the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -132,7 +132,7 @@ def _sync(folder: Path) -> None:
 
 
 def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

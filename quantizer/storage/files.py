@@ -67,9 +67,10 @@ def write_json(path: Path, value: Any) -> str:
     return write_bytes(path, json_parts(value))
 
 
-def json_parts(value: Any) -> Iterator[bytes]:
+def json_parts(value: Any, *, sort_keys: bool = True) -> Iterator[bytes]:
     """The text part by part: a list of its words takes twenty times as much memory."""
-    words = json.JSONEncoder(indent=2, sort_keys=True, ensure_ascii=False).iterencode(value)
+    encoder = json.JSONEncoder(indent=2, sort_keys=sort_keys, ensure_ascii=False)
+    words = encoder.iterencode(value)
     while text := "".join(itertools.islice(words, CHUNK >> 6)):
         yield text.encode(
             errors="backslashreplace"

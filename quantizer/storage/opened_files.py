@@ -52,12 +52,12 @@ class OpenFile:
 
     @property
     def size(self) -> int:
-        """Its length in bytes."""
+        """Return the length in bytes."""
         return os.fstat(self.descriptor).st_size
 
     @property
     def identity(self) -> tuple[int, int]:
-        """What no other file has, as long as this one is open."""
+        """Return device and inode, which no other file has while this one is open."""
         status = os.fstat(self.descriptor)
         return status.st_dev, status.st_ino
 
@@ -130,11 +130,11 @@ class OpenedFiles:
 
     @property
     def names(self) -> list[str]:
-        """The names of all files."""
+        """Return the names of all files."""
         return sorted(self._files)
 
     def is_current(self) -> bool:
-        """Whether the folder still holds this set.
+        """Return whether the folder still holds this set.
 
         Raises:
             ResultError: what it holds cannot be told.
@@ -259,7 +259,7 @@ class _Places:
 
 @contextmanager
 def _opened_folder(folder: Path, kind: SetKind) -> Iterator[_Places]:
-    """Look at a folder, and at the replacement in it, if one is complete."""
+    """Yield an open folder, and the replacement in it if that is complete."""
     with contextlib.ExitStack() as stack:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -269,7 +269,8 @@ def _opened_folder(folder: Path, kind: SetKind) -> Iterator[_Places]:
         except OSError as error:
             raise ResultError(f"cannot read {folder}: {error.strerror or error}") from error
         stack.callback(os.close, descriptor)
-        aside, moves = None, None
+        aside = None
+        moves = None
         with contextlib.suppress(FileNotFoundError):
             aside = _opened_aside(folder, descriptor)
             stack.callback(os.close, aside)
@@ -319,7 +320,8 @@ def planned_moves(content: bytes, folder: Path) -> tuple[list[str], list[str]]:
     """
     try:
         moves = json.loads(content)
-        incoming, outgoing = moves["files"], moves["gone"]
+        incoming = moves["files"]
+        outgoing = moves["gone"]
         is_sound = all(_is_plain(name) for name in (*incoming, *outgoing))
     except (ValueError, LookupError, TypeError, RecursionError):
         is_sound = False
@@ -330,13 +332,16 @@ def planned_moves(content: bytes, folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _is_plain(name: Any) -> bool:
-    """Whether this is the name of a file in the folder, or in a folder inside it."""
+    """Return whether this is the name of a file in the folder or in a folder inside it."""
     if not isinstance(name, str) or not name.isprintable():
         return False
     parts = name.split("/")
-    return len(parts) <= 2 and all(part and part[0] != "." for part in parts)
+    if len(parts) > 2:
+        return False
+    return all(part and part[0] != "." for part in parts)
 
 
 def json_digest(value: Any) -> str:
     """Return the sha256 of a JSON value, whatever its layout in a file."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

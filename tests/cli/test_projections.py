@@ -63,10 +63,7 @@ IN_PLACE = (
 
 def said(folder: Path, *words: str) -> str:
     """What a fresh process says on standard error, as torch warns once in each."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(folder / "cache"),
-    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *words],
         env=environment,

@@ -64,6 +64,7 @@ def test_the_two_commands_of_the_readme(
         "ResNet.py",
         "checksums.json",
         "config.resolved.json",
+        "graph.json",
         "plan.json",
         "quant_info.json",
         "report.html",

@@ -22,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fuzz.edits import edit_tensors, edited, sealed
 from fuzz.search import search
 
+from quantizer.calibration import fingerprint
 from quantizer.cli.main import run_command
+from quantizer.graph.stored import graph_from_json
 
 MODEL = """
 import torch
@@ -136,11 +138,14 @@ def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, int, str
     file = draw.choice(
         sorted(path for path in copy.iterdir() if path.suffix in (".json", ".safetensors"))
     )
-    if draw.random() < 0.5:
-        file = copy / "quant_info.json"
+    often = draw.random()
+    if often < 0.7:
+        file = copy / ("quant_info.json" if often < 0.4 else "graph.json")
     if file.suffix == ".json":
         value, done = edited(json.loads(file.read_text()), draw)
         file.write_text(json.dumps(value))
+        if file.name == "graph.json" and draw.random() < 0.7:
+            agree_with_graph(copy)
     else:
         done = edit_tensors(file, draw)
     with contextlib.suppress(AttributeError, TypeError, LookupError, json.JSONDecodeError):
@@ -148,6 +153,17 @@ def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, int, str
     command = draw.choice(["test", "test", "test", "report", "retune", "merge", "diff"])
     code, said = quietly(commands(place, copy)[command])
     return f"{name}, {file.name}, {done}", code, said, command
+
+
+def agree_with_graph(folder: Path) -> None:
+    """Make quant_info.json say of its layers what an edited graph says, if that is a graph."""
+    path = folder / "quant_info.json"
+    info = json.loads(path.read_text())
+    with contextlib.suppress(Exception):
+        graph = graph_from_json(json.loads((folder / "graph.json").read_text())).graph
+        info["header"]["layers"] = fingerprint.layers(graph)
+        info["header"]["inputs"] = fingerprint.input_shapes(graph)
+        path.write_text(json.dumps(info))
 
 
 def main() -> None:

@@ -33,7 +33,6 @@ class PassRow:
             mode compares layers runs without it).
         tolerance: the largest difference of outputs, as a share of the largest output, of a
             pass that changes nothing or tails.
-        values: whether the resulting graph depends on the values of tensors.
         summary: a sentence on its `Graph.changes`, with their count and the largest amount.
     """
 
@@ -42,7 +41,6 @@ class PassRow:
     device: str | None = None
     changes: Literal["nothing", "tails", "on purpose", "device"] = "nothing"
     tolerance: float = 1e-5
-    values: bool = False
     summary: str = ""
 
 
@@ -62,7 +60,6 @@ PASSES: dict[str, PassRow] = {
     "cross_layer_equalization": PassRow(
         "equalization",
         "include_cle",
-        values=True,
         summary="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
     ),
     # Outputs differ where a value lies more than three standard deviations below its mean.
@@ -71,7 +68,6 @@ PASSES: dict[str, PassRow] = {
         "include_cle",
         changes="tails",
         tolerance=0.05,
-        values=True,
         summary="layers whose high biases the next one absorbs: {count}; most channels "
         "{amount:.0f}",
     ),
@@ -133,11 +129,6 @@ def _wanted(settings: Settings, *, device: bool = True) -> Iterator[str]:
 def for_device(settings: Settings) -> bool:
     """Return whether the settings ask for a pass that computes as a device does."""
     return any(PASSES[name].changes == "device" for name in _wanted(settings))
-
-
-def needs_values(settings: Settings) -> bool:
-    """Return whether the settings ask for a pass that depends on the values of tensors."""
-    return any(PASSES[name].values for name in _wanted(settings))
 
 
 def summary(graph: Graph) -> list[str]:

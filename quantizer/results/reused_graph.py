@@ -1,0 +1,357 @@
+"""Whether a module still computes what the graph in a result folder says. Then the graph stands
+for a new trace.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from quantizer.calibration.faithful import distance
+from quantizer.graph.exported_program import STUBS
+from quantizer.graph.ir import Graph, Node, map_refs, references
+from quantizer.graph.names import Namer
+from quantizer.graph.stored import StoredGraph, short_class, with_output
+from quantizer.graph.targets import call as call_operator
+from quantizer.graph.targets import resolve
+from quantizer.seeding import seed_everything
+from quantizer.sources.batches import Batch
+from quantizer.sources.module_state import left_alone
+
+logger = logging.getLogger(__name__)
+
+_ROUNDINGS = 8
+"""So many roundings to the output's dtype may two ways to compute it be apart."""
+_SAMPLES = 2
+"""Samples that the module and the graph are compared on, where the batch is open."""
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class DifferentError(Exception):
+    """The module computes something else than the graph, or the graph something else than it
+    says.
+    """
+
+
+def reused_graph(
+    stored: StoredGraph,
+    constants: Mapping[str, Tensor],
+    module: nn.Module,
+    batch: Batch,
+) -> Graph | None:
+    """Return the stored graph with the tensors of the module, if a trace of the module would
+    give the same; None if that is not certain.
+
+    The module has the classes that were traced, and gives the same values as the graph. Every
+    node gives what the graph says: a tensor of its dtype, whose sizes follow the batch and the
+    lengths where they are open.
+
+    Returns None for a model whose weights stay in their files, which nobody runs twice.
+    """
+    graph = stored.bound(module, constants)
+    if graph is None or graph.is_deferred:
+        return None
+    with torch.no_grad(), left_alone(module):
+        try:
+            graph = _with_classes(graph, module)
+            return _compared(graph, module, batch)
+        except KeyboardInterrupt:
+            raise
+        # Whatever a module raises, a trace of it explains better
+        except BaseException as error:  # noqa: BLE001
+            logger.debug("the stored graph is not used: %s", error)
+            return None
+
+
+def _with_classes(graph: Graph, module: nn.Module) -> Graph:
+    """Return the graph with the qualified classes of the modules; raise an error if a node was
+    traced in a module of another class.
+    """
+    namer = Namer(module)
+    if namer.model != graph.model:
+        raise DifferentError(f"the model is {namer.model}")
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        classes = node.classes
+        if classes:
+            classes = namer.classes(node.scope)
+        if tuple(map(short_class, classes)) != node.classes:
+            raise DifferentError(f"{node.name} is in another module")
+        nodes.append(replace(node, classes=classes))
+    return graph.replaced(nodes=tuple(nodes))
+
+
+def _compared(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
+    """Return the graph with the output type of the module, if both compute the same."""
+    calls = _SmallCalls(graph, batch)
+    run = _Run(graph, calls.of(_SAMPLES))
+    args, kwargs = calls.of(_SAMPLES)
+    seed_everything(0)
+    with _without_fast_paths():
+        returned = module(*args, **kwargs)
+    expected, structure = pytree.tree_flatten(returned)
+    _check_outputs(expected, run.leaves)
+    smaller = run
+    if calls.are_open:
+        smaller = _Run(graph, calls.of(_SAMPLES - 1))
+    other = run
+    if graph.lengths:
+        other = _Run(graph, calls.of_other_lengths(_SAMPLES))
+    for node in graph.nodes:
+        if node.shape is not None:
+            run.check_sizes(node, smaller, other)
+    return with_output(graph, graph.output, structure)
+
+
+def _check_outputs(expected: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """Raise an error if the graph returns something else than the module."""
+    if len(expected) != len(leaves):
+        raise DifferentError("the module returns more or less")
+    for value, leaf in zip(expected, leaves, strict=True):
+        if not _is_same(value, leaf):
+            raise DifferentError("the outputs differ")
+
+
+class _Run:
+    """One run of the operators of a graph.
+
+    The operators are those of the trace, not the layers that stand for them, which may add in
+    another order.
+
+    Attributes:
+        shapes: the shape of each node's tensor.
+        leaves: the leaves of the output.
+    """
+
+    def __init__(self, graph: Graph, call: _Call) -> None:
+        self._graph = graph
+        self._values: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        inputs: list[str] = []
+        for node in graph.nodes:
+            if node.op == "input":
+                inputs.append(node.name)
+        arguments = pytree.tree_leaves(call)
+        self._values.update(zip(inputs, arguments, strict=True))
+        unread = Counter(references(graph.output))
+        for node in graph.nodes:
+            unread.update(node.refs())
+        seed_everything(0)
+        for node in graph.nodes:
+            self._run(node)
+            for name in node.refs():
+                unread[name] -= 1
+                if unread[name] == 0:
+                    del self._values[name]
+        self.leaves: list[Any] = self._read(graph.output)
+
+    def _read(self, value: Any) -> Any:
+        """Return the nested value with what nodes gave in place of their names."""
+        return map_refs(value, self._values.__getitem__)
+
+    def _run(self, node: Node) -> None:
+        """Run a node, and note the shape of what it gives.
+
+        Raises:
+            DifferentError: it gives something else than the node says.
+        """
+        if node.op != "input":
+            self._values[node.name] = self._value(node)
+        value = self._values[node.name]
+        if isinstance(value, Tensor):
+            _check_kind(node, value)
+            self.shapes[node.name] = tuple(value.shape)
+            return
+        if node.shape is not None:
+            raise DifferentError(f"{node.name} gives no tensor")
+        if node.op != "input":
+            return
+        if not _is_same(value, node.attrs["value"]):
+            raise DifferentError(f"{node.name} is another value")
+
+    def _value(self, node: Node) -> Any:
+        """Return what a node computes of the values before it."""
+        if node.op in ("parameter", "constant"):
+            return self._graph.weight(node)
+        arguments = self._read(node.inputs)
+        if node.op in STUBS.values():
+            return arguments["input"]
+        arguments.update(node.attrs)
+        tensors = self._graph.tensors
+        if _takes_list_of_parameters(node.target):
+            paths = node.params.values()
+            arguments["params"] = [tensors[path] for path in paths]
+        else:
+            for name, path in node.params.items():
+                arguments[name] = tensors[path]
+        return call_operator(node.target, arguments)
+
+    def check_sizes(
+        self,
+        node: Node,
+        smaller: "_Run",
+        other: "_Run",
+    ) -> None:
+        """Raise an error if sizes of a node follow the batch or the lengths, and it does not
+        say so.
+
+        Args:
+            node: gives a tensor.
+            smaller: a run with one sample less.
+            other: a run with other lengths.
+        """
+        name = node.name
+        shape = self.shapes[name]
+        smaller_shape = smaller.shapes[name]
+        other_shape = other.shapes[name]
+        for axis, size in enumerate(node.shape or ()):
+            is_batch = size is None
+            actual = shape[axis]
+            if not is_batch and size != actual:
+                raise DifferentError(f"{name} gives another shape")
+            follows_batch = smaller_shape[axis] != actual
+            if follows_batch != is_batch:
+                raise DifferentError(f"{name} follows the batch elsewhere")
+            if is_batch or axis in node.open_axes:
+                continue
+            follows_length = other_shape[axis] != actual
+            if follows_length:
+                raise DifferentError(f"{name} follows a length elsewhere")
+
+
+def _takes_list_of_parameters(target: str) -> bool:
+    """Return whether an operator takes all parameters of a recurrent layer as one list."""
+    schema: Any = getattr(resolve(target), "_schema", None)
+    if schema is None:
+        return False
+    return any(argument.name == "params" for argument in schema.arguments)
+
+
+def _check_kind(node: Node, value: Tensor) -> None:
+    """Raise an error if a node gives another dtype or another shape, open sizes aside."""
+    shape = node.shape
+    if shape is None or node.dtype != value.dtype:
+        raise DifferentError(f"{node.name} gives another kind of tensor")
+    if len(shape) != value.dim():
+        raise DifferentError(f"{node.name} gives another shape")
+    for axis, size in enumerate(shape):
+        is_open = size is None or axis in node.open_axes
+        if not is_open and size != value.shape[axis]:
+            raise DifferentError(f"{node.name} gives another shape")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two outputs are equal but for the rounding of a few additions, which may
+    be in another order.
+    """
+    are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    if not are_tensors:
+        # Of numbers that are NaN, too
+        return repr(one) == repr(other)
+    if one.dtype != other.dtype:
+        return False
+    tolerance = 0.0
+    if one.is_floating_point():
+        tolerance = _ROUNDINGS * torch.finfo(one.dtype).eps
+    return distance([one], [other]) <= tolerance
+
+
+@contextmanager
+def _without_fast_paths() -> Iterator[None]:
+    """Compute attention as it is traced, and not in one kernel of its own."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+class _SmallCalls:
+    """Makes calls like a batch of other sizes, of tensors that nobody else has.
+
+    Attributes:
+        are_open: whether the number of samples is open.
+
+    Raises:
+        DifferentError: the batch has other arguments than the graph.
+    """
+
+    def __init__(self, graph: Graph, batch: Batch) -> None:
+        call = (batch.args, dict(batch.kwargs))
+        located, self._structure = pytree.tree_flatten_with_path(call)
+        paths: list[tuple[Any, ...]] = []
+        self._leaves: list[Any] = []
+        for path, leaf in located:
+            paths.append(tuple(map(_key, path)))
+            self._leaves.append(leaf)
+        if tuple(paths) != graph.input_paths:
+            raise DifferentError("the call has other arguments")
+        self._lengths = graph.lengths
+        self._open: set[int] = set()
+        inputs = [node for node in graph.nodes if node.op == "input"]
+        for index, node in enumerate(inputs):
+            if node.shape and node.shape[0] is None:
+                self._open.add(index)
+        self.are_open = bool(self._open)
+
+    def of(self, samples: int) -> _Call:
+        """Return a call of so many samples, with the lengths of the batch."""
+        return self._call(self._sized(samples))
+
+    def of_other_lengths(self, samples: int) -> _Call:
+        """Return a call of so many samples and of other lengths than the batch."""
+        leaves = self._sized(samples)
+        for length in self._lengths:
+            for index, axis in length.axes:
+                tensor = leaves[index]
+                leaves[index] = _of_other_length(tensor, axis, length.least)
+        return self._call(leaves)
+
+    def _sized(self, samples: int) -> list[Any]:
+        """Return copies of the leaves, of so many samples where the batch is open."""
+        leaves = list(self._leaves)
+        for index, leaf in enumerate(leaves):
+            if index in self._open:
+                leaves[index] = _of_samples(leaf, samples)
+            elif isinstance(leaf, Tensor):
+                leaves[index] = leaf.clone()
+        return leaves
+
+    def _call(self, leaves: list[Any]) -> _Call:
+        call: _Call = pytree.tree_unflatten(leaves, self._structure)
+        return call
+
+
+def _of_samples(tensor: Tensor, samples: int) -> Tensor:
+    """Return a copy of so many samples, some of them repeated if there are fewer."""
+    copies = math.ceil(samples / len(tensor))
+    repeated = torch.cat([tensor[:samples]] * copies)
+    return repeated[:samples].clone()
+
+
+def _key(entry: Any) -> Any:
+    """Return the index, key or name of an entry of a path, as traces have it."""
+    for attribute in ("idx", "key", "name"):
+        key = getattr(entry, attribute, None)
+        if key is not None:
+            return key
+    return None
+
+
+def _of_other_length(tensor: Tensor, axis: int, least: int) -> Tensor:
+    """Return the tensor shorter by one, or longer where it is as short as it can be."""
+    size = tensor.shape[axis]
+    if size > least:
+        shorter = tensor.narrow(axis, 0, size - 1)
+        return shorter.clone()
+    last = tensor.narrow(axis, size - 1, 1)
+    return torch.cat([tensor, last], axis)

@@ -1,0 +1,61 @@
+"""Commands that read results use the graph in the folder and trace nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import DIGITS, EXAMPLE, ROOT, check
+
+from quantizer.cli.main import run_command
+from quantizer.errors import ModelError
+from quantizer.graph import trace as tracing
+
+
+def refuse(*_args: Any, **_options: Any) -> None:
+    raise ModelError("the model was traced")
+
+
+def test_test_mode_finds_the_same_without_a_trace(
+    calibrated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for name, value in (("read_graph", lambda _: None), (None, None)):
+        with monkeypatch.context() as patched:
+            if name is None:
+                patched.setattr(tracing, "_export", refuse)
+            else:
+                patched.setattr(f"quantizer.results.calibrated.{name}", value)
+            assert check(calibrated, "--deploy", "safetensors") == 0
+        files = ("layers.csv", "report.json", "export/ResNet.safetensors")
+        found.append([(calibrated / file).read_bytes() for file in files])
+    assert found[0] == found[1]
+
+
+def test_analyze_adds_to_a_report_without_a_trace(
+    calibrated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "_export", refuse)
+    given = ["--config_file", EXAMPLE, "--model", DIGITS, "--subset_len", "16", "--json"]
+    assert run_command(["analyze", *given, "--report", str(calibrated)]) == 0
+
+
+@pytest.mark.slow
+def test_test_mode_imports_no_tracer(calibrated: Path) -> None:
+    code = (
+        "import sys\n"
+        "from quantizer.cli.main import run_command\n"
+        "assert run_command(sys.argv[1:]) == 0\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "assert 'torch.export._trace' not in sys.modules\n"
+    )
+    given = ["--quant_mode", "test", "--model", DIGITS, "--output_dir", str(calibrated)]
+    subprocess.run(
+        [sys.executable, "-c", code, *given, "-q", "--subset_len", "64"],
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )

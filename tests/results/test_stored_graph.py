@@ -1,0 +1,168 @@
+"""A calibration holds its graph: whoever reads it traces the model again only if the model is
+another than the graph says, and gets the same either way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.toys import TOYS, built
+from torch import Tensor, nn
+
+import quantizer
+from quantizer.errors import ModelError, ResultError
+from quantizer.graph import trace as tracing
+from quantizer.graph.ir import Graph
+from quantizer.graph.stored import graph_from_json, graph_to_json
+from quantizer.graph.trace import trace
+from quantizer.results.reused_graph import reused_graph
+from quantizer.sources.batches import Batch
+
+BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))]
+
+
+@pytest.fixture
+def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be traced."""
+
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise ModelError("the model was traced")
+
+    monkeypatch.setattr(tracing, "_export", refuse)
+
+
+def reused(graph: Graph, module: nn.Module, *args: Any, **kwargs: Any) -> Graph | None:
+    """The graph as a file gives it back, if it is used for this module and call."""
+    stored = graph_from_json(json.loads(json.dumps(graph_to_json(graph))))
+    constants = {path: graph.tensors[path] for path in graph.constants}
+    return reused_graph(stored, constants, module, Batch(args, kwargs, None, None))
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_the_stored_graph_of_every_toy_is_that_of_a_trace(name: str) -> None:
+    toy = built(name)
+    toy.module.eval()
+    graph = trace(toy.module, toy.args, toy.kwargs)
+    again = reused(graph, toy.module, *toy.args, **(toy.kwargs or {}))
+    assert again is not None
+    empty: dict[str, Any] = {"tensors": {}, "rebuild": None}
+    assert repr(again.replaced(**empty)) == repr(graph.replaced(**empty))
+    assert list(again.tensors) == list(graph.tensors)
+    for path, tensor in again.tensors.items():
+        assert torch.equal(tensor, graph.tensors[path])
+
+
+class Net(nn.Module):
+    """A model whose parts can be changed one by one."""
+
+    def __init__(self, width: int = 4, act: nn.Module | None = None, by: float = 2.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.fc = nn.Conv2d(3, width, 3), nn.Linear(width, 5)
+        self.act, self.by, self.table = act or nn.ReLU(), by, torch.ones(5)
+        self.register_buffer("shift", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.act(self.conv(x)).mean((2, 3))
+        return self.fc(pooled) * self.by + self.shift + self.table
+
+
+def with_tensor(name: str, value: Tensor) -> Net:
+    net = Net()
+    setattr(net, name, value)
+    return net
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    quantizer.calibrate(Net().eval(), None, BATCHES).save(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("saved", "no_trace")
+def test_a_calibration_is_loaded_and_tested_without_a_trace(saved: Path) -> None:
+    for data in (BATCHES, None, [torch.cat(BATCHES * 2)]):
+        result = quantizer.load(saved, Net().eval(), data)
+        assert result.test(BATCHES).metrics["sqnr_db"] > 10
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda: Net(width=6), r"layer Net::Net/Conv2d\[conv\]/conv2d differs"),
+        (lambda: Net(act=nn.ReLU6()), r"layer Net::Net/\w+\[act\]/\w+ differs"),
+        (lambda: Net(act=nn.GELU()), r"layer Net::Net/\w+\[act\]/\w+ differs"),
+        (lambda: Net(by=2.001), r"layer Net::Net/mul differs"),
+        (lambda: with_tensor("shift", torch.ones(5)), "shift of layer Net::Net/shift differs"),
+        (lambda: with_tensor("table", torch.zeros(5)), "table of layer Net::Net/table differs"),
+        (lambda: with_tensor("table", torch.ones(1)), "table of layer Net::Net/table differs"),
+        (
+            lambda: with_tensor("fc", nn.Linear(4, 5)),
+            r"fc\.\w+ of layer Net::Net/Linear\[fc\]/linear differs",
+        ),
+    ],
+)
+def test_a_changed_model_is_refused_by_name(
+    change: Callable[[], Net], what: str, saved: Path
+) -> None:
+    with pytest.raises(ResultError, match=what):
+        quantizer.load(saved, change().eval(), BATCHES)
+
+
+def test_other_sizes_are_traced(saved: Path, no_trace: None) -> None:
+    with pytest.raises(ModelError, match="was traced"):
+        quantizer.load(saved, Net().eval(), [torch.randn(2, 3, 10, 10)])
+
+
+class Literal(nn.Module):
+    """A tensor that only the code holds, and numbers that are drawn."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.fc, self.noise = nn.Linear(3, 2), noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x) + torch.tensor([1.0, 2.0])
+        return y + self.noise * torch.rand_like(y)
+
+
+def test_constants_of_the_code_are_in_a_file_of_their_own(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    module, data = Literal().eval(), [torch.ones(2, 3)]
+    quantizer.calibrate(module, None, data).save(tmp_path)
+    assert (tmp_path / "graph.safetensors").exists()
+    request.getfixturevalue("no_trace")
+    quantizer.load(tmp_path, module, data)
+
+
+def test_random_numbers_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    module, data = Literal(noise=0.1).eval(), [torch.ones(2, 3)]
+    quantizer.calibrate(module, None, data).save(tmp_path)
+    quantizer.load(tmp_path, module, data)
+
+
+class Pair(nn.Module):
+    """An output of two tensors by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"sum": self.fc(x + y), "difference": self.fc(x - y)}
+
+
+def test_outputs_and_arguments_are_those_of_the_model(tmp_path: Path) -> None:
+    module, batch = Pair().eval(), {"x": torch.randn(2, 3), "y": torch.randn(2, 3)}
+    graph = trace(module, (), batch)
+    again = reused(graph, module, **batch)
+    assert again is not None
+    assert again.output == graph.output
+    assert again.output_names == ("sum", "difference")
+    assert reused(graph, module, batch["x"], batch["y"]) is None
