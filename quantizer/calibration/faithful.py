@@ -60,10 +60,10 @@ def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
         except Exception as error:  # noqa: BLE001
             logger.debug("the model is not compared with its trace: %s", error)
             return
-        if not _is_near(_distance(first, again), first):
+        if not _is_near(output_distance(first, again), first):
             _report_change(module, graph, call, state, first=first)
             return
-        difference = _distance(first, _output(Network(graph), call, seed=1))
+        difference = output_distance(first, _output(Network(graph), call, seed=1))
         if _is_near(difference, first):
             return
         state.restore()
@@ -129,7 +129,7 @@ class _FirstOfEqual(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+def output_distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Return the largest relative difference of any tensor from its counterpart.
 
     Of floating-point values it is the root of the squared error as a share of that of the
@@ -137,7 +137,7 @@ def _distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     errors of the largest one counts as that large.
 
     >>> boxes, scores = torch.tensor([300.0, 400.0]), torch.tensor([3.0, 4.0])
-    >>> _distance([boxes, scores], [boxes, torch.tensor([3.0, 4.5])])
+    >>> output_distance([boxes, scores], [boxes, torch.tensor([3.0, 4.5])])
     0.1
     """
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
@@ -215,7 +215,7 @@ def _report_change(
     changed = state.changed()
     state.restore()
     restored = _output(module, call, seed=2)
-    if _is_near(_distance(first, restored), first):
+    if _is_near(output_distance(first, restored), first):
         what = f"{shortened(changed)} in forward()" if changed else "something in forward()"
         raise ModelError(
             f"{name} gives another output when it is called again on the same batch: it "
@@ -281,7 +281,7 @@ def _first_difference(module: nn.Module, graph: Graph, call: _Call) -> str:
     far = []
 
     def compare(name: str, value: Tensor) -> None:
-        if name in expected and not _is_near(_distance(expected[name], [value]), [value]):
+        if name in expected and not _is_near(output_distance(expected[name], [value]), [value]):
             far.append(name)
 
     _watch(graph, call, 1, compare)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.calibration import fingerprint
-from quantizer.graph.exported_program import MARK, STUBS
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.ops import OPS, find_op
+from quantizer.graph.program_nodes import MARK, STUB_OPERATORS
 from quantizer.graph.stored import StoredGraph
 from quantizer.graph.targets import packet, refine, resolve
 from quantizer.storage.files import damaged
@@ -59,7 +59,7 @@ def check_graph(stored: StoredGraph, header: Mapping[str, Any], path: Path) -> N
 def operator_fault(node: Node) -> str | None:
     """Return why tracing cannot have written the operator of a node; None if it can."""
     expected = node.op
-    if node.op in STUBS.values():
+    if node.op in STUB_OPERATORS.values():
         expected = MARK
     elif node.op not in _WITHOUT_OPERATOR:
         if not _is_allowed(node.target):

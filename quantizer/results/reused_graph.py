@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantizer.calibration.faithful import distance
-from quantizer.graph.exported_program import STUBS
+from quantizer.calibration.faithful import output_distance
 from quantizer.graph.ir import Graph, Node, map_refs, references
 from quantizer.graph.names import Namer
+from quantizer.graph.program_nodes import STUB_OPERATORS
 from quantizer.graph.stored import StoredGraph, short_class, with_output
 from quantizer.graph.targets import call as call_operator
 from quantizer.graph.targets import resolve
@@ -182,7 +182,7 @@ class _Run:
         if node.op in ("parameter", "constant"):
             return self._graph.weight(node)
         arguments = self._read(node.inputs)
-        if node.op in STUBS.values():
+        if node.op in STUB_OPERATORS.values():
             return arguments["input"]
         arguments.update(node.attrs)
         tensors = self._graph.tensors
@@ -261,7 +261,7 @@ def _is_same(one: Any, other: Any) -> bool:
     tolerance = 0.0
     if one.is_floating_point():
         tolerance = _ROUNDINGS * torch.finfo(one.dtype).eps
-    return distance([one], [other]) <= tolerance
+    return output_distance([one], [other]) <= tolerance
 
 
 @contextmanager
