@@ -17,7 +17,7 @@ import torch
 from measure import peak_mb, ratios, report
 from workloads import images, resnet18
 
-from quantizer.algorithms.bias_correction import correct_biases
+from quantizer.algorithms.bias_correction import correct_layer_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
@@ -28,7 +28,7 @@ from quantizer.graph.trace import trace
 from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 
 SETTINGS = Settings()
@@ -106,26 +106,26 @@ def plan(graph: Graph, original: Graph, settings: Settings = SETTINGS, **fields:
     rule = ConfigRule(
         Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values)
     )
-    return resolve(Config(settings, (rule,)), graph, original)
+    return resolve_plan(Config(settings, (rule,)), graph, original)
 
 
 def calibration(planned: Plan, batches: list[Batch]) -> object:
     """Everything from the float graph to scales."""
     network = weights_last(Network(planned.graph))
-    found = observing.start(planned)
-    observing.run(found, network, batches)
-    return observing.solution(found)
+    found = observing.create_observers(planned)
+    observing.observe_batches(found, network, batches)
+    return observing.observed_solution(found)
 
 
 def corrected(original: Graph, settings: Settings, batches: list[Batch]) -> None:
     """Everything from the traced graph to scales and bias corrections."""
     planned = plan(run_passes(original, settings), original, settings)
     network = weights_last(Network(planned.graph))
-    found = observing.start(planned)
-    observing.run(found, network, batches)
-    solution = observing.solution(found)
+    found = observing.create_observers(planned)
+    observing.observe_batches(found, network, batches)
+    solution = observing.observed_solution(found)
     if found.means:
-        correct_biases(
+        correct_layer_biases(
             SequentialRunner(quantized_network(planned.graph, solution), batches), found.means
         )
 
@@ -133,9 +133,9 @@ def corrected(original: Graph, settings: Settings, batches: list[Batch]) -> None
 def quantized(planned: Plan, batches: list[Batch]) -> Network:
     """The network of test mode."""
     network = weights_last(Network(planned.graph))
-    found = observing.start(planned)
-    observing.run(found, network, batches)
-    return quantized_network(planned.graph, observing.solution(found))
+    found = observing.create_observers(planned)
+    observing.observe_batches(found, network, batches)
+    return quantized_network(planned.graph, observing.observed_solution(found))
 
 
 @torch.no_grad()

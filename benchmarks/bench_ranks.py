@@ -26,7 +26,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 
 TARGET = 1.8
@@ -45,7 +45,7 @@ def main() -> None:
         rule = ConfigRule(
             Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values)
         )
-        plan = resolve(Config(Settings(), (rule,)), run_passes(graph, Settings()), graph)
+        plan = resolve_plan(Config(Settings(), (rule,)), run_passes(graph, Settings()), graph)
         measured: dict[int, list[tuple[float, float]]] = {count: [] for count in COUNTS}
         gc.collect()
         gc.freeze()  # a fork that goes through what it has inherited copies it
@@ -89,18 +89,18 @@ def fork(plan: Plan, batches: list[Batch], count: int, rank: int, folder: Path) 
         return pid
     url = f"file://{folder / 'meeting'}?rank={rank}&world_size={count}"
     group: Ranks = ProcessGroup(url, "gloo", 60) if count > 1 else ALONE
-    calibration, network = observing.start(plan), Network(plan.graph)
+    calibration, network = observing.create_observers(plan), Network(plan.graph)
     with torch.no_grad():
         # The first batch costs a process more than others
-        observing.run(observing.start(plan), network, batches[:1])
+        observing.observe_batches(observing.create_observers(plan), network, batches[:1])
     group.gather(None, "the start")
     began, worked = time.perf_counter(), time.process_time()
     with torch.no_grad():
         if count > 1:
             rank_shards.observe_share(calibration, network, batches, group)
         else:
-            observing.run(calibration, network, batches)
-        observing.solution(calibration)
+            observing.observe_batches(calibration, network, batches)
+        observing.observed_solution(calibration)
     (folder / str(rank)).write_text(
         f"{time.perf_counter() - began} {time.process_time() - worked}"
     )

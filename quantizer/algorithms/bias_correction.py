@@ -113,7 +113,7 @@ class ChannelMean:
         self._before = self._now
 
 
-def correct_biases(
+def correct_layer_biases(
     runner: SequentialRunner,
     means: Mapping[str, ChannelMean],
     *,

@@ -39,7 +39,7 @@ from quantizer.numerics.qparams import (
     QParams,
     uncut,
 )
-from quantizer.numerics.two_level import beside
+from quantizer.numerics.two_level import nearest_group_scale
 from quantizer.observers import (
     code_range_of,
     kernel_of,
@@ -142,7 +142,7 @@ class ClipSearch:
 
     def _try(self, share: float) -> None:
         smaller = (self._full.scale * share).clamp_min(SMALLEST_SCALE)
-        scale = beside(smaller, self._full.scale, self._spec.scale_type)
+        scale = nearest_group_scale(smaller, self._full.scale, self._spec.scale_type)
         errors = self._errors(scale)
         per_group = self._spec.scales_per_group
         if per_group > 1:

@@ -26,7 +26,7 @@ from quantizer.algorithms.patches import (
     weight_matrix,
     windows,
 )
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
@@ -388,7 +388,7 @@ def unrouted(by_group: Sequence[int]) -> Iterator[str]:
     """
     missed = [f"expert {expert}" for expert, count in enumerate(by_group) if not count]
     if 0 < len(missed) < len(by_group):
-        names = f"{shortened(missed)} (of {len(by_group)})"
+        names = f"{first_names(missed)} (of {len(by_group)})"
         stay = "stays" if len(missed) == 1 else "stay"
         yield (
             f"no token of the calibration data was routed to {names}, which {stay} at "

@@ -5,7 +5,7 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
-from quantizer.nn.quantizer import place
+from quantizer.nn.quantizer import quantize_tensor
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError, Observer
 
@@ -50,7 +50,7 @@ def nearest(
     qparams: QParams,
 ) -> Tensor:
     """Return the weight, each value rounded on its own."""
-    return place(weight.detach(), spec, qparams.scale, qparams.zero_point)
+    return quantize_tensor(weight.detach(), spec, qparams.scale, qparams.zero_point)
 
 
 def sampled_rows(

@@ -98,7 +98,7 @@ def weight_quantizers(
     return quantizers
 
 
-def rounded(
+def rounded_weights(
     network: Network,
     candidate: Candidate,
     width: Width,
@@ -144,7 +144,9 @@ def layer_errors(
             weight = layer.get_parameter("weight").detach().float()
             errors[name] = []
             for width in widths:
-                change = rounded(network, candidate_of[name], width)[name].float() - weight
+                change = (
+                    rounded_weights(network, candidate_of[name], width)[name].float() - weight
+                )
                 error = output_error(sums.matrix(name), weight_matrix(layer, change))
                 errors[name].append(error)
             after_layer()
@@ -190,7 +192,7 @@ def output_noise(
                 if node.name in starts:
                     number = starts[node.name]
                     for column, width in enumerate(widths):
-                        weights = rounded(network, candidates[number], width)
+                        weights = rounded_weights(network, candidates[number], width)
                         with _replaced(network, weights):
                             outputs = outputs_of(execution.branch().advance())
                         noise[number][column] += _squared_distance(reference, outputs)

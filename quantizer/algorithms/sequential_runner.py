@@ -26,10 +26,10 @@ from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.nn.execution import (
-    NOBODY,
+    NO_WATCHERS,
     Execution,
     Watchers,
-    arguments,
+    layer_arguments,
 )
 from quantizer.nn.network import Network
 from quantizer.sources.batches import (
@@ -129,7 +129,7 @@ class SequentialRunner:
         other._runs = [_Run(run.parts, run.execution.branch()) for run in self._runs]
         return other
 
-    def advance(self, upto: str | None = None, watch: Watchers = NOBODY) -> None:
+    def advance(self, upto: str | None = None, watch: Watchers = NO_WATCHERS) -> None:
         """Run all batches up to and including node `upto`, or to the end.
 
         Watchers get the values of their nodes as they come, after those of nodes that ran
@@ -157,7 +157,7 @@ class SequentialRunner:
 
     def calls(self, node: Node) -> list[dict[str, Any]]:
         """Return the arguments of the next node's layer, batch by batch."""
-        return [arguments(node, run.execution.values) for run in self._runs]
+        return [layer_arguments(node, run.execution.values) for run in self._runs]
 
     def compute(self, node: Node) -> Iterator[Any]:
         """Yield the next node's value of each batch, as its layer is now.
@@ -209,7 +209,7 @@ class SequentialRunner:
         self,
         run: _Run,
         stop: int,
-        watch: Watchers = NOBODY,
+        watch: Watchers = NO_WATCHERS,
     ) -> Iterator[None]:
         """Begin a DataError from within with the batch. If several run as one, run each again
         to find the first that has the error alone.

@@ -13,7 +13,7 @@ from quantizer.api.notebook import follower
 from quantizer.api.result import Result
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events, Forked
-from quantizer.calibration.finetuning import as_asked
+from quantizer.calibration.finetuning import with_finetuning
 from quantizer.calibration.module_target import evaluating
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
@@ -21,7 +21,7 @@ from quantizer.config.diagnostics import pointing_into
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.results.calibrated import (
     Calibrated,
     example_batch,
@@ -92,7 +92,7 @@ def calibrate(
     """
     check_float(model, traced=True)
     read, budget = read_config(config), _budget(memory)
-    rules, fast_finetune = as_asked(read.require(), dpu_accuracy, fast_finetune)
+    rules, fast_finetune = with_finetuning(read.require(), dpu_accuracy, fast_finetune)
     cut = {"batch_size": batch_size, "subset_len": subset_len}
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
     watching, batches = events or follower(), _batches(model, data, seed=seed, **cut)
@@ -111,7 +111,7 @@ def calibrate(
     )
     lock = locked(checkpoints.folder) if checkpoints else nullcontext()
     with lock, pointing_into(read.sources):
-        state = steps.run(request)
+        state = steps.run_calibration(request)
         if checkpoints:
             checkpoints.remove()
     return _result(model, request, state, watching)
@@ -168,7 +168,7 @@ def load(
         original = recalled(model, batch, info)
         calibrated = reopened(model, batch, original, info)
     rules = stored_config(info)
-    plan = check_plan(info, rules, resolve(rules, calibrated.graph, original))
+    plan = check_plan(info, rules, resolve_plan(rules, calibrated.graph, original))
     return Result(model, calibrated, plan, batches, events=follower(), opened=info)
 
 

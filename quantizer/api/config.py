@@ -22,7 +22,7 @@ from quantizer.config.document.document import Document
 from quantizer.config.forms.aliases import canonical
 from quantizer.config.forms.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.load import LoadResult, check_document, default_config, load_config
-from quantizer.config.typed_fields import check, checked
+from quantizer.config.typed_fields import check_field_types, checked
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.storage.atomic_write import replace_file
@@ -220,7 +220,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _fields_to_json(value: Any) -> dict[str, Any]:
-    check(value)
+    check_field_types(value)
     defaults: dict[str, Any] = {}
     if isinstance(value, AlgoConfig):
         defaults = vars(type(value)())

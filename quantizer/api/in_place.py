@@ -82,7 +82,7 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         confirm=confirm,
     )
     with all_or_nothing(model):
-        steps.run(request)
+        steps.run_calibration(request)
 
 
 @user_exits("the model", ModelError)

@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from quantizer.calibration.events import Events, Forked, Logged, Stage
+from quantizer.calibration.events import Events, Forked, Logged, RunStage
 from quantizer.report.page.html import Markup, element
 from quantizer.report.view import Listing
 
@@ -24,21 +24,21 @@ class NotebookBars(Events):
     """Shows a bar for each stage of a run while it lasts. It needs only IPython."""
 
     def __init__(self) -> None:
-        self._stages: list[Stage] = []
+        self._stages: list[RunStage] = []
         self._display: Any = None
         self._drawn = 0.0
 
-    def started(self, stage: Stage) -> None:
+    def started(self, stage: RunStage) -> None:
         """Show a bar."""
         self._stages.append(stage)
         self._draw()
 
-    def advanced(self, stage: Stage) -> None:
+    def advanced(self, stage: RunStage) -> None:
         """Update the bar, at most every tenth of a second."""
         if time.monotonic() - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
             self._draw()
 
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         """Remove the bar."""
         self._stages.remove(stage)
         self._draw()
@@ -54,7 +54,7 @@ class NotebookBars(Events):
         self._drawn = time.monotonic()
 
 
-def _bar(stage: Stage) -> Markup:
+def _bar(stage: RunStage) -> Markup:
     count = str(stage.done)
     bar = element("progress", value=None, max=None)
     if stage.total:

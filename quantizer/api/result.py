@@ -17,10 +17,10 @@ from quantizer.api.notebook import html_table
 from quantizer.api.report import Report
 from quantizer.calibration.events import Events
 from quantizer.calibration.module_target import evaluating
-from quantizer.config.wording import closest
+from quantizer.config.wording import closest_word
 from quantizer.errors import DataError, GateError, ModelError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores, score
-from quantizer.export import EXPORTERS, check, export, require_extras
+from quantizer.export import EXPORTERS, export, require_expressible, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import require_choices
 from quantizer.export.deployment import Deployment
@@ -131,7 +131,7 @@ class Comparison:
                 f"whether less or more of {base!r} is better is not known", help=remedy
             )
         remedy = f"known here: {', '.join(sorted(self.metrics))}"
-        near = closest(name, list(self._scores.gated))
+        near = closest_word(name, list(self._scores.gated))
         if near is not None:
             remedy = f"did you mean {near}?"
         raise UsageError(f"there is no metric {name!r}", help=remedy)
@@ -322,7 +322,7 @@ class Result:
         require_choices(choices, [target])
         require_extras([target])
         calibrated = self._calibrated
-        check(
+        require_expressible(
             target,
             calibrated.graph,
             calibrated.solution.specs,

@@ -63,7 +63,7 @@ class _Energies:
         return self.absorbing <= self.eight_bits
 
 
-def decide(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Record:
+def decide_absorption(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Record:
     """Return which layers absorb high biases, and what that changes on the first batches.
 
     Args:

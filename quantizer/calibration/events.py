@@ -35,7 +35,7 @@ class Snapshot:
 
 
 @dataclass
-class Stage:
+class RunStage:
     """One part of a run: `with Stage(events, "calib", total=10) as stage: stage.advance()`.
 
     Args:
@@ -60,7 +60,7 @@ class Stage:
     needs_same_data: bool = False
     at_boundary: bool = False
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> RunStage:
         self.events.started(self)
         return self
 
@@ -98,10 +98,10 @@ class Stage:
 class Events:
     """A follower of a run. Each method does nothing; subclasses override them."""
 
-    def started(self, stage: Stage) -> None:
+    def started(self, stage: RunStage) -> None:
         """Follow the start of a stage, which has `stage.done` units done if it is resumed."""
 
-    def advanced(self, stage: Stage) -> None:
+    def advanced(self, stage: RunStage) -> None:
         """Follow the progress of a stage; `stage.snapshot` is consistent now."""
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
@@ -113,7 +113,7 @@ class Events:
             finding: the finding on the config that it is about.
         """
 
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         """Follow the end of a stage, complete or with an error."""
 
 
@@ -130,11 +130,11 @@ class Forked(Events):
     def __init__(self, *followers: Events) -> None:
         self._followers = followers
 
-    def started(self, stage: Stage) -> None:
+    def started(self, stage: RunStage) -> None:
         for follower in self._followers:
             follower.started(stage)
 
-    def advanced(self, stage: Stage) -> None:
+    def advanced(self, stage: RunStage) -> None:
         for follower in self._followers:
             follower.advanced(stage)
 
@@ -142,10 +142,10 @@ class Forked(Events):
         for follower in self._followers:
             follower.message(level, text, finding)
 
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         for follower in reversed(self._followers):
             follower.stopped(stage, error)
 
 
-NOBODY = Events()
+NO_FOLLOWER = Events()
 """No follower."""

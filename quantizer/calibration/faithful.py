@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from quantizer.calibration.module_target import evaluating
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
 from quantizer.nn.function import topk
@@ -216,7 +216,7 @@ def _report_change(
     state.restore()
     restored = _output(module, call, seed=2)
     if _is_near(output_distance(first, restored), first):
-        what = f"{shortened(changed)} in forward()" if changed else "something in forward()"
+        what = f"{first_names(changed)} in forward()" if changed else "something in forward()"
         raise ModelError(
             f"{name} gives another output when it is called again on the same batch: it "
             f"changes {what}",

@@ -15,7 +15,7 @@ from quantizer.algorithms.adjustment import Rounded
 from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.calibration import fingerprint
-from quantizer.calibration.events import Stage
+from quantizer.calibration.events import RunStage
 from quantizer.calibration.fits_model import check_weight
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import (
@@ -26,7 +26,7 @@ from quantizer.calibration.snapshots import (
 )
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_measure import OutputNoises
-from quantizer.config.dpu_accuracy import finetuning, raised
+from quantizer.config.dpu_accuracy import finetuning, with_dpu_accuracy
 from quantizer.config.model import Config
 from quantizer.config.wording import counted
 from quantizer.errors import ResultError, UsageError
@@ -82,10 +82,12 @@ def finetune_weights(
         "saved_as": "finetune",
         "snapshot": lambda: snapshot_of(dict(layers)),
     }
-    with Stage(request.events, "fast finetune", len(graph.nodes), "layers", **saved) as stage:
+    with RunStage(
+        request.events, "fast finetune", len(graph.nodes), "layers", **saved
+    ) as stage:
         # From now on, this run can be resumed in this mode alone
         stage.advance(0, at_boundary=True)
-        finetuned_solution = finetune(
+        finetuned_solution = finetune_network(
             graph,
             solution,
             partial(request.read_again, "fast finetuning", "leave --fast_finetune out"),
@@ -108,7 +110,7 @@ def _scales_digest(solution: Solution) -> str:
         scale = fingerprint.tensor_digest(tensor.scale)
         zero_point = fingerprint.tensor_digest(tensor.zero_point)
         rows.append([*key, scale, zero_point])
-    return fingerprint.digest(rows)
+    return fingerprint.value_digest(rows)
 
 
 def _restored(
@@ -188,14 +190,16 @@ class Finetuned:
         return "; ".join([*parts, figures])
 
 
-def as_asked(config: Config, level: str | None, mode: str | None) -> tuple[Config, str | None]:
+def with_finetuning(
+    config: Config, level: str | None, mode: str | None
+) -> tuple[Config, str | None]:
     """Return the config and the mode of finetuning of a run with `--dpu_accuracy level` and
     `--fast_finetune mode`.
 
     Raises:
         UsageError: the level is for the DPU alone, or the mode does not go with the config.
     """
-    config = raised(config, level)
+    config = with_dpu_accuracy(config, level)
     mode = finetuning(level, mode)
     _check_mode(mode, config)
     return config, mode
@@ -217,7 +221,7 @@ def _check_mode(mode: str | None, config: Config) -> None:
         )
 
 
-def require_asked(option: str, asked: str | None, done: str | None) -> None:
+def require_calibrated_with(option: str, asked: str | None, done: str | None) -> None:
     """Refuse results that were not calibrated with the `option` of test mode.
 
     Raises:
@@ -231,7 +235,7 @@ def require_asked(option: str, asked: str | None, done: str | None) -> None:
         )
 
 
-def finetune(
+def finetune_network(
     graph: Graph,
     solution: Solution,
     batches: Callable[[], Iterable[Batch]],

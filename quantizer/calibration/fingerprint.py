@@ -19,12 +19,12 @@ from quantizer.plan.model import Key, Plan
 from quantizer.storage.deferred_tensor import bytes_of
 
 
-def model(graph: Graph) -> dict[str, dict[str, str]]:
+def model_digests(graph: Graph) -> dict[str, dict[str, str]]:
     """Return the digests of a model's tensors and layers."""
-    return {"weights": weights(graph), "layers": layers(graph)}
+    return {"weights": weight_digests(graph), "layers": layer_digests(graph)}
 
 
-def weights(graph: Graph) -> dict[str, str]:
+def weight_digests(graph: Graph) -> dict[str, str]:
     """Return a digest of each parameter, buffer and constant, by path."""
     digests = {}
     for path, tensor in sorted(graph.tensors.items()):
@@ -32,7 +32,7 @@ def weights(graph: Graph) -> dict[str, str]:
     return digests
 
 
-def layers(graph: Graph) -> dict[str, str]:
+def layer_digests(graph: Graph) -> dict[str, str]:
     """Return a digest of each layer: its operator, its constants and its inputs.
 
     Devices are left out, so that results can be used on another one.
@@ -50,7 +50,7 @@ def layers(graph: Graph) -> dict[str, str]:
             repr(attrs),
             dict(node.params),
         ]
-        digests[node.name] = digest(parts)
+        digests[node.name] = value_digest(parts)
     return digests
 
 
@@ -72,7 +72,7 @@ def input_shapes(graph: Graph) -> list[list[int | None] | None]:
     return shapes
 
 
-def call_paths(graph: Graph) -> list[tuple[list[Any], str | None]]:
+def input_call_paths(graph: Graph) -> list[tuple[list[Any], str | None]]:
     """Return the place of each input in (args, kwargs), and its dtype; None for what is no
     tensor.
     """
@@ -85,12 +85,12 @@ def call_paths(graph: Graph) -> list[tuple[list[Any], str | None]]:
     return paths
 
 
-def config(value: Config) -> str:
+def config_digest(value: Config) -> str:
     """Return a digest of a config with its defaults written out, without comments."""
-    return digest(resolved_document(value))
+    return value_digest(resolved_document(value))
 
 
-def decisions(plan: Plan) -> str:
+def plan_digest(plan: Plan) -> str:
     """Return a digest of the settings of a plan, and of the spec of each tensor.
 
     The places in the config are left out, and so are the decisions of calibration on joins.
@@ -101,18 +101,18 @@ def decisions(plan: Plan) -> str:
     for tensors in (plan.tensors, plan.left):
         for key, tensor in tensors.items():
             specs[key] = tensor.spec
-    return decided(settings, specs)
+    return settings_digest(settings, specs)
 
 
-def decided(
+def settings_digest(
     settings: Mapping[str, Any],
     specs: Mapping[Key, QuantizationSpec],
 ) -> str:
-    """Return the digest `decisions` of settings and specs."""
+    """Return the digest `plan_digest` of settings and specs."""
     rows = []
     for key in sorted(specs):
         rows.append([*key, specs[key].to_json()])
-    return digest([settings, rows])
+    return value_digest([settings, rows])
 
 
 def first_difference(
@@ -140,7 +140,7 @@ def tensor_digest(tensor: Tensor) -> str:
     return sha256.hexdigest()[:16]
 
 
-def digest(value: Any) -> str:
+def value_digest(value: Any) -> str:
     """Return a digest of nested values that JSON can hold."""
     text = json.dumps(value, sort_keys=True, default=str)
     sha256 = hashlib.sha256(text.encode())

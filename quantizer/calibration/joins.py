@@ -12,7 +12,7 @@ from quantizer.calibration import scaled_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.scaled_joins import Scaling
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.errors import ResultError
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
@@ -46,17 +46,17 @@ def decide_joins(request: CalibrationRequest, state: CalibrationState) -> Calibr
         decisions[name] = replace(first[name], scale="scaled", left=left)
     for level, text in join_remarks(open_plan, decisions):
         request.events.message(level, text)
-    plan = joins.decided(state.calibration.plan, decisions)
+    plan = joins.with_decisions(state.calibration.plan, decisions)
     calibration = replace(state.calibration, plan=plan)
     return replace(state, plan=plan, calibration=calibration, joins=decisions)
 
 
-def decided(calibration: Calibration) -> Calibration:
+def with_decided_joins(calibration: Calibration) -> Calibration:
     """Return the calibration with the joins of its plan decided, as far as that changes no
     weights.
     """
     decisions = _decisions(calibration)
-    plan = joins.decided(calibration.plan, decisions)
+    plan = joins.with_decisions(calibration.plan, decisions)
     return replace(calibration, plan=plan)
 
 
@@ -67,7 +67,7 @@ def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
         widths = _widths(join, calibration.observers)
         lost_bits = joins.lost_bits(join, widths)
         gains = _gains(join, calibration.plan.graph)
-        decisions[join.name] = joins.decide(join, lost_bits, gains)
+        decisions[join.name] = joins.decide_join(join, lost_bits, gains)
     return decisions
 
 
@@ -155,7 +155,7 @@ def join_remarks(
                 names.append(name)
         if names:
             reason = "what is joined has ranges too different for one scale"
-            yield logging.INFO, f"{reason}, so {text}: {shortened(names, 3)}"
+            yield logging.INFO, f"{reason}, so {text}: {first_names(names, 3)}"
     for join in plan.joins:
         lost_bits = decisions[join.name].lost_bits
         if not join.is_single or join.single is None or not lost_bits:
@@ -200,7 +200,7 @@ def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, floa
     return widths
 
 
-def decided_again(
+def decide_joins_again(
     stored: Mapping[str, JoinDecision],
     widths: Mapping[Key, float],
 ) -> dict[str, JoinDecision]:
@@ -215,7 +215,7 @@ def decided_again(
     for name, before in stored.items():
         join = before.join
         lost_bits = joins.lost_bits(join, widths)
-        after = joins.decide(join, lost_bits, before.gains)
+        after = joins.decide_join(join, lost_bits, before.gains)
         is_far = before.lost_db <= CLOSE_DB < after.lost_db
         if is_far and join.scalable and not join.is_single:
             raise ResultError(

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.graph.edits import by_channel, channels_of, rescaled
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.passes.equalization import Pair, find_pairs
+from quantizer.graph.passes.equalization import LayerPair, find_pairs
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch, naming_batch
@@ -39,7 +39,7 @@ Exponents = Mapping[str, Sequence[int]]
 """By layer, the power of two that each output channel is multiplied with."""
 
 
-def _candidates(plan: Plan) -> list[Pair]:
+def _candidates(plan: Plan) -> list[LayerPair]:
     """Return pairs of layers of which the second reads channels one by one, each at a scale of
     its own, from a value with one scale.
 
@@ -70,7 +70,7 @@ def _reads_one_by_one(graph: Graph, node: Node) -> bool:
     return weight.shape[2] == 1
 
 
-def _is_lossless(plan: Plan, pair: Pair) -> bool:
+def _is_lossless(plan: Plan, pair: LayerPair) -> bool:
     """Return whether levelling a pair of layers loses no bits of weights and helps the value
     between them.
     """
@@ -82,7 +82,7 @@ def _is_lossless(plan: Plan, pair: Pair) -> bool:
     return _has_one_scale(plan, pair)
 
 
-def _has_one_scale(plan: Plan, pair: Pair) -> bool:
+def _has_one_scale(plan: Plan, pair: LayerPair) -> bool:
     """Return whether the value between two layers is quantized to integers of one scale, which
     calibration finds.
     """
@@ -119,7 +119,7 @@ def _has_scale_by_channel(plan: Plan, node: Node) -> bool:
     return spec.ch_axis == 0 and outputs == inputs == 1
 
 
-def _row_sizes(graph: Graph, pair: Pair) -> Tensor:
+def _row_sizes(graph: Graph, pair: LayerPair) -> Tensor:
     """Return the largest weight of each output channel of the first layer."""
     weight = loaded(graph.weight(pair.first))
     weight = by_channel(pair.first, weight.detach())
@@ -127,7 +127,7 @@ def _row_sizes(graph: Graph, pair: Pair) -> Tensor:
     return sizes.amax((2, 3)).flatten()
 
 
-def _column_sizes(weight: Tensor, pair: Pair) -> Tensor:
+def _column_sizes(weight: Tensor, pair: LayerPair) -> Tensor:
     """Return the largest weight of each input channel of the second layer."""
     weight = by_channel(pair.second, weight)
     sizes = weight.float().abs()
@@ -181,7 +181,7 @@ def decide_levels(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
 
 def _channel_ranges(
     graph: Graph,
-    pairs: Iterable[Pair],
+    pairs: Iterable[LayerPair],
     batches: Iterable[Batch],
 ) -> dict[str, Tensor]:
     """Return the largest magnitude of each input channel of second layers, on the CPU."""
@@ -216,7 +216,7 @@ def _channel_ranges(
 def _exponents(
     ranges: Tensor,
     columns: Tensor,
-    pair: Pair,
+    pair: LayerPair,
     count: int,
 ) -> list[int]:
     """Return the exponent of each output channel of the first layer.
@@ -305,7 +305,7 @@ def level_sentence(exponents: Exponents) -> str:
     for levels in exponents.values():
         largest = max(largest, *map(abs, levels))
     return (
-        f"the channels of {shortened(list(exponents), 3)} have ranges too different for one "
+        f"the channels of {first_names(list(exponents), 3)} have ranges too different for one "
         f"scale: they are multiplied with powers of two, up to 2^{largest}, which the weights "
         "of the next layer take back"
     )

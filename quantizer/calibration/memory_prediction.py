@@ -45,7 +45,7 @@ SURE = 1.2
 
 
 @dataclass(frozen=True)
-class Data:
+class BatchSizes:
     """What the memory of activations depends on.
 
     Args:
@@ -67,7 +67,7 @@ class Data:
 def calibration_bytes(
     plan: Plan,
     config: Config,
-    data: Data,
+    data: BatchSizes,
     *,
     finetuned: bool = False,
 ) -> int:
@@ -121,7 +121,7 @@ def comparison_bytes(
     return peak + 5 * _parameter_count(graph, layers)
 
 
-class Base(NamedTuple):
+class ProcessMemory(NamedTuple):
     """The memory of a process in bytes: `resident` now, and the `peak` so far. None if the
     system does not report it.
     """
@@ -130,13 +130,13 @@ class Base(NamedTuple):
     peak: int | None
 
     @staticmethod
-    def now() -> Base:
+    def now() -> ProcessMemory:
         """Return those of this process, without memory that is freed already."""
         give_back()
-        return Base(process_memory.resident(), process_memory.peak())
+        return ProcessMemory(process_memory.resident(), process_memory.peak())
 
 
-def peak_with(more: int, base: Base | None = None) -> int | None:
+def peak_with(more: int, base: ProcessMemory | None = None) -> int | None:
     """Return the peak of a process that takes so many bytes on top of what is resident.
 
     Args:
@@ -146,7 +146,7 @@ def peak_with(more: int, base: Base | None = None) -> int | None:
     Returns:
         The peak; None if it is not known.
     """
-    resident, peak = base or Base.now()
+    resident, peak = base or ProcessMemory.now()
     if resident is None or peak is None:
         return None
     return max(peak, resident + more)
@@ -251,7 +251,7 @@ def _algorithm_bytes(
     graph: Graph,
     layers: Collection[str],
     settings: Algorithm,
-    data: Data,
+    data: BatchSizes,
 ) -> int:
     """Return the bytes for an algorithm with Gram matrices: the values of all batches that it
     stores, and the matrices and weights of a group of layers with one input.
@@ -290,7 +290,7 @@ def _solving_values(graph: Graph, nodes: Sequence[Node], settings: Algorithm) ->
     return max(factoring, rounding)
 
 
-def _layer_by_layer_bytes(graph: Graph, data: Data, *, both: bool) -> int:
+def _layer_by_layer_bytes(graph: Graph, data: BatchSizes, *, both: bool) -> int:
     """Return the bytes for a network, or `both` networks, that computes each node for all
     batches before the next one.
     """

@@ -12,7 +12,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import (
-    OPERATORS,
+    MODULE_OPERATORS,
     as_planned,
     as_stored,
     is_transposed,
@@ -74,7 +74,7 @@ def put(
     """
     layer = make_quantizable(module, path)
     # The output of torch's own layers is fresh memory, which a quantizer may overwrite
-    inplace = role == "activation" and layer.float_class in OPERATORS
+    inplace = role == "activation" and layer.float_class in MODULE_OPERATORS
     quantizer = TensorQuantizer.of(tensor, inplace=inplace)
     parameter = next(layer.parameters(), None)
     if parameter is not None and not parameter.is_meta:

@@ -22,14 +22,19 @@ from quantizer.calibration.target import AlgorithmScope, Target
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.model import Config
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.config.wording import counted, shortened
+from quantizer.config.wording import counted, first_names
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
-from quantizer.graph.modules import key_in_module, left_out, module_graph, parameters_of
+from quantizer.graph.modules import (
+    key_in_module,
+    module_graph,
+    parameters_of,
+    uncovered_modules,
+)
 from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable, rectify_output
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import MUCH, left_float, share_left, ungrouped
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import left_alone
 from quantizer.sources.weights import check_finite
@@ -114,7 +119,7 @@ class ModuleTarget(Target):
         return self
 
     def plan(self, config: Config) -> Plan:
-        plan = resolve(config, self.graph, self.graph)
+        plan = resolve_plan(config, self.graph, self.graph)
         return self._without_floats(plan)
 
     def _without_floats(self, plan: Plan) -> Plan:
@@ -152,7 +157,7 @@ class ModuleTarget(Target):
             layers = counted(layer_count, "layer")
             tensors = counted(rule.took_effect, "tensor")
             yield logging.INFO, f"{rule.label}: {layers}, {tensors} set"
-        unsupported = left_float(left_out(self.model, plan.graph).values())
+        unsupported = left_float(uncovered_modules(self.model, plan.graph).values())
         for text in (*ungrouped(plan), *unsupported, *_not_quantized(config, plan)):
             yield logging.WARNING, text
         share = self._float_share(plan)
@@ -295,4 +300,4 @@ def _not_quantized(config: Config, plan: Plan) -> Iterator[str]:
     for reason, names in reasons.items():
         layers = [name for name in names if plan.of_layer(name)]
         if layers:
-            yield f"{reason}: {shortened(layers, 1)}"
+            yield f"{reason}: {first_names(layers, 1)}"

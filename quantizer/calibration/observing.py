@@ -16,7 +16,7 @@ from quantizer.algorithms.bias_correction import ChannelMean, channel_axis
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.nn.execution import Watchers
 from quantizer.nn.inplace import ModuleTree
@@ -211,7 +211,7 @@ class Calibration:
         return {(source, "histogram"): observer for source, observer in self.histograms.items()}
 
 
-def start(plan: Plan) -> Calibration:
+def create_observers(plan: Plan) -> Calibration:
     """Return the observers of all tensors of the plan with static scales.
 
     Those of weights and biases have observed their values.
@@ -290,11 +290,11 @@ def _warn_of_zeros(observers: Mapping[Key, Observer]) -> None:
     if layers:
         logger.warning(
             "the scale of weights that are all zero is 1, and they stay zero: %s",
-            shortened(layers),
+            first_names(layers),
         )
 
 
-def run(
+def observe_batches(
     calibration: Calibration,
     network: Observable,
     batches: Iterable[Batch],
@@ -418,7 +418,7 @@ def _located(tensor: TensorPlan, error: type[QuantizerError]) -> Iterator[None]:
         ) from reason
 
 
-def solution(calibration: Calibration) -> Solution:
+def observed_solution(calibration: Calibration) -> Solution:
     """Return scale and zero point of every planned tensor; 1 and 0 for those that have none."""
     plan = calibration.plan
     tensors = {}

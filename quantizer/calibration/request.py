@@ -151,15 +151,15 @@ class CalibrationRequest:
     @cached_property
     def model_digests(self) -> dict[str, dict[str, str]]:
         """Return the digests of the model's layers and weights; takes a second per GB."""
-        return fingerprint.model(self.target.original)
+        return fingerprint.model_digests(self.target.original)
 
     @cached_property
     def _key(self) -> Mapping[str, Any]:
         """Return what every checkpoint of this run belongs to."""
         key = {}
         for name, digests in self.model_digests.items():
-            key[name] = fingerprint.digest(digests)
-        key["config"] = fingerprint.config(self.config)
+            key[name] = fingerprint.value_digest(digests)
+        key["config"] = fingerprint.config_digest(self.config)
         return {**key, **self.facts}
 
     def stored(self, saved_as: str, **key: Any) -> Snapshot | None:

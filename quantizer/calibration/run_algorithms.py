@@ -17,23 +17,23 @@ from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Run, Task, adjusted
 from quantizer.calibration import fingerprint
-from quantizer.calibration.events import Snapshot, Stage
+from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.fits_model import check_adjustment
 from quantizer.calibration.observing import require_finite
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import (
     other_run,
     register_dataclasses,
+    reporting_damage,
     share_snapshot,
     snapshot_of,
-    telling_damage,
     value_of,
 )
 from quantizer.calibration.target import AlgorithmScope
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.forms.algorithm_words import written
 from quantizer.config.model import Algorithm
-from quantizer.config.wording import counted, shortened
+from quantizer.config.wording import counted, first_names
 from quantizer.errors import ModelError
 from quantizer.graph.edits import Insertion
 from quantizer.graph.find_structure import find_structure
@@ -86,7 +86,7 @@ def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> Cali
     # Wrong names are reported before more data are read
     structures = [find_structure(scope.graph, algorithm.names) for algorithm in algorithms]
     progress = _restored(request)
-    with telling_damage(_CHECKPOINT):
+    with reporting_damage(_CHECKPOINT):
         for stored in (progress.found, progress.before):
             check_adjustment(stored, scope.graph, scope.specs, _CHECKPOINT)
     for index in range(progress.index, len(algorithms)):
@@ -176,7 +176,7 @@ def _run(
         "snapshot": snapshot,
         "needs_same_data": True,
     }
-    with Stage(
+    with RunStage(
         request.events, algorithm.name, len(groups), "groups", done=start.done, **saved
     ) as stage:
         task = Task(
@@ -209,7 +209,7 @@ def _agreed(request: CalibrationRequest, adjustment: Adjustment) -> Adjustment:
     tensors = {}
     for name, tensor in snapshot.tensors.items():
         tensors[name] = fingerprint.tensor_digest(tensor)
-    digest = fingerprint.digest([tensors, snapshot.state])
+    digest = fingerprint.value_digest([tensors, snapshot.state])
     digests = ranks.gather(digest, "the end of an algorithm")
     if len(set(digests)) == 1:
         return adjustment
@@ -273,7 +273,7 @@ def _summary_lines(
         texts[remark.text, remark.is_warning].append(remark.layer)
     for (text, is_warning), layers in texts.items():
         level = logging.WARNING if is_warning else logging.INFO
-        yield level, f"{shortened(layers, 1)}: {text}"
+        yield level, f"{first_names(layers, 1)}: {text}"
 
 
 def _effects(algorithm: Algorithm, before: Adjustment, after: Adjustment) -> Iterator[str]:

@@ -231,7 +231,7 @@ def taken_over(
     before. It must be `is_seen`.
     """
     parts = _parts_by_insertion(scalings, inserted)
-    after = observing.start(plan)
+    after = observing.create_observers(plan)
     observers = {}
     for key, observer in before.observers.items():
         if not is_parameter(key[1]):

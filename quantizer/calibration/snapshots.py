@@ -92,7 +92,7 @@ def value_of(snapshot: Snapshot, kind: type[_T]) -> _T:
     Raises:
         ResultError: the value does not fit the annotation `kind`.
     """
-    with telling_damage("the checkpoint"):
+    with reporting_damage("the checkpoint"):
         leaves = []
         for index, other in enumerate(snapshot.state["values"]):
             leaf = snapshot.tensors.get(str(index), other)
@@ -112,7 +112,7 @@ def value_of(snapshot: Snapshot, kind: type[_T]) -> _T:
 
 
 @contextmanager
-def telling_damage(what: str) -> Iterator[None]:
+def reporting_damage(what: str) -> Iterator[None]:
     """Raise `ResultError` for errors that only a damaged checkpoint `what` leads to."""
     try:
         yield

@@ -16,7 +16,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.edits import Insertion, with_weights
 from quantizer.graph.ir import Graph
-from quantizer.nn.load import attach
+from quantizer.nn.load import attach_quantizer
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
@@ -164,7 +164,7 @@ def quantized_network(
     network = Network(graph_with_weights)
     for (name, role), tensor in solution.tensors.items():
         inplace = writes_inplace(graph, name, role)
-        attach(network.layers[name], role, tensor, inplace=inplace)
+        attach_quantizer(network.layers[name], role, tensor, inplace=inplace)
     for name, correction in solution.corrections.items():
         network.layers[name].correct_bias(correction)
     return network

@@ -17,13 +17,13 @@ from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.calibration import absorption, level_channels, observing, rank_shards
-from quantizer.calibration.events import Snapshot, Stage
+from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.finetuning import finetune_weights
 from quantizer.calibration.joins import decide_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.run_algorithms import algorithms_report, run_algorithms
-from quantizer.calibration.snapshots import checked_statistics, other_run, telling_damage
+from quantizer.calibration.snapshots import checked_statistics, other_run, reporting_damage
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
@@ -97,7 +97,7 @@ def check_high_biases(request: CalibrationRequest, state: CalibrationState) -> C
     record: absorption.Record = {}
     if request.ranks.is_first and not request.batches.stands_in:
         data = request.read()
-        record = absorption.decide(request.target.original, config.settings, data)
+        record = absorption.decide_absorption(request.target.original, config.settings, data)
     record = request.ranks.broadcast(record, "the check of absorbed biases")
     state = replace(state, absorption=record)
     refused = absorption.refused(record)
@@ -135,7 +135,7 @@ def level_far_channels(
 
 def start_observers(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Create the observers, and show those of weights and biases their values."""
-    calibration = observing.start(state.plan)
+    calibration = observing.create_observers(state.plan)
     return replace(state, calibration=calibration)
 
 
@@ -172,7 +172,7 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
         if count < done:
             raise other_run("the data differ")
 
-    stage = Stage(
+    stage = RunStage(
         request.events,
         "calib",
         batches.total,
@@ -182,7 +182,7 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
     )
     with stage, state.target.observed() as model:
         if request.ranks.is_alone:
-            observing.run(calibration, model, unseen())
+            observing.observe_batches(calibration, model, unseen())
         else:
             rank_shards.observe_share(calibration, model, unseen(), request.ranks)
             observing.require_batches(calibration)
@@ -207,7 +207,7 @@ def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
     snapshot = request.shared_snapshot("calibration")
     if snapshot is None:
         return None
-    with telling_damage(_CHECKPOINT):
+    with reporting_damage(_CHECKPOINT):
         calibration.load_state_dict(checked_statistics(snapshot.tensors, _CHECKPOINT))
         calibration.batches = operator.index(snapshot.state["batches"])
         seen = snapshot.state["data"]
@@ -252,7 +252,7 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
         state = replace(state, calibration=calibration)
     state = decide_joins(request, state)
     solution = replace(
-        observing.solution(state.calibration),
+        observing.observed_solution(state.calibration),
         joins=state.joins,
         absorption=state.absorption or {},
         levels=state.levels or {},
@@ -313,8 +313,8 @@ def run_bias_correction(
     store = ActivationStore(request.memory)
     runner = SequentialRunner(network, data, store, request.ranks)
     count = len(graph.nodes)
-    with Stage(request.events, "bias correction", count, "layers") as stage:
-        corrections = bias_correction.correct_biases(
+    with RunStage(request.events, "bias correction", count, "layers") as stage:
+        corrections = bias_correction.correct_layer_biases(
             runner,
             state.calibration.means,
             as_codes=state.plan.settings.target_device == "DPU",
@@ -400,7 +400,7 @@ STEPS: tuple[Step, ...] = (
 )
 
 
-def run(request: CalibrationRequest) -> CalibrationState:
+def run_calibration(request: CalibrationRequest) -> CalibrationState:
     """Run all steps.
 
     Returns:

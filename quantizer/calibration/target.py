@@ -20,8 +20,8 @@ from quantizer.graph.structure import Structure
 from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
 from quantizer.plan.model import Key, Plan
-from quantizer.plan.remarks import remarks
-from quantizer.plan.resolve import resolve
+from quantizer.plan.remarks import plan_remarks
+from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 
 
@@ -124,11 +124,11 @@ class TracedTarget(Target):
         return replace(self, changed=changed)
 
     def plan(self, config: Config) -> Plan:
-        return resolve(config, self.graph, self.original)
+        return resolve_plan(config, self.graph, self.original)
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
         """Yield what passes did to parameters, and which operators stay float."""
-        for text in remarks(plan):
+        for text in plan_remarks(plan):
             yield logging.INFO, text
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:

@@ -15,7 +15,7 @@ import click
 from rich.text import Text
 
 from quantizer.calibration import absorption
-from quantizer.calibration.events import Stage
+from quantizer.calibration.events import RunStage
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.follow import progress
@@ -38,7 +38,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.printable import json_text, one_line
 from quantizer.report import sensitivity
 from quantizer.report.files import READ, write_report
@@ -320,7 +320,7 @@ def _analyze_widths(
     """Measure all widths, and with a budget choose the best."""
     read = subject.read
     batches = subject.batches
-    record = absorption.decide(
+    record = absorption.decide_absorption(
         subject.original, read.config.settings, session.on_device(options, batches)
     )
     refused = absorption.refused(record)
@@ -402,7 +402,7 @@ def _measure(
     if passes is None:
         passes = "network" if count <= MAX_MEASURED else "fast"
     total, unit = engine.units_of_work(passes, count, batches.total)
-    with Stage(progress(quiet=options.json), "analyze", total, unit) as stage:
+    with RunStage(progress(quiet=options.json), "analyze", total, unit) as stage:
         return engine.analyze_weights(
             plan,
             widths,
@@ -425,7 +425,7 @@ def _require_exact(
         UsageError: its form cannot express the widths.
     """
     checked = check_document(Document.of(config, "the config with the chosen widths"))
-    after = resolve(checked.require(), plan.graph, original)
+    after = resolve_plan(checked.require(), plan.graph, original)
     if any(finding.severity == "error" for finding in after.diagnostics):
         raise ConfigError(after.diagnostics, checked.sources)
     wrong = unwanted_changes(plan, after, changes)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from quantizer.calibration import steps
-from quantizer.calibration.events import Stage
+from quantizer.calibration.events import RunStage
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
@@ -68,7 +68,7 @@ class Subject:
             seed=self.options.seed,
             memory=self.options.memory,
         )
-        state = steps.run(request)
+        state = steps.run_calibration(request)
         calibrated = Calibrated(self.original, config.settings, state.solution)
         return calibrated, state.calibration.plan
 
@@ -81,7 +81,7 @@ def measured_tensors(subject: Subject) -> tuple[Ablation, Plan]:
     batches = min(subject.batches.total or NOISE_BATCHES, NOISE_BATCHES)
     total = batches * len(list(quantized.quantizers()))
     user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
-    with Stage(progress(quiet=options.json), "analyze tensors", total, "tensors") as stage:
+    with RunStage(progress(quiet=options.json), "analyze tensors", total, "tensors") as stage:
         ablation = ablate(
             Network(calibrated.float_graph),
             quantized,

@@ -80,7 +80,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             config = resolved_document(request.config)
             require_alike(ranks, {"config": config, **model}, "the model")
         with pointing_into(read.sources):
-            state = steps.run(request)
+            state = steps.run_calibration(request)
         if checkpoints:
             header = request.header(state)
             write_results(
@@ -127,7 +127,7 @@ def _confirm(
     if request.needs_data(plan) and request.batches.stands_in:
         raise session.missing_data()
     size = session.batch_size(options, request.batches)
-    data = memory_prediction.Data(size, request.batches.total or 1, options.memory)
+    data = memory_prediction.BatchSizes(size, request.batches.total or 1, options.memory)
     needed = memory_prediction.calibration_bytes(
         plan, request.config, data, finetuned=bool(request.fast_finetune)
     )

@@ -121,7 +121,7 @@ def _check_model(options: Options, config: Config | None) -> Iterator[CheckResul
         return
     plan = session.resolved_plan(session.ReadConfig(config, (), {}), original, quiet=True)
     yield from checkup.check_planned_tensors(plan)
-    data = memory_prediction.Data(traced.size, traced.batches or 1, options.memory)
+    data = memory_prediction.BatchSizes(traced.size, traced.batches or 1, options.memory)
     peaks = peaks_of(plan, config, data, traced, finetuned=False)
     yield from checkup.check_memory(peaks.items())
     if plan.corrected:

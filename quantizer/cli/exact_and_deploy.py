@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from quantizer.calibration.events import Stage
+from quantizer.calibration.events import RunStage
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARE
 from quantizer.cli.options import Options
@@ -13,7 +13,7 @@ from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.evaluation.exact import ExactComparison, compare_exact
-from quantizer.export import EXPORTERS, FOLDER, check, export, size_of
+from quantizer.export import EXPORTERS, FOLDER, export, require_expressible, size_on_disk
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
@@ -48,7 +48,7 @@ def run_exact(
     Returns:
         The outcome with the metric `exact_equal` and a table.
     """
-    with Stage(progress(quiet=options.quiet), "exact", batches.total) as stage:
+    with RunStage(progress(quiet=options.quiet), "exact", batches.total) as stage:
         counted = stage.counted(batch.to("cpu") for batch in batches)
         result = compare_exact(graph, info.solution, counted)
     content = asdict(result) | {"equal": result.equal}
@@ -91,7 +91,9 @@ def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
     refusals = []
     for target in dict.fromkeys(options.deploy):
         try:
-            check(target, graph, info.solution.specs, info.settings.onnx_opset_version)
+            require_expressible(
+                target, graph, info.solution.specs, info.settings.onnx_opset_version
+            )
         except UsageError as refusal:
             refusals.append(refusal)
     if options.deploy and len(refusals) == len(set(options.deploy)):
@@ -163,7 +165,7 @@ def deploy(
 
 def _lines_of_file(path: Path, verified: Verification, view: View) -> list[str]:
     """Return the lines that are shown for a deployed file."""
-    size = f"{size_of(path) / 1024:.0f} kB"
+    size = f"{size_on_disk(path) / 1024:.0f} kB"
     lines = [f"deployed: {path}, {size}; against test mode, {verified.figures()}"]
     lines += map(view.text, verified.remarks)
     session = verified.default_session

@@ -17,7 +17,7 @@ from quantizer.config.pages import (
     setting_page,
 )
 from quantizer.config.rules.spec_rules import all_codes
-from quantizer.config.wording import closest, listed, quoted
+from quantizer.config.wording import closest_word, listed, quoted
 from quantizer.errors import UsageError
 
 _LINK = re.compile(r"\[([^][]+)\]\([^()]+\)")
@@ -75,7 +75,7 @@ def explain(name: str | None, options: Options) -> int | None:
 
 
 def _help_for(name: str) -> str:
-    near = closest(name, _words())
+    near = closest_word(name, _words())
     codes = [code for code in all_codes() if code.startswith(name.upper())]
     if codes and len(name) > 2:
         near = listed(codes)

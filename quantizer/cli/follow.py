@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from quantizer.calibration.events import NOBODY, Events, Forked, Stage
+from quantizer.calibration.events import NO_FOLLOWER, Events, Forked, RunStage
 from quantizer.cli import session
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import Diagnostic
@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 def progress(*, quiet: bool) -> Events:
     """Return the display of progress: bars on a terminal outside of CI, otherwise lines."""
     if quiet:
-        return NOBODY
+        return NO_FOLLOWER
     if sys.stderr.isatty() and not os.environ.get("CI"):
         return Bars(session.console(stderr=True))
     return Lines()
@@ -58,18 +58,18 @@ class Lines(Events):
         self._started = time.monotonic()
         self._printed = self._started
 
-    def started(self, stage: Stage) -> None:
+    def started(self, stage: RunStage) -> None:
         """Start the clock."""
         self._started = time.monotonic()
         self._printed = self._started
 
-    def advanced(self, stage: Stage) -> None:
+    def advanced(self, stage: RunStage) -> None:
         """Print a line if the last one is ten seconds old."""
         if time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
             self._printed = time.monotonic()
             print(self._line(stage), file=sys.stderr, flush=True)
 
-    def _line(self, stage: Stage) -> str:
+    def _line(self, stage: RunStage) -> str:
         if not stage.total:
             return f"{stage.name} {stage.done} {stage.unit}"
         elapsed = time.monotonic() - self._started

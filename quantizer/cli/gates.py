@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quantizer.cli.options import Options
 from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, metric_names
-from quantizer.config.wording import closest
+from quantizer.config.wording import closest_word
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import DROP, paired
 from quantizer.graph.output_parts import Output
@@ -127,7 +127,7 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
                 help=how_to_declare(base),
             )
         remedy = f"known here: {', '.join(sorted(known))}"
-        near = closest(gate.metric, known)
+        near = closest_word(gate.metric, known)
         if near is not None:
             remedy = f'did you mean "{near}"?'
         raise UsageError(

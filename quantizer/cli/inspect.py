@@ -18,9 +18,9 @@ from quantizer.graph.emit import emit
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.plan.dpu_limits import NAME
+from quantizer.plan.dpu_limits import DPU_NAME
 from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
-from quantizer.plan.remarks import remarks
+from quantizer.plan.remarks import plan_remarks
 from quantizer.printable import json_text
 from quantizer.report import dpu_tables, tables
 from quantizer.report.structure import structure_tables
@@ -105,7 +105,7 @@ def inspect(
         _show_support(plan.graph, verdict_of, reference, view)
     else:
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats, view))
-        for line in remarks(plan):
+        for line in plan_remarks(plan):
             say(line)
     if options.file:
         write_text(Path(options.file), emit(plan.graph))
@@ -190,6 +190,6 @@ def _show_support(
         say(f"limits: {source}")
     on_dpu, on_cpu, pieces = _counts(graph, verdict_of).values()
     click.echo(
-        f"{on_dpu} of {on_dpu + on_cpu} operators run on the DPU ({NAME}), in "
+        f"{on_dpu} of {on_dpu + on_cpu} operators run on the DPU ({DPU_NAME}), in "
         f"{counted(pieces, 'subgraph')}"
     )

@@ -32,7 +32,7 @@ from quantizer.cli.options import (
 from quantizer.cli.render import print_diagnostics
 from quantizer.cli.typed import was_typed
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.wording import closest
+from quantizer.config.wording import closest_word
 from quantizer.errors import (
     TORCH,
     WORKER_HELP,
@@ -142,7 +142,7 @@ class LazyCommands(GroupedCommand, click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in SUBCOMMANDS:
             message = f"No such command '{args[0]}'."
-            near = closest(args[0], [*SUBCOMMANDS, *QUANT_MODES])
+            near = closest_word(args[0], [*SUBCOMMANDS, *QUANT_MODES])
             if near in QUANT_MODES:
                 near = f"--quant_mode {near} ..."
             if near is not None:

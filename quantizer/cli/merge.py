@@ -90,7 +90,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             absorption=first.solution.absorption,
             levels=first.solution.levels,
         )
-        state = steps.run(request)
+        state = steps.run_calibration(request)
         header = request.header(state)
         write_results(
             folder, original, config, state.calibration, state.solution, header, origins

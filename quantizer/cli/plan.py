@@ -63,7 +63,7 @@ def plan(options: Options) -> None:
     before, after = weight_bytes(planned)
     size = traced.size
     activations = peak_activation_bytes(planned.graph, size)
-    data = memory_prediction.Data(size, traced.batches or 1, options.memory)
+    data = memory_prediction.BatchSizes(size, traced.batches or 1, options.memory)
     peaks = peaks_of(planned, read.config, data, traced, finetuned=bool(finetuned))
     outputs = output_parts(original)
     content = planned.to_json() | {
@@ -105,7 +105,7 @@ def plan(options: Options) -> None:
 def peaks_of(
     plan: Plan,
     config: Config,
-    data: memory_prediction.Data,
+    data: memory_prediction.BatchSizes,
     traced: TracedModel,
     *,
     finetuned: bool,

@@ -13,9 +13,9 @@ from quantizer.cli.options import TABLE, Options, command, option, takes, write_
 from quantizer.cli.places import PathType
 from quantizer.cli.reproduction import remember, with_config
 from quantizer.cli.table_view import view_of
-from quantizer.config.wording import closest, counted
+from quantizer.config.wording import closest_word, counted
 from quantizer.errors import UsageError
-from quantizer.observers import METHODS, STATISTICS
+from quantizer.observers import BATCH_STATISTICS, RANGE_METHODS
 from quantizer.printable import json_text, one_line
 from quantizer.report.files import READ, write_report
 from quantizer.results.calibrated_folder import CalibratedFolder
@@ -36,7 +36,7 @@ class RetuneOptions(Options):
         metavar="DIR",
     )
     method: str | None = option(
-        "The method that finds ranges.", type=click.Choice(list(METHODS))
+        "The method that finds ranges.", type=click.Choice(list(RANGE_METHODS))
     )
     percentage: float | None = option(
         "The percentage of the percentile method.",
@@ -44,7 +44,8 @@ class RetuneOptions(Options):
         metavar="P",
     )
     statistic: str | None = option(
-        "How the ranges of several batches are combined.", type=click.Choice(list(STATISTICS))
+        "How the ranges of several batches are combined.",
+        type=click.Choice(list(BATCH_STATISTICS)),
     )
     layer: tuple[str, ...] = option(
         "Change only this layer's activations: a name, a module path or a pattern. May be "
@@ -153,7 +154,7 @@ def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
             if word in (name, path) or fnmatchcase(path, word):
                 matching.add(name)
         if not matching:
-            near = closest(word, path_of.values())
+            near = closest_word(word, path_of.values())
             remedy = "`quantizer plan` shows all layers"
             if near is not None:
                 remedy = f"did you mean {near}?"

@@ -13,12 +13,12 @@ import torch
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from quantizer.calibration.finetuning import as_asked
+from quantizer.calibration.finetuning import with_finetuning
 from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics, say
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
 from quantizer.config.load import default_config, load_config
-from quantizer.config.model import Config, Names
+from quantizer.config.model import Config, StructureNames
 from quantizer.errors import UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
@@ -26,8 +26,8 @@ from quantizer.graph.parameters import placed
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
 from quantizer.plan.model import Plan
-from quantizer.plan.remarks import remarks
-from quantizer.plan.resolve import resolve
+from quantizer.plan.remarks import plan_remarks
+from quantizer.plan.resolve import resolve_plan
 from quantizer.printable import json_text, one_line
 from quantizer.results.calibrated import recalled, traced
 from quantizer.results.folder import OpenedResults
@@ -81,7 +81,7 @@ def config_as_asked(
         UsageError: the config excludes one of the options.
     """
     read = read_config_file(path)
-    config, mode = as_asked(read.config, level, mode)
+    config, mode = with_finetuning(read.config, level, mode)
     return replace(read, config=config), mode
 
 
@@ -264,13 +264,13 @@ def resolved_plan(
         ConfigError: a selector matches nothing, or values conflict once merged.
     """
     graph = graph or run_passes(original, read.config.settings)
-    plan = resolve(read.config, graph, original)
+    plan = resolve_plan(read.config, graph, original)
     findings = (*read.diagnostics, *plan.diagnostics)
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings, read.sources)
     if not quiet:
         print_diagnostics(findings, read.sources)
-        for line in remarks(plan):
+        for line in plan_remarks(plan):
             say(line, err=True)
     return plan
 
@@ -284,7 +284,7 @@ def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
     structures = {}
     with pointing_into(read.sources):
         for algorithm in read.config.algorithms:
-            if algorithm.names != Names():
+            if algorithm.names != StructureNames():
                 title = f"{algorithm.name} ({algorithm.label})"
                 structures[title] = find_structure(graph, algorithm.names)
     return structures

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from quantizer.calibration import fingerprint, memory_prediction
 from quantizer.calibration.events import Forked
-from quantizer.calibration.finetuning import require_asked
+from quantizer.calibration.finetuning import require_calibrated_with
 from quantizer.cli import session, torchrun
 from quantizer.cli.annotations import annotate_warnings
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
@@ -63,7 +63,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     if options.exact:
         require_dpu(info.settings.target_device)
     for name in RAISING:
-        require_asked(f"--{name}", getattr(options, name), info.header.get(name))
+        require_calibrated_with(f"--{name}", getattr(options, name), info.header.get(name))
     read: session.ReadConfig | None = None
     if options.config_file is not None:
         level = info.header.get("dpu_accuracy")
@@ -193,8 +193,8 @@ def _require_alike(ranks: Ranks, info: QuantInfo, original: Graph) -> None:
     """Raise `RankError` if ranks have different results or models."""
     facts = {
         "results": info.files.identity,
-        "layer": fingerprint.layers(original),
-        "weight": fingerprint.weights(original),
+        "layer": fingerprint.layer_digests(original),
+        "weight": fingerprint.weight_digests(original),
     }
     require_alike(ranks, facts, "the calibrated model")
 

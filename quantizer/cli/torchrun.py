@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantizer.calibration.events import Events, Stage
+from quantizer.calibration.events import Events, RunStage
 from quantizer.cli.options import Options
 from quantizer.distributed import ALONE, Ranks
 
@@ -28,7 +28,7 @@ class Watched(Events):
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def advanced(self, stage: Stage) -> None:
+    def advanced(self, stage: RunStage) -> None:
         """Stop if another rank has stopped."""
         self._ranks.check()
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.calibration.memory_prediction import Base
+from quantizer.calibration.memory_prediction import ProcessMemory
 from quantizer.cli import session
 from quantizer.cli.options import Options
 from quantizer.graph.ir import Graph
@@ -29,7 +29,7 @@ class TracedModel:
     size: int
     batches: int | None
     tested: int | None
-    base: Base
+    base: ProcessMemory
     filled: Mapping[str, Any]
 
 
@@ -63,7 +63,7 @@ def traced_from(
         size,
         batches=batches.total,
         tested=tested_size,
-        base=Base.now(),
+        base=ProcessMemory.now(),
         filled=filled,
     )
 

@@ -25,7 +25,7 @@ from quantizer.comparison.row_matching import (
 )
 from quantizer.errors import ModelError
 from quantizer.graph.label_replay import Seen
-from quantizer.graph.output_parts import Output, Part, output_parts, parts_named_as
+from quantizer.graph.output_parts import Output, OutputPart, output_parts, parts_named_as
 from quantizer.nn.execution import Execution, Watchers
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
@@ -122,7 +122,7 @@ class OutputComparison:
         output: Output,
         x: Tensor,
         recorder: Recorder,
-    ) -> list[tuple[Part, Tensor]]:
+    ) -> list[tuple[OutputPart, Tensor]]:
         """Return the values of each part of an output.
 
         Args:
@@ -136,7 +136,7 @@ class OutputComparison:
             return list(zip(output.parts, split.of(x), strict=True))
         part = output.parts[0]
         if output.labels is not None:
-            part = Part(output.name, None, output.node)
+            part = OutputPart(output.name, None, output.node)
         return [(part, x)]
 
     def _of_output(
@@ -340,7 +340,7 @@ def _empty(output: Output) -> OutputFigures:
     return OutputFigures(whole, parts, order=order)
 
 
-def _part(part: Part) -> PartFigures:
+def _part(part: OutputPart) -> PartFigures:
     return PartFigures(part.name, part.index, part.layer, part.is_constant, part.pooled)
 
 

@@ -25,7 +25,7 @@ ROWS_KEPT = "rows_kept"
 """The share of rows that both networks select, where an operator selects rows by their
 values."""
 NOT_FINITE = "the float model's output is not finite"
-FEW = 4
+MIN_VALUES = 4
 """Fewer values may be equal by chance."""
 _FLAT = 1e-3
 """Values that differ by less than this share of the largest count as one value."""
@@ -156,7 +156,7 @@ class PartFigures:
     @property
     def collapses(self) -> bool:
         """Return whether different float values become one value by quantization."""
-        if self.kind != "float" or self.count < FEW:
+        if self.kind != "float" or self.count < MIN_VALUES:
             return False
         return self.other.is_constant and not is_flat(self.reference)
 
@@ -241,7 +241,7 @@ class ChannelExtents:
     @property
     def collapsed(self) -> list[int]:
         """Return the channels whose different float values become one value."""
-        if self.count < FEW or len(self.low) < 2:
+        if self.count < MIN_VALUES or len(self.low) < 2:
             return []
         spread = self.high - self.low
         largest = torch.maximum(self.low.abs(), self.high.abs())
@@ -359,7 +359,7 @@ def lowest_cosine(outputs: Sequence[OutputFigures]) -> float | None:
     return min(cosines, default=None)
 
 
-def pooled(outputs: Sequence[OutputFigures]) -> Noise:
+def pooled_noise(outputs: Sequence[OutputFigures]) -> Noise:
     """Return the noise of all floating-point outputs together."""
     noise = Noise()
     for output in outputs:

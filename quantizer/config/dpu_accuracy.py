@@ -17,7 +17,7 @@ _SWITCHES = ("include_cle", "include_bias_corr")
 _FINETUNING = "adaround"
 
 
-def raised(config: Config, level: str | None) -> Config:
+def with_dpu_accuracy(config: Config, level: str | None) -> Config:
     """Return the config for a level of accuracy: at "high" with equalization and bias
     correction.
 

@@ -38,7 +38,7 @@ else:
     _RoundMode = Literal[tuple(_SPEC_FIELDS["round_mode"]["enum"])]
     _Statistic = Literal[tuple(_SPEC_FIELDS["statistic"]["enum"])]
 
-AUTO: Literal["auto"] = "auto"
+AUTO_METHOD: Literal["auto"] = "auto"
 """The method that reads one histogram of all batches, whatever the statistic."""
 
 POOLED: Literal["pooled"] = "pooled"
@@ -245,7 +245,7 @@ class ScalingLayer:
 
 
 @dataclass(frozen=True)
-class Names:
+class StructureNames:
     """The parts of a model that an algorithm's settings name; None means that they are found on
     the graph.
 
@@ -267,7 +267,7 @@ _NAMES: Mapping[str, str] = {
     "scaling_layers": "scaling",
     "embedding_layers": "embeddings",
 }
-"""The field of `Names` for each key."""
+"""The field of `StructureNames` for each key."""
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ class Algorithm:
         return self.kind(**values)
 
     @property
-    def names(self) -> Names:
+    def names(self) -> StructureNames:
         """Return the parts of the model that it names."""
         values: JsonObject = {}
         places: dict[str, Place] = {}
@@ -338,7 +338,7 @@ class Algorithm:
                 places[name] = sourced.place
         if "scaling" in values:
             values["scaling"] = self._scaling_layers(values["scaling"])
-        return Names(**values, places=places)
+        return StructureNames(**values, places=places)
 
     def _scaling_layers(self, groups: tuple[JsonMapping, ...]) -> tuple[ScalingLayer, ...]:
         scaling_layers: list[ScalingLayer] = []

@@ -28,7 +28,7 @@ def checked(cls: type[_T]) -> type[_T]:
         for name in kwargs:
             _check_name(self, name)
         build(self, *args, **kwargs)
-        check(self)
+        check_field_types(self)
 
     def set_field(self: Any, name: str, value: Any) -> None:
         _check_name(self, name)
@@ -48,7 +48,7 @@ def _check_name(instance: Any, name: str) -> None:
     raise UsageError(f"{type(instance).__name__} has no field {name!r}", help=help_)
 
 
-def check(instance: Any) -> None:
+def check_field_types(instance: Any) -> None:
     """Check every field of a dataclass; its values may have been changed since it was built.
 
     Raises:

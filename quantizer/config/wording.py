@@ -57,7 +57,7 @@ def with_article(name: str) -> str:
     return f"a {name}"
 
 
-def shortened(
+def first_names(
     names: Sequence[str],
     most: int = 5,
 ) -> str:
@@ -85,7 +85,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {plural or noun + ending}"
 
 
-def closest(
+def closest_word(
     word: str,
     known: Iterable[str],
 ) -> str | None:

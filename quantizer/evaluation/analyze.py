@@ -17,7 +17,7 @@ from quantizer.algorithms.sensitivity import (
     layer_errors,
     noise_of,
     output_noise,
-    rounded,
+    rounded_weights,
     with_width,
 )
 from quantizer.algorithms.sensitivity import Width as Width  # for whoever asks for widths
@@ -51,7 +51,7 @@ GetBatches = Callable[[], Iterable[Batch]]
 
 
 @dataclass(frozen=True)
-class Row:
+class WeightRow:
     """One weight.
 
     Attributes:
@@ -90,7 +90,7 @@ class Analysis:
     """
 
     widths: Sequence[Width]
-    rows: Sequence[Row]
+    rows: Sequence[WeightRow]
     kept: Mapping[str, str]
     energy: float
     rest: int
@@ -301,7 +301,7 @@ def _row(
     candidate: Candidate,
     widths: Sequence[Width],
     noise: Sequence[float],
-) -> Row:
+) -> WeightRow:
     name = candidate.layers[0]
     spec = candidate.specs[0]
     path = plan.graph.by_name[name].params["weight"]
@@ -312,7 +312,7 @@ def _row(
         resized = candidate.with_width(spec, width)
         scale_count = scales if resized.is_scaled else 0
         sizes.append(parameter_bytes(values, resized, scale_count))
-    return Row(
+    return WeightRow(
         candidate,
         values,
         own=bits_of(spec),
@@ -361,7 +361,7 @@ def uniform_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...] | None
     return (widest,) * len(analysis.rows)
 
 
-def curve(analysis: Analysis) -> list[tuple[int, ...]]:
+def budget_curve(analysis: Analysis) -> list[tuple[int, ...]]:
     """Return the best choices under growing budgets, from the smallest to the largest
     widths.
     """
@@ -409,7 +409,7 @@ def measured_noise(
     network = Network(plan.graph)
     weights: dict[str, Tensor] = {}
     for row, index in zip(analysis.rows, choice, strict=True):
-        weights |= rounded(network, row.candidate, analysis.widths[index])
+        weights |= rounded_weights(network, row.candidate, analysis.widths[index])
     return noise_of(network, weights, few(batches), _alike(network, batches))
 
 

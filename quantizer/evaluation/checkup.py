@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.errors import pip_line
 from quantizer.graph.edits import by_channel
 from quantizer.plan.model import Plan
@@ -182,14 +182,14 @@ def check_planned_tensors(plan: Plan) -> Iterator[CheckResult]:
             unknown[node.op] += 1
     if unknown:
         names = [f"{name} ({count})" for name, count in sorted(unknown.items())]
-        text = f"stay in float, because no rule covers them: {shortened(names)}"
+        text = f"stay in float, because no rule covers them: {first_names(names)}"
         yield CheckResult("plan", "note", text, "docs/operators.md lists the operators")
     uneven = [
         name for name in _single_scales(plan) if _channel_ratio(plan, name) > MAX_CHANNEL_RATIO
     ]
     if uneven:
         text = "one scale serves channels whose ranges differ by more than "
-        text += f"{MAX_CHANNEL_RATIO:g} times: weights of {shortened(uneven, 3)}"
+        text += f"{MAX_CHANNEL_RATIO:g} times: weights of {first_names(uneven, 3)}"
         remedy = "set per_channel: true for weights, or use include_cle"
         yield CheckResult("plan", "warning", text, remedy)
     reads_tokens = any(node.op == "input" and not node.is_float for node in plan.graph.nodes)

@@ -21,7 +21,7 @@ from quantizer.comparison.output_figures import (
     leaves,
     lowest_cosine,
     named_metrics,
-    pooled,
+    pooled_noise,
     worst,
 )
 from quantizer.comparison.perplexity import TokenLoss, next_tokens
@@ -114,7 +114,7 @@ class Score:
 
 
 @dataclass
-class Comparison:
+class NetworkComparison:
     """The result of running a float and a quantized network on the same batches.
 
     Attributes:
@@ -142,7 +142,7 @@ class Comparison:
     float_score: Score = field(default_factory=Score)
     quantized_score: Score = field(default_factory=Score)
 
-    def merge(self, other: Comparison) -> None:
+    def merge(self, other: NetworkComparison) -> None:
         """Add the batches of another one, in which the same tensors were compared."""
         for noise, other_noise in zip(self.layers, other.layers, strict=True):
             noise.merge(other_noise)
@@ -202,7 +202,7 @@ class Comparison:
     @property
     def output(self) -> Noise:
         """Return the noise of all floating-point outputs together."""
-        return pooled(self.outputs)
+        return pooled_noise(self.outputs)
 
     @property
     def first_spoiled(self) -> str | None:
@@ -280,7 +280,7 @@ def compare(
     *,
     user: Network | None = None,
     outputs: Sequence[Output] | None = None,
-) -> Comparison:
+) -> NetworkComparison:
     """Run both networks once on each batch, each rank on its share.
 
     Results are added up in the order of the batches, so they do not depend on the number of
@@ -302,10 +302,10 @@ def compare(
     """
     no_noise, taps = _taps(quantized)
     compared = ComparedNetworks(reference, user, outputs)
-    results: list[Comparison] = []
+    results: list[NetworkComparison] = []
 
-    def empty() -> Comparison:
-        return Comparison(deepcopy(no_noise), *compared.empty())
+    def empty() -> NetworkComparison:
+        return NetworkComparison(deepcopy(no_noise), *compared.empty())
 
     def run(batch: Batch) -> None:
         # Both networks run in step, so that each pair of values is compared while it exists.
@@ -402,7 +402,7 @@ def _parameter_noise(reference: Network, quantized: Network) -> list[LayerNoise]
 
 
 def _rank_classes(
-    result: Comparison,
+    result: NetworkComparison,
     batch: Batch,
     reference: Sequence[Tensor],
     quantized: Sequence[Tensor],

@@ -17,7 +17,7 @@ from quantizer.errors import UsageError
 from quantizer.evaluation.compare import over_batches
 from quantizer.evaluation.exact_layers import Fixed, IntegerCall, LayerArguments, integer_rule
 from quantizer.graph.ir import Graph, Node
-from quantizer.nn.execution import Execution, arguments
+from quantizer.nn.execution import Execution, layer_arguments
 from quantizer.nn.network import Network
 from quantizer.numerics.integer import requantize
 from quantizer.plan.model import Key
@@ -215,7 +215,7 @@ class _IntegerNetwork:
 
     def _run_in_integers(self, node: Node, values: LayerArguments) -> Any:
         """Return the wide result of a node; None if its inputs have no codes."""
-        inputs = arguments(node, values)
+        inputs = layer_arguments(node, values)
         call = IntegerCall(
             node,
             self.plain.layers[node.name],

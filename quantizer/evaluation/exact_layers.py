@@ -17,7 +17,7 @@ from quantizer.graph.ir import Node
 from quantizer.nn.layer import Layer
 from quantizer.numerics.integer import (
     HARDSWISH_POSITION,
-    INT32,
+    INT32_BOUND,
     LEAKY_SLOPE,
     SIXTH,
     requantize,
@@ -82,7 +82,7 @@ class IntegerCall:
     def accumulated(self, codes: Tensor, position: int) -> Fixed:
         """Return a sum as an int32 register holds it."""
         largest = codes.abs().max() if codes.numel() else 0
-        if largest >= INT32:
+        if largest >= INT32_BOUND:
             self.overflowed = True
             codes = wrap_int32(codes)
         return Fixed(codes, position)

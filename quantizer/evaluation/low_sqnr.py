@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from quantizer.comparison.output_figures import leaves, worst
 from quantizer.evaluation.ablation import ablate
-from quantizer.evaluation.compare import Comparison, LayerNoise
+from quantizer.evaluation.compare import LayerNoise, NetworkComparison
 from quantizer.evaluation.pass_loss import PassLoss
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.nn.network import Network
@@ -42,7 +42,7 @@ def remark_on_passes(passes: PassLoss | None) -> str | None:
     )
 
 
-def remark(compared: Comparison, networks: Networks) -> str | None:
+def remark(compared: NetworkComparison, networks: Networks) -> str | None:
     """Return sentences on an output SQNR below LOW_DB: where it begins, and which tensor to
     leave in float. Return None if no output is that low.
 
@@ -85,7 +85,7 @@ def _accumulated_db(noise: LayerNoise) -> float:
     return math.inf if noise.accumulated is None else noise.accumulated.sqnr_db
 
 
-def _sources(layer: str, reference: Network, compared: Comparison) -> Iterator[str]:
+def _sources(layer: str, reference: Network, compared: NetworkComparison) -> Iterator[str]:
     """Yield the layer, and the nearest layers before it that have quantized tensors."""
     yield layer
     measured = {noise.layer for noise in compared.layers}

@@ -12,9 +12,9 @@ from itertools import islice
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_figures import OutputFigures, PartFigures
 from quantizer.comparison.output_measure import OutputMeasure
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.evaluation.ablation import ablate
-from quantizer.evaluation.compare import Comparison
+from quantizer.evaluation.compare import NetworkComparison
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output
@@ -55,7 +55,7 @@ class OutputWarning:
 
 
 def output_warnings(
-    compared: Comparison,
+    compared: NetworkComparison,
     networks: Networks,
     explained: Collection[str] = (),
 ) -> list[OutputWarning]:
@@ -118,7 +118,7 @@ def _sqnr_of_others(part: PartFigures, outputs: Sequence[OutputFigures]) -> floa
 def _with_cause(
     part: PartFigures,
     output: Output,
-    compared: Comparison,
+    compared: NetworkComparison,
     networks: Networks,
 ) -> OutputWarning:
     """Return the warning about a part that has lost, with the tensor that causes the loss."""
@@ -148,7 +148,7 @@ def _with_cause(
 def _suspects(
     part: PartFigures,
     output: Output,
-    compared: Comparison,
+    compared: NetworkComparison,
     graph: Graph,
 ) -> Iterator[Key]:
     """Yield the tensors that a part depends on, from the output backwards."""
@@ -190,7 +190,7 @@ def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
     axes = ", ".join([":"] * channels.axis)
     named = [f"{name}[{axes}, {channel}]" for channel in channels.collapsed]
     text = f"{len(named)} of {len(channels.low)} channels of {name} are constant in the "
-    text += f"quantized network only: {shortened(named, _MAX_NAMED_CHANNELS)}; "
+    text += f"quantized network only: {first_names(named, _MAX_NAMED_CHANNELS)}; "
     text += f"{layer} computes them"
     yield OutputWarning("channels", name, text, layer, "activation")
 

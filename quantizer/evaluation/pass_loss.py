@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
-from quantizer.comparison.output_figures import OutputFigures, leaves, pooled, worst
+from quantizer.comparison.output_figures import OutputFigures, leaves, pooled_noise, worst
 from quantizer.errors import DataError, ModelError
 from quantizer.graph.output_parts import Output, parts_named_as
 from quantizer.nn.network import Network
@@ -68,7 +68,7 @@ class PassLoss:
     @property
     def line(self) -> str:
         """Return the three figures in one line."""
-        return sentence(self.to_json())
+        return pass_loss_line(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for report.json and run.json, infinite ones as null."""
@@ -82,7 +82,7 @@ class PassLoss:
         return content
 
 
-def sentence(figures: Mapping[str, Any]) -> str:
+def pass_loss_line(figures: Mapping[str, Any]) -> str:
     """Return one line on the figures of report.json.
 
     >>> figures = {
@@ -174,7 +174,7 @@ def _worst(figures: Sequence[OutputFigures] | None) -> WorstOutput:
         return WorstOutput(_NOT_COMPARABLE_DB)
     lowest = worst(figures)
     if lowest is None or lowest.sqnr_db is None:
-        return WorstOutput(pooled(figures).sqnr_db)
+        return WorstOutput(pooled_noise(figures).sqnr_db)
     is_only = len(list(leaves(figures))) == 1
     if is_only or lowest.sqnr_db == math.inf:
         return WorstOutput(lowest.sqnr_db)

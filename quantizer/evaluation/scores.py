@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.calibration.events import Events, Stage
+from quantizer.calibration.events import Events, RunStage
 from quantizer.comparison.output_figures import named_metrics, worst
 from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
 from quantizer.evaluation import low_sqnr
-from quantizer.evaluation.compare import Comparison, compare, target_metrics
+from quantizer.evaluation.compare import NetworkComparison, compare, target_metrics
 from quantizer.evaluation.output_warnings import OutputWarning, output_warnings
 from quantizer.evaluation.pass_loss import PassLoss, pass_loss
 from quantizer.evaluation.tested_networks import Networks
@@ -50,7 +50,7 @@ class Scores:
         warnings: about single outputs and parts, if they were requested.
     """
 
-    comparison: Comparison
+    comparison: NetworkComparison
     pairs: Mapping[str, Mapping[str, float]]
     directions: Directions = BY_NAME
     passes: PassLoss | None = None
@@ -200,7 +200,7 @@ def score(
         _warn_of_unknown(function.directions, before)
     reference = Network(calibrated.float_graph)
     user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
-    with Stage(events, "test", batches.total) as stage:
+    with RunStage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
         outputs = calibrated.outputs
         compared = compare(reference, quantized, on_device, ranks, user=user, outputs=outputs)
@@ -286,7 +286,7 @@ def measure(
     """Return the metrics of one model: the user's, or without `function` those of the
     targets.
     """
-    with Stage(events, label, batches.total) as stage, torch.no_grad():
+    with RunStage(events, label, batches.total) as stage, torch.no_grad():
         counted = stage.counted(batch.to(device) for batch in batches)
         if function is not None:
             return _evaluated(function, model, (batch.raw for batch in counted))

@@ -8,8 +8,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
-from quantizer.calibration.events import NOBODY, Events, Stage
-from quantizer.config.wording import shortened
+from quantizer.calibration.events import NO_FOLLOWER, Events, RunStage
+from quantizer.config.wording import first_names
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 from quantizer.export.exporter import Exporter as Exporter
 from quantizer.export.exporter import Refusal as Refusal
@@ -64,7 +64,7 @@ def planned_refusals(
     return list(exporter_of(target).refusals(plan.graph, specs, opset))
 
 
-def check(
+def require_expressible(
     target: str,
     graph: Graph,
     specs: Mapping[Key, QuantizationSpec],
@@ -99,7 +99,7 @@ def refuse(target: str, refusals: Iterable[Refusal]) -> None:
     texts: list[str] = []
     for why, names in names_by_reason.items():
         separator = ": each " if len(names) > 1 else " "
-        texts.append(shortened(names) + separator + why)
+        texts.append(first_names(names) + separator + why)
     if texts:
         raise UsageError(f"--deploy {target}: {'; '.join(texts)}", help="; ".join(helps))
 
@@ -122,7 +122,7 @@ def export(
     target: str,
     deployment: Deployment,
     path: Path,
-    events: Events = NOBODY,
+    events: Events = NO_FOLLOWER,
     *,
     total: int | None = None,
 ) -> Verification:
@@ -145,9 +145,11 @@ def export(
     if not EXPORTERS[target].by_tensor:
         deployment = deployment.in_memory()
     try:
-        with Stage(events, f"verify {target}", total) as stage:
+        with RunStage(events, f"verify {target}", total) as stage:
             deployment = deployment.followed(stage)
-            check(target, deployment.graph, deployment.solution.specs, deployment.opset)
+            require_expressible(
+                target, deployment.graph, deployment.solution.specs, deployment.opset
+            )
             with exporter.write(deployment, path) as written:
                 verification = exporter.verify(deployment, written)
     except (UsageError, ModelError, VerificationError):
@@ -157,7 +159,7 @@ def export(
     return replace(verification, remarks=(*verification.remarks, *losses))
 
 
-def size_of(path: Path) -> int:
+def size_on_disk(path: Path) -> int:
     """Return the bytes of a file with the tensors beside it, or of the files in a folder."""
     files = path.iterdir() if path.is_dir() else files_of(path)
     return sum(file.stat().st_size for file in files if file.exists())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.evaluation.exact import LayerCodes
 from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.export.speed import Speed
@@ -44,7 +44,7 @@ class Kernels:
             layers_by_reason.setdefault(why, []).append(layer)
         lines = [f"{len(self.integer)} of {self.count} multiplications in int8"]
         for why, layers in layers_by_reason.items():
-            lines.append(f"in float: {shortened(layers)}: {why}")
+            lines.append(f"in float: {first_names(layers)}: {why}")
         return lines
 
     def to_json(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantizer.calibration.events import Stage
+from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encoded, quantized_network
 from quantizer.export.choices import CHOICES
@@ -95,7 +95,7 @@ class Deployment:
 
     def followed(
         self,
-        stage: Stage,
+        stage: RunStage,
     ) -> Deployment:
         """Return the same, with batches that a stage counts when they are first read."""
         if not self.batches:
@@ -205,7 +205,7 @@ class _FollowedBatches:
     """Batches on the CPU, whose first pass a stage counts."""
 
     batches: Iterable[Batch]
-    stage: Stage
+    stage: RunStage
     passes: int = 0
 
     def __iter__(self) -> Iterator[Batch]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantizer.comparison.noise import Noise
-from quantizer.comparison.output_figures import FEW, Extent, is_flat
+from quantizer.comparison.output_figures import MIN_VALUES, Extent, is_flat
 
 # The least share of values within one step. Integer kernels round ties and biases otherwise.
 WITHIN = 0.999
@@ -113,7 +113,7 @@ class PartAgreement:
     @property
     def collapses(self) -> bool:
         """Return whether the file gives one value where test mode gives several."""
-        is_several = self.is_float and self.count >= FEW and not is_flat(self.expected)
+        is_several = self.is_float and self.count >= MIN_VALUES and not is_flat(self.expected)
         return is_several and self.actual.is_constant
 
     def to_json(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ softmax, a sigmoid or a maximum.
 
 from torch import Tensor
 
-FAR = 100.0
+FAR_VALUE = 100.0
 """The smallest magnitude of such numbers: 100, 1e4, the largest of a dtype, infinity."""
 
 
@@ -26,6 +26,6 @@ def far_value(values: Tensor) -> float | None:
     if values.dtype.itemsize == 1:
         values = values.float()
     least, greatest = (float(end) for end in values.aminmax())
-    if least <= -FAR:
+    if least <= -FAR_VALUE:
         return least
-    return greatest if greatest >= FAR else None
+    return greatest if greatest >= FAR_VALUE else None

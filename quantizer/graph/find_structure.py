@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
-from quantizer.config.model import Names, ScalingLayer
-from quantizer.config.wording import closest, listed
+from quantizer.config.model import ScalingLayer, StructureNames
+from quantizer.config.wording import closest_word, listed
 from quantizer.graph.edits import channels_of
 from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph
@@ -21,7 +21,7 @@ _MAX_SHOWN = 6
 """Names that a help line lists if none is close to the wrong one."""
 
 
-def find_structure(graph: Graph, names: Names | None = None) -> Structure:
+def find_structure(graph: Graph, names: StructureNames | None = None) -> Structure:
     """Return the blocks, and the groups in the order in which their values are made.
 
     Args:
@@ -111,7 +111,7 @@ class _NameResolver:
         self,
         folds: Folds,
         shown: Structure,
-        names: Names,
+        names: StructureNames,
     ) -> None:
         self.folds = folds
         self.graph = folds.graph
@@ -336,7 +336,7 @@ class _NameResolver:
         owner: str,
     ) -> None:
         known = sorted(path for path in known if path)
-        near = closest(name, known)
+        near = closest_word(name, known)
         shown = listed(known[:_MAX_SHOWN])
         if len(known) > _MAX_SHOWN:
             shown += ", …"

@@ -154,7 +154,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Change:
+class PassChange:
     """A change that a pass made to the parameters of `layers`, for reports. The pass's row says
     what `amount` is.
     """
@@ -193,7 +193,7 @@ class Graph:
     lengths: tuple[Length, ...] = ()
     absorbed: Mapping[str, str] = field(default_factory=dict)
     normal: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    changes: tuple[Change, ...] = ()
+    changes: tuple[PassChange, ...] = ()
     deviations: tuple[str, ...] = ()
     rebuild: Callable[[Any], Any] | None = field(
         default=None,

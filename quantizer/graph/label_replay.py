@@ -19,7 +19,7 @@ from quantizer.graph.axis_rules import RESHAPED
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.labels import example_shape, run_node
 from quantizer.graph.op_builders import ELEMENTWISE
-from quantizer.graph.targets import resolve
+from quantizer.graph.targets import resolve_target
 
 FILLED = 0
 """The label of what an operator fills in: padding, the value of a mask."""
@@ -33,7 +33,7 @@ _UNTAGGED = ("aten.floor_divide.default", "aten.floor_divide.Scalar")
 def _is_tagged_pointwise(target: str) -> bool:
     """Return whether torch tags an operator as pointwise."""
     try:
-        operator = resolve(target)
+        operator = resolve_target(target)
     except (ValueError, AttributeError):
         return False
     return torch.Tag.pointwise in getattr(operator, "tags", ())

@@ -20,15 +20,15 @@ from quantizer.graph.ops import OPS
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
 from quantizer.graph.passes.linear_of_experts import STACKED
 
-OPERATORS: dict[type[nn.Module], str] = {}
+MODULE_OPERATORS: dict[type[nn.Module], str] = {}
 """The operator of a class and of its subclasses."""
 for _row in OPS.values():
     for _type in _row.types:
         _name = _type.removeprefix("torch.nn.")
         if _row.weight and hasattr(nn, _name):
-            OPERATORS[getattr(nn, _name)] = _row.name
+            MODULE_OPERATORS[getattr(nn, _name)] = _row.name
 # Its projection of query, key and value
-OPERATORS[nn.MultiheadAttention] = OPERATORS[nn.Linear]
+MODULE_OPERATORS[nn.MultiheadAttention] = MODULE_OPERATORS[nn.Linear]
 _EXPERTS = next(row.name for row in OPS.values() if row.experts)
 """The operator of a module of experts, whatever its class."""
 
@@ -156,10 +156,10 @@ def operator_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.RNN):
         return f"rnn_{module.nonlinearity}"
     if is_transposed(module):
-        return OPERATORS[nn.Linear]
+        return MODULE_OPERATORS[nn.Linear]
     if is_of_experts(module):
         return _EXPERTS
-    for kind, op in OPERATORS.items():
+    for kind, op in MODULE_OPERATORS.items():
         if isinstance(module, kind):
             return op
     return None
@@ -271,7 +271,7 @@ def is_called(module: nn.Module) -> bool:
     return not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-def left_out(
+def uncovered_modules(
     model: nn.Module,
     graph: Graph,
 ) -> dict[str, str]:

@@ -46,7 +46,7 @@ PACKETS: dict[str, Op] = {}
 """The rows by what torch traces."""
 
 
-def register(row: Op) -> Op:
+def register_op(row: Op) -> Op:
     """Register a row, which every pass, algorithm and plan then reads.
 
     Raises:
@@ -405,4 +405,4 @@ _ROWS = (
     *torch_ops("structural", "tril_indices", "triu_indices"),
 )
 for _each in _ROWS:
-    register(_each)
+    register_op(_each)

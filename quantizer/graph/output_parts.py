@@ -37,7 +37,7 @@ _MAX_VALUES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Range:
+class PartRange:
     """The place of a part that is all of an output between two indices of one axis."""
 
     axis: int
@@ -46,7 +46,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Part:
+class OutputPart:
     """Values of an output that one layer makes.
 
     Attributes:
@@ -63,7 +63,7 @@ class Part:
     layer: str
     is_constant: bool = False
     pooled: int = 1
-    place: Range | None = None
+    place: PartRange | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Output:
     name: str
     node: str
     is_float: bool
-    parts: tuple[Part, ...]
+    parts: tuple[OutputPart, ...]
     labels: PartLabels | None = None
     channel_axis: int | None = None
     order: RowOrder | None = None
@@ -147,7 +147,7 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
     for name, node_name in leaves:
         node = graph.by_name[node_name]
         is_constant = not provenance.depends[node_name]
-        whole = Part(name, None, node_name, is_constant=is_constant)
+        whole = OutputPart(name, None, node_name, is_constant=is_constant)
         is_float = node.dtype is not None and (node.is_float or node.dtype.is_complex)
         order = row_order(graph, node_name)
         output = Output(name, node_name, is_float, (whole,), order=order)
@@ -165,7 +165,7 @@ class _Group:
 
     labels: list[int]
     sources: list[str]
-    place: Range | None
+    place: PartRange | None
 
 
 def _with_parts(
@@ -215,7 +215,7 @@ def _with_parts(
 
 def _in_order(
     makers: Mapping[int, str],
-    places: Mapping[int, Range | None],
+    places: Mapping[int, PartRange | None],
 ) -> list[int]:
     """Return the labels that an output has by where they begin; those without a range keep
     their order behind the others.
@@ -237,7 +237,7 @@ def _fills(node: Node) -> bool:
 def _pooled(
     provenance: Provenance,
     makers: Mapping[int, str],
-    places: Mapping[int, Range | None],
+    places: Mapping[int, PartRange | None],
 ) -> list[_Group]:
     """Return a group for each label, or for each layer if there are more than `MAX_PARTS`
     labels. The last group contains all that are left.
@@ -261,7 +261,7 @@ def _pooled(
 
 def _named(
     provenance: Provenance, output: str, groups: Sequence[_Group], taken: set[str]
-) -> tuple[Part, ...]:
+) -> tuple[OutputPart, ...]:
     """Return the parts of an output by unique names, and add these to `taken`."""
     layers: list[Node | None] = []
     indices: list[str | None] = []
@@ -280,11 +280,11 @@ def _named(
             names[number] = index
     if len(groups) == MAX_PARTS and len(groups[-1].labels) > 1:
         names[-1] = f"{output}.{OTHERS}"
-    parts: list[Part] = []
+    parts: list[OutputPart] = []
     for number, name in enumerate(unused_names(names, taken)):
         group = groups[number]
         depends = [provenance.depends[source] for source in group.sources if source]
-        part = Part(
+        part = OutputPart(
             name,
             indices[number],
             group.sources[0],
@@ -299,7 +299,7 @@ def _named(
 
 def _places(
     graph: Graph, replay: Replay, labels: Mapping[str, int]
-) -> dict[int, Range | None] | None:
+) -> dict[int, PartRange | None] | None:
     """Return the labels that an output has, each with its range; None if only a run can
     tell.
     """
@@ -316,7 +316,7 @@ def _places(
     for axis, size in enumerate(node.shape or ()):
         if size is not None and axis not in node.open_axes:
             axes.append(axis)
-    places: dict[int, Range | None] = {}
+    places: dict[int, PartRange | None] = {}
     for label in label_tensor.unique().tolist():
         if label != UNWRITTEN:
             places[int(label)] = _range(label_tensor == label, axes)
@@ -342,7 +342,7 @@ def _shapes(
 def _range(
     is_part: Tensor,
     axes: Sequence[int],
-) -> Range | None:
+) -> PartRange | None:
     """Return the range of one of these axes that is exactly where a mask is true."""
     for axis in axes:
         rows = is_part.movedim(axis, 0).reshape(is_part.shape[axis], -1)
@@ -352,7 +352,7 @@ def _range(
             continue
         first, stop = places[0], places[-1] + 1
         if len(places) == stop - first:
-            return Range(axis, first, stop)
+            return PartRange(axis, first, stop)
     return None
 
 

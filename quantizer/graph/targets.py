@@ -34,7 +34,7 @@ CONVOLUTIONS = ("aten._convolution.default", "aten.convolution.default")
 LINEAR_TARGET = "aten.linear.default"
 
 
-def resolve(target: str) -> Callable[..., Any]:
+def resolve_target(target: str) -> Callable[..., Any]:
     """Return the callable behind "aten.relu.default" or "operator.getitem".
 
     Only torch's operators and arithmetic are allowed.
@@ -68,7 +68,7 @@ def call(
     arguments: Mapping[str, Any],
 ) -> Any:
     """Run an operator on arguments by our names."""
-    function = resolve(target)
+    function = resolve_target(target)
     if not hasattr(function, "_schema"):
         return function(*(arguments[name] for name in sorted(arguments)))
     named = dict(arguments)

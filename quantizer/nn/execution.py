@@ -19,7 +19,7 @@ from quantizer.nn.image_layout import channels_first
 
 Watchers = Mapping[str, Callable[[Tensor], None]]
 """Functions that are called with the value of a node, by the node's name."""
-NOBODY: Watchers = {}
+NO_WATCHERS: Watchers = {}
 
 
 class Runnable(Protocol):
@@ -73,7 +73,7 @@ class Execution:
 
     def step(
         self,
-        watch: Watchers = NOBODY,
+        watch: Watchers = NO_WATCHERS,
     ) -> tuple[str, Any]:
         """Run the next node, show its value to its watcher, and return its name and value."""
         node = self.network.graph.nodes[self.position]
@@ -104,7 +104,7 @@ class Execution:
     def advance(
         self,
         stop: int | None = None,
-        watch: Watchers = NOBODY,
+        watch: Watchers = NO_WATCHERS,
     ) -> Execution:
         """Run the nodes before index `stop`, by default all that remain, and return self."""
         if stop is None:
@@ -150,7 +150,7 @@ def float_leaves(output: Any) -> list[Tensor]:
     return tensors
 
 
-def arguments(
+def layer_arguments(
     node: Node,
     values: Mapping[str, Any],
 ) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.graph.ops import find_op
-from quantizer.graph.targets import packet, resolve, takes_self
+from quantizer.graph.targets import packet, resolve_target, takes_self
 from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 
@@ -69,9 +69,9 @@ class Function(Layer):
             self._bind(_CALLS[self._target])
         elif inplace:
             # aten.relu_.default for aten.relu.default
-            self._bind(resolve("_.".join(self._target.rsplit(".", 1))))
+            self._bind(resolve_target("_.".join(self._target.rsplit(".", 1))))
         else:
-            self._bind(resolve(self._target))
+            self._bind(resolve_target(self._target))
         self._any_layout = find_op(packet(self._target)).any_layout
         self._params = tuple(params or ())
         for name, shape in (params or {}).items():
@@ -88,7 +88,7 @@ class Function(Layer):
         the first of equal values anyway.
         """
         if self._target == _TOPK:
-            self._bind(resolve(_TOPK))
+            self._bind(resolve_target(_TOPK))
 
     def forward(
         self,

@@ -31,7 +31,7 @@ from quantizer.storage.opened_files import (
 from quantizer.storage.safetensors_file import deferred_file
 from quantizer.storage.tensor_shards import shards_of
 
-WEIGHTS = "weights.safetensors"
+WEIGHTS_FILE = "weights.safetensors"
 CORRECTIONS = "bias_corr.safetensors"
 GROUP_SCALES = "qparams.safetensors"
 """The file with scales and zero points of groups, by `<module>.<role>.scale` and `.zero_point`.
@@ -40,7 +40,7 @@ Scales are float32, or packed to fewer bits by `numerics.two_level`, and then ma
 `.global_scale`.
 """
 INFO = "quant_info.json"
-_FILES_OF_TENSORS = (WEIGHTS, CORRECTIONS, GROUP_SCALES)
+_FILES_OF_TENSORS = (WEIGHTS_FILE, CORRECTIONS, GROUP_SCALES)
 _KIND = SetKind(
     INFO,
     changed="was changed after calibration",
@@ -57,7 +57,7 @@ def load(network: nn.Module, file: str) -> None:
     """
     opened = open_files(Path(file).parent, _KIND, _digests)
     info = _info(opened[INFO])
-    weights = _load_tensors(opened, WEIGHTS)
+    weights = _load_tensors(opened, WEIGHTS_FILE)
     stored = weights | _load_tensors(opened, GROUP_SCALES)
     corrections = _load_tensors(opened, CORRECTIONS)
     modules: dict[str, Layer] = {}
@@ -78,7 +78,7 @@ def load(network: nn.Module, file: str) -> None:
         new_value = value if is_buffer else nn.Parameter(value, requires_grad=False)
         setattr(layer, attribute, new_value)
     for entry, role, tensor in quantized:
-        attach(modules[entry["module"]], role, tensor, inplace=entry["inplace"])
+        attach_quantizer(modules[entry["module"]], role, tensor, inplace=entry["inplace"])
     for name, correction in corrections.items():
         first_entry = next(iter(info["tensors"][name].values()))
         modules[first_entry["module"]].correct_bias(correction)
@@ -189,7 +189,7 @@ def _unpacked(
     )
 
 
-def attach(
+def attach_quantizer(
     layer: Layer,
     role: str,
     tensor: QuantizedTensor,

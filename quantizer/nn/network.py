@@ -12,7 +12,7 @@ from quantizer.errors import DataError
 from quantizer.graph.describe import describe, overwritten
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.lengths import Length
-from quantizer.nn.execution import Execution, Watchers, arguments
+from quantizer.nn.execution import Execution, Watchers, layer_arguments
 from quantizer.nn.layer import Layer
 from quantizer.storage.deferred_tensor import CPU, DeferredTensor
 
@@ -90,7 +90,7 @@ class Network(nn.Module):
         if node.name in self._next_weighted:
             _prefetch(self.layers[self._next_weighted[node.name]])
         try:
-            return self.layers[node.name](**arguments(node, values))
+            return self.layers[node.name](**layer_arguments(node, values))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise DataError(

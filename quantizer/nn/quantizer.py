@@ -85,7 +85,9 @@ class TensorQuantizer(nn.Module):
             return cast_round_trip_(target, self.spec.dtype)
         with torch.no_grad():
             if not self.spec.is_dynamic:
-                return place(x, self.spec, self.scale, self.zero_point, inplace=self.inplace)
+                return quantize_tensor(
+                    x, self.spec, self.scale, self.zero_point, inplace=self.inplace
+                )
             if x.numel() == 0:
                 return x
             if self.inplace:
@@ -97,7 +99,9 @@ class TensorQuantizer(nn.Module):
         has_one_range = spec.qscheme == "per_tensor" or spec.scale_type == "e4m3"
         if has_one_range or torch.compiler.is_compiling():
             qparams = dynamic_qparams(x, spec)
-            return place(x, spec, qparams.scale, qparams.zero_point, inplace=self.inplace)
+            return quantize_tensor(
+                x, spec, qparams.scale, qparams.zero_point, inplace=self.inplace
+            )
         rows = to_rows(x, spec.cut)
         is_copy = rows.data_ptr() != x.data_ptr()
         out = quantize_each_row(rows, spec, inplace=self.inplace or is_copy)
@@ -123,7 +127,7 @@ class TensorQuantizer(nn.Module):
         return f"{kind}, {spec.round_mode}, {spec.qscheme}{dynamic}"
 
 
-def place(
+def quantize_tensor(
     x: Tensor,
     spec: QuantizationSpec,
     scale: Tensor,

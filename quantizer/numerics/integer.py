@@ -11,7 +11,7 @@ from torch import Tensor
 from quantizer.numerics.registry import lookup
 from quantizer.numerics.rounding import ROUND_MODES
 
-INT32 = 1 << 31
+INT32_BOUND = 1 << 31
 LEAKY_SLOPE = (26, 8)
 """The slope of LeakyReLU for negative values, as multiplier and shift: 26 / 2^8."""
 SIXTH = (2731, 14)
@@ -65,7 +65,7 @@ def wrap_int32(accumulator: Tensor) -> Tensor:
     >>> wrap_int32(torch.tensor([5.0, 2.0**31], dtype=torch.float64)).tolist()
     [5.0, -2147483648.0]
     """
-    return (accumulator + INT32).remainder_(2 * INT32).sub_(INT32)
+    return (accumulator + INT32_BOUND).remainder_(2 * INT32_BOUND).sub_(INT32_BOUND)
 
 
 def pooling_factor(

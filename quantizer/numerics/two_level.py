@@ -77,7 +77,7 @@ def split_global(scale: Tensor) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def beside(
+def nearest_group_scale(
     scale: Tensor,
     known: Tensor,
     scale_type: str,

@@ -1,7 +1,13 @@
 """Range methods, statistics over batches, and the observer that applies them to one tensor."""
 
 from quantizer.observers import least_error  # noqa: F401 - registers its methods
-from quantizer.observers.methods import METHODS, STATISTICS, axis_of, code_range_of, kernel_of
+from quantizer.observers.methods import (
+    BATCH_STATISTICS,
+    RANGE_METHODS,
+    axis_of,
+    code_range_of,
+    kernel_of,
+)
 from quantizer.observers.observer import (
     NegativeValuesError,
     NonFiniteError,
@@ -13,8 +19,8 @@ from quantizer.observers.observer import (
 )
 
 __all__ = [
-    "METHODS",
-    "STATISTICS",
+    "BATCH_STATISTICS",
+    "RANGE_METHODS",
     "NegativeValuesError",
     "NonFiniteError",
     "ObservationError",

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantizer.config.model import AUTO, QuantizationSpec
+from quantizer.config.model import AUTO_METHOD, QuantizationSpec
 from quantizer.numerics.blocks import fill
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import (
@@ -18,7 +18,7 @@ from quantizer.numerics.qparams import (
 )
 from quantizer.numerics.registry import register_in
 from quantizer.numerics.rounding import NEAREST
-from quantizer.observers.methods import CENTRES, METHODS, code_range_of, kernel_of
+from quantizer.observers.methods import CENTRES, RANGE_METHODS, code_range_of, kernel_of
 from quantizer.observers.observed_batch import LowHigh, ObservedValues, PooledBatches
 
 _MSE_STEPS_PER_OCTAVE = 16
@@ -34,7 +34,7 @@ _AUTO_RANGES_AT_ONCE = 128
 _OUTERMOST = 3
 
 
-@register_in(METHODS, "mse")
+@register_in(RANGE_METHODS, "mse")
 def mse(
     values: ObservedValues,
     spec: QuantizationSpec,
@@ -65,7 +65,7 @@ def mse(
     return low * widening, high * widening
 
 
-@register_in(METHODS, AUTO)
+@register_in(RANGE_METHODS, AUTO_METHOD)
 def auto(
     values: ObservedValues,
     spec: QuantizationSpec,

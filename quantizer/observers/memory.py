@@ -15,7 +15,7 @@ from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.distributed import in_turn
 from quantizer.numerics.histogram import Histogram
 from quantizer.numerics.registry import lookup
-from quantizer.observers.methods import METHODS, WITHOUT_HISTOGRAM
+from quantizer.observers.methods import RANGE_METHODS, WITHOUT_HISTOGRAM
 from quantizer.observers.observed_batch import (
     CountedBatches,
     LowHigh,
@@ -39,7 +39,7 @@ def memory_of(spec: QuantizationSpec) -> Memory:
 
 def _ranges_of(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return the range that the spec's method gives each row."""
-    return lookup(METHODS, spec.method, "calibration method")(values, spec)
+    return lookup(RANGE_METHODS, spec.method, "calibration method")(values, spec)
 
 
 class Memory(ABC):

@@ -22,7 +22,7 @@ from quantizer.numerics.registry import lookup, register_in
 from quantizer.numerics.two_level import PAIRS
 from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedValues
 
-METHODS: dict[str, Callable[[ObservedValues, QuantizationSpec], LowHigh]] = {}
+RANGE_METHODS: dict[str, Callable[[ObservedValues, QuantizationSpec], LowHigh]] = {}
 MICROEXPONENT_GROUP = PAIRS * PAIR
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
 """Methods that need integer codes: they merge bins into levels, or try positions of a binary
@@ -112,7 +112,7 @@ def axis_of(spec: QuantizationSpec) -> int | None:
     return spec.ch_axis
 
 
-@register_in(METHODS, "maxmin")
+@register_in(RANGE_METHODS, "maxmin")
 def maxmin(
     values: ObservedValues,
     spec: QuantizationSpec,
@@ -121,7 +121,7 @@ def maxmin(
     return values.low, values.high
 
 
-@register_in(METHODS, "percentile")
+@register_in(RANGE_METHODS, "percentile")
 def percentile(
     values: ObservedValues,
     spec: QuantizationSpec,
@@ -147,7 +147,7 @@ def percentile(
     return values.clipped(values.width * bins)
 
 
-@register_in(METHODS, "diffs")
+@register_in(RANGE_METHODS, "diffs")
 def diffs(
     values: ObservedValues,
     spec: QuantizationSpec,
@@ -177,7 +177,7 @@ def diffs(
     return values.low * best, values.high * best
 
 
-@register_in(METHODS, "entropy")
+@register_in(RANGE_METHODS, "entropy")
 def entropy(
     values: ObservedValues,
     spec: QuantizationSpec,
@@ -277,7 +277,7 @@ def modal(values: list[float]) -> float:
     return max(multimode(values))
 
 
-STATISTICS: dict[str, Callable[[list[float]], float]] = {
+BATCH_STATISTICS: dict[str, Callable[[list[float]], float]] = {
     "modal": modal,
     "max": max,
     # It sums exactly, so the order of the batches does not matter
@@ -299,7 +299,7 @@ def reduce_batches(
     [3.0]
     """
     statistic = lookup(
-        STATISTICS,
+        BATCH_STATISTICS,
         name,
         "statistic over batches",
     )

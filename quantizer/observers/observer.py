@@ -24,9 +24,9 @@ from quantizer.numerics.qparams import (
 from quantizer.numerics.registry import lookup
 from quantizer.observers.memory import Memory, compute_pending_ranges, memory_of
 from quantizer.observers.methods import (
+    BATCH_STATISTICS,
     INTEGER_ONLY,
-    METHODS,
-    STATISTICS,
+    RANGE_METHODS,
     axis_of,
     code_range_of,
     reduce_batches,
@@ -101,8 +101,8 @@ class Observer:
             raise ValueError(
                 "The diffs method reads each batch's values, so its statistic is not pooled."
             )
-        lookup(METHODS, spec.method, "calibration method")
-        lookup({**STATISTICS, POOLED: None}, spec.statistic, "statistic over batches")
+        lookup(RANGE_METHODS, spec.method, "calibration method")
+        lookup({**BATCH_STATISTICS, POOLED: None}, spec.statistic, "statistic over batches")
         self.spec = spec
         # The shape of the scale, unknown until the first batch
         self._shape: tuple[int, ...] | None = None if self._axis is not None else ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import QuantizationSpec, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.qparams import SHARED_EXPONENTS
 
@@ -231,7 +231,7 @@ def misfits(tensors: Sequence[Misfit]) -> Iterator[Diagnostic]:
         names: dict[int, list[str]] = {}
         for tensor in alike:
             names.setdefault(tensor.length, []).append(tensor.tensor)
-        rows = [f"{length} long in {shortened(some)}" for length, some in names.items()]
+        rows = [f"{length} long in {first_names(some)}" for length, some in names.items()]
         group_sizes = {tensor.group_size for tensor in alike}
         sizes = ", ".join(str(size) for size in sorted(group_sizes))
         remedy = (

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-NAME = "DPUCZDX8G_ISA1_B4096"
+DPU_NAME = "DPUCZDX8G_ISA1_B4096"
 OPERATOR_LIMITS = "Vitis AI User Guide (UG1414) 3.5, Currently Supported Operators"
 PYTORCH_OPERATORS = "Vitis AI User Guide (UG1414) 3.5, Operators Supported by PyTorch"
 _MOST_CHANNELS = 256 * 16

@@ -124,7 +124,7 @@ def dropped_tensors(
     return tuple(dropped)
 
 
-def decide(
+def decide_join(
     join: JoinPlan,
     lost_bits: Mapping[str, float],
     gains: Mapping[str, Mapping[str, float]],
@@ -195,12 +195,12 @@ def decided_unseen(plan: Plan) -> Plan:
     for join in plan.joins:
         whole = join.single or join.inputs[0]
         if not plan.tensors[whole].is_calibrated:
-            unseen[join.name] = decide(join, {}, {})
+            unseen[join.name] = decide_join(join, {}, {})
     waiting = tuple(join for join in plan.joins if join.name not in unseen)
-    return replace(decided(plan, unseen), joins=waiting, left={})
+    return replace(with_decisions(plan, unseen), joins=waiting, left={})
 
 
-def decided(
+def with_decisions(
     plan: Plan,
     decisions: Mapping[str, JoinDecision],
 ) -> Plan:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from quantizer.config.forms.hierarchical_spec import is_foreign, turned
 from quantizer.config.model import (
-    AUTO,
+    AUTO_METHOD,
     POOLED,
     Fields,
     QuantizationSpec,
@@ -105,7 +105,7 @@ def merged_spec(
     values = merged([row.rule.fields.get(role, {}) for row in rules], role)
     spec = with_finest_position(QuantizationSpec.of(values), device)
     # A parameter is one batch with all values
-    if spec.method == AUTO and not is_parameter(role):
+    if spec.method == AUTO_METHOD and not is_parameter(role):
         spec = dataclasses.replace(spec, statistic=POOLED)
     return spec, values
 

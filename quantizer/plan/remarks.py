@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph, readers
 from quantizer.graph.passes import summary
 from quantizer.plan.model import Plan
@@ -14,7 +14,7 @@ MUCH = 0.2
 """A share of the parameters in float that is most likely a mistake."""
 
 
-def remarks(plan: Plan) -> Iterator[str]:
+def plan_remarks(plan: Plan) -> Iterator[str]:
     """Yield sentences about what passes changed and what stays float."""
     yield from summary(plan.graph)
     for length in plan.graph.lengths:
@@ -26,7 +26,7 @@ def remarks(plan: Plan) -> Iterator[str]:
     waiting = [join.name for join in plan.joins if not join.is_single]
     if waiting:
         text = "calibration decides whether what they join shares a scale or keeps its own"
-        yield f"{text}: {shortened(waiting, 3)}"
+        yield f"{text}: {first_names(waiting, 3)}"
     share, largest = left_parameters(plan)
     if not plan.tensors:
         yield "warning: nothing is quantized: the config leaves all of the network float"
@@ -100,7 +100,7 @@ def ungrouped(plan: Plan) -> Iterator[str]:
     for (layer, role), reason in plan.ungrouped.items():
         names.setdefault(reason, []).append(f"{role} of {layer}")
     for reason, tensors in names.items():
-        yield f"left float, as {reason}: {shortened(tensors)}"
+        yield f"left float, as {reason}: {first_names(tensors)}"
 
 
 def left_float(kinds: Iterable[str]) -> Iterator[str]:

@@ -48,7 +48,7 @@ _NO_VALUES = {
 _DERIVED_FIELDS = ("ch_axis", "finest_position")
 
 
-def resolve(
+def resolve_plan(
     config: Config,
     graph: Graph,
     original: Graph,

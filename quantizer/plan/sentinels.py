@@ -5,7 +5,7 @@ highest.
 import math
 from collections.abc import Iterator, Set
 
-from quantizer.graph.far_values import FAR, far_value
+from quantizer.graph.far_values import FAR_VALUE, far_value
 from quantizer.graph.ir import Graph, Node, readers, references
 
 # A factor that turns a mask of zeros and ones into such values
@@ -137,7 +137,7 @@ def _fills_far(node: Node) -> bool:
     """Return whether the node fills in a number that may be a sentinel."""
     if node.op not in (*_FILLS, *_FILLS_TOO):
         return False
-    return any(abs(number) >= FAR for number in _numbers(node))
+    return any(abs(number) >= FAR_VALUE for number in _numbers(node))
 
 
 def _carried(node: Node, constants: Set[str]) -> Iterator[str]:
@@ -193,7 +193,7 @@ def _fills_lowest(graph: Graph, node: Node) -> bool:
         return far is not None and far < 0
     if node.op == "mul":
         return any(abs(number) >= _MASK_FACTOR for number in _numbers(node))
-    return node.op in _FILLS and any(number <= -FAR for number in _numbers(node))
+    return node.op in _FILLS and any(number <= -FAR_VALUE for number in _numbers(node))
 
 
 def _numbers(node: Node) -> list[float]:

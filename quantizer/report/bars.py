@@ -10,7 +10,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from quantizer.calibration.events import Events, Stage
+from quantizer.calibration.events import Events, RunStage
 
 
 class Bars(Events):
@@ -21,7 +21,7 @@ class Bars(Events):
         self._console = console
         self._bars: dict[int, tuple[Progress, TaskID]] = {}
 
-    def started(self, stage: Stage) -> None:
+    def started(self, stage: RunStage) -> None:
         """Show a bar."""
         columns = (
             TextColumn("{task.description}"),
@@ -36,11 +36,11 @@ class Bars(Events):
         )
         bar.start()
 
-    def advanced(self, stage: Stage) -> None:
+    def advanced(self, stage: RunStage) -> None:
         """Move it."""
         bar, task = self._bars[id(stage)]
         bar.update(task, completed=stage.done)
 
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         """Take it away."""
         self._bars.pop(id(stage))[0].stop()

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
-from quantizer.nn.quantizer import place
+from quantizer.nn.quantizer import quantize_tensor
 from quantizer.numerics.histogram import BINS, Histogram
 from quantizer.numerics.metrics import decibel
 from quantizer.numerics.qparams import IntegerRange, QParams
-from quantizer.observers import METHODS, Observer, code_range_of
+from quantizer.observers import RANGE_METHODS, Observer, code_range_of
 
 DRAWN_BINS = 128
 PERCENTAGES = (99.9, 99.99)
@@ -63,7 +63,9 @@ class TensorDistribution:
     def sqnr_db(self, qparams: QParams) -> float:
         """Return the SQNR of values at the centres of their bins."""
         centres, counts = self._occupied
-        quantized = place(centres.float(), self.spec, qparams.scale, qparams.zero_point)
+        quantized = quantize_tensor(
+            centres.float(), self.spec, qparams.scale, qparams.zero_point
+        )
         error = quantized.double() - centres
         return decibel(float(counts @ centres.square()), float(counts @ error.square()))
 
@@ -95,7 +97,7 @@ class TensorDistribution:
         such a spec are left out.
         """
         limits: dict[str, tuple[float, float]] = {}
-        for name in METHODS:
+        for name in RANGE_METHODS:
             if name != "percentile":
                 self._add_limits(limits, name, name, qparams)
                 continue

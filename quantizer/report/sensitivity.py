@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantizer.evaluation.ablation import Ablation
-from quantizer.evaluation.analyze import Analysis, Row, curve
+from quantizer.evaluation.analyze import Analysis, WeightRow, budget_curve
 from quantizer.report.tables import finite
 from quantizer.report.view import Listing, View
 
@@ -55,7 +55,7 @@ def _choice_table(found: Analysis, picked: Sequence[int], view: View) -> Listing
 _ABOUT = ("layer", "weights", "config bits")
 
 
-def _about(row: Row) -> tuple[str, ...]:
+def _about(row: WeightRow) -> tuple[str, ...]:
     return row.name, str(row.values), str(row.own)
 
 
@@ -85,7 +85,7 @@ def analysis_json(found: Analysis, picked: Sequence[int] | None = None) -> dict[
         "passes": found.passes,
         "layers": layers,
         "kept": dict(found.kept),
-        "curve": [_size(found, choice) for choice in curve(found)],
+        "curve": [_size(found, choice) for choice in budget_curve(found)],
         "uniform": {
             str(width): _size(found, (at,) * len(found.rows))
             for at, width in enumerate(found.widths)

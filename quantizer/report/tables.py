@@ -8,7 +8,7 @@ from typing import Any
 
 from quantizer.comparison.output_figures import OutputFigures
 from quantizer.config.model import QuantizationSpec
-from quantizer.evaluation.compare import Comparison, LayerNoise
+from quantizer.evaluation.compare import LayerNoise, NetworkComparison
 from quantizer.evaluation.output_warnings import OutputWarning
 from quantizer.evaluation.pass_loss import PassLoss
 from quantizer.graph.ir import Graph, Node
@@ -24,7 +24,7 @@ _LOSSLESS_DB = 144.0
 
 
 def layer_rows(
-    comparison: Comparison, specs: Mapping[tuple[str, str], QuantizationSpec]
+    comparison: NetworkComparison, specs: Mapping[tuple[str, str], QuantizationSpec]
 ) -> list[dict[str, Any]]:
     """Return a row per quantized tensor, that with the lowest local SQNR first."""
     rows = [_row(noise, specs[noise.layer, noise.role]) for noise in comparison.layers]

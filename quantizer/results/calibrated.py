@@ -23,7 +23,7 @@ from quantizer.calibration.fits_model import (
 )
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.document.document import Document
-from quantizer.config.dpu_accuracy import LEVELS, raised
+from quantizer.config.dpu_accuracy import LEVELS, with_dpu_accuracy
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.load import check_document, default_config
 from quantizer.config.model import Config, Settings
@@ -236,7 +236,7 @@ def stored_config(opened: OpenedResults) -> Config:
     file = opened.files[RESOLVED]
     stored = read_json(file)
     for level in (None, *LEVELS):
-        rules = raised(default_config(), level)
+        rules = with_dpu_accuracy(default_config(), level)
         # The built-in default is none that a file could state
         if stored == resolved_document(rules):
             return rules

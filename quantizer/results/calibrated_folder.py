@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from quantizer.calibration import fingerprint
-from quantizer.calibration.joins import decided_again
+from quantizer.calibration.joins import decide_joins_again
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.model import Config, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.errors import ResultError
-from quantizer.nn.load import WEIGHTS
+from quantizer.nn.load import WEIGHTS_FILE
 from quantizer.plan.model import Key
 from quantizer.results.folder import PLAN, RESOLVED, STATISTICS, read_info, stored_joins
 from quantizer.results.write import joins_entry, replaced_results, write_info
@@ -144,7 +144,7 @@ class CalibratedFolder:
         single tensors; what is there stays until all is written.
         """
         header = {**self.header, "files": dict(self.header["files"])}
-        tensors: dict[str, Tensor] = dict(deferred_shards(WEIGHTS, self.opened.files))
+        tensors: dict[str, Tensor] = dict(deferred_shards(WEIGHTS_FILE, self.opened.files))
         info: dict[str, dict[str, Json]] = {
             layer: dict(roles) for layer, roles in self.entries.items()
         }
@@ -164,7 +164,7 @@ class CalibratedFolder:
             for layer, own in info.items()
             for role, each in own.items()
         }
-        header["config"] = fingerprint.decided(header["settings"], specs)
+        header["config"] = fingerprint.settings_digest(header["settings"], specs)
         header["joins"], left = self._joins(info)
         info = {
             layer: {role: entry for role, entry in roles.items() if (layer, role) not in left}
@@ -177,10 +177,10 @@ class CalibratedFolder:
         plan["config"] = {"name": Path(config.source).name, "text": config.text}
         with replaced_results(place) as new:
             written = {
-                **write_shards(new / WEIGHTS, tensors),
+                **write_shards(new / WEIGHTS_FILE, tensors),
                 STATISTICS: write_tensors(new / STATISTICS, flat),
             }
-            old_weights = shard_files(WEIGHTS, header["files"])
+            old_weights = shard_files(WEIGHTS_FILE, header["files"])
             others = header["files"].keys() - {*old_weights, *written}
             for name in others:
                 write_bytes(new / name, self.opened.files[name].parts())
@@ -205,7 +205,7 @@ class CalibratedFolder:
                     )
         rows: dict[str, Json] = {}
         without: set[Key] = set()
-        for name, decision in decided_again(self.joins, widths).items():
+        for name, decision in decide_joins_again(self.joins, widths).items():
             left: dict[str, dict[str, Json]] = {}
             for layer, role in decision.left:
                 left.setdefault(layer, {})[role] = dict(entries[layer][role])

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quantizer.calibration.events import Events, Snapshot, Stage
-from quantizer.calibration.snapshots import other_run, telling_damage
+from quantizer.calibration.events import Events, RunStage, Snapshot
+from quantizer.calibration.snapshots import other_run, reporting_damage
 from quantizer.errors import DataError, QuantizerError, ResultError
 from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
 from quantizer.storage.files import (
@@ -84,7 +84,7 @@ class Checkpoint:
         if not self._info.exists():
             return None
         info = read_json(self._info)
-        with telling_damage(str(self._info)):
+        with reporting_damage(str(self._info)):
             for name, value in self._key.items():
                 if info["key"].get(name) != value:
                     raise other_run(f"{name} differs")
@@ -174,16 +174,16 @@ class Checkpoints(Events):
         ):
             path.unlink(missing_ok=True)
 
-    def started(self, stage: Stage) -> None:
+    def started(self, stage: RunStage) -> None:
         self._news = False
 
-    def advanced(self, stage: Stage) -> None:
+    def advanced(self, stage: RunStage) -> None:
         """Save at a boundary, or when the last save is long enough ago."""
         self._news = stage.snapshot is not None
         if self._news and (stage.at_boundary or time.monotonic() - self._saved >= EVERY_S):
             self._save(stage)
 
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         """Save what a stop would lose. Where the data are the reason, a run with other data
         cannot go on from it.
         """
@@ -201,7 +201,7 @@ class Checkpoints(Events):
         )
         stage.events.message(logging.WARNING, text)
 
-    def _save(self, stage: Stage) -> Snapshot:
+    def _save(self, stage: RunStage) -> Snapshot:
         assert stage.snapshot is not None
         snapshot = stage.snapshot()
         self._open[stage.saved_as].save(snapshot)

@@ -13,7 +13,7 @@ from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.ops import OPS, find_op
 from quantizer.graph.program_nodes import MARK, STUB_OPERATORS
 from quantizer.graph.stored import StoredGraph
-from quantizer.graph.targets import packet, refine, resolve
+from quantizer.graph.targets import packet, refine, resolve_target
 from quantizer.storage.files import damaged
 
 MAX_VALUES = 1 << 31
@@ -87,7 +87,7 @@ def _is_allowed(target: str) -> bool:
 
 def _is_resolved(target: str) -> bool:
     try:
-        resolve(target)
+        resolve_target(target)
     except ValueError:
         return False
     return True
@@ -98,7 +98,7 @@ def _computes_alone(target: str) -> bool:
     and writes to none of its arguments.
     """
     try:
-        schema: Any = getattr(resolve(target), "_schema", None)
+        schema: Any = getattr(resolve_target(target), "_schema", None)
     except (AttributeError, ValueError):
         return False
     if schema is None or schema.is_mutable:
@@ -115,7 +115,7 @@ def _faults_of_header(stored: StoredGraph, header: Mapping[str, Any]) -> Iterato
     graph = stored.graph
     if graph.model != header["model"]:
         yield "model", f"it is {graph.model!r}, not {header['model']!r}"
-    layer = fingerprint.first_difference(header["layers"], fingerprint.layers(graph))
+    layer = fingerprint.first_difference(header["layers"], fingerprint.layer_digests(graph))
     if layer is not None:
         yield "nodes", f"{layer} is not the layer that was calibrated"
     if stored.tensors.keys() != header["weights"].keys():

@@ -10,7 +10,7 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
 from quantizer.graph.edits import Insertion
-from quantizer.nn.load import CORRECTIONS, GROUP_SCALES, WEIGHTS, quantized_tensor
+from quantizer.nn.load import CORRECTIONS, GROUP_SCALES, WEIGHTS_FILE, quantized_tensor
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import pack, packed_shape
 from quantizer.numerics.two_level import pack_scales
@@ -22,7 +22,7 @@ RESCALED = "rescaled.safetensors"
 """Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS`
 has codes or others.
 """
-TENSORS = (WEIGHTS, CORRECTIONS, GROUP_SCALES, RESCALED)
+TENSORS = (WEIGHTS_FILE, CORRECTIONS, GROUP_SCALES, RESCALED)
 
 
 def tensors_of(network: Network, found: Solution) -> dict[str, dict[str, Tensor]]:
@@ -47,7 +47,10 @@ def tensors_of(network: Network, found: Solution) -> dict[str, dict[str, Tensor]
         if found.weights.get(name, {}).get(key) is not tensor  # else it is in WEIGHTS
     }
     others = {CORRECTIONS: dict(found.corrections), GROUP_SCALES: scales, RESCALED: rescaled}
-    return {WEIGHTS: weights, **{name: tensors for name, tensors in others.items() if tensors}}
+    return {
+        WEIGHTS_FILE: weights,
+        **{name: tensors for name, tensors in others.items() if tensors},
+    }
 
 
 def _packed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
@@ -96,7 +99,7 @@ def solution_of(
         KeyError, TypeError, ValueError: something is not there.
     """
     files = {name: deferred_shards(name, opened) for name in TENSORS}
-    stored = files[WEIGHTS]
+    stored = files[WEIGHTS_FILE]
 
     def replaced(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         rows = {name: entry for name, entry in header["replaced"].items() if entry[kind]}

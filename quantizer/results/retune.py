@@ -23,7 +23,7 @@ from quantizer.config.forms.range_words import Paths, Restated, by_layer, in_pla
 from quantizer.config.load import check_document
 from quantizer.config.model import Config, QuantizationSpec, Role
 from quantizer.config.roles import base_role
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.errors import ResultError, UsageError
 from quantizer.observers import Observer
 from quantizer.plan.model import Key
@@ -150,7 +150,7 @@ class Retuned:
                 kept[source, "histogram"] = kept[owner]
             kept[owner] = observer.state_dict()
         for why, names in missing.items():
-            raise ResultError(f"{why}: {shortened(names, 3)}", help=AGAIN)
+            raise ResultError(f"{why}: {first_names(names, 3)}", help=AGAIN)
         ranged = {
             source for (source, _), keys in groups.items() if "counts" not in _first(kept, keys)
         }
@@ -226,7 +226,7 @@ def _require_alike(folder: CalibratedFolder, changed: Mapping[Key, Restated]) ->
             )
             raise ResultError(
                 f"{what}: "
-                f"{shortened([f'{role} of {layer}' for layer, role in sorted(keys)], 3)}",
+                f"{first_names([f'{role} of {layer}' for layer, role in sorted(keys)], 3)}",
                 help=AGAIN,
             )
 

@@ -20,7 +20,7 @@ from quantizer.graph.names import Namer
 from quantizer.graph.program_nodes import STUB_OPERATORS
 from quantizer.graph.stored import StoredGraph, short_class, with_output
 from quantizer.graph.targets import call as call_operator
-from quantizer.graph.targets import resolve
+from quantizer.graph.targets import resolve_target
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import left_alone
@@ -229,7 +229,7 @@ class _Run:
 
 def _takes_list_of_parameters(target: str) -> bool:
     """Return whether an operator takes all parameters of a recurrent layer as one list."""
-    schema: Any = getattr(resolve(target), "_schema", None)
+    schema: Any = getattr(resolve_target(target), "_schema", None)
     if schema is None:
         return False
     return any(argument.name == "params" for argument in schema.arguments)

@@ -11,7 +11,7 @@ from quantizer.config.forms.algorithm_words import written
 from quantizer.config.model import Config, Settings
 from quantizer.errors import ResultError
 from quantizer.graph.ir import Graph
-from quantizer.plan.joins import decided
+from quantizer.plan.joins import with_decisions
 from quantizer.plan.model import Plan
 from quantizer.results.folder import QuantInfo, stored_joins
 
@@ -22,13 +22,17 @@ def check_model(info: QuantInfo, original: Graph) -> None:
     Raises:
         ResultError: naming the first layer or tensor that differs.
     """
-    layer = fingerprint.first_difference(info.header["layers"], fingerprint.layers(original))
+    layer = fingerprint.first_difference(
+        info.header["layers"], fingerprint.layer_digests(original)
+    )
     if layer is not None:
         raise ResultError(
             f"the model is not the calibrated one: layer {layer} differs",
             help="calibrate this model first",
         )
-    path = fingerprint.first_difference(info.header["weights"], fingerprint.weights(original))
+    path = fingerprint.first_difference(
+        info.header["weights"], fingerprint.weight_digests(original)
+    )
     if path is not None:
         owner = next(
             (node.name for node in original.nodes if path in node.params.values()), path
@@ -46,7 +50,7 @@ def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:
     Raises:
         ResultError: naming the first setting or layer that differs.
     """
-    plan = decided(plan, stored_joins(info.header))
+    plan = with_decisions(plan, stored_joins(info.header))
     for what in _differences(info, config, plan.tensors):
         raise ResultError(
             f"the config is not the calibrated one: {what}",

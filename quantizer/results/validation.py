@@ -15,7 +15,7 @@ from quantizer.config.resources import load_resource
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.rules.spec_rules import conflicts
 from quantizer.config.typed_fields import fits
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.storage.files import damaged, read_json
 from quantizer.storage.opened_files import OpenFile
@@ -43,7 +43,9 @@ def check_content(content: Any, path: Path) -> None:
     header = content["header"]
     hints = {name: hint for name, hint in get_type_hints(Settings).items() if name != "places"}
     if strange := header["settings"].keys() ^ hints.keys():
-        raise damaged(path, "header/settings", f"it lacks or has {shortened(sorted(strange))}")
+        raise damaged(
+            path, "header/settings", f"it lacks or has {first_names(sorted(strange))}"
+        )
     for name, value in header["settings"].items():
         if not fits(value, hints[name]):
             raise damaged(path, f"header/settings/{name}", f"{value!r} is no such setting")
@@ -125,7 +127,7 @@ def spec_fault(words: Mapping[str, Any], role: str) -> str | None:
     """Why these cannot be the fields of a spec for a tensor in a role; None if they can."""
     hints = get_type_hints(QuantizationSpec)
     if words.keys() != hints.keys():
-        return f"its spec lacks or has {shortened(sorted(words.keys() ^ hints.keys()))}"
+        return f"its spec lacks or has {first_names(sorted(words.keys() ^ hints.keys()))}"
     wrong = next((name for name, value in words.items() if not fits(value, hints[name])), None)
     if wrong is not None:
         return f"{words[wrong]!r} is no {wrong}"

@@ -93,8 +93,8 @@ def write_results(
     """Write everything `test` needs, in place of what was there; that stays until all is
     written.
 
-    `run` goes into the header and is the same in equal runs: `fingerprint.model` at least,
-    `Job.header` where there was one. `origins` are files of ORIGINS in place of its own.
+    `run` goes into the header and is the same in equal runs: `fingerprint.model_digests` at
+    least, `CalibrationRequest.header` where there was one. `origins` are files of ORIGINS in place of its own.
     """
     graph = calibration.plan.graph
     found = encoded(graph, found)
@@ -132,8 +132,8 @@ def _write(
         "settings": settings,
         "batches": calibration.batches,
         "inputs": fingerprint.input_shapes(original),
-        "call": fingerprint.call_paths(original),
-        "config": fingerprint.decisions(plan),
+        "call": fingerprint.input_call_paths(original),
+        "config": fingerprint.plan_digest(plan),
         "files": files,
         "joins": {
             name: _join_entry(calibration, network, decision)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError, pip_line
 from quantizer.sources.deferred_checkpoint import (
     INDEX,
@@ -59,7 +59,7 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
     if missing := sorted(report["missing_keys"]):
         said = (
             f"{folder} lacks weights of {architecture}, {len(missing)} in all: "
-            f"{shortened(missing)}"
+            f"{first_names(missing)}"
         )
         help_ = (
             "they would be drawn at random: save the whole model, or name the class that was "

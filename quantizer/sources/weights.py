@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from quantizer.config.wording import a_kind, shortened
+from quantizer.config.wording import a_kind, first_names
 from quantizer.errors import ModelError
 from quantizer.nn.projections import keep_quiet_about
 from quantizer.sources.batches import PLAIN, not_finite
@@ -145,7 +145,9 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
     }
     faults["of another kind"] = [f"{name} ({why})" for name, why in kinds]
     lines = [
-        f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names
+        f"{len(names)} {fault}: {first_names(names)}"
+        for fault, names in faults.items()
+        if names
     ]
     if not lines:
         return

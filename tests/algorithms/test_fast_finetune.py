@@ -28,7 +28,7 @@ from quantizer.algorithms.fast_finetune import SOLVERS, FinetunedLayer
 from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.calibration import finetuning
-from quantizer.calibration.finetuning import Finetuned, finetune
+from quantizer.calibration.finetuning import Finetuned, finetune_network
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.cli.options import FINETUNE_MODES
 from quantizer.errors import DataError
@@ -186,7 +186,7 @@ def run(
 ) -> Any:
     """The solution of plain calibration, and what finetuning made of it."""
     calibrated = corrected(original, config(folder, content), batches)
-    made = finetune(
+    made = finetune_network(
         calibrated.graph,
         calibrated.before,
         lambda: batches,
@@ -285,7 +285,7 @@ def test_the_same_seed_gives_the_same_and_finetuned_layers_are_not_solved_again(
     batches = [Batch(*built("residual").call(size), None, None) for size in (6, 5)]
     steps: list[dict[str, FinetunedLayer]] = []
     for done in ({}, dict(list(first.layers.items())[:2])):
-        again = finetune(
+        again = finetune_network(
             graph,
             before,
             lambda: batches,

@@ -29,7 +29,7 @@ from quantizer import (
     QuantizationConfig,
     QuantizationSpec,
 )
-from quantizer.calibration.events import Snapshot, Stage
+from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.config.diagnostics import ConfigError
 from quantizer.errors import DataError, GateError, ModelError, ResultError, UsageError
 from quantizer.sources.models import load_model
@@ -328,10 +328,10 @@ class Recorder:
         self.errors: list[BaseException | None] = []
         self._stop_at = stop_at
 
-    def started(self, stage: Stage) -> None:
+    def started(self, stage: RunStage) -> None:
         self.stages.append(stage.name)
 
-    def advanced(self, stage: Stage) -> None:
+    def advanced(self, stage: RunStage) -> None:
         if stage.snapshot is not None:
             self.snapshots.append(stage.snapshot())
         if (stage.name, stage.done) == self._stop_at:
@@ -340,7 +340,7 @@ class Recorder:
     def message(self, level: int, text: str, finding: Any = None) -> None:
         self.texts.append((level, text))
 
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         self.errors.append(error)
 
 

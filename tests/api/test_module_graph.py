@@ -11,7 +11,7 @@ from support.toys import TOYS, built, traced
 from torch import nn
 
 from quantizer.errors import ModelError
-from quantizer.graph.modules import left_out, module_graph
+from quantizer.graph.modules import module_graph, uncovered_modules
 from quantizer.graph.trace import trace
 from quantizer.plan.match import has_own_weights
 
@@ -75,7 +75,7 @@ def test_what_has_no_rules_is_told() -> None:
     model = Odd()
     graph = module_graph(model)
     assert [node.name for node in graph.nodes if node.params] == []
-    assert left_out(model, graph) == {
+    assert uncovered_modules(model, graph) == {
         "": "Odd",
         "pair": "Bilinear",
         "normed.parametrizations.weight": "ParametrizationList",

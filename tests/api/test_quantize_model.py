@@ -44,7 +44,7 @@ from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn import Layer
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
@@ -115,8 +115,10 @@ def test_a_trace_of_the_model_with_the_same_config_computes_the_same() -> None:
     levels = QuantizationConfig(weight=spec(), input_tensors=per_token())
     config = check_document(Document.of(Config(levels).to_dict(), "Config")).require()
     graph = trace(tiny_lm(), (tokens(),))
-    plan = resolve(config, run_passes(graph, config.settings), graph)
-    network = quantized_network(plan.graph, observing.solution(observing.start(plan)))
+    plan = resolve_plan(config, run_passes(graph, config.settings), graph)
+    network = quantized_network(
+        plan.graph, observing.observed_solution(observing.create_observers(plan))
+    )
     in_place = quantized(tiny_lm(), weight=spec(), input_tensors=per_token())
     assert same(network(tokens()), in_place(tokens()))
 

@@ -24,7 +24,7 @@ from quantizer.graph.modules import module_graph
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
 from quantizer.numerics.formats import FLOAT_FORMATS, FloatFormat
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import weight_bytes
 from quantizer.results.folder import read_info
 from quantizer.results.write import write_results
@@ -50,7 +50,7 @@ def test_it_goes_from_the_plan_to_every_kind_of_storage(dtype: str, tmp_path: Pa
         {"weights": {"dtype": dtype, "qscheme": "per_channel"}, "activation": {"dtype": dtype}}
     )
     graph = run_passes(traced("residual"), config.settings)
-    plan = resolve(config, graph, traced("residual"))
+    plan = resolve_plan(config, graph, traced("residual"))
     sizes = [
         graph.tensors[node.params["weight"]]
         for node in graph.nodes
@@ -62,20 +62,20 @@ def test_it_goes_from_the_plan_to_every_kind_of_storage(dtype: str, tmp_path: Pa
     assert after == floats + codes + sum(4 * len(tensor) for tensor in sizes)
 
     call = built("residual").call(3)
-    calibration = observing.start(plan)
-    observing.run(calibration, Network(graph), [Batch(*call, None, None)])
-    digests = fingerprint.model(traced("residual"))
+    calibration = observing.create_observers(plan)
+    observing.observe_batches(calibration, Network(graph), [Batch(*call, None, None)])
+    digests = fingerprint.model_digests(traced("residual"))
     write_results(
         tmp_path,
         traced("residual"),
         config,
         calibration,
-        observing.solution(calibration),
+        observing.observed_solution(calibration),
         digests,
     )
     solution, generated = read_info(tmp_path).solution, imported(tmp_path / "Residual.py")
     with torch.no_grad():
-        expected = quantized_network(graph, observing.solution(calibration))(*call[0])
+        expected = quantized_network(graph, observing.observed_solution(calibration))(*call[0])
         assert leaves_equal(quantized_network(graph, solution)(*call[0]), expected)
         assert leaves_equal(generated(*call[0]), expected)
         assert not leaves_equal(Network(graph)(*call[0]), expected)
@@ -95,8 +95,8 @@ def test_it_is_stored_with_a_model_in_place(dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, fresh = (torch.nn.Sequential(torch.nn.Linear(8, 3)) for _ in range(2))
     graph = module_graph(model)
-    plan = resolve(hierarchy({"weights": {"dtype": dtype}}), graph, graph)
-    attach_solution(model, graph, observing.solution(observing.start(plan)))
+    plan = resolve_plan(hierarchy({"weights": {"dtype": dtype}}), graph, graph)
+    attach_solution(model, graph, observing.observed_solution(observing.create_observers(plan)))
     storage.save(model, tmp_path)
     storage.load(fresh, tmp_path)
     assert torch.equal(fresh[0].weight, model[0].weight)

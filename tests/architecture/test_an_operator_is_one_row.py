@@ -21,12 +21,12 @@ from quantizer.graph.axis_rules import MOVED, SAME, Commutes
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.op_row import Op
-from quantizer.graph.ops import OPS, PACKETS, register
+from quantizer.graph.ops import OPS, PACKETS, register_op
 from quantizer.graph.passes import run_passes
 from quantizer.graph.passes.equalization import cross_layer_equalization
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
-from quantizer.plan.resolve import NO_RULES, resolve
+from quantizer.plan.resolve import NO_RULES, resolve_plan
 
 PACKAGE = Path(__file__).parents[2] / "quantizer"
 NAMED = {
@@ -177,7 +177,7 @@ IDS = torch.arange(8).view(2, 4)
 def prepared(*rows: Op) -> Graph:
     """The graph while the table has these rows, too."""
     for row in rows:
-        register(row)
+        register_op(row)
     return run_passes(trace(Bent().eval(), (IDS,)), Settings())
 
 
@@ -192,7 +192,7 @@ def test_an_operator_without_a_row_stops_everything(tmp_path: Path) -> None:
     assert not cross_layer_equalization(graph).changes
     assert not any(group.fold for group in find_structure(graph).groups)
     assert [found.obstacle is not None for found in residuals(graph)] == [True]
-    plan = resolve(config(tmp_path, document()), graph, graph)
+    plan = resolve_plan(config(tmp_path, document()), graph, graph)
     assert {graph.by_name[name].op for name, why in plan.floats.items() if why == NO_RULES} == {
         "made_up_bend",
         "made_up_swap",
@@ -234,12 +234,12 @@ def test_whether_it_commutes_is_read_off_the_row() -> None:
 def test_values_are_quantized_where_the_rows_say(tmp_path: Path) -> None:
     """Behind the activation, and not again where they are moved."""
     graph = prepared(BEND, SWAP)
-    plan = resolve(config(tmp_path, document()), graph, graph)
+    plan = resolve_plan(config(tmp_path, document()), graph, graph)
     made = [node.op for node in graph.nodes if (node.name, "activation") in plan.tensors]
     assert made == ["bend", "bend", "linear"]
 
 
 def test_a_row_is_there_once() -> None:
-    register(BEND)
+    register_op(BEND)
     with pytest.raises(ValueError, match="has a row for bend"):
-        register(BEND)
+        register_op(BEND)

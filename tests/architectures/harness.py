@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from quantizer.calibration import fingerprint, observing
-from quantizer.calibration.joins import decided
+from quantizer.calibration.joins import with_decided_joins
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Config
 from quantizer.evaluation.compare import compare
@@ -25,7 +25,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
-from quantizer.plan.resolve import NO_RULES, resolve
+from quantizer.plan.resolve import NO_RULES, resolve_plan
 from quantizer.results.folder import read_info
 from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
@@ -108,19 +108,19 @@ def run(case: Case, original: Graph, config: Config, folder: Path) -> Found:
     """
     begin = time.perf_counter()
     graph = run_passes(original, config.settings)
-    plan = resolve(config, graph, original)
+    plan = resolve_plan(config, graph, original)
     network = Network(graph)
-    calibration = observing.start(plan)
+    calibration = observing.create_observers(plan)
     batches = [Batch(batch, dict(case.kwargs), None, None) for batch in case.batches]
-    observing.run(calibration, network, batches)
-    calibration = decided(calibration)
+    observing.observe_batches(calibration, network, batches)
+    calibration = with_decided_joins(calibration)
     write_results(
         folder,
         original,
         config,
         calibration,
-        observing.solution(calibration),
-        fingerprint.model(original),
+        observing.observed_solution(calibration),
+        fingerprint.model_digests(original),
     )
     quantized = quantized_network(graph, read_info(folder).solution)
     reference = Network(run_passes(original, config.settings, device=False))

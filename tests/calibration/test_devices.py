@@ -109,7 +109,7 @@ def run(
             fast_finetune=finetune,
             memory=memory,
         )
-        solution = steps.run(request).solution
+        solution = steps.run_calibration(request).solution
         scores = score(Calibrated(graph, config.settings, solution), module, batches, Events())
     tensors = {
         (*key, name): value

@@ -10,7 +10,7 @@ from torch import nn
 from quantizer.calibration.memory_prediction import (
     HOLES,
     IN_COLUMNS,
-    Data,
+    BatchSizes,
     calibration_bytes,
     comparison_bytes,
     peak_with,
@@ -19,7 +19,7 @@ from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
 from quantizer.graph.trace import trace
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import working_bytes
 from quantizer.storage import process_memory
 from quantizer.storage.deferred_tensor import DeferredTensor
@@ -38,7 +38,7 @@ def configured(**more: object) -> Config:
 def test_a_layer_in_memory_and_out_of_it() -> None:
     graph = trace(nn.Sequential(nn.Linear(100, 40)), (torch.zeros(2, 100),))
     config = configured()
-    plan, data = resolve(config, graph, graph), Data(8, 3)
+    plan, data = resolve_plan(config, graph, graph), BatchSizes(8, 3)
     specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     codes = WEIGHT + BIAS
     assert calibration_bytes(plan, config, data) == COPIES + codes
@@ -58,11 +58,11 @@ def test_a_layer_in_memory_and_out_of_it() -> None:
 def test_an_algorithm_adds_matrices_and_values_of_all_batches_within_the_budget() -> None:
     graph = trace(nn.Sequential(nn.Linear(100, 40)), (torch.zeros(2, 100),))
     config = configured(algo_config={"name": "gptq"})
-    plan = resolve(config, graph, graph)
+    plan = resolve_plan(config, graph, graph)
     least = 4 * (2 * 100 * 100 + IN_COLUMNS * WEIGHT) + 5 * (WEIGHT + BIAS)
-    assert calibration_bytes(plan, config, Data(8, 3, 0)) == least
-    assert calibration_bytes(plan, config, Data(8, 3, 1 << 20)) == least + 3 * 4 * 8 * 100
-    assert calibration_bytes(plan, config, Data(8, 3, 99)) == least + 99
+    assert calibration_bytes(plan, config, BatchSizes(8, 3, 0)) == least
+    assert calibration_bytes(plan, config, BatchSizes(8, 3, 1 << 20)) == least + 3 * 4 * 8 * 100
+    assert calibration_bytes(plan, config, BatchSizes(8, 3, 99)) == least + 99
 
 
 def test_layer_by_layer_what_a_layer_reads_and_makes_is_kept_of_all_batches() -> None:
@@ -70,9 +70,9 @@ def test_layer_by_layer_what_a_layer_reads_and_makes_is_kept_of_all_batches() ->
         nn.Sequential(nn.Linear(100, 40), nn.ReLU(), nn.Linear(40, 7)), (torch.zeros(2, 100),)
     )
     config = configured()
-    plan = resolve(config, graph, graph)
+    plan = resolve_plan(config, graph, graph)
     reads_and_makes, before = 4 * 8 * 5000 * (100 + 40), 4 * 8 * 5000 * 100
-    found = calibration_bytes(plan, config, Data(8, 5000, 1 << 40), finetuned=True)
+    found = calibration_bytes(plan, config, BatchSizes(8, 5000, 1 << 40), finetuned=True)
     assert found == reads_and_makes + before + 5 * (WEIGHT + BIAS + 40 * 7 + 7)
 
 

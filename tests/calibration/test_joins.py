@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import quantizer
-from quantizer.calibration.joins import decided_again
+from quantizer.calibration.joins import decide_joins_again
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
-from quantizer.plan.joins import decide
+from quantizer.plan.joins import decide_join
 from quantizer.plan.model import JoinPlan
 
 ROOT = Path(__file__).parents[2]
@@ -386,14 +386,14 @@ def test_retuned_joins_are_those_of_a_calibration_with_that_config(tmp_path: Pat
 def test_decisions_follow_ranges_that_are_found_anew() -> None:
     keys = tuple((name, "activation") for name in ("whole", "a", "b"))
     join = JoinPlan("cat", keys[0], keys[1:], keys[1:], (), (), (), (), is_returned=False)
-    before = decide(join, {"a": 0.0, "b": 1.0}, {"linear": {"a": 1.0, "b": 100.0}})
+    before = decide_join(join, {"a": 0.0, "b": 1.0}, {"linear": {"a": 1.0, "b": 100.0}})
     assert before.scale == "one" and before.left == keys[1:]
     ranges = dict(zip(keys, (8.0, 8.0, 0.5), strict=True))
-    after = decided_again({"cat": before}, ranges)["cat"]
+    after = decide_joins_again({"cat": before}, ranges)["cat"]
     assert after.scale == "own" and after.left == keys[:1]
     with pytest.raises(ResultError, match="weights would have to change"):
-        decided_again(
+        decide_joins_again(
             {"cat": replace(before, join=replace(join, scalable=("linear",)))}, ranges
         )
     scaled = replace(after, scale="scaled")
-    assert decided_again({"cat": scaled}, dict.fromkeys(keys, 8.0))["cat"] == scaled
+    assert decide_joins_again({"cat": scaled}, dict.fromkeys(keys, 8.0))["cat"] == scaled

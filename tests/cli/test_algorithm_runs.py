@@ -21,7 +21,7 @@ from support.configs import document
 from support.runs import ROOT, calibrate, check
 
 from quantizer import GPTQConfig, SmoothQuantConfig
-from quantizer.calibration.events import Stage
+from quantizer.calibration.events import RunStage
 from quantizer.cli.main import run_command
 from quantizer.results.checkpoint import Checkpoints
 
@@ -224,7 +224,7 @@ def test_stopped_then_resumed_equals_undisturbed(
     stand_ins.SOLVED.clear()
     original = Checkpoints.advanced
 
-    def stopped(self: Checkpoints, stage: Stage) -> None:
+    def stopped(self: Checkpoints, stage: RunStage) -> None:
         original(self, stage)
         if stage.done == after and stage.name == "gptq":
             raise SystemExit(9) if how == "killed" else KeyboardInterrupt
@@ -256,7 +256,7 @@ def test_a_checkpoint_of_other_algorithms_or_a_damaged_one_is_refused(
 ) -> None:
     original = Checkpoints.advanced
 
-    def stopped(self: Checkpoints, stage: Stage) -> None:
+    def stopped(self: Checkpoints, stage: RunStage) -> None:
         original(self, stage)
         if stage.saved_as == "algorithms":
             raise KeyboardInterrupt

@@ -67,7 +67,7 @@ def test_each_figure_is_that_of_a_network_with_just_that_tensor_or_with_all_othe
     config = check_document(Document.of(document(overall=COARSE), "config")).require()
     original, batches = trace(model, (data[0],)), load_batches(data)
     request = CalibrationRequest(target=TracedTarget(original), config=config, batches=batches)
-    solution = steps.run(request).solution
+    solution = steps.run_calibration(request).solution
     calibrated = Calibrated(original, config.settings, solution)
     reference = Network(calibrated.float_graph)
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support.configs import document
 from support.runs import ROOT, calibrate, check
 
-from quantizer.calibration.events import Stage
+from quantizer.calibration.events import RunStage
 from quantizer.cli.main import run_command
 from quantizer.results import checkpoint
 from quantizer.results.checkpoint import Checkpoints
@@ -99,7 +99,7 @@ def test_the_result_is_told(model: str, config: str, tmp_path: Path, capsys: Cap
     assert "finetuning on" not in capsys.readouterr().err
 
 
-def finetuned_layers(stage: Stage) -> int:
+def finetuned_layers(stage: RunStage) -> int:
     """How many layers a snapshot of finetuning holds; 0 in other stages."""
     return (
         len(stage.snapshot().tensors) // 2
@@ -121,12 +121,12 @@ def test_stopped_then_resumed_equals_undisturbed(
     original = Checkpoints.advanced
     solved: list[int] = []
 
-    def stopped(self: Checkpoints, stage: Stage) -> None:
+    def stopped(self: Checkpoints, stage: RunStage) -> None:
         original(self, stage)
         if finetuned_layers(stage) == 2:
             raise SystemExit(9) if not saves else KeyboardInterrupt
 
-    def counted(self: Checkpoints, stage: Stage) -> None:
+    def counted(self: Checkpoints, stage: RunStage) -> None:
         solved.append(finetuned_layers(stage))
         original(self, stage)
 
@@ -154,7 +154,7 @@ def test_stopped_then_resumed_equals_undisturbed(
 def test_a_checkpoint_of_another_mode_is_refused(
     model: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    def interrupted(self: Checkpoints, stage: Stage) -> None:
+    def interrupted(self: Checkpoints, stage: RunStage) -> None:
         original(self, stage)
         if stage.saved_as == "finetune":
             raise KeyboardInterrupt

@@ -21,7 +21,7 @@ import torch
 from support.configs import document, layer
 from support.forked import run_ranks
 
-from quantizer.calibration.events import Stage
+from quantizer.calibration.events import RunStage
 from quantizer.cli.main import run_command
 from quantizer.observers import Observer
 from quantizer.results.checkpoint import Checkpoints
@@ -224,13 +224,13 @@ def test_any_number_of_ranks_writes_the_same_bytes(
 
 def test_progress_counts_the_batches_of_all_ranks(net: str, tmp_path: Path) -> None:
     def told(rank: int) -> None:
-        plain = Stage.__exit__
+        plain = RunStage.__exit__
 
-        def leave(self: Stage, *error: Any) -> None:
+        def leave(self: RunStage, *error: Any) -> None:
             print(f"{self.name}: {self.done} of {self.total}", file=sys.stderr)
             plain(self, *error)
 
-        Stage.__exit__ = leave  # type: ignore[method-assign,assignment]
+        RunStage.__exit__ = leave  # type: ignore[method-assign,assignment]
 
     found = run_ranks(
         3,
@@ -285,7 +285,7 @@ def test_a_stopped_algorithm_goes_on_with_another_number_of_ranks(
     def stop(rank: int) -> None:
         plain = Checkpoints.advanced
 
-        def advanced(self: Checkpoints, stage: Stage) -> None:
+        def advanced(self: Checkpoints, stage: RunStage) -> None:
             plain(self, stage)
             if stage.name == "gptq" and stage.done > 1:
                 raise KeyboardInterrupt

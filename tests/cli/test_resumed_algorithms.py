@@ -14,7 +14,7 @@ from support.configs import document
 from support.runs import calibrate
 from torch import Tensor
 
-from quantizer.calibration.events import Stage
+from quantizer.calibration.events import RunStage
 from quantizer.cli.main import run_command
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.results.checkpoint import Checkpoints
@@ -93,7 +93,7 @@ def test_any_stop_and_any_memory_leave_the_same_bytes(
     original, seen, resumed = Checkpoints.advanced, [0], 0
     with_spool, spilled = Spool.put, list[Tensor]()
 
-    def stops(self: Checkpoints, stage: Stage) -> None:
+    def stops(self: Checkpoints, stage: RunStage) -> None:
         original(self, stage)
         seen[0] += 1
         if seen[0] % 3 == 2:
@@ -125,7 +125,7 @@ def test_awq_behind_another_algorithm_goes_on_after_the_last_block(
     original, stop_at = Checkpoints.advanced, {5}
     seen: list[int] = []
 
-    def stops(self: Checkpoints, stage: Stage) -> None:
+    def stops(self: Checkpoints, stage: RunStage) -> None:
         original(self, stage)
         if stage.name == "awq" and stage.done not in seen:
             seen.append(stage.done)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_figures import metric_names
 from quantizer.config.model import QuantizationSpec
-from quantizer.evaluation.compare import Comparison, compare
+from quantizer.evaluation.compare import NetworkComparison, compare
 from quantizer.evaluation.output_warnings import output_warnings
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph
@@ -238,7 +238,7 @@ def test_figures_of_batches_add_up_to_those_of_all() -> None:
     graph = trace(Head(cat).eval(), (data()[0],))
     quantized = quantized_at(graph, output_parts(graph)[0].node)
 
-    def found(*tensors: Tensor) -> Comparison:
+    def found(*tensors: Tensor) -> NetworkComparison:
         return compare(Network(graph), quantized, batches(*tensors))
 
     first, second, third = data()

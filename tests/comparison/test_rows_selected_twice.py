@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.model import QuantizationSpec
-from quantizer.evaluation.compare import Comparison, compare
+from quantizer.evaluation.compare import NetworkComparison, compare
 from quantizer.evaluation.output_warnings import output_warnings
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph
@@ -208,7 +208,7 @@ def quantized_scores(graph: Graph) -> Network:
     return quantized_network(graph, Solution({(name, "activation"): tensor}))
 
 
-def compared(select: Select) -> tuple[Graph, Network, Comparison]:
+def compared(select: Select) -> tuple[Graph, Network, NetworkComparison]:
     graph = trace(Detector(select).eval(), (data()[0],))
     quantized = quantized_scores(graph)
     batches = [Batch((x,), {}, None, x) for x in data()]

@@ -29,7 +29,7 @@ from quantizer.config.document.read import parse_document
 from quantizer.config.forms.algorithm_words import written
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.load import LoadResult, check_document
-from quantizer.config.model import Algorithm, Names, ScalingLayer
+from quantizer.config.model import Algorithm, ScalingLayer, StructureNames
 from quantizer.config.model import Config as ValidConfig
 
 GROUPS = {"dtype": "uint4", "qscheme": "per_group", "ch_axis": 1, "group_size": 128}
@@ -124,7 +124,7 @@ def test_names_override_the_graph_and_know_their_places() -> None:
             "embedding_layers": ["model.embed_tokens"],
         }
     )
-    assert found.names == Names(
+    assert found.names == StructureNames(
         blocks="model.layers",
         scaling=(
             ScalingLayer(("q_proj", "k_proj"), inp="q_proj"),
@@ -145,7 +145,7 @@ def test_names_override_the_graph_and_know_their_places() -> None:
 
 def test_the_layers_of_a_block_have_an_order() -> None:
     [found] = listed(algo_config={"name": "gptaq", "inside_layer_modules": ["b", "a"]})
-    assert found.names == Names(inside=("b", "a"))
+    assert found.names == StructureNames(inside=("b", "a"))
 
 
 def test_empty_names_of_older_files_state_nothing() -> None:

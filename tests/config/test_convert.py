@@ -26,7 +26,7 @@ from quantizer.graph.ops import OPS
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 ROOT = Path(__file__).parents[2]
 INT8 = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
@@ -50,7 +50,7 @@ def plans_alike(value: dict[str, Any], other: dict[str, Any]) -> None:
 
 def plan(value: dict[str, Any], toy: str) -> Plan:
     found = config(value)
-    return resolve(found, run_passes(traced(toy), found.settings), traced(toy))
+    return resolve_plan(found, run_passes(traced(toy), found.settings), traced(toy))
 
 
 def to_layered(found: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
@@ -248,7 +248,7 @@ def test_a_residual_stream_is_what_the_warning_is_about() -> None:
     written, _ = to_hierarchical(config(document()))
     graph = trace(Residual().eval(), (torch.randn(2, 4),))
     ours, theirs = (
-        resolve(config(each), graph, graph).tensors for each in (document(), written)
+        resolve_plan(config(each), graph, graph).tensors for each in (document(), written)
     )
     assert [
         name.rpartition("/")[2] for name, _ in theirs.keys() - ours.keys() if "[" not in name
@@ -261,7 +261,9 @@ def test_a_residual_stream_in_bfloat16_is_planned_alike() -> None:
     cast = document(tensor={}, overall={"datatype": "bfloat16"})
     written, findings = to_hierarchical(config(cast))
     graph = trace(Residual().eval(), (torch.randn(2, 4),))
-    ours, theirs = (resolve(config(each), graph, graph).tensors for each in (cast, written))
+    ours, theirs = (
+        resolve_plan(config(each), graph, graph).tensors for each in (cast, written)
+    )
     assert (findings, ours.keys() ^ theirs.keys()) == ((), set())
     assert any(name.endswith("/add") for name, _ in ours)
 

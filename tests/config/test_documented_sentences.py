@@ -35,7 +35,7 @@ from quantizer.config.document.read import parse_document
 from quantizer.config.load import check_document
 from quantizer.graph.modules import module_graph
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 INT8, INT4 = QuantizationSpec(Dtype.int8), QuantizationSpec(Dtype.int4)
 Expected = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -378,7 +378,7 @@ def planned(document: Document) -> Plan:
         {"conv": nn.Conv2d(4, 4, 1), "fc1": nn.Linear(4, 8), "fc2": nn.Linear(8, 4)}
     )
     graph = module_graph(model)
-    plan = resolve(check_document(document).require(), graph, graph)
+    plan = resolve_plan(check_document(document).require(), graph, graph)
     assert [found for found in plan.diagnostics if found.severity == "error"] == []
     return plan
 

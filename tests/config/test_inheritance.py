@@ -16,7 +16,7 @@ from quantizer.config.load import LoadResult, check_document
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 FC = "Residual::Residual/Linear[fc]/linear"
 GROUPS = {"dtype": "int4", "qscheme": "per_group", "group_size": 2}
@@ -42,7 +42,9 @@ def check(
 
 def plan(result: LoadResult) -> Plan:
     config = result.require()
-    return resolve(config, run_passes(traced("residual"), config.settings), traced("residual"))
+    return resolve_plan(
+        config, run_passes(traced("residual"), config.settings), traced("residual")
+    )
 
 
 def weights(
@@ -197,7 +199,7 @@ def test_an_inherited_axis_stays_the_axis_that_was_meant(
 ) -> None:
     config = check(everywhere, fc, linear).require()
     graph = run_passes(traced("residual"), config.settings)
-    fitting = resolve(config, graph, traced("residual")).tensors[FC, "weights"].spec
+    fitting = resolve_plan(config, graph, traced("residual")).tensors[FC, "weights"].spec
     assert (fitting.qscheme, fitting.ch_axis) == (qscheme, axis)
 
 

@@ -9,7 +9,7 @@ import torch
 from support.positional import fake_quantize
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.nn.quantizer import place
+from quantizer.nn.quantizer import quantize_tensor
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 from quantizer.observers import (
@@ -247,7 +247,7 @@ def test_groups_and_scaled_formats_have_a_scale_for_every_row(spec):
     assert spec.symmetric is False or not qparams.zero_point.any()
     if spec.scale_type != "float":
         assert (torch.frexp(qparams.scale).mantissa == 0.5).all()
-    y = place(x, spec, qparams.scale, qparams.zero_point)
+    y = quantize_tensor(x, spec, qparams.scale, qparams.zero_point)
     assert y.shape == x.shape
     assert (y - x).square().mean() < 0.05 * x.square().mean()
     again = Observer(spec)

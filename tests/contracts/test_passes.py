@@ -17,16 +17,16 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
-from quantizer.graph.passes import PASSES, load_pass, run_passes
+from quantizer.graph.passes import GRAPH_PASSES, load_pass, run_passes
 from quantizer.graph.passes.fold_batch_norm import fold_batch_norm
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
-@pytest.mark.parametrize("rewrite", PASSES)
+@pytest.mark.parametrize("rewrite", GRAPH_PASSES)
 def test_a_pass_keeps_the_function_and_the_names(rewrite: str, name: str) -> None:
     graph = traced(name)
     after = load_pass(rewrite)(graph)
@@ -34,12 +34,12 @@ def test_a_pass_keeps_the_function_and_the_names(rewrite: str, name: str) -> Non
     assert survivors == [node.name for node in graph.nodes if node.name in after.by_name]
     assert {node.name for node in graph.nodes} - set(survivors) == set(after.absorbed)
     assert load_pass(rewrite)(after) == after
-    if PASSES[rewrite].changes != "nothing":
+    if GRAPH_PASSES[rewrite].changes != "nothing":
         return
     args, kwargs = built(name).call(3 if built(name).batched else 2)
     with torch.no_grad():
         before = Network(graph)(*args, **kwargs)
-        tolerance = PASSES[rewrite].tolerance * largest(before)
+        tolerance = GRAPH_PASSES[rewrite].tolerance * largest(before)
         assert leaves_equal(Network(after)(*copy.deepcopy(args), **kwargs), before, tolerance)
 
 
@@ -56,7 +56,7 @@ def largest(output: Any) -> float:
 
 
 @pytest.mark.parametrize("name", TOYS)
-@pytest.mark.parametrize("rewrite", PASSES)
+@pytest.mark.parametrize("rewrite", GRAPH_PASSES)
 def test_a_pass_leaves_the_traced_tensors_alone(rewrite: str, name: str) -> None:
     before = {path: tensor.clone() for path, tensor in traced(name).tensors.items()}
     load_pass(rewrite)(traced(name))
@@ -69,7 +69,7 @@ def test_all_passes_together_keep_the_function(name: str) -> None:
     args, kwargs = built(name).call(3 if built(name).batched else 2)
     with torch.no_grad():
         before = Network(traced(name))(*args, **kwargs)
-        tolerance = PASSES["absorb_high_biases"].tolerance * largest(before)
+        tolerance = GRAPH_PASSES["absorb_high_biases"].tolerance * largest(before)
         assert leaves_equal(Network(after)(*copy.deepcopy(args), **kwargs), before, tolerance)
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_fold_is_quantized_and_found_by_its_type(tmp_path: Path) -> 
         "channel_scale",
         "channel_scale",
     ]
-    plan = resolve(found, graph, traced("preactivated"))
+    plan = resolve_plan(found, graph, traced("preactivated"))
     planned = {
         role: tensor.spec.bit_width
         for role, tensor in plan.of_layer(graph.nodes[1].name).items()

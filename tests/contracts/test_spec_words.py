@@ -15,7 +15,7 @@ from quantizer.config.resources import load_resource
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.qparams import SCALE_MODES, SHARED_EXPONENTS, SYMMETRIC_SCALES
 from quantizer.numerics.rounding import ROUND_MODES
-from quantizer.observers.methods import METHODS, STATISTICS
+from quantizer.observers.methods import BATCH_STATISTICS, RANGE_METHODS
 
 WORDS = get_type_hints(QuantizationSpec)
 SCHEMA = load_resource("schemas", "quantization_spec.schema.json")["properties"]
@@ -24,10 +24,10 @@ SCHEMA = load_resource("schemas", "quantization_spec.schema.json")["properties"]
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("method", METHODS),
+        ("method", RANGE_METHODS),
         ("round_mode", ROUND_MODES),
         ("round_mode", [member.value for member in RoundType]),
-        ("statistic", [*STATISTICS, POOLED]),
+        ("statistic", [*BATCH_STATISTICS, POOLED]),
         ("scale_mode", SCALE_MODES),
         ("symmetric_scale", SYMMETRIC_SCALES),
         ("scale_type", [*(member.value for member in ScaleType), "e4m3", *SHARED_EXPONENTS]),

@@ -8,12 +8,12 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizer.observers.methods import STATISTICS, reduce_batches
+from quantizer.observers.methods import BATCH_STATISTICS, reduce_batches
 
 values = st.lists(st.floats(2.0**-100, 2.0**100), min_size=1, max_size=20)
 
 
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", BATCH_STATISTICS)
 @given(values=values, data=st.data())
 @settings(derandomize=True, max_examples=50, deadline=None)
 def test_lies_within_the_batches_and_ignores_their_order(name, values, data):
@@ -24,7 +24,7 @@ def test_lies_within_the_batches_and_ignores_their_order(name, values, data):
     assert min(values) * (1 - 1e-15) <= result.item() <= max(values) * (1 + 1e-15)
 
 
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", BATCH_STATISTICS)
 def test_reduces_every_column_by_itself(name):
     columns = torch.tensor([[1.0, 8.0], [2.0, 8.0], [2.0, 8.0]])
     reduced = reduce_batches(columns, name)

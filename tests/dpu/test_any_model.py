@@ -18,7 +18,7 @@ from quantizer.evaluation.exact import compare_exact
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
 from quantizer.plan.dpu_support import subgraphs, verdicts
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 
 DPU = Settings(target_device="DPU")
@@ -28,7 +28,7 @@ DPU = Settings(target_device="DPU")
 def test_every_layer_has_a_verdict_and_every_code_is_compared(name: str) -> None:
     original = traced(name)
     config = dataclasses.replace(default_config(), settings=DPU)
-    plan = resolve(config, run_passes(original, DPU), original)
+    plan = resolve_plan(config, run_passes(original, DPU), original)
     found = verdicts(plan)
     assert list(found) == [node.name for node in plan.graph.nodes]
     assert all(
@@ -41,10 +41,10 @@ def test_every_layer_has_a_verdict_and_every_code_is_compared(name: str) -> None
     toy = built(name)
     args, kwargs = toy.call(4) if toy.batched else (toy.args, dict(toy.kwargs))
     batch = Batch(args, kwargs, None, None)
-    calibration = observing.start(plan)
+    calibration = observing.create_observers(plan)
     with torch.no_grad():
-        observing.run(calibration, Network(plan.graph), [batch])
-    solution, _ = aligned(observing.solution(calibration), plan.graph, DPU)
+        observing.observe_batches(calibration, Network(plan.graph), [batch])
+    solution, _ = aligned(observing.observed_solution(calibration), plan.graph, DPU)
     exact = compare_exact(plan.graph, solution, [batch])
     compared = {(row.layer, row.role) for row in exact.layers if row.codes}
     wanted = {

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from quantizer.calibration import observing
 from quantizer.config.model import Config
 from quantizer.errors import UsageError
-from quantizer.export import EXPORTERS, check, export
+from quantizer.export import EXPORTERS, export, require_expressible
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 
 pytestmark = pytest.mark.slow
@@ -64,11 +64,13 @@ def calibrated(
     original: Graph, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Deployment:
     """A network with the scales of one batch."""
-    plan = resolve(config, run_passes(original, config.settings), original)
+    plan = resolve_plan(config, run_passes(original, config.settings), original)
     assert not any(found.severity == "error" for found in plan.diagnostics)
-    calibration = observing.start(plan)
-    observing.run(calibration, Network(plan.graph), [Batch(args, dict(kwargs), None, None)])
-    return Deployment(plan.graph, observing.solution(calibration), args, dict(kwargs))
+    calibration = observing.create_observers(plan)
+    observing.observe_batches(
+        calibration, Network(plan.graph), [Batch(args, dict(kwargs), None, None)]
+    )
+    return Deployment(plan.graph, observing.observed_solution(calibration), args, dict(kwargs))
 
 
 def deployed(name: str, fields: Fields, *, exclude: tuple[str, ...] = ()) -> Deployment:
@@ -189,7 +191,7 @@ def test_onnx_refuses_what_it_cannot_say_with_the_first_layers(kind: str) -> Non
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
     given = deployed("residual", {"weights": {}, "input": INPUTS[kind]})
     with pytest.raises(UsageError) as refused:
-        check("onnx", given.graph, given.solution.specs, -1)
+        require_expressible("onnx", given.graph, given.solution.specs, -1)
     inputs = [f"{role} of {layer}" for layer, role in given.solution.tensors if role == "input"]
     assert refused.value.message.startswith(
         f"--deploy onnx: {', '.join(inputs[:5])} and {len(inputs) - 5} more: each "

@@ -14,7 +14,7 @@ from support.runs import DIGITS, calibrate, check
 from support.toys import traced
 
 from quantizer.graph.passes import run_passes
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 TENSOR: dict[str, Any] = {
     "dtype": "int8",
@@ -141,7 +141,7 @@ def test_both_forms_make_one_plan(toy: str, name: str, kind: str, tmp_path: Path
     plans = []
     for content in pairs(name)[kind]:
         read = config(tmp_path, content)
-        plans.append(resolve(read, run_passes(graph, read.settings), graph))
+        plans.append(resolve_plan(read, run_passes(graph, read.settings), graph))
     one, other = (
         {key: tensor.decided() for key, tensor in plan.tensors.items()} for plan in plans
     )

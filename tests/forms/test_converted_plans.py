@@ -25,7 +25,7 @@ from quantizer.config.model import Config, QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 drawn = settings(
     max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
@@ -36,7 +36,7 @@ SEEDS = st.integers(0, 2**32)
 
 def planned(config: Config) -> Plan:
     graph = traced("residual")
-    return resolve(config, run_passes(graph, config.settings), graph)
+    return resolve_plan(config, run_passes(graph, config.settings), graph)
 
 
 def errors(findings: Any) -> list[Any]:

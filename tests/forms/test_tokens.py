@@ -24,7 +24,7 @@ from quantizer.calibration.solution import quantized_network
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.graph.trace import trace
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 TOKEN = QuantizationSpec(Dtype.int8, is_dynamic=True, qscheme=QSchemeType.per_token)
 CONFIG = Config(QuantizationConfig(input_tensors=TOKEN))
@@ -51,10 +51,12 @@ def in_place(model: nn.Module, _: Tensor) -> Any:
 
 def on_a_trace(model: nn.Module, x: Tensor) -> Any:
     graph = trace(model, (x,))
-    plan = resolve(
+    plan = resolve_plan(
         check_document(Document.of(CONFIG.to_dict(), "Config")).require(), graph, graph
     )
-    return quantized_network(graph, observing.solution(observing.start(plan)))
+    return quantized_network(
+        graph, observing.observed_solution(observing.create_observers(plan))
+    )
 
 
 @torch.no_grad()

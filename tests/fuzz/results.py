@@ -161,7 +161,7 @@ def agree_with_graph(folder: Path) -> None:
     info = json.loads(path.read_text())
     with contextlib.suppress(Exception):
         graph = graph_from_json(json.loads((folder / "graph.json").read_text())).graph
-        info["header"]["layers"] = fingerprint.layers(graph)
+        info["header"]["layers"] = fingerprint.layer_digests(graph)
         info["header"]["inputs"] = fingerprint.input_shapes(graph)
         path.write_text(json.dumps(info))
 

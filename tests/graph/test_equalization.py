@@ -34,7 +34,7 @@ from quantizer.graph.passes.equalization import (
 )
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLE, PLAIN = Settings(include_cle=True), Settings()
@@ -54,8 +54,10 @@ def with_weights_only(original: Graph, graph: Graph, **fields: object) -> Networ
     rule = ConfigRule(
         Selector("all"), "overall", frozenset(("weights",)), fields={"weights": values}
     )
-    plan = resolve(Config(PLAIN, (rule,)), graph, original)
-    return quantized_network(graph, observing.solution(observing.start(plan)))
+    plan = resolve_plan(Config(PLAIN, (rule,)), graph, original)
+    return quantized_network(
+        graph, observing.observed_solution(observing.create_observers(plan))
+    )
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.graph.passes.linear_from_matmul import linear_from_matmul
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 P = "Products::Products/"
 
@@ -35,7 +35,7 @@ def test_products_become_linear_layers_and_scaled_ones_stay(tmp_path: Path) -> N
     # The scaled product still reads the others
     assert graph.absorbed == {P + "second": P + "matmul"}
     settings = config(tmp_path, document(tensor={"weights": {"per_channel": True}}))
-    plan = resolve(settings, graph, traced("products"))
+    plan = resolve_plan(settings, graph, traced("products"))
     assert set(plan.of_layer(P + "addmm")) == {"weights", "bias"}
     assert (
         plan.tensors[P + "addmm", "weights"].spec.ch_axis,

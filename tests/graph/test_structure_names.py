@@ -13,7 +13,7 @@ from support.structures import Mixture, modules_of, prepared
 from torch import Tensor, nn
 
 from quantizer.config.diagnostics import ConfigError, Place
-from quantizer.config.model import Names, ScalingLayer
+from quantizer.config.model import ScalingLayer, StructureNames
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
@@ -61,12 +61,12 @@ def graph() -> Graph:
 
 
 def found(**names: Any) -> Structure:
-    return find_structure(graph(), Names(**names))
+    return find_structure(graph(), StructureNames(**names))
 
 
 def problems(**names: Any) -> list[tuple[str, str, str | None]]:
     with pytest.raises(ConfigError) as caught:
-        find_structure(graph(), Names(**names))
+        find_structure(graph(), StructureNames(**names))
     return [(each.code, each.message, each.help) for each in caught.value.diagnostics]
 
 
@@ -151,7 +151,7 @@ def test_names_that_do_not_fit_are_told_all_at_once(
 
 def test_a_finding_has_the_place_in_the_file() -> None:
     place, other = Place("c.json", 3, 5), Place("c.json", 9, 1)
-    names = Names(
+    names = StructureNames(
         scaling=(ScalingLayer(("gates",), place=place),),
         embeddings=("emb",),
         places={"embeddings": other},
@@ -166,7 +166,7 @@ def test_names_relative_to_blocks_need_blocks() -> None:
         nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(2, 8)
     )
     with pytest.raises(ConfigError, match="shows no blocks that repeat"):
-        find_structure(plain, Names(inside=("0",)))
+        find_structure(plain, StructureNames(inside=("0",)))
 
 
 def test_names_of_experts_are_paired_by_their_prefix() -> None:
@@ -175,7 +175,9 @@ def test_names_of_experts_are_paired_by_their_prefix() -> None:
     entries = (ScalingLayer(("w1", "w3"), "norm", "w1"), ScalingLayer(("w2",), "w3", "w2"))
     first = [
         g
-        for g in find_structure(mixture, Names(blocks="layers", scaling=entries)).groups
+        for g in find_structure(
+            mixture, StructureNames(blocks="layers", scaling=entries)
+        ).groups
         if g.block == 0
     ]
     assert [modules_of(mixture, group.layers) for group in first] == [
@@ -189,4 +191,4 @@ def test_names_of_experts_are_paired_by_their_prefix() -> None:
         ConfigError,
         match=r"experts\.0\.w1 does not make what layers\.0\.moe\.experts\.0\.w2 reads",
     ):
-        find_structure(mixture, Names(scaling=(ScalingLayer(("w2",), "w1"),)))
+        find_structure(mixture, StructureNames(scaling=(ScalingLayer(("w2",), "w1"),)))

@@ -25,7 +25,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.results.folder import read_info
 from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
@@ -80,16 +80,16 @@ def written(folder: Path, name: str, settings: Config) -> Graph:
     """The toy's planned graph, its results for a config written to `folder`."""
     graph = run_passes(traced(name), settings.settings)
     network = Network(graph)
-    calibration = observing.start(resolve(settings, graph, traced(name)))
+    calibration = observing.create_observers(resolve_plan(settings, graph, traced(name)))
     batches = [Batch(*built(name).call(2), None, None) for _ in range(2)]
-    observing.run(calibration, network, batches)
+    observing.observe_batches(calibration, network, batches)
     write_results(
         folder,
         traced(name),
         settings,
         calibration,
-        observing.solution(calibration),
-        fingerprint.model(traced(name)),
+        observing.observed_solution(calibration),
+        fingerprint.model_digests(traced(name)),
     )
     return graph
 

@@ -19,7 +19,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 
 LSTM, GRU = "Recurrent::Recurrent/LSTM[lstm]/", "Gated::Gated/GRU[gru]/"
@@ -28,7 +28,7 @@ GATES = ("weights_ih", "weights_hh", "bias_ih", "bias_hh")
 
 def planned(folder: Path, toy: str, *layers: dict[str, object]) -> Plan:
     found = config(folder, document(*layers, tensor={"weights": {"per_channel": True}}))
-    return resolve(found, run_passes(traced(toy), Settings()), traced(toy))
+    return resolve_plan(found, run_passes(traced(toy), Settings()), traced(toy))
 
 
 def test_every_parameter_has_a_role_and_weights_have_channels(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_projection_is_a_weight_too(tmp_path: Path) -> None:
     x = torch.randn(2, 5, 3)
     graph = trace(module, (x,))
     assert "proj_size=2" in emit(graph)
-    plan = resolve(config(tmp_path, document()), graph, graph)
+    plan = resolve_plan(config(tmp_path, document()), graph, graph)
     assert "weights_hr_l0" in plan.of_layer("Sequential::Sequential/LSTM[0]/lstm")
     assert torch.allclose(Network(graph)(x)[0], module(x)[0], atol=1e-6)
 
@@ -93,11 +93,11 @@ def test_a_projection_is_a_weight_too(tmp_path: Path) -> None:
 def test_eight_bits_are_close_to_float(name: str, tmp_path: Path) -> None:
     plan, toy = planned(tmp_path, name), built(name)
     network = Network(plan.graph)
-    calibration = observing.start(plan)
+    calibration = observing.create_observers(plan)
     args, kwargs = Toy(toy.module, toy.args).call(8)
-    observing.run(calibration, network, [Batch(args, kwargs, None, None)])
+    observing.observe_batches(calibration, network, [Batch(args, kwargs, None, None)])
     with torch.no_grad():
-        ours = quantized_network(plan.graph, observing.solution(calibration))(*args)
+        ours = quantized_network(plan.graph, observing.observed_solution(calibration))(*args)
         theirs = network(*args)
     ours, theirs = (value if isinstance(value, tuple) else (value,) for value in (ours, theirs))
     for x, y in zip(theirs, ours, strict=True):

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantizer.config.model import AUTO, POOLED, QuantizationSpec
-from quantizer.nn.quantizer import place
+from quantizer.config.model import AUTO_METHOD, POOLED, QuantizationSpec
+from quantizer.nn.quantizer import quantize_tensor
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import Observer
 
-UINT8 = QuantizationSpec(signed=False, symmetric=False, method=AUTO, statistic=POOLED)
+UINT8 = QuantizationSpec(signed=False, symmetric=False, method=AUTO_METHOD, statistic=POOLED)
 OTHERS = (("maxmin", 100.0), ("percentile", 99.9), ("percentile", 99.0))
 
 
@@ -36,7 +36,10 @@ def error(batches: list[Tensor], values: Tensor | None = None, **words: Any) -> 
     spec, qparams = observed(batches, **words)
     values = torch.cat([batch.flatten() for batch in batches]) if values is None else values
     return float(
-        (place(values, spec, qparams.scale, qparams.zero_point) - values).abs().pow(2.2).sum()
+        (quantize_tensor(values, spec, qparams.scale, qparams.zero_point) - values)
+        .abs()
+        .pow(2.2)
+        .sum()
     )
 
 
@@ -76,7 +79,7 @@ def test_of_few_values_the_range_is_as_wide_as_others_need(symmetric: bool) -> N
     words = {"symmetric": symmetric, "signed": symmetric}
     auto, maxmin = (
         sum(error([one], other, method=method, **words) for one, other in pairwise(samples))
-        for method in (AUTO, "maxmin")
+        for method in (AUTO_METHOD, "maxmin")
     )
     assert auto < 0.5 * maxmin
 
@@ -100,7 +103,7 @@ def test_a_symmetric_range_is_cut_alike() -> None:
     symmetric = {"signed": True, "symmetric": True, "bit_width": 4}
     auto, mse = (
         observed(drawn(0, "two-sided"), method=method, **symmetric)[1]
-        for method in (AUTO, "mse")
+        for method in (AUTO_METHOD, "mse")
     )
     assert not auto.zero_point.any()
     assert mse.scale <= auto.scale <= 1.5 * mse.scale

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.observers import METHODS, Observer
+from quantizer.observers import RANGE_METHODS, Observer
 from quantizer.observers.observed_batch import ObservedBatch
 
 MANY = 2**24 + 3
@@ -20,7 +20,7 @@ def test_a_bin_holds_more_values_than_float32_counts(monkeypatch: pytest.MonkeyP
     assert counts.sum() == counts.max() == MANY
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", RANGE_METHODS)
 def test_a_constant_of_many_values_has_the_scale_of_few(method: str) -> None:
     """Whatever the method counts."""
     spec = QuantizationSpec(method=method, scale_type="poweroftwo")

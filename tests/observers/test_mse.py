@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.nn.quantizer import place
+from quantizer.nn.quantizer import quantize_tensor
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.observers import Observer
 
@@ -25,7 +25,7 @@ def rounded(spec, x=NORMAL):
     observer = Observer(spec)
     observer.observe(x)
     qparams = observer.qparams()
-    return place(x, spec, qparams.scale, qparams.zero_point)
+    return quantize_tensor(x, spec, qparams.scale, qparams.zero_point)
 
 
 def decibels(spec, x=NORMAL):
@@ -53,7 +53,9 @@ def test_no_other_power_of_two_has_a_smaller_error(bits, cut, outlier):
     observer = Observer(replace(spec, method="maxmin"))
     observer.observe(x)
     widest = observer.qparams()
-    tried = [place(x, spec, widest.scale * 0.5**n, widest.zero_point) for n in range(10)]
+    tried = [
+        quantize_tensor(x, spec, widest.scale * 0.5**n, widest.zero_point) for n in range(10)
+    ]
     rows = 1 if cut == "per_tensor" else len(x)
     least = (
         torch.stack([(each - x).view(rows, -1).square().sum(1) for each in tried]).amin(0).sum()

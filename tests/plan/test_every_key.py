@@ -15,7 +15,7 @@ from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.load import load_config
 from quantizer.config.resources import load_resource
 from quantizer.graph.passes import run_passes
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 # For each key of a block another legal value, and what else it takes to be legal.
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def outcome(
     """
     found = config(folder, content)
     graph = run_passes(traced(toy), found.settings)
-    plan = resolve(found, graph, traced(toy))
+    plan = resolve_plan(found, graph, traced(toy))
     made = [node.op for node in graph.nodes], graph.changes
     specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     findings = [*load_config(folder / "config.json").diagnostics, *plan.diagnostics]

@@ -19,8 +19,8 @@ from quantizer.graph.modules import module_graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
-from quantizer.plan.remarks import remarks
-from quantizer.plan.resolve import resolve
+from quantizer.plan.remarks import plan_remarks
+from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import weight_bytes
 from quantizer.report.tables import plan_table
 from quantizer.report.view import View
@@ -36,7 +36,7 @@ TOKEN = INT8 | {"qscheme": "per_token", "is_dynamic": True}
 
 
 def planned(config: Config, toy: str = "residual") -> Plan:
-    return resolve(config, run_passes(traced(toy), config.settings), traced(toy))
+    return resolve_plan(config, run_passes(traced(toy), config.settings), traced(toy))
 
 
 def spec(plan: Plan, layer: str, role: str = "weights") -> QuantizationSpec:
@@ -217,7 +217,7 @@ def test_a_group_size_that_does_not_divide_names_layers_and_one_that_does() -> N
     """A language model has hundreds of layers of one size: five of them say enough."""
     model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(9))).eval()
     graph = trace(model, (torch.zeros(2, 96),))
-    plan = resolve(
+    plan = resolve_plan(
         hierarchy({"weights": INT4 | {"qscheme": "per_group", "group_size": 64}}), graph, graph
     )
     (found,) = findings(plan, "QZ407")
@@ -252,7 +252,7 @@ class Apart(nn.Module):
 def test_groups_leave_out_depthwise_convolutions_and_embeddings_of_positions() -> None:
     model = Apart(3).eval()
     graph = trace(model, (torch.zeros(2, 4, dtype=torch.int32),))
-    plan = resolve(
+    plan = resolve_plan(
         hierarchy({"weights": INT4 | {"qscheme": "per_group", "group_size": 4}}), graph, graph
     )
     assert findings(plan, "QZ407") == []
@@ -268,7 +268,7 @@ def test_groups_leave_out_depthwise_convolutions_and_embeddings_of_positions() -
     }
     name = "Apart::Apart/Conv1d[depthwise]/conv1d"
     assert f"left float, as groups of 4 do not divide 1: weights of {name}" in list(
-        remarks(plan)
+        plan_remarks(plan)
     )
     row = next(each for each in plan.to_json()["layers"] if each["name"] == name)
     assert row["ungrouped"] == {"weights": "groups of 4 do not divide 1"}
@@ -282,7 +282,7 @@ def test_groups_that_do_not_fit_other_layers_are_refused_beside_them() -> None:
         nn.Sequential(nn.Conv1d(6, 6, 3, groups=6), nn.Conv1d(6, 6, 1)).eval(),
         (torch.zeros(2, 6, 4),),
     )
-    plan = resolve(
+    plan = resolve_plan(
         hierarchy({"weights": INT4 | {"qscheme": "per_group", "group_size": 4}}), graph, graph
     )
     (found,) = findings(plan, "QZ407")
@@ -374,7 +374,7 @@ def test_a_layer_without_weights_is_found_and_told_to_have_nothing_to_quantize(
         "exclude": {"exclude": ("1",)},
         "names": {"names": {"1": {"weights": INT4}}},
     }.get(kind, {"types": {"ReLU": {"weights": INT4}}})
-    plan = resolve(hierarchy({"weights": INT8}, **entry), graph, graph)
+    plan = resolve_plan(hierarchy({"weights": INT8}, **entry), graph, graph)
     (found,) = plan.diagnostics
     assert (found.code, found.severity) == ("QZ405", "warning")
     assert (

@@ -8,7 +8,7 @@ from support.toys import traced
 from quantizer.config.model import Config, ConfigRule, Selector, Settings
 from quantizer.graph.passes import run_passes
 from quantizer.plan.match import RANKS, Match, closest_layers, match
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 ROOT = "Residual::Residual/"
 BLOCK = ROOT + "Sequential[layer1]/Block[{}]/"
@@ -102,7 +102,7 @@ def test_kinds_are_found_in_any_model_and_none_is_no_error() -> None:
             (ConfigRule(Selector("exclude", text), "exclude[0]"),),
             form="hierarchical",
         )
-        plan = resolve(config, original, original)
+        plan = resolve_plan(config, original, original)
         assert [finding.code for finding in plan.diagnostics] == ["QZ402"] * findings
     assert closest_layers(Selector("name", "kind:heads"), original)[0] == "kind:head"
 

@@ -19,7 +19,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.plan.floating import OUTSIDE
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 P, R = "Partial::Partial/", "Residual::Residual/"
 LEFT = "the config leaves it float"
@@ -27,7 +27,7 @@ LEFT = "the config leaves it float"
 
 def planned(folder: Path, toy: str, *layers: dict[str, Any], **changes: Any) -> Plan:
     found = config(folder, document(*layers, **changes))
-    return resolve(found, run_passes(traced(toy), Settings()), traced(toy))
+    return resolve_plan(found, run_passes(traced(toy), Settings()), traced(toy))
 
 
 def test_only_what_lies_between_the_stubs_is_quantized(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_what_goes_into_a_dequant_stub_is_quantized(tmp_path: Path) -> None:
         torch.ao.quantization.QuantStub(), nn.LayerNorm(4), torch.ao.quantization.DeQuantStub()
     )
     graph = trace(module.eval(), (torch.ones(2, 4),))
-    plan = resolve(config(tmp_path, document()), graph, graph)
+    plan = resolve_plan(config(tmp_path, document()), graph, graph)
     assert ("Sequential::Sequential/LayerNorm[1]/layer_norm", "activation") in plan.tensors
 
 
@@ -95,7 +95,7 @@ class Torchs(nn.Module):
 def test_torchs_stubs_with_in_place_operators(tmp_path: Path) -> None:
     graph = trace(Torchs().eval(), (torch.ones(2, 4), torch.ones(2, 4)))
     assert [node.op for node in graph.nodes].count("quant_stub") == 2
-    plan = resolve(config(tmp_path, document()), graph, graph)
+    plan = resolve_plan(config(tmp_path, document()), graph, graph)
     assert [role for _, role in plan.tensors].count("input") == 2
 
 

@@ -22,7 +22,7 @@ from quantizer.config.model import (
 )
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 
 ROOT = "Residual::Residual/"
 STEM = ROOT + "Conv2d[conv1]/conv2d"
@@ -44,7 +44,7 @@ def planned(tmp_path: Path) -> Any:
 
     def make(*layers: dict[str, Any], toy: str = "residual", **changes: Any) -> Plan:
         found = config(tmp_path, document(*layers, **changes))
-        return resolve(found, run_passes(traced(toy), found.settings), traced(toy))
+        return resolve_plan(found, run_passes(traced(toy), found.settings), traced(toy))
 
     return make
 
@@ -289,7 +289,7 @@ def test_a_conflict_that_only_merging_shows_points_at_both_lines() -> None:
     partial = Config(
         Settings(), (rule("layer1.*", 10, symmetric=False), rule("layer1.0", 20, method="mse"))
     )
-    plan = resolve(
+    plan = resolve_plan(
         partial, run_passes(traced("residual"), partial.settings), traced("residual")
     )
     found = only(plan, "QZ302")  # told once, though several tensors have it

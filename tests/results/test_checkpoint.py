@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.calibration.events import Forked, Snapshot, Stage
+from quantizer.calibration.events import Forked, RunStage, Snapshot
 from quantizer.calibration.snapshots import snapshot_of, value_of
 from quantizer.errors import DataError, ResultError
 from quantizer.results import checkpoint
@@ -229,7 +229,7 @@ def test_a_stop_saves_what_can_be_gone_on_with(
 
     checkpoints = Checkpoints(tmp_path)
     checkpoints.restore("work", KEY)
-    stage = Stage(
+    stage = RunStage(
         Listener(checkpoints),
         "gptq",
         8,

@@ -21,7 +21,7 @@ from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, encoded, quantized_network
 from quantizer.graph.passes import run_passes
 from quantizer.nn import quantized_tensor
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.results.folder import read_info
 from quantizer.results.write import write_results
 
@@ -32,10 +32,12 @@ INT4 = {"bit_width": 4, "qscheme": "per_channel"}
 def calibrated(weights: dict[str, Any], **more: Any) -> tuple[Calibration, Solution]:
     """The residual toy with its weights quantized, nothing else."""
     config = hierarchy({"weights": weights}, **more)
-    calibration = observing.start(
-        resolve(config, run_passes(traced("residual"), config.settings), traced("residual"))
+    calibration = observing.create_observers(
+        resolve_plan(
+            config, run_passes(traced("residual"), config.settings), traced("residual")
+        )
     )
-    return calibration, observing.solution(calibration)
+    return calibration, observing.observed_solution(calibration)
 
 
 def written(folder: Path, calibration: Calibration, found: Solution) -> Solution:
@@ -46,7 +48,7 @@ def written(folder: Path, calibration: Calibration, found: Solution) -> Solution
         hierarchy({}),
         calibration,
         found,
-        fingerprint.model(traced("residual")),
+        fingerprint.model_digests(traced("residual")),
     )
     return read_info(folder).solution
 
@@ -89,7 +91,9 @@ def test_what_is_read_rounds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     calibration, found = calibrated(INT4)
     read = written(tmp_path, calibration, found)
     expected = weights_of(calibration, found)
-    monkeypatch.setattr("quantizer.nn.quantizer.place", lambda *_, **__: pytest.fail("rounded"))
+    monkeypatch.setattr(
+        "quantizer.nn.quantizer.quantize_tensor", lambda *_, **__: pytest.fail("rounded")
+    )
     assert leaves_equal(weights_of(calibration, read), expected)
     assert imported(tmp_path / "Residual.py")
 

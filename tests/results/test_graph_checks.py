@@ -35,8 +35,8 @@ def stored(edit: Edit = lambda content: None) -> tuple[Json, Json]:
     edited = graph_from_json(content).graph
     header = {
         "model": "Sequential",
-        "layers": fingerprint.layers(edited),
-        "weights": fingerprint.weights(graph),
+        "layers": fingerprint.layer_digests(edited),
+        "weights": fingerprint.weight_digests(graph),
         "inputs": fingerprint.input_shapes(edited),
     }
     return content, header

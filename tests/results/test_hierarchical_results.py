@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from support.hierarchies import Fields, hierarchy
 from support.toys import built, traced
 
-from quantizer.algorithms.bias_correction import correct_biases
+from quantizer.algorithms.bias_correction import correct_layer_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.calibration import fingerprint, observing
-from quantizer.calibration.finetuning import finetune
+from quantizer.calibration.finetuning import finetune_network
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Config
@@ -29,7 +29,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.results.folder import read_info
 from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
@@ -46,7 +46,7 @@ def planned(
 ) -> Plan:
     config = hierarchy(fields, **more)
     graph = graph or run_passes(traced(name), config.settings)
-    return resolve(config, graph, traced(name))
+    return resolve_plan(config, graph, traced(name))
 
 
 def batch(name: str = "residual") -> Batch:
@@ -54,8 +54,10 @@ def batch(name: str = "residual") -> Batch:
 
 
 def calibrated(plan: Plan, name: str = "residual") -> Calibration:
-    calibration = observing.start(plan)
-    observing.run(calibration, Network(plan.graph), [batch(name)] if plan.needs_data else [])
+    calibration = observing.create_observers(plan)
+    observing.observe_batches(
+        calibration, Network(plan.graph), [batch(name)] if plan.needs_data else []
+    )
     return calibration
 
 
@@ -63,13 +65,13 @@ def write(folder: Path, fields: Fields, **more: Any) -> dict[str, Any]:
     """The content of quant_info.json."""
     calibration = calibrated(planned(fields, **more))
     config = hierarchy(fields, **more)
-    digests = fingerprint.model(traced("residual"))
+    digests = fingerprint.model_digests(traced("residual"))
     write_results(
         folder,
         traced("residual"),
         config,
         calibration,
-        observing.solution(calibration),
+        observing.observed_solution(calibration),
         digests,
     )
     content: dict[str, Any] = json.loads((folder / INFO).read_text())
@@ -85,9 +87,12 @@ def test_layers_that_read_one_value_alike_share_an_observer() -> None:
     kept = {key.rpartition("|")[0] for key in calibration.state_dict()}
     observers = {id(observer) for observer in calibration.observers.values()}
     assert len(kept) == len(observers) + len(calibration.histograms)
-    again = observing.start(plan)
+    again = observing.create_observers(plan)
     again.load_state_dict(calibration.state_dict())
-    before, after = observing.solution(calibration).tensors, observing.solution(again).tensors
+    before, after = (
+        observing.observed_solution(calibration).tensors,
+        observing.observed_solution(again).tensors,
+    )
     assert {key: float(tensor.scale) for key, tensor in before.items()} == {
         key: float(tensor.scale) for key, tensor in after.items()
     }
@@ -109,11 +114,11 @@ def test_a_weight_in_several_layers_has_one_scale_and_each_call_a_range_of_its_o
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     original = trace(Twice().eval(), (x,))
     graph = run_passes(original, hierarchy({}).settings)
-    calibration = observing.start(
-        resolve(hierarchy({"weights": {}, "input": {}}), graph, original)
+    calibration = observing.create_observers(
+        resolve_plan(hierarchy({"weights": {}, "input": {}}), graph, original)
     )
-    observing.run(calibration, Network(graph), [Batch((x,), {}, None, None)])
-    found = observing.solution(calibration)
+    observing.observe_batches(calibration, Network(graph), [Batch((x,), {}, None, None)])
+    found = observing.observed_solution(calibration)
     layers = [node.name for node in graph.nodes if node.op == "linear"]
     assert (
         len({graph.by_name[layer].params["weight"] for layer in layers}) == 1 < len(layers) == 3
@@ -147,7 +152,7 @@ def test_weights_that_are_not_finite_are_named(spec: dict[str, Any], value: floa
     with pytest.raises(
         ModelError, match=r"weights of Residual::Residual/Linear\[fc\]/linear: [01] NaN"
     ):
-        observing.start(plan)
+        observing.create_observers(plan)
 
 
 @pytest.mark.parametrize(
@@ -162,15 +167,19 @@ def test_activations_that_are_not_finite_are_named_with_their_batch(
     with pytest.raises(
         DataError, match=r"batch 1: input of Residual::Residual/Conv2d\[conv1\]/conv2d: 1 NaN"
     ):
-        observing.run(observing.start(plan), Network(plan.graph), [good, bad])
+        observing.observe_batches(
+            observing.create_observers(plan), Network(plan.graph), [good, bad]
+        )
 
 
 def test_a_plan_without_ranges_that_stay_takes_no_batches() -> None:
     plan = planned({"weights": GROUPS, "input": DYNAMIC}, exclude=("conv1",))
-    observing.run(observing.start(plan), Network(plan.graph), [])
+    observing.observe_batches(observing.create_observers(plan), Network(plan.graph), [])
     with pytest.raises(DataError, match="no batches"):
         needing = planned({"weights": {}, "input": {}})
-        observing.run(observing.start(needing), Network(needing.graph), [])
+        observing.observe_batches(
+            observing.create_observers(needing), Network(needing.graph), []
+        )
 
 
 def test_scales_of_groups_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
@@ -223,8 +232,8 @@ def test_finetuning_leaves_groups_and_floats_as_they_are_and_says_so() -> None:
         names={"fc": {"weights": {"qscheme": "per_channel"}}},
         exclude=("conv1",),
     )
-    found = observing.solution(calibrated(plan))
-    made = finetune(
+    found = observing.observed_solution(calibrated(plan))
+    made = finetune_network(
         plan.graph,
         found,
         lambda: [batch()],
@@ -247,11 +256,11 @@ def test_biases_are_corrected_whatever_the_weights_are(weights: dict[str, Any]) 
     )
     settings = dataclasses.replace(config.settings, include_bias_corr=True)
     corrected = Config(settings, config.rules, form="hierarchical")
-    plan = resolve(corrected, run_passes(traced("residual"), settings), traced("residual"))
+    plan = resolve_plan(corrected, run_passes(traced("residual"), settings), traced("residual"))
     calibration = calibrated(plan)
-    found = observing.solution(calibration)
+    found = observing.observed_solution(calibration)
     network = quantized_network(plan.graph, found)
-    corrections = correct_biases(SequentialRunner(network, [batch()]), calibration.means)
+    corrections = correct_layer_biases(SequentialRunner(network, [batch()]), calibration.means)
     assert corrections.keys() == set(plan.corrected) and FC in corrections
     with torch.no_grad():
         call = batch()
@@ -291,7 +300,7 @@ def test_scales_of_few_bits_are_stored_in_these(
     }
     assert {key: tensor.dtype for key, tensor in stored.items()} == parts
     assert sum(tensor.nbytes for tensor in stored.values()) == size
-    found = observing.solution(
+    found = observing.observed_solution(
         calibrated(planned({"weights": spec | {"qscheme": "per_group"}}, exclude=("conv1",)))
     )
     assert torch.equal(

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.bias_correction import ChannelMean, correct_biases
+from quantizer.algorithms.bias_correction import ChannelMean, correct_layer_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.calibration import observing
 from quantizer.calibration.observing import Calibration
@@ -18,7 +18,7 @@ from quantizer.config.model import Config
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 
 
@@ -43,7 +43,7 @@ class Corrected:
             ActivationStore(self.budget),
         )
         as_codes = self.calibration.plan.settings.target_device == "DPU"
-        found = correct_biases(runner, self.calibration.means, as_codes=as_codes)
+        found = correct_layer_biases(runner, self.calibration.means, as_codes=as_codes)
         return replace(self.before, corrections=found)
 
     def shifts(self, solution: Solution) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ def corrected(original: Graph, config: Config, batches: Sequence[Batch]) -> Corr
     """Calibrate a traced model; the correction itself runs when it is asked for."""
     graph = run_passes(original, config.settings)
     network = Network(graph)
-    calibration = observing.start(resolve(config, graph, original))
+    calibration = observing.create_observers(resolve_plan(config, graph, original))
     with torch.no_grad():
-        observing.run(calibration, network, batches)
-    return Corrected(calibration, observing.solution(calibration), batches)
+        observing.observe_batches(calibration, network, batches)
+    return Corrected(calibration, observing.observed_solution(calibration), batches)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer.calibration import observing
-from quantizer.calibration.joins import decided
+from quantizer.calibration.joins import with_decided_joins
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.steps import aligned
 from quantizer.config.load import default_config
@@ -21,7 +21,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 
 
@@ -109,7 +109,7 @@ def planned(module: nn.Module, x: Tensor | None = None, **settings: bool) -> Pla
         config, settings=dataclasses.replace(config.settings, **wanted)
     )
     original = trace(module.eval(), (example() if x is None else x,))
-    return resolve(config, run_passes(original, config.settings), original)
+    return resolve_plan(config, run_passes(original, config.settings), original)
 
 
 @cache
@@ -122,11 +122,13 @@ def solved(name: str) -> tuple[Graph, Solution]:
 def calibrated(plan: Plan, dtype: torch.dtype = torch.float32) -> tuple[Graph, Solution]:
     """A planned network, calibrated on the example and aligned."""
     network = Network(plan.graph)
-    calibration = observing.start(plan)
+    calibration = observing.create_observers(plan)
     with torch.no_grad():
-        observing.run(calibration, network, batches(0, dtype=dtype))
+        observing.observe_batches(calibration, network, batches(0, dtype=dtype))
     found, _ = aligned(
-        observing.solution(decided(calibration)), plan.graph, Settings(target_device="DPU")
+        observing.observed_solution(with_decided_joins(calibration)),
+        plan.graph,
+        Settings(target_device="DPU"),
     )
     return plan.graph, found
 

@@ -40,7 +40,7 @@ from quantizer.algorithms.round_to_nearest import (
 )
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.qparams import QParams, uncut
-from quantizer.numerics.two_level import beside
+from quantizer.numerics.two_level import nearest_group_scale
 from quantizer.observers import code_range_of, kernel_of
 
 _COMPARED_ROWS = 128
@@ -419,7 +419,7 @@ class _DynamicGroups:
             if spec.scale_type == "e4m3":
                 free_spec = replace(spec, scale_type="float")
             qparams = nearest_qparams(free_spec, block[:, rows].T)
-            scale = beside(qparams.scale, full_scale, spec.scale_type)
+            scale = nearest_group_scale(qparams.scale, full_scale, spec.scale_type)
             self.columns.scale[scales, rows] = scale.T
             self.columns.zero_point[scales, rows] = qparams.zero_point.T.float()
 

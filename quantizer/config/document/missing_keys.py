@@ -14,7 +14,7 @@ from quantizer.config.forms.form import block_of, form_of
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.resources import load_resource
-from quantizer.config.wording import closest, listed
+from quantizer.config.wording import closest_word, listed
 
 HELP_FOR_MISSING = (
     "no default fits the rest of the file; `quantizer explain KEY` lists the values of a key"
@@ -48,7 +48,7 @@ def missing_keys(
     # The condition that requires the keys of an overall block does not list them all
     known = schema.get("properties") or block_of("layered", "parameters")["properties"]
     unknown = [key for key in members if key not in known and not key.startswith("//")]
-    misspelt = {closest(key, missing) for key in unknown}
+    misspelt = {closest_word(key, missing) for key in unknown}
     return [key for key in missing if key not in misspelt]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place, merged_by_cause
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.parse import Parser
-from quantizer.config.wording import closest
+from quantizer.config.wording import closest_word
 from quantizer.storage.plain_files import read_start
 
 MAX_CONFIG_BYTES = 1_000_000
@@ -128,7 +128,7 @@ def _help_for_missing(path: Path) -> str:
         neighbours = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".json"]
     except (OSError, ValueError):
         neighbours = []
-    name = closest(path.name, neighbours)
+    name = closest_word(path.name, neighbours)
     if name:
         return f'did you mean "{path.parent / name}"?'
     return "`quantizer init` writes a config to start from"

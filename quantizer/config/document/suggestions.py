@@ -13,7 +13,7 @@ from quantizer.config.diagnostics import Edit, Fix
 from quantizer.config.document.document import Document, pointer_to, value_at
 from quantizer.config.forms.form import HIERARCHICAL_KEYS, Form, block_of, form_of
 from quantizer.config.json_types import JsonMapping, JsonPath
-from quantizer.config.wording import closest, listed, misspelt, quoted
+from quantizer.config.wording import closest_word, listed, misspelt, quoted
 
 TYPE_WORDS = {
     "boolean": "true or false",
@@ -140,7 +140,7 @@ def value_fixes(
     if isinstance(value, str):
         words = [word for word in schema.get("enum", ()) if isinstance(word, str)]
         meant = misspelt(value, words) or _synonym(value, words)
-        for word in _distinct(meant, closest(value, words)):
+        for word in _distinct(meant, closest_word(value, words)):
             edits = (Edit(*span, json.dumps(word)),)
             yield Fix(f'did you mean "{word}"?', edits, word == meant)
     if _is_switch(key, value):
@@ -182,7 +182,7 @@ def help_for_key(
     homes = [block for block, keys in _keys_by_block(form).items() if key in keys]
     if homes:
         return f'"{key}" belongs in {" or ".join(homes)}'
-    near = closest(key, (name for name in known if name in present))
+    near = closest_word(key, (name for name in known if name in present))
     if near:
         return f'"{near}" is here already: remove one of the two'
     names = listed(name for name in known if not name.startswith("$"))
@@ -207,7 +207,7 @@ def key_fixes(
     if is_elsewhere and not counterpart:
         return
     meant = counterpart or misspelt(key, free)
-    for word in _distinct(meant, closest(key, free)):
+    for word in _distinct(meant, closest_word(key, free)):
         text = f'in this form it is "{word}"' if counterpart else f'did you mean "{word}"?'
         uncovers = pointer_to(*path[:-1], word) if word == meant else None
         yield Fix(text, (Edit(*span, json.dumps(word)),), word == meant, uncovers)

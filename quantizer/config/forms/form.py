@@ -5,7 +5,7 @@ from typing import Literal
 
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import load_resource
-from quantizer.config.wording import closest
+from quantizer.config.wording import closest_word
 
 Form = Literal["layered", "hierarchical"]
 
@@ -45,7 +45,7 @@ def _form_of(keys: frozenset[str]) -> Form:
         return "hierarchical"
     if keys & _LAYERED_BLOCKS:
         return "layered"
-    meant = {closest(key, ("global_quant_config", *_LAYERED_BLOCKS)) for key in keys}
+    meant = {closest_word(key, ("global_quant_config", *_LAYERED_BLOCKS)) for key in keys}
     return "hierarchical" if "global_quant_config" in meant else "layered"
 
 

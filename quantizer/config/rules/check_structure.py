@@ -27,7 +27,7 @@ from quantizer.config.document.suggestions import (
 from quantizer.config.forms.aliases import other_spelling
 from quantizer.config.forms.form import Form, form_of
 from quantizer.config.json_types import JsonObject, JsonPath
-from quantizer.config.wording import closest, listed, quoted
+from quantizer.config.wording import closest_word, listed, quoted
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -211,7 +211,7 @@ def _missing(document: Document, path: JsonPath, schema: JsonObject) -> Diagnost
         )
     elif schema["required"] == ["name"]:
         # The name decides which other keys are known, so no other check reports this one
-        key = closest("name", document.at(*path)) or ""
+        key = closest_word("name", document.at(*path)) or ""
         fixes = key_fixes(document, (*path, key), ["name"])
         yield Diagnostic(
             "QZ102",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
-from quantizer.config.wording import shortened
+from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
 from quantizer.export.compressed_tensors.experts import Mixture, group_targets
 from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
@@ -191,7 +191,7 @@ def float_remarks(
     floats = [layer for layer, is_float in layers.items() if is_float]
     if not floats:
         return ()
-    return (f"in float, with the values of their codes: {shortened(floats)}",)
+    return (f"in float, with the values of their codes: {first_names(floats)}",)
 
 
 def linears_of(model: nn.Module) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Passes: functions from a graph to a graph, which run between tracing and planning.
 
-`PASSES` lists them by name, in the order in which they run. A pass keeps the names of the
+`GRAPH_PASSES` lists them by name, in the order in which they run. A pass keeps the names of the
 layers that survive. Unless its row says otherwise, it also keeps the float function up to
 rounding. No pass knows a scale.
 """
@@ -44,7 +44,7 @@ class PassRow:
     summary: str = ""
 
 
-PASSES: dict[str, PassRow] = {
+GRAPH_PASSES: dict[str, PassRow] = {
     "remove_dropout": PassRow("activations"),
     "compute_weights": PassRow("compute_weights"),
     "separate_biases": PassRow("separate_biases"),
@@ -93,7 +93,7 @@ def run_passes(
         function = load_pass(name)
         changed = function(graph, refused) if name == CHECKED else function(graph)
         is_other = changed.nodes != graph.nodes or changed.changes != graph.changes
-        if PASSES[name].changes != "nothing" and is_other:
+        if GRAPH_PASSES[name].changes != "nothing" and is_other:
             changed = changed.replaced(deviations=(*changed.deviations, name))
         graph = changed
     return graph
@@ -117,7 +117,7 @@ def _wanted(settings: Settings, *, device: bool = True) -> Iterator[str]:
         settings: of the run.
         device: whether passes that compute as a device does are among them.
     """
-    for name, row in PASSES.items():
+    for name, row in GRAPH_PASSES.items():
         if row.changes == "device" and not device:
             continue
         if row.device not in (None, settings.target_device):
@@ -128,13 +128,13 @@ def _wanted(settings: Settings, *, device: bool = True) -> Iterator[str]:
 
 def for_device(settings: Settings) -> bool:
     """Return whether the settings ask for a pass that computes as a device does."""
-    return any(PASSES[name].changes == "device" for name in _wanted(settings))
+    return any(GRAPH_PASSES[name].changes == "device" for name in _wanted(settings))
 
 
 def summary(graph: Graph) -> list[str]:
     """Return a line for each pass that changed parameters."""
     lines: list[str] = []
-    for name, row in PASSES.items():
+    for name, row in GRAPH_PASSES.items():
         amounts = [change.amount for change in graph.changes if change.rewrite == name]
         if amounts:
             line = row.summary.format(count=len(amounts), amount=max(amounts))
@@ -144,6 +144,6 @@ def summary(graph: Graph) -> list[str]:
 
 def load_pass(name: str) -> Pass:
     """Return the function of a registered pass."""
-    module = importlib.import_module(f"{__name__}.{PASSES[name].module}")
+    module = importlib.import_module(f"{__name__}.{GRAPH_PASSES[name].module}")
     function: Pass = getattr(module, name)
     return function

@@ -22,7 +22,7 @@ from quantizer.graph.axis_rules import is_padded
 from quantizer.graph.channel_labels import passes_shifts
 from quantizer.graph.edits import by_channel, rescaled, with_weights
 from quantizer.graph.folds import Folds, Source
-from quantizer.graph.ir import Change, Graph, Node
+from quantizer.graph.ir import Graph, Node, PassChange
 from quantizer.graph.labels import NONE
 
 MIN_EXPONENT = 1 / 64
@@ -33,7 +33,7 @@ _STDS = 3
 
 
 @dataclass(frozen=True)
-class Pair:
+class LayerPair:
     """Two layers of which `second` alone reads what `first` makes.
 
     Args:
@@ -49,13 +49,13 @@ class Pair:
     channels: tuple[int, ...]
 
 
-def find_pairs(graph: Graph) -> tuple[Pair, ...]:
+def find_pairs(graph: Graph) -> tuple[LayerPair, ...]:
     """Return all pairs in execution order, without layers whose parameters are shared."""
     layers = [node for node in graph.nodes if _is_scalable(graph, node)]
     if len(layers) < 2:
         return ()
     folds = Folds(graph)
-    pairs: list[Pair] = []
+    pairs: list[LayerPair] = []
     for first in layers:
         flow = folds.flow(Source("layer", first))
         if flow.mixed or len(flow.ends) != 1:
@@ -64,7 +64,7 @@ def find_pairs(graph: Graph) -> tuple[Pair, ...]:
         second = graph.by_name[end]
         if NONE not in channels and _is_scalable(graph, second):
             between = tuple(graph.by_name[name] for name in flow.between)
-            pairs.append(Pair(first, second, between, channels))
+            pairs.append(LayerPair(first, second, between, channels))
     return tuple(pairs)
 
 
@@ -106,12 +106,12 @@ def cross_layer_equalization(graph: Graph) -> Graph:
             largest = max(largest, exponent)
         if largest < MIN_EXPONENT:
             break
-    changes: list[Change] = []
+    changes: list[PassChange] = []
     for pair in pairs:
         exponent = _largest_exponent(layers[pair.first.name].outputs)
         if exponent >= MIN_EXPONENT:
             names = (pair.first.name, pair.second.name)
-            changes.append(Change(_EQUALIZATION, names, exponent))
+            changes.append(PassChange(_EQUALIZATION, names, exponent))
     if not changes:
         return graph
     normal = dict(graph.normal)
@@ -144,7 +144,7 @@ class _LayerRanges:
         self,
         graph: Graph,
         node: Node,
-        pair: Pair | None = None,
+        pair: LayerPair | None = None,
         before: _LayerRanges | None = None,
     ) -> None:
         self.node = node
@@ -259,7 +259,7 @@ class Absorption:
             it above 0.
     """
 
-    pair: Pair
+    pair: LayerPair
     high: Tensor
 
     @property
@@ -297,7 +297,7 @@ def absorb_high_biases(
     """
     normal = dict(graph.normal)
     biases: dict[str, Tensor] = {}
-    changes: list[Change] = []
+    changes: list[PassChange] = []
     for absorption in find_absorptions(graph):
         first, second = absorption.pair.first, absorption.pair.second
         if first.name in refused:
@@ -314,7 +314,7 @@ def absorb_high_biases(
         biases[second.name] = biases[second.name] + response.flatten()
         count = int(high.count_nonzero())
         changes.append(
-            Change(
+            PassChange(
                 "absorb_high_biases",
                 (first.name, second.name),
                 count,
@@ -330,7 +330,7 @@ def absorb_high_biases(
     return changed.replaced(normal=normal, changes=(*graph.changes, *changes))
 
 
-def _passes_shift(pair: Pair) -> bool:
+def _passes_shift(pair: LayerPair) -> bool:
     """Return whether a shift after the first layer passes through a ReLU and reaches every
     input of the second unchanged.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from quantizer.evaluation.pass_loss import sentence
+from quantizer.evaluation.pass_loss import pass_loss_line
 from quantizer.report.page import figures
 from quantizer.report.page.charts import number
 from quantizer.report.page.rows import (
@@ -39,7 +39,7 @@ def verdict(content: Json) -> list[str]:
     if worst is not None:
         parts.append(f"worst: {tensor_name(content, worst)}, {worst['local_sqnr_db']:.1f} dB")
     if content.get("passes"):
-        parts.append(sentence(content["passes"]))
+        parts.append(pass_loss_line(content["passes"]))
     for text, holds in content["gates"].items():
         parts.append(f"gate {text} {'met' if holds else 'not met'}")
     if content["stamp"]:
