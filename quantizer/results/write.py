@@ -94,7 +94,8 @@ def write_results(
     written.
 
     `run` goes into the header and is the same in equal runs: `fingerprint.model_digests` at
-    least, `CalibrationRequest.header` where there was one. `origins` are files of ORIGINS in place of its own.
+    least, `CalibrationRequest.header` where there was one. `origins` are files of ORIGINS in
+    place of its own.
     """
     graph = calibration.plan.graph
     found = encoded(graph, found)

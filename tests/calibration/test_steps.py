@@ -75,7 +75,7 @@ def test_a_middle_step_runs_on_a_state_that_is_made_by_hand(
     for batch in request_.read():
         twice = (batch.args[0] * 2,)
         with before.target.observed() as model:
-            steps.observing.run(doubled, model, [replace(batch, args=twice)])
+            steps.observing.observe_batches(doubled, model, [replace(batch, args=twice)])
     scales = steps.find_scales(request_, before).solution.tensors
     doubled_scales = steps.find_scales(
         request_, replace(before, calibration=doubled)
