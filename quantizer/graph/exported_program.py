@@ -32,7 +32,7 @@ from quantizer.graph.program_nodes import (
     takes_whole_length,
     writes_all,
 )
-from quantizer.graph.stored import as_floats, module_tensor, with_output
+from quantizer.graph.stored import as_floats, constants_of_code, with_output
 
 
 @dataclass
@@ -63,11 +63,7 @@ class Converter:
         sizes: the values of torch's symbols in the example.
     """
 
-    def __init__(
-        self,
-        program: ExportedProgram,
-        module: nn.Module,
-    ) -> None:
+    def __init__(self, program: ExportedProgram, module: nn.Module) -> None:
         self.program = program
         self.module = module
         self.namer = Namer(module)
@@ -129,26 +125,12 @@ class Converter:
             self.tensors,
             input_paths,
             tuple(open_lengths(self.program).values()),
-            constants=self._constants(),
+            constants=constants_of_code(self.module, self.tensors),
         )
         graph = with_output(graph, leaves, out_spec)
         return graph.replaced(nodes=_alive(self.nodes, graph.output))
 
-    def _constants(self) -> tuple[str, ...]:
-        """Return the paths of tensors that only the code of the module holds."""
-        paths: list[str] = []
-        for path, tensor in self.tensors.items():
-            known = module_tensor(self.module, path)
-            if known is not None and known.is_complex() and not tensor.is_complex():
-                known = as_floats(known)
-            if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
-                paths.append(path)
-        return tuple(paths)
-
-    def _placeholder(
-        self,
-        node: fx.Node,
-    ) -> None:
+    def _placeholder(self, node: fx.Node) -> None:
         spec = self._specs[node.name]
         if spec.kind != InputKind.USER_INPUT:
             path = self._tensor(node, spec.target or node.name)
@@ -219,10 +201,7 @@ class Converter:
         inputs = {"input": Ref(name)}
         return self._add(scope, "aten.view_as_complex.default", inputs, numbers).name
 
-    def _call(
-        self,
-        node: fx.Node,
-    ) -> None:
+    def _call(self, node: fx.Node) -> None:
         """Add a call, and rename what an in-place operator writes to.
 
         After `y = x.add_(1)`, all readers of x read y.

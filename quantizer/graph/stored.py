@@ -104,6 +104,18 @@ def as_floats(tensor: Tensor) -> Tensor:
     return torch.view_as_real(resolved).contiguous()
 
 
+def constants_of_code(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the paths of tensors that only the code of the module holds."""
+    paths: list[str] = []
+    for path, tensor in tensors.items():
+        known = module_tensor(module, path)
+        if known is not None and known.is_complex() and not tensor.is_complex():
+            known = as_floats(known)
+        if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
+            paths.append(path)
+    return tuple(paths)
+
+
 def with_output(graph: Graph, leaves: list[Any], structure: Any) -> Graph:
     """Return the graph with an output of these leaves in a structure of torch's pytree."""
 

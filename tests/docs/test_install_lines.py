@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import quantizer
-
 ROOT = Path(__file__).parents[2]
 TEXTS = [
     *ROOT.glob("*.md"),
@@ -37,11 +35,3 @@ def test_extras_are_those_of_the_distribution() -> None:
     assert {("quantizer-torch", "torch"), ("quantizer-torch", "onnx")} <= set(named)
     assert {name for name, _ in named} == {"quantizer-torch"}
     assert {extra for _, extra in named} <= extras
-
-
-def test_the_changelog_has_this_version() -> None:
-    versions = re.findall(
-        r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
-    )
-    assert versions[0] == "Unreleased"
-    assert quantizer.__version__ in versions
