@@ -63,7 +63,11 @@ class Converter:
         sizes: the values of torch's symbols in the example.
     """
 
-    def __init__(self, program: ExportedProgram, module: nn.Module) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        module: nn.Module,
+    ) -> None:
         self.program = program
         self.module = module
         self.namer = Namer(module)
@@ -201,7 +205,10 @@ class Converter:
         inputs = {"input": Ref(name)}
         return self._add(scope, "aten.view_as_complex.default", inputs, numbers).name
 
-    def _call(self, node: fx.Node) -> None:
+    def _call(
+        self,
+        node: fx.Node,
+    ) -> None:
         """Add a call, and rename what an in-place operator writes to.
 
         After `y = x.add_(1)`, all readers of x read y.
