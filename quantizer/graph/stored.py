@@ -104,19 +104,31 @@ def as_floats(tensor: Tensor) -> Tensor:
     return torch.view_as_real(resolved).contiguous()
 
 
-def constants_of_code(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+def constants_of_code(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+) -> tuple[str, ...]:
     """Return the paths of tensors that only the code of the module holds."""
     paths: list[str] = []
     for path, tensor in tensors.items():
         known = module_tensor(module, path)
-        if known is not None and known.is_complex() and not tensor.is_complex():
+        if known is None:
+            paths.append(path)
+            continue
+        if known.is_complex() and not tensor.is_complex():
             known = as_floats(known)
-        if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
+        has_shape = known.shape == tensor.shape
+        has_dtype = known.dtype == tensor.dtype
+        if not (has_shape and has_dtype):
             paths.append(path)
     return tuple(paths)
 
 
-def with_output(graph: Graph, leaves: list[Any], structure: Any) -> Graph:
+def with_output(
+    graph: Graph,
+    leaves: list[Any],
+    structure: Any,
+) -> Graph:
     """Return the graph with an output of these leaves in a structure of torch's pytree."""
 
     def rebuild(output: Any) -> Any:
