@@ -63,7 +63,7 @@ def first_names(
 ) -> str:
     """Return the first `most` names, and how many more there are.
 
-    >>> shortened(["q", "k", "v"], most=2)
+    >>> first_names(["q", "k", "v"], most=2)
     'q, k and 1 more'
     """
     text = ", ".join(names[:most])
@@ -91,7 +91,7 @@ def closest_word(
 ) -> str | None:
     """Return the known word nearest to a misspelt one, whatever its case; None if none is near.
 
-    >>> closest("bit_widht", ["method", "bit_width"])
+    >>> closest_word("bit_widht", ["method", "bit_width"])
     'bit_width'
     """
     by_lower = {name.lower(): name for name in known}

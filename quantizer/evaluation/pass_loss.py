@@ -91,10 +91,10 @@ def pass_loss_line(figures: Mapping[str, Any]) -> str:
     ...     "quantization_db": 38.7,
     ...     "together_db": 25.1,
     ... }
-    >>> sentence(figures)
+    >>> pass_loss_line(figures)
     'passes: 25.3 dB, quantization: 38.7 dB, together 25.1 dB on one batch (a_pass)'
     >>> outputs = {"passes_db": "a", "quantization_db": "b", "together_db": "a"}
-    >>> sentence(figures | {"outputs": outputs})
+    >>> pass_loss_line(figures | {"outputs": outputs})
     'passes: 25.3 dB (a), quantization: 38.7 dB (b), together 25.1 dB (a) on one batch (a_pass)'
     """
     outputs = figures.get("outputs", {})

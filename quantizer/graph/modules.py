@@ -182,9 +182,11 @@ def parameters_of(module: nn.Module) -> Mapping[str, str]:
         for name, value in module._parameters.items():
             if _is_stack(module, value):
                 attributes[f"weight_{name}"] = name
+    # Modules that torch.jit compiled have parameters that are no dict.
+    parameters = dict(module._parameters.items())
     owned: dict[str, str] = {}
     for key, name in attributes.items():
-        value = module._parameters.get(name)
+        value = parameters.get(name)
         if value is not None and value.is_floating_point():
             owned[key] = name
     return owned

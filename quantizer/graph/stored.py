@@ -23,6 +23,8 @@ _NAMED_IN_TORCH = (
     torch.memory_format,
 )
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class TensorKind:
@@ -43,12 +45,10 @@ class StoredGraph:
     Attributes:
         graph: the graph without tensors; its output is the list of the leaves.
         tensors: the kind of each tensor of the graph, by path.
-        device: where the tensors were when the model was traced.
     """
 
     graph: Graph
     tensors: Mapping[str, TensorKind]
-    device: torch.device
 
     def bound(self, module: nn.Module, constants: Mapping[str, Tensor]) -> Graph | None:
         """Return the graph with the tensors of a module and these constants.
@@ -68,7 +68,7 @@ class StoredGraph:
                 return None
             tensors[path] = tensor.detach()
         graph = self.graph.replaced(tensors=tensors)
-        if graph.device == self.device:
+        if graph.device == _CPU:
             return graph
         return _moved(graph, graph.device)
 
@@ -161,10 +161,11 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
             "shape": list(tensor.shape),
             "dtype": _name_in_torch(tensor.dtype),
         }
+    # A calibration on a GPU leaves the same file.
+    graph = _moved(graph, _CPU)
     leaves = _leaves(graph.output)
     return {
         "model": graph.model,
-        "device": str(graph.device),
         "inputs": [list(path) for path in graph.input_paths],
         "lengths": [asdict(length) for length in graph.lengths],
         "nodes": [_node_to_json(node) for node in graph.nodes],
@@ -193,8 +194,7 @@ def graph_from_json(value: Mapping[str, Any]) -> StoredGraph:
         lengths=tuple(map(_length_from_json, value["lengths"])),
         constants=tuple(value["constants"]),
     )
-    device = torch.device(value["device"])
-    return StoredGraph(graph, tensors, device)
+    return StoredGraph(graph, tensors)
 
 
 def short_class(name: str) -> str:

@@ -138,7 +138,7 @@ def quantize_tensor(
     """Return `x` quantized by `spec` with these scales, of `granularity.scale_shape`.
 
     >>> x = torch.tensor([[0.6, 7.0]])
-    >>> place(x, QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)).tolist()
+    >>> quantize_tensor(x, QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)).tolist()
     [[0.5, 7.0]]
     """
     shape = tuple(x.shape)

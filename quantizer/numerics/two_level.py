@@ -85,7 +85,7 @@ def nearest_group_scale(
     """Return the scales nearest to `scale` that groups of a tensor may have if other groups
     have those in `known`.
 
-    >>> beside(torch.tensor([0.7]), torch.tensor([1.0, 1.75]), "e4m3").tolist()
+    >>> nearest_group_scale(torch.tensor([0.7]), torch.tensor([1.0, 1.75]), "e4m3").tolist()
     [0.6875]
     """
     if scale_type == "e4m3":

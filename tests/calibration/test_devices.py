@@ -185,7 +185,7 @@ GIVE_TO_THE_CPU = {
     "nn/quantized_tensor.py:encoded",
     "numerics/histogram.py:of",
     "observers/observed_batch.py:counted",
-    "observers/observed_batch.py:<genexpr>",
+    "observers/observed_batch.py:of",
 }
 """What moves more than single numbers: ranges, histograms, means and scales; what tells parts
 of outputs apart; which scale a column has, once for a layer; and weights, once, for their

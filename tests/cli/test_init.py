@@ -196,7 +196,7 @@ def test_a_transformer_is_offered_more_than_static_ranges(
             == 0
         )
         told.append(capsys.readouterr().err)
-    assert "linear layers with a normalization in front, for example Encoder::" in told[0]
+    assert "with a normalization in front, for example Encoder::" in told[0]
     assert "`--strategy smoothquant`" in told[0]
     assert "normalization" not in told[1]
 

@@ -13,7 +13,7 @@ from quantizer.nn.quantizer import quantize_tensor
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 from quantizer.observers import (
-    METHODS,
+    RANGE_METHODS,
     NonFiniteError,
     ObservationError,
     Observer,
@@ -38,7 +38,12 @@ def specs(bit_widths, round_modes):
             percentage=99.0,
         )
         for method, symmetric, scale_type, ch_axis, bit_width, round_mode in product(
-            METHODS, (True, False), ("float", "poweroftwo"), (None, 0), bit_widths, round_modes
+            RANGE_METHODS,
+            (True, False),
+            ("float", "poweroftwo"),
+            (None, 0),
+            bit_widths,
+            round_modes,
         )
         if (symmetric or method not in SYMMETRIC_ONLY)
         and (scale_type != "float" or method not in POWER_OF_TWO_ONLY)
@@ -61,7 +66,7 @@ def scaled_specs():
         {"dtype": "fp4", "scale_type": "e8m0", "scale_mode": "even"},
         {"dtype": "bfp16", "scale_type": "e8m0"},
     ]
-    for method, kind, (qscheme, ch_axis, group_size) in product(METHODS, kinds, cuts):
+    for method, kind, (qscheme, ch_axis, group_size) in product(RANGE_METHODS, kinds, cuts):
         spec = QuantizationSpec(
             **kind, method=method, qscheme=qscheme, ch_axis=ch_axis, group_size=group_size
         )

@@ -158,7 +158,8 @@ def test_a_conversion_alone_is_as_far_from_the_model_as_passes_say(
     figures = calibrated.test().to_json()["passes"]
     allowed = []
     monkeypatch.setattr(
-        "quantizer.api.result.export", lambda target, given, *_: allowed.append(given.sqnr_db)
+        "quantizer.api.result.export",
+        lambda target, given, *_, total: allowed.append(given.sqnr_db),
     )
     calibrated.export("safetensors", tmp_path / "net.safetensors")
     with torch.no_grad():

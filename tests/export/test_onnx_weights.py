@@ -81,4 +81,4 @@ def test_int8_is_written_where_this_processor_is_right_with_it(tmp_path: Path) -
         assert not path.exists()
     else:
         assert weights_of(path) == {INT8}
-        assert "x86 processors without VNNI" in found.remarks[0]
+        assert "x86 CPUs without VNNI" in found.remarks[0]

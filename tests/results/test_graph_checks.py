@@ -132,7 +132,7 @@ def test_operators_that_tracing_writes_are_taken(op: str, target: str) -> None:
 DAMAGE: dict[str, Edit] = {
     "dtype": lambda c: c["nodes"][1].update(dtype="load"),
     "kind": lambda c: c["nodes"][1]["attrs"].update(x={"import": "os"}),
-    "device": lambda c: c.update(device="nowhere"),
+    "another key": lambda c: c.update(device="nowhere"),
     "extra": lambda c: c["nodes"][1].update(code="1"),
     "missing": lambda c: c.pop("nodes"),
     "text": lambda c: c["nodes"][1].update(shape="[2]"),
