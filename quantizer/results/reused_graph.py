@@ -25,7 +25,7 @@ from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import left_alone
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 _ROUNDINGS = 8
 """So many roundings to the output's dtype may two ways to compute it be apart."""
@@ -67,7 +67,7 @@ def reused_graph(
             raise
         # Whatever a module raises, a trace of it explains better
         except BaseException as error:  # noqa: BLE001
-            logger.debug("the stored graph is not used: %s", error)
+            _logger.debug("the stored graph is not used: %s", error)
             return None
 
 

@@ -83,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_commands(folder: Path) -> None:
-    """Also with a known trace, where the model itself does not run."""
+    """Whether a command runs the model or reads the graph of the results."""
     calibration = ["--quant_mode", "calib"]
     for command in (
         ["--quant_mode", "float"],
