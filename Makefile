@@ -9,7 +9,7 @@ PINNED := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINNED)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: run test test-torch test-wheel check fuzz soak docs bench clean
+.PHONY: run test test-torch test-wheel check fuzz soak docs bench gpu clean
 
 $(PINNED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +73,10 @@ $(VENV)/.docs: $(VENV)/.run
 
 bench: $(VENV)/.run
 	for program in benchmarks/bench_*.py; do $(BIN)/python $$program || exit 1; done
+
+# On a bare machine with a GPU: installs nothing, and takes eight minutes at most.
+gpu:
+	$(PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist *.egg-info

@@ -1,87 +1,385 @@
-"""What calibration and the quantized pass of ResNet-18 cost on a GPU, as ratios to the float
-pass there.
+"""Measure one part of the package on a GPU, and print a line of JSON with what was found.
 
-`python benchmarks/bench_device.py [rounds]`; 100 images of 224x224 in batches of 10. Without a
-GPU it says so.
+`python benchmarks/bench_device.py PART [arguments]`; `benchmarks/gpu.py` runs all of them. Each
+part is a function of this file: `rates`, `static`, `same`, `models`, `calibrate`, `measure`,
+`profile`. Without a GPU it says so; BENCH_DEVICE=cpu tries the program there.
 """
 
 from __future__ import annotations
 
-import functools
+import cProfile
+import io
+import json
+import os
+import pstats
+import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from bench_passes import METHODS, ROUND_MODES, calibration, plan, quantized, run
-from measure import ratios, report
-from workloads import images, resnet18
+from bench_passes import calibration, plan, quantized, run
+from safetensors import safe_open
+from torch import Tensor, nn
 
+from quantizer.algorithms.gram import Gram
 from quantizer.config.model import Settings
 from quantizer.graph.parameters import placed
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.sources.batches import Batch
 
+Figures = dict[str, Any]
+
+DEVICE = os.environ.get("BENCH_DEVICE", "cuda")
+IMAGES, IMAGE_BATCH = 128, 32
+SEQUENCES, TOKENS = 128, 512
+if DEVICE == "cpu":
+    IMAGES, IMAGE_BATCH, SEQUENCES, TOKENS = 4, 2, 4, 16
+METHODS = ("maxmin", "percentile", "mse", "entropy")
+LLAMAS = {
+    "1b": (16, 2048, 8192),
+    "3b": (28, 3072, 8192),
+    "slice": (4, 3072, 8192),
+    "tiny": (2, 256, 512),
+}
+"""Layers, width and intermediate width: as many parameters as the names say, a part of the
+larger one, and one to try this program with.
+"""
+INT4 = {
+    "dtype": "int4",
+    "qscheme": "per_group",
+    "ch_axis": 1,
+    "group_size": 128,
+    "symmetric": True,
+}
+DATA = f"""
+import torch
+
+def tokens():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 32000, ({SEQUENCES}, {TOKENS}), generator=generator)
+    return [{{"input_ids": each[None]}} for each in ids]
+
+def few():
+    return tokens()[:16]
+"""
+NETWORK = """
+import torch
+from bench_device import network, pictures
+
+model = lambda: network("{name}")
+calibration_data = lambda: pictures(2)
+"""
+
 
 def main() -> None:
-    """Measure and print."""
-    if not torch.cuda.is_available():
+    """Run the part that the command line names."""
+    if DEVICE != "cpu" and not torch.cuda.is_available():
         print("bench_device measures a GPU, and torch finds no CUDA device here")
         return
-    rounds, device = int(sys.argv[1]) if len(sys.argv) > 1 else 5, torch.device("cuda:0")
+    part, *arguments = sys.argv[1:] or ["rates"]
     torch.backends.cudnn.allow_tf32 = False
-    model, batches = (
-        resnet18().to(device),
-        [Batch((x,), {}, None, x).to(device) for x in images()],
-    )
+    print(json.dumps(PARTS[part](*arguments)))
+
+
+def rates() -> Figures:
+    """Measure what the device can do: matrix products in TFLOP/s, copies in GB/s, and the
+    rate of the products that GPTQ sums up.
+    """
+    size, tokens, depth = 8192, 16384, 8192
+    if DEVICE == "cpu":
+        size, tokens, depth = 256, 256, 256
+    found: Figures = {"device": device_name(), "torch": torch.__version__}
+    for dtype in (torch.float32, torch.bfloat16):
+        left = torch.randn(size, size, device=DEVICE, dtype=dtype)
+        name = str(dtype).removeprefix("torch.")
+        seconds = device_seconds(lambda left=left: left @ left)  # type: ignore[misc]
+        found[f"gemm_{name}_tflops"] = 2 * size**3 / seconds / 1e12
+        layer = nn.Linear(depth, 8, dtype=dtype, device=DEVICE)
+        gram, x = Gram(layer), torch.randn(tokens, depth, device=DEVICE, dtype=dtype)
+        seconds = device_seconds(partial(gram.add, x))
+        # Only the tiles on and above the diagonal are computed, and counted
+        operations = sum(
+            2 * tokens * (tile.stop - tile.start) * (depth - tile.start) for tile in gram._tiles
+        )
+        rate = operations / seconds / 1e12
+        found[f"gram_{name}_tflops"] = rate
+        found[f"gram_{name}_share"] = rate / found[f"gemm_{name}_tflops"]
+    source = torch.empty(1 << 28, dtype=torch.uint8)
+    for name, tensor in (
+        ("pageable", source),
+        ("pinned", source.pin_memory() if DEVICE != "cpu" else source),
+    ):
+        seconds = device_seconds(lambda tensor=tensor: tensor.to(DEVICE))  # type: ignore[misc]
+        found[f"load_{name}_gbps"] = tensor.nbytes / seconds / 1e9
+    return found
+
+
+def static(name: str) -> Figures:
+    """Measure static calibration and the quantized pass, as ratios to the float pass."""
+    device = torch.device(DEVICE)
+    model = network(name).to(device)
+    batches = [Batch.of(x).to(device) for x in pictures(IMAGES // IMAGE_BATCH)]
     original = trace(model, batches[0].args)
     graph = run_passes(original, Settings())
-    float_pass = finished(functools.partial(run, model, batches))
-    print(torch.cuda.get_device_name(device))
+    parts: dict[str, Callable[[], object]] = {"float": partial(run, model, batches)}
+    for method in METHODS:
+        planned = plan(graph, original, method=method)
+        parts[method] = partial(calibration, planned, batches)
+    rounded = placed(quantized(plan(graph, original), batches[:1]), device)
+    parts["quantized pass"] = partial(run, rounded, batches)
+    seconds = {key: device_seconds(part) for key, part in parts.items()}
+    found: Figures = {"images": IMAGES, "float_s": seconds.pop("float")}
+    for key, value in seconds.items():
+        found[key] = value / found["float_s"]
+    return found
 
-    parts: dict[str, Callable[[], object]] = {
-        name: finished(
-            functools.partial(calibration, plan(graph, original, method=name), batches)
-        )
-        for name in METHODS
+
+def same(what: str, algorithm: str = "rtn") -> Figures:
+    """Compare the results of the same command on the CPU and on the GPU, file by file."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        found: Figures = {}
+        for device in ("cpu", DEVICE):
+            command = calibration_command(what, algorithm, work, device, data="few")
+            found[f"{device}_s"] = timed(command, work)
+        for file in ("weights.safetensors", "qparams.safetensors"):
+            files = [work / device / file for device in ("cpu", DEVICE)]
+            if files[0].exists():
+                found[file] = differences(*files)
+        infos = [work / device / "quant_info.json" for device in ("cpu", DEVICE)]
+        found["quant_info.json"] = json_differences(*infos)
+    return found
+
+
+def models(size: str, folder: str) -> Figures:
+    """Write the checkpoint of a LLaMA, and what calibration needs beside it."""
+    from large_llama import make
+
+    place = Path(folder) / size
+    place.mkdir(parents=True)
+    started = time.perf_counter()
+    make(place, *LLAMAS[size])
+    size_bytes = sum(file.stat().st_size for file in place.iterdir())
+    return {"bytes": size_bytes, "seconds": time.perf_counter() - started}
+
+
+def calibrate(checkpoint: str, algorithm: str) -> Figures:
+    """Measure a whole process: `quantizer --quant_mode calib` of a checkpoint on the GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        command = calibration_command(checkpoint, algorithm, work, DEVICE)
+        seconds = timed(command, work)
+        record = json.loads((work / DEVICE / "run.json").read_text())
+    return {
+        "tokens": SEQUENCES * TOKENS,
+        "process_s": seconds,
+        "peak_memory_gb": record["peak_memory_bytes"] / 1e9,
     }
-    memory = {name: peak(part) for name, part in {"float": float_pass, **parts}.items()}
-    report(
-        "calibration, all search included, ratio to the float pass",
-        ratios(float_pass, parts, rounds),
-        METHODS,
-        memory,
+
+
+def measure(checkpoint: str) -> Figures:
+    """Measure test mode on 16 sequences, after a calibration without an algorithm."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        command = calibration_command(checkpoint, "rtn", work, DEVICE, data="few")
+        timed(command, work)
+        tested = [each if each != "calib" else "test" for each in command]
+        seconds = timed(tested, work)
+        report = json.loads((work / DEVICE / "report.json").read_text())
+    return {"process_s": seconds, "metrics": report.get("metrics")}
+
+
+def profile(checkpoint: str, algorithm: str) -> Figures:
+    """Print where a calibration spends its time: functions, kernels and copies."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    from quantizer.cli.main import run_command
+
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        command = calibration_command(checkpoint, algorithm, work, DEVICE)
+        arguments = command[command.index("quantizer") + 1 :]
+        profiler = cProfile.Profile()
+        started = time.perf_counter()
+        profiler.enable()
+        code = run_command([*arguments, "--output_dir", str(work / "profiled")])
+        profiler.disable()
+        plain = time.perf_counter() - started
+        assert code == 0, code
+        show(profiler)
+        kind = ProfilerActivity.CPU if DEVICE == "cpu" else ProfilerActivity.CUDA
+        with torch_profile(activities=[kind]) as kernels:
+            code = run_command([*arguments, "--output_dir", str(work / "kernels")])
+        assert code == 0, code
+    averages = kernels.key_averages()
+    print(
+        averages.table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70)
     )
-
-    parts = {}
-    for name in ROUND_MODES:
-        network = placed(quantized(plan(graph, original, round_mode=name), batches[:2]), device)
-        parts[name] = finished(functools.partial(run, network, batches))
-    memory = {name: peak(part) for name, part in parts.items()}
-    report(
-        "quantized pass of test mode, ratio to the float pass",
-        ratios(float_pass, parts, rounds),
-        ROUND_MODES,
-        memory,
-    )
+    copies = {
+        row.key: {"count": row.count, "ms": row.self_device_time_total / 1000}
+        for row in averages
+        if row.key.startswith("Memcpy")
+    }
+    busy = sum(row.self_device_time_total for row in averages) / 1e6
+    return {"seconds_with_cprofile": plain, "device_busy_s": busy, "copies": copies}
 
 
-def finished(part: Callable[[], object]) -> Callable[[], object]:
-    """The part, which waits for the device."""
+def show(profiler: cProfile.Profile) -> None:
+    """Print the functions that take longest, with and without what they call."""
+    for order, count in (("cumulative", 60), ("tottime", 25)):
+        text = io.StringIO()
+        pstats.Stats(profiler, stream=text).sort_stats(order).print_stats(count)
+        print(text.getvalue().replace(str(Path(__file__).parents[1]) + "/", ""))
 
-    def waiting() -> object:
-        found = part()
+
+def calibration_command(
+    what: str, algorithm: str, work: Path, device: str, data: str = "tokens"
+) -> list[str]:
+    """Return a command that calibrates a checkpoint, or a network of this file by its name,
+    into the folder `work / device`.
+    """
+    config: dict[str, Any] = {"global_quant_config": {"weight": INT4}}
+    config["exclude"] = ["kind:embedding", "kind:head"]
+    if algorithm != "rtn":
+        config["algo_config"] = {"name": algorithm}
+    arguments = ["--device", device, "--output_dir", str(work / device), "--quiet"]
+    if Path(what).is_dir():
+        (work / "config.json").write_text(json.dumps(config))
+        (work / "data.py").write_text(DATA)
+        arguments += ["--model", what, "--config_file", str(work / "config.json")]
+        arguments += ["--data", f"{work / 'data.py'}:{data}"]
+    else:
+        (work / "net.py").write_text(NETWORK.format(name=what))
+        arguments += ["--model", str(work / "net.py")]
+    return [sys.executable, "-m", "quantizer", "--quant_mode", "calib", *arguments]
+
+
+def timed(command: list[str], work: Path) -> float:
+    """Run a command, and return its seconds.
+
+    Raises:
+        SystemExit: it fails; what it printed is shown.
+    """
+    started = time.perf_counter()
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout[-2000:], done.stderr[-4000:])
+        raise SystemExit(f"exit {done.returncode} of {' '.join(command)}")
+    return time.perf_counter() - started
+
+
+def differences(first: Path, second: Path) -> Figures:
+    """Count the values in which two files of tensors differ, and say by how much at most."""
+    found: Figures = {"values": 0, "different": 0, "largest": 0.0, "tensors_missing": 0}
+    with safe_open(first, "pt") as ours, safe_open(second, "pt") as theirs:
+        names = set(ours.keys())
+        found["tensors_missing"] = len(names ^ set(theirs.keys()))
+        for name in names & set(theirs.keys()):
+            one, other = ours.get_tensor(name), theirs.get_tensor(name)
+            if one.is_floating_point():
+                scale = one.double().abs().clamp_min(1e-12)
+                gap = (one.double() - other.double()).abs() / scale
+            else:
+                gap = (one.int() - other.int()).abs().double()
+            found["values"] += gap.numel()
+            found["different"] += int(gap.count_nonzero())
+            if gap.numel():
+                found["largest"] = max(found["largest"], float(gap.max()))
+    return found
+
+
+def json_differences(first: Path, second: Path) -> Figures:
+    """Count the numbers in which two JSON files differ, and say by how much at most."""
+    ours, theirs = numbers(first), numbers(second)
+    found: Figures = {"values": len(ours), "different": 0, "largest": 0.0}
+    found["missing"] = len(ours.keys() ^ theirs.keys())
+    for place in ours.keys() & theirs.keys():
+        gap = abs(ours[place] - theirs[place]) / max(abs(ours[place]), 1e-12)
+        found["different"] += gap != 0
+        found["largest"] = max(found["largest"], gap)
+    return found
+
+
+def numbers(file: Path) -> dict[str, float]:
+    """Return the numbers of a JSON file by their places, but for its header."""
+    found: dict[str, float] = {}
+
+    def visit(value: Any, place: str) -> None:
+        if isinstance(value, dict):
+            for key, part in value.items():
+                visit(part, f"{place}.{key}")
+        elif isinstance(value, list):
+            for index, part in enumerate(value):
+                visit(part, f"{place}[{index}]")
+        elif isinstance(value, (int, float)):
+            found[place] = float(value)
+
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content.pop("header", None)
+    visit(content, "")
+    return found
+
+
+def network(name: str) -> nn.Module:
+    """Return a network of transformers with random weights: ResNet-50 or ViT-B."""
+    import transformers
+
+    torch.manual_seed(0)
+    made: nn.Module
+    if name == "resnet50":
+        made = transformers.ResNetForImageClassification(transformers.ResNetConfig())
+    else:
+        made = transformers.ViTForImageClassification(transformers.ViTConfig())
+    return made.eval()
+
+
+def pictures(batches: int) -> list[Tensor]:
+    """Return batches of images, float32 [32, 3, 224, 224]."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (IMAGE_BATCH, 3, 224, 224)
+    return [torch.randn(shape, generator=generator) for _ in range(batches)]
+
+
+def device_name() -> str:
+    """Return what the device is."""
+    return torch.cuda.get_device_name() if DEVICE != "cpu" else "CPU"
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE != "cpu":
         torch.cuda.synchronize()
-        return found
-
-    return waiting
 
 
-def peak(part: Callable[[], object]) -> str:
-    """The most memory of the device that is in use while a part runs."""
-    torch.cuda.reset_peak_memory_stats()
-    part()
-    return f"memory {torch.cuda.max_memory_allocated() / 2**20:.0f} MB"
+def device_seconds(part: Callable[[], object], rounds: int = 3) -> float:
+    """Return the median time of a part that is complete on the device, after one more."""
+    found = []
+    for _ in range(rounds + 1):
+        synchronize()
+        started = time.perf_counter()
+        part()
+        synchronize()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found[1:])
+
+
+PARTS: dict[str, Callable[..., Figures]] = {
+    "rates": rates,
+    "static": static,
+    "same": same,
+    "models": models,
+    "calibrate": calibrate,
+    "measure": measure,
+    "profile": profile,
+}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,7 +46,7 @@ def make(folder: Path, layers: int = 28, width: int = 3072, intermediate: int = 
         dtype="bfloat16",
     )
     config.save_pretrained(folder)
-    with init_empty_weights():
+    with torch.device("meta"):
         shapes = {
             name: each.shape for name, each in LlamaForCausalLM(config).named_parameters()
         }
@@ -77,8 +76,10 @@ def _random(shape: torch.Size, seed: int) -> Tensor:
     """Norms of ones, and matrices that keep the size of what they multiply."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return values.mul_(shape[1] ** -0.5).bfloat16()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(shape, generator=generator, device=device)
+    return values.mul_(shape[1] ** -0.5).bfloat16().cpu()
 
 
 if __name__ == "__main__":

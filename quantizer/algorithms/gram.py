@@ -44,6 +44,8 @@ _MIN_TILE = 128
 _MAX_PATCH_VALUES = 1 << 24
 DEEPEST = 16384
 """The largest number of inputs of an output channel. The Gram matrix has the square of it."""
+_EXACT_PRODUCTS = (torch.bfloat16, torch.float16)
+"""Types that a GPU multiplies exactly and sums up in float32."""
 _MIN_SQUARE_SUM = 2.0**-102
 """The smallest sum of squares that says something. In float32, it has 24 bits of squares of
 errors down to 2^-24 of the inputs.
@@ -121,15 +123,17 @@ class Gram:
             NonFiniteError: it holds NaN or infinity; the sums are of no use any more.
             ObservationError: its squares are beyond float32.
         """
-        for groups, x in _parts(self._layer, input, routing):
+        for groups, part in _parts(self._layer, input, routing):
+            # On a GPU, a single matrix of 16 bits is multiplied exactly as it is
+            is_exact = len(part) == 1 and part.is_cuda and part.dtype in _EXACT_PRODUCTS
+            x = part if is_exact else part.float()
             for group in groups:
                 self.by_group[group] += x.shape[1]
             for tile in self._tiles:
                 right = slice(tile.start, None)
                 if len(x) == 1:
-                    # `addmm_` writes to a part of a matrix, `baddbmm_` to a copy
                     total = self._sum[groups[0]][tile, right]
-                    total.addmm_(x[0][:, tile].T, x[0][:, right])
+                    _add_product(total, x[0][:, tile].T, x[0][:, right])
                 else:
                     self._sum[:, tile, right].baddbmm_(x[..., tile].mT, x[..., right])
         if not math.isfinite(self._sum.diagonal(dim1=1, dim2=2).sum()):
@@ -185,7 +189,7 @@ class Drift:
         differences = _parts(self._layer, f.float() - x.float())
         inputs = _parts(self._layer, x)
         for (_, difference), (_, part) in zip(differences, inputs, strict=True):
-            self.matrix.baddbmm_(difference.mT, part)
+            self.matrix.baddbmm_(difference.mT, part.float())
 
     def merge(
         self,
@@ -406,19 +410,29 @@ def zero_channels(count: int) -> str:
     return f"{channels} zero on the calibration data"
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the matrix product of `left` and `right` to `total`, float32, in place."""
+    if left.dtype == torch.float32:
+        # `addmm_` writes to a part of a matrix, `baddbmm_` to a copy
+        total.addmm_(left, right)
+    else:
+        # A product of two values of 16 bits is exact in float32, and so is the sum's precision
+        total.add_(torch.mm(left, right, out_dtype=torch.float32))
+
+
 def _parts(
     layer: nn.Module,
     x: Tensor,
     routing: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield what the layer multiplies its weight with, in parts: groups, and for these float32
-    [groups, positions, depth].
+    """Yield what the layer multiplies its weight with, in parts: groups, and for these [groups,
+    positions, depth].
     """
     if isinstance(layer, ExpertLinear):
         for expert, rows in enumerate(layer.rows(**(routing or {}))):
-            yield [expert], x[rows].float()[None]
+            yield [expert], x[rows][None]
     elif is_linear(layer):
-        yield [0], x.reshape(1, -1, x.shape[-1]).float()
+        yield [0], x.reshape(1, -1, x.shape[-1])
     else:
         for part in windows(layer, x, _MAX_PATCH_VALUES):
-            yield range(len(part)), part.float()
+            yield range(len(part)), part

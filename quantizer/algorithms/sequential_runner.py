@@ -14,14 +14,14 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.activation_store import ActivationStore
+from quantizer.algorithms.activation_store import ActivationStore, half_of_what_is_free
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
@@ -39,10 +39,11 @@ from quantizer.sources.batches import (
     not_finite,
 )
 from quantizer.storage.allocator import GROWTH, give_back
-from quantizer.storage.deferred_tensor import loaded
+from quantizer.storage.deferred_tensor import CPU, DeferredTensor, held, loaded
 
 _JOINED_IDS = 1024
-"""Up to this many token ids run as one batch."""
+_JOINED_IDS_OF_A_DEVICE = 8192
+"""Up to this many token ids run as one batch: on the CPU, and elsewhere."""
 _NumberedInputs = tuple[int, list[Any]]
 """The number of a batch, and what it gives the network."""
 
@@ -95,7 +96,10 @@ class SequentialRunner:
         numbered = self._inputs(batches)
         runs: Iterable[list[_NumberedInputs]] = ([row] for row in numbered)
         if together and _reads_ids(network):
-            runs = _joinable(numbered)
+            most = _JOINED_IDS_OF_A_DEVICE
+            if network.graph.device == CPU:
+                most = _JOINED_IDS
+            runs = _joinable(numbered, most)
         self._runs: list[_Run] = []
         for parts in runs:
             inputs = [self._store.keep(value) for value in _joined(parts)]
@@ -140,20 +144,21 @@ class SequentialRunner:
         """
         index = self.network.graph.index
         stop = len(index) if upto is None else index[upto] + 1
-        for run in self._runs:
-            execution = run.execution
-            before = dict(execution.values)
-            position = execution.position
-            with self._naming(run, stop, watch), torch.no_grad():
-                for name in watch:
-                    if index[name] < position:
-                        watch[name](execution.values[name])
-                execution.advance(stop, watch)
-            self._free(before, execution)
-            for name, value in execution.values.items():
-                if before.get(name) is not value:
-                    execution.values[name] = self._store.keep(value)
-            give_back(GROWTH)
+        with self._held_weights(stop):
+            for run in self._runs:
+                execution = run.execution
+                before = dict(execution.values)
+                position = execution.position
+                with self._naming(run, stop, watch), torch.no_grad():
+                    for name in watch:
+                        if index[name] < position:
+                            watch[name](execution.values[name])
+                    execution.advance(stop, watch)
+                self._free(before, execution)
+                for name, value in execution.values.items():
+                    if before.get(name) is not value:
+                        execution.values[name] = self._store.keep(value)
+                give_back(GROWTH)
 
     def calls(self, node: Node) -> list[dict[str, Any]]:
         """Return the arguments of the next node's layer, batch by batch."""
@@ -166,10 +171,11 @@ class SequentialRunner:
             DataError: its layer cannot run on a batch; both are named.
         """
         stop = self.network.graph.index[node.name] + 1
-        for run in self._runs:
-            with self._naming(run, stop):
-                value = self.network.run_node(node, run.execution.values)
-            yield value
+        with self._held_weights(stop):
+            for run in self._runs:
+                with self._naming(run, stop):
+                    value = self.network.run_node(node, run.execution.values)
+                yield value
 
     def store(self, values: Iterable[Any]) -> list[Any]:
         """Store the next node's value of each batch, one by one as they come."""
@@ -203,6 +209,26 @@ class SequentialRunner:
         """Yield what the network returns for each batch, once every node has run."""
         for run in self._runs:
             yield run.execution.output()
+
+    def _held_weights(self, stop: int) -> AbstractContextManager[None]:
+        """Keep the weights of the nodes up to `stop` on the device, if there is room, so that
+        each comes from its file once and not for every batch. On the CPU a file's pages stay in
+        memory anyway.
+        """
+        graph = self.network.graph
+        if graph.device == CPU or len(self._runs) < 2:
+            return held([])
+        start = self._runs[0].execution.position
+        weights = []
+        for node in graph.nodes[start:stop]:
+            layer = self.network.layers[node.name]
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                if isinstance(tensor, DeferredTensor):
+                    weights.append(tensor)
+        size = sum(tensor.nbytes for tensor in weights)
+        if size > half_of_what_is_free(graph.device):
+            return held([])
+        return held(weights)
 
     @contextmanager
     def _naming(
@@ -241,8 +267,11 @@ def no_batches() -> DataError:
     )
 
 
-def _joinable(batches: Iterable[_NumberedInputs]) -> Iterator[list[_NumberedInputs]]:
-    """Yield consecutive batches of one length, of up to `_JOINED_IDS` ids together."""
+def _joinable(
+    batches: Iterable[_NumberedInputs],
+    most: int,
+) -> Iterator[list[_NumberedInputs]]:
+    """Yield consecutive batches of one length, of up to `most` ids together."""
     parts: list[_NumberedInputs] = []
     room = 0
     lengths: list[Any] = []
@@ -253,7 +282,7 @@ def _joinable(batches: Iterable[_NumberedInputs]) -> Iterator[list[_NumberedInpu
             yield parts
             parts = []
         if not parts:
-            room = _JOINED_IDS
+            room = most
             lengths = new_lengths
         room -= size
         parts.append((number, inputs))

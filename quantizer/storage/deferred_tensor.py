@@ -9,8 +9,9 @@ import errno
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -45,6 +46,8 @@ class DeferredTensor(Tensor):
 
     _read: Callable[[], Tensor]
     _coming: Future[Tensor] | None = None
+    _is_held = False
+    _held_value: Tensor | None = None
 
     @staticmethod
     def __new__(
@@ -64,15 +67,21 @@ class DeferredTensor(Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def load(self) -> Tensor:
-        """The values, where the tensor is."""
+        """Return the values, where the tensor is. Those of a held tensor are shared."""
+        if self._held_value is not None:
+            return self._held_value
         coming, self._coming = self._coming, None
-        return (self._read() if coming is None else coming.result()).to(self.device)
+        read = self._read() if coming is None else coming.result()
+        values = read.to(self.device)
+        if self._is_held:
+            self._held_value = values
+        return values
 
     def prefetch(self) -> None:
         """Begin to read the values for the next `load`, in a thread of their own; what it
         raises, `load` raises.
         """
-        if self._coming is None:
+        if self._coming is None and self._held_value is None:
             self._coming = _reader.submit(self._read)
 
     def at(self, device: torch.device) -> DeferredTensor:
@@ -114,6 +123,20 @@ class DeferredTensor(Tensor):
     ) -> Any:
         """For operators that are called from C++."""
         return func(*loaded(args), **loaded(kwargs or {}))
+
+
+@contextmanager
+def held(tensors: Iterable[DeferredTensor]) -> Iterator[None]:
+    """Keep what `load` gives of these tensors while this lasts, so that each is read once."""
+    held_now = [tensor for tensor in tensors if not tensor._is_held]
+    for tensor in held_now:
+        tensor._is_held = True
+    try:
+        yield
+    finally:
+        for tensor in held_now:
+            tensor._is_held = False
+            tensor._held_value = None
 
 
 def loaded(value: Any) -> Any:

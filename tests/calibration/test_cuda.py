@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 from support.configs import document
-from test_devices import CPU, HIERARCHICAL, LAYERED, run
+from support.device_runs import (
+    CPU,
+    HIERARCHICAL,
+    LAYERED,
+    batches_of,
+    layer_errors,
+    run,
+)
 
 CUDA = torch.device("cuda:0")
 TOLERANCE = 1e-5
 TIES = 1e-3  # of the codes, each by one step
+LAYER_ERROR = 0.005
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -49,18 +57,21 @@ def test_scales_without_a_search(name: str) -> None:
     near(HIERARCHICAL[name], "language_model")
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptaq", "qronos", "awq", "rotation"])
-def test_algorithms_are_as_good(name: str) -> None:
-    """A search that is at a tie goes on elsewhere, so that outputs are compared and not
-    codes.
-    """
-    ours, theirs = (
-        run("language_model", torch.float32, device, HIERARCHICAL[name])
-        for device in (CUDA, CPU)
-    )
-    assert ours.scores.metrics["sqnr_db"] == pytest.approx(
-        theirs.scores.metrics["sqnr_db"], abs=0.5
-    )
+SEARCHES = ["gptq", "gptq with open groups", "gptaq", "qronos", "awq", "rotation"]
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_layers_are_as_good(name: str) -> None:
+    """A search that is at a tie goes on elsewhere, so that errors are compared and not codes."""
+    model = "wide_language_model"
+    errors = {}
+    for device in (CUDA, CPU):
+        found = run(model, torch.float32, device, HIERARCHICAL[name])
+        errors[device] = layer_errors(found.calibrated, batches_of(model))
+    ours, theirs = errors[CUDA], errors[CPU]
+    assert sum(ours.values()) == pytest.approx(sum(theirs.values()), rel=LAYER_ERROR)
+    for layer, error in theirs.items():
+        assert ours[layer] == pytest.approx(error, rel=10 * LAYER_ERROR), layer
 
 
 @pytest.mark.parametrize("mode", ["adaround", "adaquant"])

@@ -5,9 +5,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,162 +12,35 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.configs import document
+from support.device_runs import (
+    CPU,
+    GROUPS,
+    HIERARCHICAL,
+    LAYERED,
+    images,
+    language_model,
+    network,
+    run,
+)
 from support.llamas import llama, saved, tokens
 from support.strict_device import STRICT, Transfer, recorded, tensor
-from support.toys import Residual, shake
 from torch import Tensor, nn
 
 from quantizer import ModelQuantizer
-from quantizer.api.config import read_config
-from quantizer.calibration import steps
-from quantizer.calibration.events import Events
-from quantizer.calibration.request import CalibrationRequest
-from quantizer.calibration.target import TracedTarget
 from quantizer.cli.main import run_command
-from quantizer.evaluation.scores import Scores, score
-from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
-from quantizer.results.calibrated import Calibrated, traced
-from quantizer.sources.data import Batches, load_batches
-from quantizer.sources.hugging_face import without_cache
 from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
 def _python_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "tensor", tensor)
-
-
-def network(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    return shake(Residual()).to(dtype)
-
-
-def language_model(dtype: torch.dtype) -> nn.Module:
-    # the attention of torch is another implementation on each device
-    return llama(attn_implementation="eager").to(dtype)
-
-
-def images(dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(4, 3, 8, 8, generator=generator).to(dtype) for _ in range(2)]
-
-
-MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., list[Any]]]] = {
-    "network": (network, images),
-    "language_model": (language_model, lambda dtype: tokens()),
-}
-
-
-@cache
-def graph_of(
-    model: str, dtype: torch.dtype, device: torch.device
-) -> tuple[nn.Module, Batches, Graph]:
-    """A model on a device, its data, and its trace there."""
-    build, data = MODELS[model]
-    module = build(dtype).to(device)
-    batches = load_batches(lambda: data(dtype), module=module)
-    with without_cache(module):
-        return module, batches, traced(module, next(iter(batches)).to(device))
-
-
-@dataclass
-class Run:
-    """What a calibration and a test found, and what went to the CPU meanwhile."""
-
-    found: dict[Any, Tensor]
-    scores: Scores
-    transfers: list[Transfer]
-
-
-def run(
-    model: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    config: Any,
-    finetune: str | None = None,
-    memory: int | None = None,
-) -> Run:
-    module, batches, graph = graph_of(model, dtype, device)
-    config = read_config(config).require()
-    with recorded() as transfers:
-        request = CalibrationRequest(
-            target=TracedTarget(graph),
-            config=config,
-            batches=batches,
-            events=Events(),
-            fast_finetune=finetune,
-            memory=memory,
-        )
-        solution = steps.run_calibration(request).solution
-        scores = score(Calibrated(graph, config.settings, solution), module, batches, Events())
-    tensors = {
-        (*key, name): value
-        for key, own in solution.tensors.items()
-        for name in ("scale", "zero_point", "codes")
-        if (value := getattr(own, name)) is not None
-    }
-    tensors |= {
-        (name, key): value
-        for name, own in solution.weights.items()
-        for key, value in own.items()
-    }
-    return Run(
-        tensors | {(name, "correction"): each for name, each in solution.corrections.items()},
-        scores,
-        transfers,
-    )
-
-
-GROUPS = {
-    "dtype": "int4",
-    "observer_cls": "PerGroupMinMaxObserver",
-    "symmetric": True,
-    "scale_type": "float",
-    "round_method": "half_even",
-    "qscheme": "per_group",
-    "ch_axis": 1,
-    "group_size": 32,
-    "is_dynamic": False,
-}
-
-
-def algorithm(**settings: Any) -> dict[str, Any]:
-    return {
-        "global_quant_config": {"weight": GROUPS},
-        "exclude": ["kind:embedding"],
-        "algo_config": settings,
-    }
-
-
-POWERS = {"scale_type": "poweroftwo"}
-LAYERED: dict[str, Any] = {
-    "maxmin": document(overall={"symmetry": False}),
-    "percentile": document(overall={"method": "percentile", "percentage": 99.9}),
-    "mse": document(overall={"method": "mse"}),
-    "entropy": document(overall={"method": "entropy"}),
-    "diffs": document(overall={"method": "diffs"} | POWERS),
-    "channels": document(
-        tensor={"weights": {"per_channel": True}}, include_bias_corr=True, include_cle=True
-    ),
-}
-HIERARCHICAL: dict[str, Any] = {
-    "dynamic": "configs/dynamic_int8.json",
-    "smoothquant": "configs/smoothquant_int8.json",
-    "gptq": algorithm(name="gptq", desc_act=True, static_groups=True),
-    "gptq with open groups": algorithm(name="gptq", desc_act=False, static_groups=False),
-    "gptaq": algorithm(name="gptaq"),
-    "qronos": algorithm(name="qronos"),
-    "awq": algorithm(name="awq"),
-    "rotation": algorithm(name="rotation"),
-}
 
 
 GIVE_TO_THE_CPU = {
@@ -195,14 +65,21 @@ SPILLS = "storage/deferred_tensor.py:bytes_of"
 """What moves values beyond the budget of an activation store into files."""
 
 
+def large(transfers: list[Transfer]) -> set[str]:
+    """Where more than single numbers went to the CPU."""
+    return {each.place for each in transfers if each.values > 1}
+
+
 def same(config: Any, model: str, dtype: torch.dtype, finetune: str | None = None) -> None:
     """Run on both devices and compare."""
-    ours, theirs = (run(model, dtype, device, config, finetune) for device in (STRICT, CPU))
+    with recorded() as transfers:
+        ours = run(model, dtype, STRICT, config, finetune)
+    theirs = run(model, dtype, CPU, config, finetune)
     assert ours.found.keys() == theirs.found.keys()
     for key, value in ours.found.items():
         assert torch.equal(value.cpu(), theirs.found[key]), key
     assert ours.scores.metrics == theirs.scores.metrics
-    assert {each.place for each in ours.transfers if each.values > 1} <= GIVE_TO_THE_CPU
+    assert large(transfers) <= GIVE_TO_THE_CPU
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -225,11 +102,12 @@ def test_algorithms(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["gptq", "gptaq", "smoothquant"])
 def test_activations_beyond_the_budget_come_back_to_their_device(name: str) -> None:
-    ours = run("language_model", torch.bfloat16, STRICT, HIERARCHICAL[name], memory=1)
+    with recorded() as transfers:
+        ours = run("language_model", torch.bfloat16, STRICT, HIERARCHICAL[name], memory=1)
     theirs = run("language_model", torch.bfloat16, CPU, HIERARCHICAL[name])
     assert ours.found.keys() == theirs.found.keys()
     assert all(torch.equal(value.cpu(), theirs.found[key]) for key, value in ours.found.items())
-    places = {each.place for each in ours.transfers if each.values > 1}
+    places = large(transfers)
     assert (SPILLS in places) == (name != "smoothquant"), (
         "one pass over each batch keeps nothing"
     )

@@ -1,0 +1,151 @@
+"""Test and measure the package on a machine with a GPU, in at most eight minutes.
+
+`make gpu`, or `python3 benchmarks/gpu.py [--seconds 480] [--wheels FOLDER] [--json FILE]
+[--only PART …]`. The machine needs torch 2.11 or later for CUDA, transformers, safetensors, click,
+rich, numpy, pytest and hypothesis. jsonschema and the three packages that it needs may be wheels
+in FOLDER; they are unpacked, and nothing is installed.
+
+The parts run in order and print what they find. A part that has no time left is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BENCH = [sys.executable, str(ROOT / "benchmarks" / "bench_device.py")]
+TESTS = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
+# Warnings of the machine's own packages are not ours
+TESTS += ["-o", "filterwarnings=", "--tb=short", "tests/calibration/test_cuda.py"]
+SHORTEST_S = 10
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command, and the seconds that it may take."""
+
+    name: str
+    command: list[str]
+    limit_s: float
+
+
+def main() -> None:
+    """Run the parts, print a table and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=480)
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".whl")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--only", nargs="*")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        environment = paths(options.wheels, work / "packages")
+        for part in parts(work / "models"):
+            if options.only and not any(part.name.startswith(name) for name in options.only):
+                continue
+            left = end - time.monotonic()
+            if left < SHORTEST_S:
+                found[part.name] = {"dropped": "no time left"}
+            else:
+                found[part.name] = run(part, min(left, part.limit_s), environment)
+            print(f"== {part.name}: {json.dumps(found[part.name])}", flush=True)
+            options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print("\n" + table(found))
+    if any("failed" in figures for figures in found.values()):
+        raise SystemExit(1)
+
+
+def parts(models: Path) -> list[Part]:
+    """Return what is run, in order."""
+    rows = [
+        Part("tests", TESTS, 100),
+        Part("rates", [*BENCH, "rates"], 40),
+        Part("make slice", [*BENCH, "models", "slice", str(models)], 30),
+        Part("profile gptq", [*BENCH, "profile", str(models / "slice"), "gptq"], 90),
+        Part("make 3b", [*BENCH, "models", "3b", str(models)], 60),
+        Part("gptq 3b", [*BENCH, "calibrate", str(models / "3b"), "gptq"], 120),
+        Part("resnet50", [*BENCH, "static", "resnet50"], 60),
+        Part("codes of resnet50", [*BENCH, "same", "resnet50"], 60),
+        Part("codes of a llama", [*BENCH, "same", str(models / "slice")], 60),
+        Part("rtn 3b", [*BENCH, "calibrate", str(models / "3b"), "rtn"], 60),
+        Part("vit_b", [*BENCH, "static", "vit_b"], 60),
+        Part("make 1b", [*BENCH, "models", "1b", str(models)], 30),
+        Part("test 1b", [*BENCH, "measure", str(models / "1b")], 60),
+    ]
+    for algorithm in ("gptq", "qronos", "awq", "rtn"):
+        command = [*BENCH, "calibrate", str(models / "1b"), algorithm]
+        rows.append(Part(f"{algorithm} 1b", command, 120))
+    for algorithm in ("awq", "qronos"):
+        command = [*BENCH, "calibrate", str(models / "3b"), algorithm]
+        rows.append(Part(f"{algorithm} 3b", command, 180))
+    return rows
+
+
+def run(part: Part, limit_s: float, environment: dict[str, str]) -> dict[str, Any]:
+    """Return what a part prints last if that is JSON, and how long it took."""
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            part.command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        print(str(error.stdout or "")[-3000:])
+        return {"failed": f"not done after {limit_s:.0f} s"}
+    seconds = time.monotonic() - started
+    *before, last = done.stdout.strip().splitlines() or [""]
+    found: dict[str, Any] = {}
+    if last.startswith("{"):
+        found = json.loads(last)
+        print("\n".join(before))
+    else:
+        found["last line"] = last
+        print(done.stdout[-6000:] if done.returncode else "")
+    if done.returncode:
+        found["failed"] = f"exit {done.returncode}"
+    return found | {"wall_s": round(seconds, 1)}
+
+
+def paths(wheels: Path, packages: Path) -> dict[str, str]:
+    """Return the environment of the parts, with the wheels unpacked where Python finds them."""
+    for wheel in sorted(wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(packages)
+    own = (packages, ROOT, ROOT / "benchmarks", ROOT / "tests")
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, own))}
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return a row for each part."""
+    rows = []
+    for name, figures in found.items():
+        texts = [f"{key} {shown(value)}" for key, value in figures.items()]
+        rows.append(f"{name:18} {', '.join(texts)}")
+    return "\n".join(rows)
+
+
+def shown(value: Any) -> str:
+    """Return a figure with three digits."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
