@@ -7,17 +7,17 @@ part is a function of this file: `rates`, `static`, `same`, `models`, `calibrate
 
 from __future__ import annotations
 
-import cProfile
-import io
 import json
 import os
-import pstats
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,11 @@ METHODS = ("maxmin", "percentile", "mse", "entropy")
 LLAMAS = {
     "1b": (16, 2048, 8192),
     "3b": (28, 3072, 8192),
+    "layer": (1, 3072, 8192),
     "slice": (4, 3072, 8192),
     "tiny": (2, 256, 512),
 }
-"""Layers, width and intermediate width: as many parameters as the names say, a part of the
+"""Layers, width and intermediate width: as many parameters as the names say, parts of the
 larger one, and one to try this program with.
 """
 INT4 = {
@@ -172,16 +173,20 @@ def models(size: str, folder: str) -> Figures:
 
 def calibrate(checkpoint: str, algorithm: str) -> Figures:
     """Measure a whole process: `quantizer --quant_mode calib` of a checkpoint on the GPU."""
+    from quantizer.cli.main import run_command
+
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         command = calibration_command(checkpoint, algorithm, work, DEVICE)
-        seconds = timed(command, work)
+        with sampled():
+            code = run_command(command[command.index("quantizer") + 1 :])
+        assert code == 0, code
         record = json.loads((work / DEVICE / "run.json").read_text())
-    return {
-        "tokens": SEQUENCES * TOKENS,
-        "process_s": seconds,
-        "peak_memory_gb": record["peak_memory_bytes"] / 1e9,
-    }
+    found: Figures = {"tokens": SEQUENCES * TOKENS, "run_s": record["seconds"]}
+    found["peak_memory_gb"] = record["peak_memory_bytes"] / 1e9
+    if DEVICE != "cpu":
+        found["peak_device_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return found
 
 
 def measure(checkpoint: str) -> Figures:
@@ -196,48 +201,67 @@ def measure(checkpoint: str) -> Figures:
     return {"process_s": seconds, "metrics": report.get("metrics")}
 
 
-def profile(checkpoint: str, algorithm: str) -> Figures:
-    """Print where a calibration spends its time: functions, kernels and copies."""
+def profile(size: str, algorithm: str) -> Figures:
+    """Print which kernels a calibration runs, and what it copies from and to the device."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
     from quantizer.cli.main import run_command
 
+    kind = ProfilerActivity.CPU if DEVICE == "cpu" else ProfilerActivity.CUDA
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        command = calibration_command(checkpoint, algorithm, work, DEVICE)
-        arguments = command[command.index("quantizer") + 1 :]
-        profiler = cProfile.Profile()
-        started = time.perf_counter()
-        profiler.enable()
-        code = run_command([*arguments, "--output_dir", str(work / "profiled")])
-        profiler.disable()
-        plain = time.perf_counter() - started
-        assert code == 0, code
-        show(profiler)
-        kind = ProfilerActivity.CPU if DEVICE == "cpu" else ProfilerActivity.CUDA
+        models(size, folder)
+        command = calibration_command(str(work / size), algorithm, work, DEVICE)
         with torch_profile(activities=[kind]) as kernels:
-            code = run_command([*arguments, "--output_dir", str(work / "kernels")])
+            code = run_command(command[command.index("quantizer") + 1 :])
         assert code == 0, code
     averages = kernels.key_averages()
-    print(
-        averages.table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70)
-    )
+    print(averages.table(sort_by="self_device_time_total", row_limit=25))
     copies = {
         row.key: {"count": row.count, "ms": row.self_device_time_total / 1000}
         for row in averages
         if row.key.startswith("Memcpy")
     }
     busy = sum(row.self_device_time_total for row in averages) / 1e6
-    return {"seconds_with_cprofile": plain, "device_busy_s": busy, "copies": copies}
+    return {"device_busy_s": busy, "copies": copies}
 
 
-def show(profiler: cProfile.Profile) -> None:
-    """Print the functions that take longest, with and without what they call."""
-    for order, count in (("cumulative", 60), ("tottime", 25)):
-        text = io.StringIO()
-        pstats.Stats(profiler, stream=text).sort_stats(order).print_stats(count)
-        print(text.getvalue().replace(str(Path(__file__).parents[1]) + "/", ""))
+@contextmanager
+def sampled(interval_s: float = 0.02) -> Iterator[None]:
+    """Print where the main thread was while this lasted: the functions of the package with what
+    they call, and the innermost functions of all.
+    """
+    main_thread = threading.main_thread().ident
+    done = threading.Event()
+    within: Counter[str] = Counter()
+    innermost: Counter[str] = Counter()
+    count = 0
+
+    def sample() -> None:
+        nonlocal count
+        while not done.wait(interval_s):
+            frame = sys._current_frames().get(main_thread or 0)
+            count += 1
+            functions: list[str] = []
+            while frame is not None:
+                file = frame.f_code.co_filename
+                functions.append(f"{file.rpartition('/quantizer/')[2]}:{frame.f_code.co_name}")
+                frame = frame.f_back
+            innermost[functions[0]] += 1
+            within.update({name for name in functions if name[0] not in "/<"})
+
+    thread = threading.Thread(target=sample, daemon=True)
+    started = time.perf_counter()
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+    step = (time.perf_counter() - started) / max(count, 1)
+    for title, found, rows in (("within", within, 70), ("innermost", innermost, 25)):
+        print(f"\nseconds, {title}")
+        for name, samples in found.most_common(rows):
+            print(f"{samples * step:8.2f} {name}")
 
 
 def calibration_command(

@@ -21,6 +21,7 @@ from torch import Tensor
 from quantizer.algorithms.gram import DEEPEST
 from quantizer.algorithms.patches import (
     channel_rows,
+    matrix_shape,
     matrix_weight,
     patches,
     weight_matrix,
@@ -93,7 +94,7 @@ def finetunable(
     if "weights" not in layer.quantizers:
         return False
     spec = _weight_quantizer(layer).spec
-    depth = weight_matrix(layer, layer.get_parameter("weight")).shape[2]
+    depth = matrix_shape(layer)[2]
     outputs_axis = int(node.row.transposed)
     has_row_scales = spec.qscheme == "per_tensor" or (
         spec.qscheme == "per_channel" and spec.ch_axis == outputs_axis

@@ -23,7 +23,7 @@ from quantizer.algorithms.adjustment import Task
 from quantizer.algorithms.patches import (
     by_input,
     is_linear,
-    weight_matrix,
+    matrix_shape,
     windows,
 )
 from quantizer.config.wording import first_names
@@ -40,6 +40,8 @@ from quantizer.observers import (
 # Tiles along each side. Nothing is computed below the diagonal: 66 of 144 products
 _TILES = 12
 _MIN_TILE = 128
+# On a GPU few large products are faster, and rows of other lengths are not aligned
+_TILE_OF_A_DEVICE = 1024
 # Values of a convolution's patches at once
 _MAX_PATCH_VALUES = 1 << 24
 DEEPEST = 16384
@@ -83,6 +85,8 @@ class Gram:
         groups, depth, _ = self._sum.shape
         self.by_group = [0] * groups
         size = max(_MIN_TILE, -(-depth // _TILES))
+        if self._sum.device.type != "cpu":
+            size = _TILE_OF_A_DEVICE
         starts = range(0, depth, size)
         self._tiles = [slice(start, min(start + size, depth)) for start in starts]
 
@@ -320,7 +324,7 @@ class GroupSums:
 
 def _zeros(layer: nn.Module) -> Tensor:
     weight = layer.get_parameter("weight")
-    groups, _, depth = weight_matrix(layer, weight).shape
+    groups, _, depth = matrix_shape(layer)
     return torch.zeros(
         groups,
         depth,
@@ -354,9 +358,7 @@ def deepest(
     """Return the largest number of inputs that an output of these layers is a sum of."""
     depths = []
     for name in layers:
-        layer = network.layers[name]
-        matrix = weight_matrix(layer, layer.get_parameter("weight"))
-        depths.append(matrix.shape[2])
+        depths.append(matrix_shape(network.layers[name])[2])
     return max(depths)
 
 

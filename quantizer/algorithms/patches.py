@@ -43,6 +43,11 @@ def weight_matrix(
     return by_group.transpose(1, 2).flip(kernel_dims).flatten(2)
 
 
+def matrix_shape(layer: nn.Module) -> torch.Size:
+    """Return the shape of the layer's weight matrix, without reading the weight."""
+    return weight_matrix(layer, layer.get_parameter("weight").to("meta")).shape
+
+
 def matrix_weight(
     layer: nn.Module,
     matrix: Tensor,

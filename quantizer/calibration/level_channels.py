@@ -66,7 +66,7 @@ def _reads_one_by_one(graph: Graph, node: Node) -> bool:
     """Return whether each output channel of a layer depends on one input channel."""
     if not node.is_multiplying:
         return False
-    weight = by_channel(node, graph.weight(node))
+    weight = by_channel(node, graph.weight(node).to("meta"))
     return weight.shape[2] == 1
 
 

@@ -129,7 +129,7 @@ def channels_of(
     weight: Tensor,
 ) -> tuple[int, int]:
     """Return how many output and input channels a linear or convolution layer has."""
-    groups, outputs, inputs, _ = by_channel(node, weight).shape
+    groups, outputs, inputs, _ = by_channel(node, weight.to("meta")).shape
     if node.row.experts:
         return outputs, inputs
     return groups * outputs, groups * inputs

@@ -41,6 +41,10 @@ _EXAMPLE_BATCH = 2
 """Samples in the example: torch takes a batch of one for a constant."""
 _UNUSUAL_BATCH = 7
 """Samples in the second example: a size that the model has probably not cached."""
+_BATCH = Dim("batch", min=1, max=65535)
+"""Any batch. On a GPU, torch promises batch normalization for no larger ones; graphs have no
+such limit.
+"""
 _WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 _NO_STACK_TRACES = "do_not_emit_stack_traces"
 _NOT_USER_CODE = ("/torch/", "/quantizer/graph/", "contextlib")
@@ -116,7 +120,7 @@ def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, E
     if program is not None:
         return example, program
     try:
-        return example, _export(module, *example, batch=Dim("batch", min=1))
+        return example, _export(module, *example, batch=_BATCH)
     except _SameForAllExamplesError:
         raise
     except ModelError:
@@ -164,8 +168,7 @@ def _export_with_lengths(module: nn.Module, example: _Call) -> ExportedProgram |
     axes = length_axes(example)
     if not any(axes):
         return None
-    batch = Dim("batch", min=1)
-    program = _try_export(module, example, batch=batch, lengths=axes)
+    program = _try_export(module, example, batch=_BATCH, lengths=axes)
     if program is None or open_lengths(program):
         return program
     # A table of positions that is read whole looks like a fixed length. It is none if the model
@@ -175,7 +178,7 @@ def _export_with_lengths(module: nn.Module, example: _Call) -> ExportedProgram |
     shorter = shortened_lengths(example)
     if shorter is None:
         return program
-    shorter_program = _try_export(module, shorter, batch=batch, lengths=axes)
+    shorter_program = _try_export(module, shorter, batch=_BATCH, lengths=axes)
     if shorter_program is None:
         return program
     open_leaves: set[int] = set()

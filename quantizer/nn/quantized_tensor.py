@@ -51,11 +51,13 @@ class QuantizedTensor:
         point, if there are any.
         """
         codes = encode(
-            value.detach().cpu(),
+            value.detach(),
             self.spec,
-            self.scale.cpu(),
-            self.zero_point.cpu(),
+            self.scale.to(value.device),
+            self.zero_point.to(value.device),
         )
+        if codes is not None:
+            codes = codes.cpu()
         return replace(self, codes=codes, dtype=value.dtype)
 
     def decoded(self) -> Tensor:

@@ -40,7 +40,7 @@ def _by_one_thread(
     rounding a column.
     """
     # A trace must not depend on the number of values
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
         return function(x)
     is_small = _ONE_THREAD < x.numel() < _WORTH_THREADS
     if not is_small or not x.is_contiguous():

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,6 +25,14 @@ from quantizer.storage.allocator import give_back
 
 CPU = torch.device("cpu")
 _reader = ThreadPoolExecutor(1, "prefetch")
+
+
+@dataclass
+class _Held:
+    """Holds the values of a deferred tensor, while someone asks for that."""
+
+    holders: int = 0
+    value: Tensor | None = None
 
 
 class DeferredTensor(Tensor):
@@ -46,8 +55,7 @@ class DeferredTensor(Tensor):
 
     _read: Callable[[], Tensor]
     _coming: Future[Tensor] | None = None
-    _is_held = False
-    _held_value: Tensor | None = None
+    _held: _Held
 
     @staticmethod
     def __new__(
@@ -62,31 +70,35 @@ class DeferredTensor(Tensor):
             cls, tuple(shape), stride, dtype=dtype, device=device
         )
         made._read = load
+        made._held = _Held()
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def load(self) -> Tensor:
         """Return the values, where the tensor is. Those of a held tensor are shared."""
-        if self._held_value is not None:
-            return self._held_value
+        if self._held.value is not None:
+            return self._held.value
         coming, self._coming = self._coming, None
         read = self._read() if coming is None else coming.result()
         values = read.to(self.device)
-        if self._is_held:
-            self._held_value = values
+        if self._held.holders:
+            self._held.value = values
         return values
 
     def prefetch(self) -> None:
         """Begin to read the values for the next `load`, in a thread of their own; what it
         raises, `load` raises.
         """
-        if self._coming is None and self._held_value is None:
+        if self._coming is None and self._held.value is None:
             self._coming = _reader.submit(self._read)
 
     def at(self, device: torch.device) -> DeferredTensor:
         """The same on a device, still deferred."""
-        return DeferredTensor(self.shape, self.dtype, self._read, device, self.stride())
+        other = DeferredTensor(self.shape, self.dtype, self._read, device, self.stride())
+        if device == self.device:
+            other._held = self._held
+        return other
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Another process gets the values, and puts them into a file of its own."""
@@ -107,6 +119,10 @@ class DeferredTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _FACTS:
                 return func(*args, **kwargs)
+            if func is Tensor.to and _goes_to_meta(args[1:], kwargs):
+                return torch.empty_strided(
+                    first.shape, first.stride(), dtype=first.dtype, device="meta"
+                )
             if func in _SAME and isinstance(first, DeferredTensor):
                 return first.at(CPU if func is Tensor.cpu else first.device)
             if isinstance(first, DeferredTensor) and func in _CHANGES:
@@ -125,18 +141,30 @@ class DeferredTensor(Tensor):
         return func(*loaded(args), **loaded(kwargs or {}))
 
 
+def _goes_to_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether these arguments of `Tensor.to` ask for the shape alone."""
+    target = kwargs.get("device", args[0] if args else None)
+    is_device = isinstance(target, (str, torch.device))
+    is_alone = len(args) + len(kwargs) == 1
+    return is_device and is_alone and torch.device(target).type == "meta"
+
+
 @contextmanager
-def held(tensors: Iterable[DeferredTensor]) -> Iterator[None]:
-    """Keep what `load` gives of these tensors while this lasts, so that each is read once."""
-    held_now = [tensor for tensor in tensors if not tensor._is_held]
-    for tensor in held_now:
-        tensor._is_held = True
+def held(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Keep what `load` gives of these tensors while this lasts, so that each is read once.
+
+    Tensors that are not deferred stay as they are.
+    """
+    states = [tensor._held for tensor in tensors if isinstance(tensor, DeferredTensor)]
+    for state in states:
+        state.holders += 1
     try:
         yield
     finally:
-        for tensor in held_now:
-            tensor._is_held = False
-            tensor._held_value = None
+        for state in states:
+            state.holders -= 1
+            if not state.holders:
+                state.value = None
 
 
 def loaded(value: Any) -> Any:
@@ -271,7 +299,7 @@ def bytes_of(tensor: Tensor) -> bytes:
     """What a tensor holds, as an object with these bytes; without a copy where they lie in
     order on the CPU.
     """
-    values = loaded(tensor.detach()).cpu().resolve_conj().resolve_neg()
+    values = loaded(tensor.detach().cpu()).resolve_conj().resolve_neg()
     flat = values.contiguous().reshape(-1).view(torch.uint8)
     if not flat.numel():
         return b""

@@ -17,7 +17,6 @@ from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.evaluation.scores import Scores, score
 from quantizer.graph.ir import Graph
-from quantizer.graph.parameters import placed
 from quantizer.nn.execution import layer_arguments
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated, traced
@@ -123,14 +122,15 @@ def run(
 @torch.no_grad()
 def layer_errors(calibrated: Calibrated, batches: Batches) -> dict[str, float]:
     """Sum the squared error of each linear layer's outputs on the inputs that it has in the
-    float network, on the CPU.
+    float network.
     """
-    rounded = placed(calibrated.network(), CPU)
-    network = placed(Network(calibrated.float_graph), CPU)
+    rounded = calibrated.network()
+    network = Network(calibrated.float_graph)
     nodes = [node for node in network.graph.nodes if node.op == "linear"]
     errors = {node.name: 0.0 for node in nodes}
     for batch in batches:
-        execution = network.start(batch.args, batch.kwargs)
+        given = batch.to(calibrated.original.device)
+        execution = network.start(given.args, given.kwargs)
         for node in network.graph.nodes:
             if node.name in errors:
                 arguments = layer_arguments(node, execution.values)

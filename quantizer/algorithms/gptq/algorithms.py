@@ -63,6 +63,7 @@ from quantizer.graph.structure import InputGroup
 from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError
+from quantizer.storage.deferred_tensor import held
 
 _NumberedGroup = tuple[int, InputGroup]
 
@@ -276,6 +277,12 @@ class _SequentialRounding:
     def _solve(self, gathered: _GatheredLayers) -> RoundedLayers:
         if gathered.gram.tokens == 0:
             return RoundedLayers({}, [Remark(name, UNREACHED) for name in gathered.names])
+        network = self.runner.network
+        weights = [network.layers[name].get_parameter("weight") for name in gathered.names]
+        with held(weights):
+            return self._rounded(gathered)
+
+    def _rounded(self, gathered: _GatheredLayers) -> RoundedLayers:
         layers = {name: self.runner.network.layers[name] for name in gathered.names}
         specs = {name: self.task.specs[name, "weights"] for name in gathered.names}
         fixed = self.adjustment.qparams

@@ -11,6 +11,7 @@ from torch import (
 from quantizer.algorithms.gptq.rows import ColumnScales
 from quantizer.algorithms.patches import (
     is_linear,
+    matrix_shape,
     weight_matrix,
 )
 from quantizer.config.model import QuantizationSpec
@@ -93,7 +94,7 @@ def _by_row(
     """Return the scales or zero points of a linear layer, none of which lies across rows, as
     [groups, rows, scales of a row].
     """
-    groups, rows, _ = weight_matrix(layer, layer.get_parameter("weight")).shape
+    groups, rows, _ = matrix_shape(layer)
     is_of_whole_matrix = values.dim() < 2 and values.numel() != groups * rows
     if is_of_whole_matrix:
         return values.reshape(-1, 1, 1).expand(groups, rows, 1)

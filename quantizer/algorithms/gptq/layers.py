@@ -46,8 +46,9 @@ from quantizer.observers import code_range_of, kernel_of
 _COMPARED_ROWS = 128
 """Evenly strided rows of a layer that show a clear gain; between one and two times as many."""
 _MAX_SOLVED_TWICE = 1 << 23
-"""Values of layers that are solved with both ranges in one call. Small layers are limited by
-the number of calls, larger ones by memory.
+_MAX_SOLVED_TWICE_ON_A_DEVICE = 1 << 27
+"""Values of layers that are solved with both ranges in one call: on the CPU, and elsewhere.
+Small layers are limited by the number of calls, larger ones by memory.
 """
 NO_GAIN = (
     "the algorithm promises no smaller errors than round-to-nearest on other data; it stays "
@@ -322,7 +323,10 @@ def _solve_ranges(
     uncut_spec = replace(spec, symmetric_scale="quant_max")
     uncut_members = [member.with_spec(uncut_spec) for member in members]
     calls = [[*members], uncut_members]
-    if sum(member.weight.numel() for member in members) <= _MAX_SOLVED_TWICE:
+    most = _MAX_SOLVED_TWICE_ON_A_DEVICE
+    if members[0].weight.device.type == "cpu":
+        most = _MAX_SOLVED_TWICE
+    if sum(member.weight.numel() for member in members) <= most:
         calls = [[*members, *uncut_members]]
     solutions: list[GptqSolution] = []
     for call in calls:
