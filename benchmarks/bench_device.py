@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -254,14 +255,18 @@ def sampled(interval_s: float = 0.02) -> Iterator[None]:
     thread = threading.Thread(target=sample, daemon=True)
     started = time.perf_counter()
     thread.start()
-    yield
-    done.set()
-    thread.join()
-    step = (time.perf_counter() - started) / max(count, 1)
-    for title, found, rows in (("within", within, 70), ("innermost", innermost, 25)):
-        print(f"\nseconds, {title}")
-        for name, samples in found.most_common(rows):
-            print(f"{samples * step:8.2f} {name}")
+    # A run that is stopped prints what was sampled so far
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        step = (time.perf_counter() - started) / max(count, 1)
+        for title, found, rows in (("within", within, 80), ("innermost", innermost, 25)):
+            print(f"\nseconds, {title}")
+            for name, samples in found.most_common(rows):
+                print(f"{samples * step:8.2f} {name}")
 
 
 def calibration_command(

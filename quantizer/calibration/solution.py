@@ -179,6 +179,7 @@ def encoded(
 
     The codes of deferred parameters are deferred.
     """
+    float_graph = graph
     graph = with_weights(graph, solution.weights)
     tensors = dict(solution.tensors)
     weights = {}
@@ -193,7 +194,9 @@ def encoded(
         quantizer = TensorQuantizer.of(tensor)
         quantized = quantizer(loaded(value))
         tensor = tensor.encoded(quantized)
-        tensor = tensor.mapped(partial(beside, value))
+        # A rounded weight may be on the GPU, where codes are not
+        float_value = float_graph.tensors[float_graph.by_name[name].params[key]]
+        tensor = tensor.mapped(partial(beside, float_value))
         tensors[name, role] = tensor
         if tensor.codes is not None and name in weights:
             weights[name].pop(key, None)
