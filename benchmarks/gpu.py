@@ -54,6 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         environment = paths(options.wheels, work / "packages")
+        require_device(environment)
         for part in parts(work / "models"):
             if options.only and not any(part.name.startswith(name) for name in options.only):
                 continue
@@ -69,6 +70,15 @@ def main() -> None:
     print("\n" + table(found))
     if any("failed" in figures for figures in found.values()):
         raise SystemExit(1)
+
+
+def require_device(environment: dict[str, str]) -> None:
+    """End with a sentence and exit code 1 if torch is missing or finds no GPU."""
+    command = [sys.executable, "-c", "import torch; assert torch.cuda.is_available()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise SystemExit(f"no part has run: {sys.executable} finds no GPU ({reason})")
 
 
 def parts(models: Path) -> list[Part]:

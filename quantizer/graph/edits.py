@@ -129,7 +129,9 @@ def channels_of(
     weight: Tensor,
 ) -> tuple[int, int]:
     """Return how many output and input channels a linear or convolution layer has."""
-    groups, outputs, inputs, _ = by_channel(node, weight.to("meta")).shape
+    without_values = weight.to("meta")
+    table = by_channel(node, without_values)
+    groups, outputs, inputs, _ = table.shape
     if node.row.experts:
         return outputs, inputs
     return groups * outputs, groups * inputs

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from quantizer.cli.main import run_command
 from quantizer.graph.parameters import placed
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
-from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of
+from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of, read_tensor
 
 pytestmark = pytest.mark.slow
 
@@ -172,6 +173,11 @@ def eight_tokens() -> list[dict[str, Tensor]]:
     return tokens()
 
 
+def many_tokens() -> list[dict[str, Tensor]]:
+    """More batches than a weight may be read."""
+    return tokens(20)
+
+
 def test_weights_in_files_give_the_same_bytes(tmp_path: Path) -> None:
     """The attention of torch is laid out in another way, so that numbers of modules are not
     compared.
@@ -240,6 +246,29 @@ def test_weights_in_files_are_rounded_as_those_in_memory(
         )
     assert found[0] == found[1]
     assert ahead and all(tensor.device == STRICT for tensor in ahead)
+
+
+def test_weights_in_files_are_read_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each weight is read for its check, its digest, its range, the layers before it and its
+    rounding, however many batches there are.
+    """
+    folder = saved(tmp_path / "model", language_model(torch.bfloat16))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(HIERARCHICAL["gptq"]))
+    reads: Counter[int] = Counter()
+
+    def counted(file: int, start: int, *rest: Any) -> Tensor:
+        reads[start] += 1
+        return read_tensor(file, start, *rest)
+
+    monkeypatch.setattr("quantizer.storage.safetensors_file.read_tensor", counted)
+    monkeypatch.setattr("quantizer.algorithms.sequential_runner._JOINED_IDS_OF_A_DEVICE", 1)
+    given = ["--model", str(folder), "--config_file", str(config), "--device", "strict", "-q"]
+    given += ["--data", f"{__file__}:many_tokens", "--output_dir", str(tmp_path / "results")]
+    assert run_command(["--quant_mode", "calib", *given]) == 0
+    assert max(reads.values()) <= 8
 
 
 def test_weights_that_are_deferred_stay_so_on_a_device() -> None:

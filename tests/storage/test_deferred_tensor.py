@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from quantizer.errors import DataError
 from quantizer.storage import process_memory
 from quantizer.storage.allocator import give_back
-from quantizer.storage.deferred_tensor import DeferredTensor, beside, loaded
+from quantizer.storage.deferred_tensor import DeferredTensor, beside, held, loaded
 from quantizer.storage.files import write_tensors
 from quantizer.storage.safetensors_file import STORED, deferred_file
 
@@ -62,6 +62,28 @@ def test_facts_read_nothing(load: Counted) -> None:
     assert isinstance(nn.Parameter(x, requires_grad=False), nn.Parameter)
     assert "DeferredTensor" in repr(x)
     assert load.count == 0
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta")])
+def test_its_shape_on_the_meta_device_reads_nothing(device: object, load: Counted) -> None:
+    x = deferred(load)
+    assert isinstance(device, (str, torch.device))
+    shape = x.to(device)
+    assert (shape.is_meta, shape.shape, shape.dtype) == (True, (2, 3), torch.float32)
+    assert load.count == 0
+    assert x.to("meta", torch.float64).dtype == torch.float64
+
+
+def test_a_held_one_is_read_once_whatever_is_made_of_it(load: Counted) -> None:
+    x = deferred(load)
+    with held([x, torch.ones(1)]):
+        assert load.count == 0
+        with held([x.detach()]):
+            assert (x + 1).sum() == 21
+        assert (x.detach() + 1).sum() == 21
+        assert load.count == 1
+    assert (x + 1).sum() == 21
+    assert load.count == 2
 
 
 def test_functions_take_it_for_its_values(load: Counted) -> None:
