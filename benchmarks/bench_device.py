@@ -362,12 +362,12 @@ def network(name: str) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    made: nn.Module
     if name == "resnet50":
-        made = transformers.ResNetForImageClassification(transformers.ResNetConfig())
+        sizes = transformers.ResNetConfig()
+        model: nn.Module = transformers.ResNetForImageClassification(sizes)
     else:
-        made = transformers.ViTForImageClassification(transformers.ViTConfig())
-    return made.eval()
+        model = transformers.ViTForImageClassification(transformers.ViTConfig())
+    return model.eval()
 
 
 def pictures(batches: int) -> list[Tensor]:

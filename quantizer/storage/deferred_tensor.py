@@ -139,7 +139,7 @@ class DeferredTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _FACTS:
                 return func(*args, **kwargs)
-            if func is Tensor.to and _goes_to_meta(args[1:], kwargs):
+            if first is not None and func is Tensor.to and _goes_to_meta(args[1:], kwargs):
                 return torch.empty_strided(
                     first.shape, first.stride(), dtype=first.dtype, device="meta"
                 )
@@ -164,9 +164,9 @@ class DeferredTensor(Tensor):
 def _goes_to_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether these arguments of `Tensor.to` ask for the shape alone."""
     target = kwargs.get("device", args[0] if args else None)
-    is_device = isinstance(target, (str, torch.device))
-    is_alone = len(args) + len(kwargs) == 1
-    return is_device and is_alone and torch.device(target).type == "meta"
+    if not isinstance(target, (str, torch.device)) or len(args) + len(kwargs) > 1:
+        return False
+    return torch.device(target).type == "meta"
 
 
 @contextmanager
