@@ -20,7 +20,6 @@ from quantizer.graph.modules import is_called, key_in_module, parameters_of
 from quantizer.graph.passes import load_pass
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
 from quantizer.graph.structure import Structure
-from quantizer.graph.trace import trace
 from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
 from quantizer.nn.network import build_layer
 from quantizer.plan.model import Key, Plan
@@ -86,6 +85,9 @@ class TracedModules:
         Raises:
             ModelError: it cannot be traced.
         """
+        # It imports torch.export, and few algorithms of modules need a trace
+        from quantizer.graph.trace import trace
+
         try:
             with without_cache(model):
                 graph = trace(model, first.args, first.kwargs)

@@ -6,15 +6,18 @@ on these in their weights. Masks, positions and embeddings that are as long as t
 same call are the exceptions.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 _MIN_TRACED_LENGTH = 2
 """The shortest length that torch can leave open: it takes a size of one for a constant."""
@@ -192,7 +195,7 @@ def _traced_size(
 def _inputs(program: ExportedProgram) -> Iterator[Any]:
     """Yield what torch knows of each leaf of a call."""
     specs = program.graph_signature.input_specs
-    user_inputs = {spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT}
+    user_inputs = {spec.arg.name for spec in specs if spec.kind.name == "USER_INPUT"}
     for node in program.graph.find_nodes(op="placeholder"):
         if node.name in user_inputs:
             yield node.meta.get("val")

@@ -34,7 +34,6 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output, parts_named_as
 from quantizer.graph.parameters import placed
 from quantizer.graph.passes import for_device, run_passes
-from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.results.folder import RESOLVED, OpenedResults, QuantInfo
 from quantizer.results.graph_file import read_graph
@@ -131,6 +130,9 @@ def traced(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
         ModelError: it cannot be traced, or the graph computes something else.
         DataError: it cannot run on the batch at all.
     """
+    # It imports torch.export, and whoever reads results has a graph already
+    from quantizer.graph.trace import trace
+
     materialize(module, batch)
     with left_alone(module):
         try:
