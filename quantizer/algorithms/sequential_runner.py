@@ -260,11 +260,10 @@ class SequentialRunner:
                 self._store.free(value)
 
 
-def no_batches() -> DataError:
-    """Return the error about calibration data without any batch."""
-    return DataError(
-        "the calibration data has no batches", help="check --data and --subset_len"
-    )
+def no_batches(purpose: str = "calibration") -> DataError:
+    """Return the error about data for this purpose without any batch."""
+    text = f"the {purpose} data has no batches"
+    return DataError(text, help="check --data and --subset_len")
 
 
 def _joinable(

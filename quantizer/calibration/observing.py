@@ -13,6 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from quantizer.algorithms.bias_correction import ChannelMean, channel_axis
+from quantizer.algorithms.sequential_runner import no_batches
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
@@ -329,9 +330,7 @@ def require_batches(calibration: Calibration) -> None:
         DataError: there was none.
     """
     if not calibration.batches and calibration.plan.needs_data:
-        raise DataError(
-            "the calibration data has no batches", help="check --data and --subset_len"
-        )
+        raise no_batches()
 
 
 def require_finite(value: Tensor) -> None:

@@ -156,10 +156,10 @@ class OutputComparison:
             matched = match_rows(output.order, reference, quantized)
         if matched is not None:
             figures.order = matched.counts
-        elif x.shape != y.shape:
-            raise _other_sizes(x, y)
-        elif output.order is not None:
-            figures.order = count_unmatched(output.order, reference.seen)
+        else:
+            require_same_shape("the output", x, y)
+            if output.order is not None:
+                figures.order = count_unmatched(output.order, reference.seen)
         if split is not None and split.is_unwritten:
             figures.channels = None
         if split is None:
@@ -344,10 +344,19 @@ def _part(part: OutputPart) -> PartFigures:
     return PartFigures(part.name, part.index, part.layer, part.is_constant, part.pooled)
 
 
-def _other_sizes(x: Tensor, y: Tensor) -> ModelError:
-    """Return the error about sizes that depend on values, as those after `nonzero`."""
-    sizes = f"the float network makes {list(x.shape)}, the quantized one {list(y.shape)}"
-    return ModelError(
-        f"the output: {sizes}: sizes that depend on values leave nothing to compare",
+def require_same_shape(name: str, x: Tensor, y: Tensor) -> None:
+    """Raise `ModelError` if quantization changes how many values there are, as after
+    `nonzero`.
+
+    Args:
+        name: of the value in messages.
+        x: the value in the float network.
+        y: the value in the quantized one.
+    """
+    if x.shape == y.shape:
+        return
+    raise ModelError(
+        f"{name}: its shape is {list(x.shape)} in the float network and {list(y.shape)} in "
+        "the quantized one; sizes that depend on values cannot be compared",
         help="quantize the model up to the layer that selects, and select outside of it",
     )

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from quantizer.algorithms.sequential_runner import no_batches
 from quantizer.comparison.output_measure import OutputMeasure
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.errors import DataError
 from quantizer.graph.output_parts import output_parts, parts_named_as
 from quantizer.graph.parameters import set_parameter
 from quantizer.nn.layer import Layer
@@ -162,9 +162,7 @@ def ablate(
                 float_run.step()
                 quantized_run.step()
     if not signal:
-        raise DataError(
-            "the calibration data has no batches", help="check --data and --subset_len"
-        )
+        raise no_batches()
     effects = []
     for key, noises in alone.items():
         effects.append(Effect(key, noises, without[key]))

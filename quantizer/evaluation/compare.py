@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from quantizer.algorithms.sequential_runner import no_batches
 from quantizer.comparison.noise import Noise, beside_far_values
-from quantizer.comparison.output_comparison import ComparedNetworks
+from quantizer.comparison.output_comparison import ComparedNetworks, require_same_shape
 from quantizer.comparison.output_figures import (
     POOLED_FIGURE,
     ROWS_KEPT,
@@ -27,7 +28,6 @@ from quantizer.comparison.output_figures import (
 from quantizer.comparison.perplexity import TokenLoss, next_tokens
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.distributed import ALONE, Ranks, in_turn
-from quantizer.errors import DataError, ModelError
 from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, naming_batch
@@ -58,7 +58,12 @@ class LayerNoise:
     accumulated: Noise | None = None
     is_bounded: bool = False
 
-    def add(self, x: Tensor, local: Tensor, accumulated: Tensor | None = None) -> None:
+    def add(
+        self,
+        x: Tensor,
+        local: Tensor,
+        accumulated: Tensor | None = None,
+    ) -> None:
         """Add one batch of float values and their two quantized versions."""
         others = None if self.is_bounded else beside_far_values(x)
         if others is not None:
@@ -227,7 +232,10 @@ def _merge_figures(figures: Sequence[OutputFigures], others: Sequence[OutputFigu
         output.merge(other)
 
 
-def target_metrics(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
+def target_metrics(
+    model: Callable[..., Any],
+    batches: Iterable[Batch],
+) -> dict[str, float]:
     """Return top-1 accuracy of one model on labelled batches, or perplexity on text; nothing if
     the data has no targets.
     """
@@ -266,9 +274,7 @@ def over_batches(
             if count % (_BATCHES_BETWEEN_EXCHANGES * ranks.world_size) == 0:
                 exchange(count)
     if not count:
-        raise DataError(
-            "the evaluation data has no batches", help="check --data and --subset_len"
-        )
+        raise no_batches("evaluation")
     exchange(count)
 
 
@@ -318,7 +324,7 @@ def compare(
             recorders[0].see(name, x)
             recorders[1].see(name, y)
             for quantizer, index in taps.get(name, ()):
-                _require_same_shape(name, x, y)
+                require_same_shape(name, x, y)
                 noise = result.layers[index]
                 # A layer quantizes its input itself, after the value that both networks have.
                 is_output = noise.layer == name
@@ -366,18 +372,6 @@ def _taps(quantized: Network) -> tuple[list[LayerNoise], _Taps]:
         row = LayerNoise(name, role, accumulated=Noise(), is_bounded=is_bounded)
         rows.append(row)
     return rows, taps
-
-
-def _require_same_shape(name: str, x: Tensor, y: Tensor) -> None:
-    """Raise `ModelError` if quantization changes how many values there are, as after
-    `nonzero`.
-    """
-    if x.shape != y.shape:
-        raise ModelError(
-            f"{name}: its shape is {list(x.shape)} in the float network and {list(y.shape)} in "
-            "the quantized one; sizes that depend on values cannot be compared",
-            help="quantize the model up to the layer that selects, and select outside of it",
-        )
 
 
 def _parameter_noise(reference: Network, quantized: Network) -> list[LayerNoise]:
