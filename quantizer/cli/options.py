@@ -133,6 +133,8 @@ _count = functools.partial(option, type=click.IntRange(1), metavar="N")
 def _of_target(name: str) -> Any:
     """Return the field of an option that a target of --deploy declares."""
     declared = CHOICES[name]
+    if declared.is_text:
+        return option(declared.help, group="Output", metavar="NAME,...")
     return option(
         declared.help,
         default=declared.default,
@@ -268,6 +270,8 @@ class Options:
     pt2_activations: str = _of_target("pt2_activations")
     onnx_profile: str = _of_target("onnx_profile")
     onnx_weights: str = _of_target("onnx_weights")
+    input_names: str | None = _of_target("input_names")
+    output_names: str | None = _of_target("output_names")
     gguf_template: str | None = _file(CHOICES["gguf_template"].help, group="Output")
     for_: tuple[str, ...] = option(
         "Before calibration, check that --deploy TARGET will be able to write the result. "

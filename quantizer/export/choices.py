@@ -23,7 +23,7 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
                 f"no target has the option {name}", help=f"known are {', '.join(CHOICES)}"
             )
         option = CHOICES[name]
-        if value not in option.values and not option.is_file:
+        if value not in option.values and not (option.is_file or option.is_text):
             raise UsageError(
                 f"{name} is {value!r}", help=f"known are {', '.join(option.values)}"
             )

@@ -16,7 +16,15 @@ from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encoded, quantized_network
 from quantizer.export.choices import CHOICES
+from quantizer.export.value_names import (
+    chosen_names,
+    in_traced_order,
+    input_names,
+    output_names,
+    require_apart,
+)
 from quantizer.graph.ir import Graph
+from quantizer.graph.output_names import unused_names
 from quantizer.graph.output_parts import Output, output_parts, parts_named_as
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated, call_of_shapes
@@ -71,11 +79,12 @@ class Deployment:
         first = next(iter(batches)).to("cpu").stable()
         cpu = torch.device("cpu")
         graph = calibrated.graph.on(cpu)
+        args, kwargs = in_traced_order(graph, first.args, first.kwargs)
         return cls(
             graph,
             calibrated.solution,
-            first.args,
-            first.kwargs,
+            args,
+            kwargs,
             opset=calibrated.settings.onnx_opset_version,
             batches=batches,
             sqnr_db=figures.get("sqnr_db", math.inf),
@@ -121,10 +130,33 @@ class Deployment:
         with torch.no_grad():
             return tensor_leaves(self.network()(*self.args, **self.kwargs))
 
+    @cached_property
+    def input_names(self) -> list[str]:
+        """Return the names of the call's tensors in files, in the order of the graph.
+
+        Raises:
+            UsageError: `--input_names` does not fit the model.
+        """
+        names = input_names(self.model, self.graph)
+        return chosen_names("input_names", self.choice("input_names"), names)
+
+    @cached_property
+    def output_names(self) -> list[str]:
+        """Return the names of the network's tensors in files.
+
+        Raises:
+            UsageError: `--output_names` does not fit the model, or a name is that of an input.
+        """
+        names = output_names([output.name for output in self.outputs])
+        chosen = chosen_names("output_names", self.choice("output_names"), names)
+        if self.choice("output_names") or self.choice("input_names"):
+            require_apart(self.input_names, chosen)
+        return unused_names(chosen, self.input_names)
+
     def calls(self) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
         """Yield positional and keyword arguments of each call to verify with."""
         for batch in self.batches or [Batch(self.args, self.kwargs, None, None)]:
-            yield batch.args, batch.kwargs
+            yield in_traced_order(self.graph, batch.args, batch.kwargs)
 
     @cached_property
     def outputs(self) -> tuple[Output, ...]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class TargetOption:
     """An option of a target, on the command line and in Python.
 
-    `values` are what it may be, the default first. With `is_file` any path is a value, too.
+    `values` are what it may be, the default first. With `is_file` any path is a value, too, and
+    with `is_text` any text.
     """
 
     name: str
@@ -20,6 +21,7 @@ class TargetOption:
     help: str
     values: tuple[str, ...]
     is_file: bool = False
+    is_text: bool = False
 
     @property
     def default(self) -> str:
@@ -65,6 +67,22 @@ EXPORTERS: dict[str, ExportTarget] = {
                 "8-bit weights in an .onnx: uint8 for any CPU, int8 for those with VNNI, "
                 "faster.",
                 ("uint8", "int8"),
+            ),
+            TargetOption(
+                "input_names",
+                "onnx",
+                "Names of the inputs of an .onnx, separated by commas.  [default: the "
+                "parameters of forward()]",
+                ("",),
+                is_text=True,
+            ),
+            TargetOption(
+                "output_names",
+                "onnx",
+                "Names of the outputs of an .onnx, separated by commas.  [default: keys and "
+                "fields of the output, otherwise output_0, output_1, ...]",
+                ("",),
+                is_text=True,
             ),
         ),
     ),

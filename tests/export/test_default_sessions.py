@@ -87,7 +87,7 @@ def deployed(
     with torch.no_grad():
         expected = torch.cat([network(images) for images, _ in data])
     found = [
-        torch.from_numpy(session.run(None, {"input_0": images.numpy()})[0])
+        torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
         for images, _ in data
     ]
     return Deployed(

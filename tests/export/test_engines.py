@@ -220,7 +220,7 @@ def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> N
     build, batches = NETWORKS[name]
     expected, x = exported(build, batches(), tmp_path / "net.onnx")
     model = onnx.load(tmp_path / "net.onnx")
-    feed = {"input_0": x.numpy()}
+    feed = {model.graph.input[0].name: x.numpy()}
     session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
     exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
     compiled = ov.Core().compile_model(str(tmp_path / "net.onnx"), "CPU", exact)

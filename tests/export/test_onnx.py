@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import document
 from support.deployments import Written, deployment, fitted
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
 from support.toys import built
 
+import quantizer
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import ModelError, QuantizerError, UsageError, VerificationError
@@ -200,7 +202,7 @@ def test_the_batch_is_open(batch: int, exported: Callable[[str, str], Written]) 
     given, path = exported("onnx", "residual").given, exported("onnx", "residual").path
     args, kwargs = built("residual").call(batch)
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (output,) = session.run(None, {"input_0": args[0].numpy()})
+    (output,) = session.run(None, {session.get_inputs()[0].name: args[0].numpy()})
     expected = replace(given, args=args, kwargs=kwargs).expected[0]
     step = float(given.solution.tensors[given.graph.output.name, "activation"].scale)
     difference = (torch.from_numpy(output) - expected).abs()
@@ -280,7 +282,9 @@ def test_tensors_that_do_not_fit_one_message_lie_beside_the_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "net.onnx.data"]
     assert (tmp_path / "net.onnx.data").stat().st_size >= 4 * 5 * 512
     session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
-    assert session.run(None, {"input_0": torch.tensor([3]).numpy()})[0].shape == (1, 512)
+    assert session.run(None, {session.get_inputs()[0].name: torch.tensor([3]).numpy()})[
+        0
+    ].shape == (1, 512)
     monkeypatch.undo()
     export("onnx", given, tmp_path / "net.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["net.onnx"]
@@ -356,7 +360,7 @@ def test_outputs_that_are_constants(tmp_path: Path) -> None:
     )
     assert found.equal == 1.0
     session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
-    made = session.run(None, {"input_0": x.numpy()})
+    made = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert [each.tolist() for each in made[1:]] == [[0, 1, 2], [0, 1, 2, 3], [3, 3]]
 
 
@@ -388,3 +392,16 @@ def test_float64_and_untranslatable_operators_are_refused(tmp_path: Path) -> Non
         "is torch.float64"
         in refusal(replace(constants, solution=Solution(double)), tmp_path).message
     )
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_convolution_with_zero_points_everywhere_is_written(
+    per_channel: bool, tmp_path: Path
+) -> None:
+    """Its weight stays float in the file, and its bias is one of codes."""
+    config = document(
+        overall={"symmetry": False}, tensor={"weights": {"per_channel": per_channel}}
+    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 1)).eval()
+    result = quantizer.calibrate(model, config, [torch.randn(2, 3, 6, 6)])
+    assert result.export("onnx", tmp_path / "net.onnx").max_difference == 0

@@ -182,7 +182,7 @@ def test_every_kind_is_test_modes_in_a_default_session(opset: int, tmp_path: Pat
     verified = export("onnx", given, tmp_path / "net.onnx").default_session
     assert verified is not None
     session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
-    outputs = session.run(None, {"input_0": x.numpy()})
+    outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     expected = Deployment(graph, as_run(["onnx"], graph, solution), (x,), {}).expected
     steps = Deployment(graph, solution, (x,), {}).steps
     wrong = {}

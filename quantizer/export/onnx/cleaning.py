@@ -1,7 +1,7 @@
 """Removes from a model what tells where it was made: traces, internal names, stale shapes."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import onnx
 from onnx import ModelProto
@@ -18,6 +18,7 @@ _SYMBOL = re.compile(r"\b[su]\d+\b")
 def clean_proto(
     model: ModelProto,
     graph: Graph,
+    input_names: Sequence[str],
 ) -> None:
     """Remove metadata and value shapes, and name producer, graph, domains and open sizes."""
     model.producer_name = "quantizer"
@@ -31,7 +32,7 @@ def clean_proto(
     for node in model.graph.node:
         del node.metadata_props[:]
         node.doc_string = ""
-    names = _size_names(model, graph)
+    names = _size_names(model, graph, input_names)
     for value in (*model.graph.input, *model.graph.output):
         del value.metadata_props[:]
         for dimension in value.type.tensor_type.shape.dim:
@@ -58,6 +59,7 @@ def _set_domains(model: ModelProto) -> None:
 def _size_names(
     model: ModelProto,
     graph: Graph,
+    input_names: Sequence[str],
 ) -> Mapping[str, str]:
     """Return what torch's symbols stand for: the batch, a length, or a size from values.
 
@@ -71,7 +73,7 @@ def _size_names(
             lengths[axis] = length.name
     names: dict[str, str] = {}
     for value in model.graph.input:
-        index = tensors[int(value.name.rpartition("_")[2])]
+        index = tensors[input_names.index(value.name)]
         for axis_number, dimension in enumerate(value.type.tensor_type.shape.dim):
             if dimension.HasField("dim_param"):
                 name = lengths.get((index, axis_number), "batch")

@@ -57,7 +57,7 @@ class OnnxModel:
 
 
 class OnnxExporter(Exporter[OnnxModel]):
-    """Writes a model with the inputs and outputs `input_0`, …, `output_0`, ….
+    """Writes a model with the inputs and outputs of the user's model, by their names.
 
     They are in the order of the call's tensors. The bytes depend only on network and
     calibration. A network of half precision computes in float32 there.
@@ -127,7 +127,7 @@ class OnnxExporter(Exporter[OnnxModel]):
         lowering = Lowering(network, quantizations, opset, biases, float_layers, is_fast)
         lower_marks(model, lowering)
         proto = ir.to_proto(model)
-        clean_proto(proto, deployment.graph)
+        clean_proto(proto, deployment.graph, deployment.input_names)
         with stored_model(proto, path) as source:
             file = OnnxFile(path.name, source, proto, floating)
             yield OnnxModel(file, tested, processor_remarks(wide.graph, stated))

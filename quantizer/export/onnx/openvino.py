@@ -237,5 +237,4 @@ class _Run:
 
 
 def _inputs(file: OnnxFile, deployment: Deployment) -> Arrays:
-    names = {value.name for value in file.model.graph.input}
-    return named_inputs(names, deployment.args, deployment.kwargs)
+    return named_inputs(file.model, deployment, deployment.args, deployment.kwargs)

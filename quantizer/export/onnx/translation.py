@@ -1,5 +1,6 @@
 """Translates a network with torch.onnx, with a mark where each tensor is quantized."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -90,7 +91,7 @@ def translate_network(
 ) -> ir.Model:
     """Return the network as ONNX, with marks.
 
-    Its inputs and outputs are `input_0`, …, `output_0`, … in the order of the call's tensors.
+    Its inputs and outputs have the deployment's names, in the order of the call's tensors.
 
     Args:
         network: the deployment's, which marks are attached to.
@@ -106,8 +107,8 @@ def translate_network(
         with quiet(), torch.no_grad(), without_stack_traces():
             translated = torch.onnx.export(
                 program,
-                input_names=[f"input_{index}" for index in range(len(tensors))],
-                output_names=[f"output_{index}" for index in range(len(deployment.expected))],
+                input_names=_numbered("input", len(tensors)),
+                output_names=_numbered("output", len(deployment.expected)),
                 opset_version=opset,
                 dynamo=True,
                 optimize=True,
@@ -127,7 +128,33 @@ def translate_network(
     assert translated is not None
     model: ir.Model = translated.model
     _produce_outputs(model.graph)
+    inputs = dict(zip(_numbered("input", len(tensors)), deployment.input_names, strict=True))
+    count = len(deployment.expected)
+    outputs = dict(zip(_numbered("output", count), deployment.output_names, strict=True))
+    _rename(model.graph, inputs | outputs)
     return model
+
+
+def _numbered(word: str, count: int) -> list[str]:
+    return [f"{word}_{index}" for index in range(count)]
+
+
+def _rename(graph: ir.Graph, names: Mapping[str, str]) -> None:
+    """Rename values of a graph; others that have one of the new names get another."""
+    taken = set(names.values())
+    for name in taken & graph.initializers.keys():
+        constant = graph.initializers.pop(name)
+        constant.name = f"{name}.inner"
+        graph.register_initializer(constant)
+    values = list(graph.inputs)
+    for node in graph.all_nodes():
+        values += node.outputs
+    for value in values:
+        name = value.name or ""
+        if name in names:
+            value.name = names[name]
+        elif name in taken:
+            value.name = f"{name}.inner"
 
 
 def _produce_outputs(graph: ir.Graph) -> None:

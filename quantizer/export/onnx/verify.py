@@ -4,10 +4,9 @@ test mode.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -76,7 +75,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     layers = _LayerSession.of(file, deployment)
     first_feed: dict[str, NDArray[Any]] | None = None
     for args, kwargs in deployment.calls():
-        feed = _feed(sessions[DEFAULT], args, kwargs)
+        feed = named_inputs(file.model, deployment, args, kwargs)
         if first_feed is None:
             first_feed = feed
         recorder = agreements[UNOPTIMIZED].recorder()
@@ -84,7 +83,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             expected = widened(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
         for label, session in sessions.items():
             with _failures_named(label, file.name):
-                actual = _outputs(session, args, kwargs)
+                actual = _outputs(session, feed)
             agreements[label].add(expected, actual, recorder)
         if layers is not None:
             with _failures_named(DEFAULT, file.name):
@@ -98,7 +97,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         verified[label] = accepted(
             agreements[label].result(),
             deployment,
-            partial(_outputs, session),
+            _SessionOfFile(session, file, deployment).outputs,
             refusal=f"{file.name} is not written: {label}",
             remedy=remedy,
         )
@@ -184,26 +183,40 @@ def _failures_named(label: str, name: str) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True)
+class _SessionOfFile:
+    """A session that is called as the model is."""
+
+    session: onnxruntime.InferenceSession
+    file: OnnxFile
+    deployment: Deployment
+
+    def outputs(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> list[Tensor]:
+        """Return what the session gives for a call."""
+        feed = named_inputs(self.file.model, self.deployment, args, kwargs)
+        return _outputs(self.session, feed)
+
+
 def _outputs(
-    session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]]
 ) -> list[Tensor]:
     """Return what a session gives for a call."""
-    outputs = session.run(None, _feed(session, args, kwargs))
+    outputs = session.run(None, feed)
     return [torch.from_numpy(output) for output in outputs]
 
 
-def _feed(
-    session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, NDArray[Any]]:
-    """Return a call's tensors by the names of a session's inputs."""
-    names = {value.name for value in session.get_inputs()}
-    return named_inputs(names, args, kwargs)
-
-
 def named_inputs(
-    names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: ModelProto,
+    deployment: Deployment,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> dict[str, NDArray[Any]]:
     """Return the call's tensors that a file has as inputs, by name."""
-    leaves = widened(tensor_leaves((args, dict(kwargs))))
-    tensors = {f"input_{index}": tensor for index, tensor in enumerate(leaves)}
-    return {name: tensor.numpy() for name, tensor in tensors.items() if name in names}
+    names = {value.name for value in model.graph.input}
+    tensors = widened(tensor_leaves((args, dict(kwargs))))
+    named = zip(deployment.input_names, tensors, strict=True)
+    return {name: tensor.numpy() for name, tensor in named if name in names}

@@ -1,0 +1,139 @@
+"""The names of the inputs and outputs of exported files: those of the user's model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from quantizer.config.wording import counted
+from quantizer.errors import UsageError
+from quantizer.graph.ir import Graph
+from quantizer.graph.output_names import unused_names
+
+_Path = tuple[Any, ...]
+"""Keys and indices that lead into a nested value."""
+
+
+def input_names(model: nn.Module | None, graph: Graph) -> list[str]:
+    """Return a name for each tensor of a call, in the order of the graph's inputs: the
+    parameter of `forward` that takes it, and the keys of containers in it, joined by dots.
+
+    Without a model, positional arguments are called `input_0`, `input_1`, ….
+    """
+    parameters: list[str] = []
+    prefix = "input_"
+    if model is not None:
+        for parameter in inspect.signature(model.forward).parameters.values():
+            if parameter.kind == parameter.VAR_POSITIONAL:
+                prefix = f"{parameter.name}_"
+            elif parameter.kind not in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
+                parameters.append(parameter.name)
+    nodes = [node for node in graph.nodes if node.op == "input"]
+    names: list[str] = []
+    for node, path in zip(nodes, graph.input_paths, strict=True):
+        if node.shape is None:
+            # A number is part of the program.
+            continue
+        argument, *keys = path[1:]
+        if isinstance(argument, int):
+            further = argument - len(parameters)
+            argument = f"{prefix}{further}" if further >= 0 else parameters[argument]
+        words = [argument, *map(str, keys)]
+        names.append(".".join(words))
+    return unused_names(names, ())
+
+
+def in_traced_order(
+    graph: Graph,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call with the keys of its dicts in the order of the call that was traced, as
+    exports take tensors by their numbers.
+    """
+    ordered = _ordered([args, dict(kwargs)], graph.input_paths)
+    return tuple(ordered[0]), ordered[1]
+
+
+def _ordered(value: Any, paths: Sequence[_Path]) -> Any:
+    """Return a nested value with the keys of its dicts as they come in paths into it."""
+    if isinstance(value, dict):
+        ordered: dict[Any, Any] = {}
+        traced_keys = [path[0] for path in paths if path and path[0] in value]
+        for key in dict.fromkeys([*traced_keys, *value]):
+            ordered[key] = _ordered(value[key], _inside(paths, key))
+        return ordered
+    if type(value) in (list, tuple):
+        items = []
+        for index, item in enumerate(value):
+            inner_paths = _inside(paths, index)
+            items.append(_ordered(item, inner_paths))
+        return type(value)(items)
+    return value
+
+
+def _inside(paths: Sequence[_Path], key: Any) -> list[_Path]:
+    """Return the paths that begin with a key, without it."""
+    inner = []
+    for path in paths:
+        if path and path[0] == key:
+            inner.append(path[1:])
+    return inner
+
+
+def output_names(names: Sequence[str]) -> list[str]:
+    """Return the outputs' names in a file, for those that a network has for them.
+
+    >>> output_names(["boxes", "aux.0", "1"])
+    ['boxes', 'aux.0', 'output_1']
+    """
+    in_file: list[str] = []
+    for name in names:
+        if name[0].isdecimal():
+            name = f"output_{name}"
+        in_file.append(name)
+    return unused_names(in_file, ())
+
+
+def chosen_names(
+    option: str,
+    value: str,
+    names: Sequence[str],
+) -> list[str]:
+    """Return the names of an option, separated by commas; the given ones if it is empty.
+
+    Raises:
+        UsageError: there are more or fewer than there are tensors, or one is empty or stands
+            there twice.
+    """
+    if not value:
+        return list(names)
+    chosen = [word.strip() for word in value.split(",")]
+    if len(chosen) != len(names):
+        raise UsageError(
+            f"--{option} has {counted(len(chosen), 'name')}, and the model has "
+            f"{counted(len(names), 'tensor')} there: {', '.join(names)}",
+            help="give one name for each, separated by commas",
+        )
+    if "" in chosen or len(set(chosen)) < len(chosen):
+        raise UsageError(
+            f"--{option} is {value!r}: a name is empty, or stands there twice",
+            help="give each tensor a name of its own",
+        )
+    return chosen
+
+
+def require_apart(
+    inputs: Collection[str],
+    outputs: Collection[str],
+) -> None:
+    """Raise `UsageError` if an input and an output are to have one name."""
+    for name in outputs:
+        if name in inputs:
+            raise UsageError(
+                f"an input and an output are both called {name!r}",
+                help="give other names with --input_names or --output_names",
+            )
