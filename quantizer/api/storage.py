@@ -117,10 +117,7 @@ def _layer_entry(path: str, layer: InPlace, state: dict[str, Tensor]) -> dict[st
             if encoded.codes is not None:
                 tensors[role]["codes"] = str(value.dtype).removeprefix("torch.")
                 state[name] = pack(encoded.codes, encoded.spec)
-    input_layers = []
-    for inserted in getattr(layer, "input_layers", ()):
-        axis = getattr(inserted, "axis", -1)
-        input_layers.append({"class": type(inserted).__name__, "axis": axis})
+    input_layers = [type(inserted).__name__ for inserted in getattr(layer, "input_layers", ())]
     return {
         "is_rectified": layer.rectifies_output,
         "input_layers": input_layers,

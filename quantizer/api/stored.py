@@ -19,6 +19,7 @@ from quantizer.config.roles import parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.errors import ResultError
 from quantizer.graph.modules import as_planned, as_stored, operator_of, parameters_of
+from quantizer.graph.ops import OPS
 from quantizer.nn.inplace import InPlace, check_quantizable
 from quantizer.nn.load import unpacked_codes
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -26,7 +27,7 @@ from quantizer.nn.rescale import InputRotation, InputScale
 from quantizer.numerics.codes import storage_dtype
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
-from quantizer.results.validation import check_schema, spec_fault
+from quantizer.results.validation import checked_json, spec_fault
 from quantizer.storage.files import damaged, read_json, read_tensors
 from quantizer.storage.opened_files import OpenFile, SetKind, json_digest, open_files
 
@@ -185,16 +186,20 @@ class SavedModel:
             ResultError: the layer cannot stand there.
         """
         for path, layer in self.layers.items():
-            for number, entry in enumerate(layer["input_layers"]):
+            operator = operator_of(modules[path])
+            channels = _input_channels(modules[path])
+            for number, class_name in enumerate(layer["input_layers"]):
                 name = joined(path, "input_layers", str(number), "weight")
-                weight = self.tensors.get(name)
-                channels = _input_channels(modules[path])
-                if weight is None or list(weight.shape) != [channels] or not is_sound(weight):
-                    reason = f"it does not have {channels} finite numbers"
+                weight = self.tensors.get(name, torch.empty(0))
+                is_of_channels = channels > 0 and list(weight.shape) == [channels]
+                if operator is None or not is_of_channels or not is_sound(weight):
+                    reason = "expected a finite number for each channel that the layer reads"
                     raise self._damaged(name, reason, SAVED_TENSORS)
-                inserted: nn.Module = InputRotation(channels)
-                if entry["class"] == "InputScale":
-                    inserted = InputScale(channels, entry["axis"])
+                inserted: nn.Module
+                if class_name == "InputScale":
+                    inserted = InputScale(channels, OPS[operator].channels or 0)
+                else:
+                    inserted = InputRotation(channels)
                 inserted.weight = nn.Parameter(weight, requires_grad=False)
                 yield path, inserted
 
@@ -230,16 +235,16 @@ def _description(file: OpenFile) -> dict[str, Any]:
         ResultError: `save_quantized` cannot have written it.
     """
     with _remedied():
-        content: dict[str, Any] = read_json(file)
+        content = read_json(file)
         if not isinstance(content, dict) or content.get("format") != SAVED_FORMAT:
             raise ResultError(
                 f"{file.path} has another format than {SAVED_FORMAT}, which this version reads"
             )
-        unsealed = {key: value for key, value in content.items() if key != "checksum"}
-        if content.get("checksum") != json_digest(unsealed):
+        checksum = content.pop("checksum", None)
+        if checksum != json_digest(content):
             raise ResultError(f"{file.path} is damaged: {_CHANGED}")
-        check_schema(content, file.path, "result_files.schema.json", DESCRIPTION)
-    return content
+        description: dict[str, Any] = checked_json(file)
+    return description
 
 
 @contextmanager
@@ -314,10 +319,11 @@ def bias_shape(module: nn.Module) -> list[int]:
 
 
 def _input_channels(module: nn.Module) -> int:
-    """Return how many channels a layer reads."""
+    """Return how many channels a layer reads, 0 if that is not known."""
     weight = _planned(module, "weights")
-    channels = 0 if weight is None else weight.shape[1]
-    return int(getattr(module, "in_channels", channels))
+    if weight is None or weight.dim() < 2:
+        return 0
+    return int(getattr(module, "in_channels", weight.shape[1]))
 
 
 def _fault(

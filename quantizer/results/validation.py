@@ -39,7 +39,7 @@ def check_content(content: Any, path: Path) -> None:
     Raises:
         ResultError: with the file, the place in it and the reason.
     """
-    check_schema(content, path, "quant_info.schema.json")
+    _check_schema(content, path, "quant_info.schema.json")
     header = content["header"]
     hints = {name: hint for name, hint in get_type_hints(Settings).items() if name != "places"}
     if strange := header["settings"].keys() ^ hints.keys():
@@ -71,16 +71,11 @@ def checked_json(file: OpenFile) -> Any:
     """
     path, content, schema = file.path, read_json(file), "result_files.schema.json"
     if path.name in load_resource("schemas", schema)["definitions"]:
-        check_schema(content, path, schema, path.name)
+        _check_schema(content, path, schema, path.name)
     return content
 
 
-def check_schema(content: Any, path: Path, schema: str, definition: str | None = None) -> None:
-    """Refuse content of the file at `path` that is not of a schema, or of a definition in it.
-
-    Raises:
-        ResultError: with the file, the place in it and the reason.
-    """
+def _check_schema(content: Any, path: Path, schema: str, definition: str | None = None) -> None:
     for error in _validator(schema, definition).iter_errors(content):
         raise damaged(path, "/".join(map(str, error.absolute_path)), error.message)
 
