@@ -24,7 +24,7 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.errors import ModelError
 from quantizer.export.model_tensors import first_names
-from quantizer.graph.modules import as_planned
+from quantizer.graph.modules import as_planned, parameters_of
 from quantizer.nn.inplace import (
     InPlace,
     add_bias,
@@ -141,14 +141,11 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     with all_or_nothing(model):
         for path in saved.biases:
             module = modules.get(path)
-            if module is not None and lacks_bias(module):
+            if module is not None and lacks_bias(module) and parameters_of(module):
                 add_bias(module, torch.zeros(bias_shape(module)))
         saved.check(model)
         quantized = saved.quantized(modules)
         values = saved.values(model, quantized)
-        for path, layer in saved.inserted(modules):
-            parameter = next(modules[path].parameters())
-            insert_before(modules[path], path, layer.to(_device_of(parameter)))
         placed: dict[str, Tensor] = {}
         for name, value in values.items():
             owner = saved.ties.get(name, name)
@@ -157,6 +154,9 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
                 old = getattr(modules[path], attribute)
                 placed[owner] = _in_place_of(old, value)
             setattr(modules[path], attribute, placed[owner])
+        for path, layer in saved.inserted(modules):
+            device = next(modules[path].parameters()).device
+            insert_before(modules[path], path, layer.to(device))
         for (path, role), tensor in quantized.items():
             put(modules[path], path, role, tensor)
         for path, entry in saved.layers.items():
@@ -165,16 +165,12 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         keep_layers_called(model)
 
 
-def _device_of(tensor: Tensor) -> torch.device:
-    """Return the device for a value in place of a tensor."""
-    return torch.device("cpu") if tensor.is_meta else tensor.device
-
-
 def _in_place_of(old: Tensor, value: Tensor) -> Tensor:
     """Return a value as a tensor like the old one: on its device, and a parameter if it is
     one.
     """
-    value = value.to(_device_of(old))
+    if not old.is_meta:
+        value = value.to(old.device)
     if not isinstance(old, nn.Parameter):
         return value
     requires_grad = old.requires_grad and value.is_floating_point()

@@ -236,13 +236,15 @@ def _description(file: OpenFile) -> dict[str, Any]:
     """
     with _remedied():
         content = read_json(file)
-        if not isinstance(content, dict) or content.get("format") != SAVED_FORMAT:
-            raise ResultError(
-                f"{file.path} has another format than {SAVED_FORMAT}, which this version reads"
-            )
-        checksum = content.pop("checksum", None)
-        if checksum != json_digest(content):
-            raise ResultError(f"{file.path} is damaged: {_CHANGED}")
+    if not isinstance(content, dict) or content.get("format") != SAVED_FORMAT:
+        raise ResultError(
+            f"{file.path} has another format than {SAVED_FORMAT}, which this version reads",
+            help="quantize the model again and save it",
+        )
+    checksum = content.pop("checksum", None)
+    if checksum != json_digest(content):
+        raise ResultError(f"{file.path} is damaged: {_CHANGED}", help=_AGAIN)
+    with _remedied():
         description: dict[str, Any] = checked_json(file)
     return description
 

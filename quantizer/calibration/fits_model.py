@@ -334,8 +334,9 @@ def check_weight(graph: Graph, layer: str, value: Tensor, what: str) -> None:
 
 
 def is_sound(value: Tensor) -> bool:
-    """Return whether a tensor has finite floating-point values of 16 bits or more; of a deferred
-    one, only the dtype is checked.
+    """Return whether a tensor has finite values in a floating-point dtype of 16 bits or more.
+
+    Of a deferred one, only the dtype is checked.
     """
     if not value.is_floating_point() or value.dtype.itemsize == 1:
         return False

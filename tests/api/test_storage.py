@@ -198,8 +198,8 @@ def test_a_float_model_is_not_saved(tmp_path: Path) -> None:
         ("quantizer.json", "{", "not a readable JSON file"),
         (
             "quantizer.json",
-            json.dumps({"format": 99}),
-            "has another format than 6, which this version reads",
+            json.dumps({"format": 5}),
+            "has another format than 6, which this version reads\nhelp: quantize the model again",
         ),
         ("model.safetensors", "x", r"model\.safetensors is damaged: checksum mismatch"),
         ("model.safetensors", None, r"model\.safetensors is missing"),
@@ -438,3 +438,33 @@ def test_scales_of_fp8_come_back(tmp_path: Path) -> None:
     config = Config.from_dict({"global_quant_config": {"weight": [first, second]}})
     assert config.global_quant_config.weight == replace(nvfp4, qscheme=QSchemeType.per_group)
     assert same(ModelQuantizer(config).quantize_model(tiny_lm())(tokens()), model(tokens()))
+
+
+def test_a_bias_for_a_layer_without_weights_is_refused(tmp_path: Path) -> None:
+    def built() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 3), nn.LayerNorm(3, elementwise_affine=False))
+
+    ModelQuantizer.save(quantized(built(), weight=spec()), tmp_path)
+    rewritten(
+        tmp_path,
+        lambda d: (d["biases"].append("1"), d["structure"].update({"1.bias": "[3]"})),
+        lambda t: t.update({"1.bias": torch.ones(3)}),
+    )
+    with pytest.raises(ResultError, match=r"1\.bias is \[3\] in the file and not in the model"):
+        ModelQuantizer.load(built(), tmp_path)
+
+
+@pytest.mark.parametrize("path", ["1", "2"])
+def test_a_layer_before_one_that_has_no_channels_is_refused(path: str, tmp_path: Path) -> None:
+    def built() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 3), nn.LayerNorm(3), nn.ReLU())
+
+    ModelQuantizer.save(quantized(built(), weight=spec()), tmp_path)
+    entry = {"is_rectified": False, "input_layers": ["InputRotation"], "tensors": {}}
+    rewritten(
+        tmp_path,
+        lambda d: d["layers"].update({path: entry}),
+        lambda t: t.update({f"{path}.input_layers.0.weight": torch.ones(0)}),
+    )
+    with pytest.raises(ResultError, match="a finite number for each channel"):
+        ModelQuantizer.load(built(), tmp_path)
