@@ -85,17 +85,17 @@ class ModelQuantizer:
 
     @staticmethod
     def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-        """Write the state of a quantized model; see `storage.save`."""
+        """Write the state of a quantized model; see `storage.save_quantized`."""
         from quantizer.api import storage
 
-        storage.save(model, folder)
+        storage.save_quantized(model, folder)
 
     @staticmethod
     def load(model: Model, folder: str | os.PathLike[str]) -> Model:
         """Load a saved quantized model into a float model of the same architecture; see
-        `storage.load`.
+        `storage.load_quantized`.
         """
         from quantizer.api import storage
 
-        storage.load(model, folder)
+        storage.load_quantized(model, folder)
         return model

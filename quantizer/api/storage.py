@@ -1,11 +1,9 @@
-"""A quantized model's state in a folder: integer codes in model.safetensors, what they mean in
-quantizer.json.
+"""Save a quantized model to a folder, and load it into a float model.
 
-Holds data only, no code: a float model of the same architecture takes it up.
+model.safetensors holds its tensors and quantizer.json says what they are. Neither holds code.
 """
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,25 +12,26 @@ from torch import Tensor, nn
 from quantizer.api.config import path_of
 from quantizer.api.stored import (
     DESCRIPTION,
-    FORMAT,
-    INSERTED,
-    TENSORS,
-    checksum,
-    further_names,
-    joined,
-    read,
+    SAVED_FORMAT,
+    SAVED_TENSORS,
+    bias_shape,
+    parameter_path,
+    read_saved,
+    structure_of,
 )
 from quantizer.calibration.module_attach import put
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.errors import ModelError
-from quantizer.graph.modules import as_planned, operator_of, parameters_of
+from quantizer.export.model_tensors import first_names
+from quantizer.graph.modules import as_planned, parameters_of
 from quantizer.nn.inplace import (
     InPlace,
     add_bias,
     check_float,
     insert_before,
     keep_layers_called,
+    lacks_bias,
     rectify_output,
 )
 from quantizer.nn.quantizer import TensorQuantizer
@@ -40,18 +39,23 @@ from quantizer.nn.transaction import all_or_nothing
 from quantizer.numerics.codes import pack
 from quantizer.results.result_set import locked, replaced_set
 from quantizer.storage.files import write_json, write_tensors
+from quantizer.storage.opened_files import json_digest
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write `model.safetensors` and `quantizer.json`; what is there stays until both are
     written.
 
-    The tensors are those of `model.state_dict()`, a tied one once; a quantized parameter is
+    The tensors are those of `model.state_dict()`, a tied one once. A quantized parameter is
     stored as its codes, those of fewer than 8 bits packed (`numerics.codes.pack`). The JSON has
-    `layers`, class, operator and the spec of each tensor by path and role; `shared`, the
-    further paths of these layers; `codes`, shape and dtype of each parameter stored as codes;
-    `ties`, the further names of a tensor; `biases`, the layers that an algorithm gave one;
-    `rectified`, those that quantize their output after a ReLU; and checksums.
+
+    - `structure`: what a float model must have in common with this one, in words.
+    - `layers`: by path the quantized layers: the spec of each tensor by role, the dtype of a
+      parameter that is stored as codes, the layers inserted before it, and whether it quantizes
+      its output after a ReLU.
+    - `ties`: the first name of a tensor by each further one.
+    - `biases`: the layers to which an algorithm gave one.
+    - `files` and `checksum`: the checksums of model.safetensors and of the rest of this file.
 
     Raises:
         ModelError: the model is not quantized, or has state that is no tensor.
@@ -61,56 +65,67 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     place = path_of(folder, "folder")
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module")
-    layers = {
-        path: module for path, module in model.named_modules() if isinstance(module, InPlace)
-    }
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ModelError(f"{name} is state that is no tensor, so it cannot be written")
+    ties = {}
+    for name, first_name in first_names(model).items():
+        if name != first_name and name in state and first_name in state:
+            ties[name] = first_name
+    for name in ties:
+        del state[name]
+    layers = {}
+    biases = []
+    for path, module in model.named_modules():
+        if isinstance(module, InPlace):
+            layers[path] = _layer_entry(path, module, state)
+        if "has_added_bias" in vars(module):
+            biases.append(path)
     if not layers:
         raise ModelError(
             "the model has no quantized layer",
             help="call ModelQuantizer(config).quantize_model first",
         )
-    state = model.state_dict()
-    strange = [name for name, value in state.items() if not isinstance(value, Tensor)]
-    if strange:
-        raise ModelError(f"{strange[0]} is state that is no tensor, so it cannot be written")
-    named = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    ties = further_names(each for each in named if each[0] in state)
-    shared = further_names(model.named_modules(remove_duplicate=False))
-    codes = _encode(layers, state, ties)
-    kept = {name: value for name, value in state.items() if name not in ties}
-    described = {
-        "format": FORMAT,
-        "model": type(model).__name__,
-        "layers": {
-            path: {
-                "class": type(layer).__name__,
-                "operator": operator_of(layer),
-                "tensors": {
-                    role: quantizer.spec.to_json() for role, quantizer in _quantizers(layer)
-                },
-            }
-            for path, layer in layers.items()
-        },
-        "shared": {path: owner for path, owner in shared.items() if owner in layers},
-        "codes": codes,
-        "ties": ties,
-        "biases": [
-            path for path, module in model.named_modules() if "has_added_bias" in vars(module)
-        ],
-        "rectified": [path for path, module in layers.items() if module.rectifies_output],
-        "inserted": {
-            path: inserted for path, module in layers.items() if (inserted := _inserted(module))
-        },
-    }
     with locked(place), replaced_set(place) as new:
-        described["tensors"] = write_tensors(new / TENSORS, kept)
-        write_json(new / DESCRIPTION, described | {"checksum": checksum(described)})
+        description = {
+            "format": SAVED_FORMAT,
+            "model": type(model).__name__,
+            "files": {SAVED_TENSORS: write_tensors(new / SAVED_TENSORS, state)},
+            "structure": structure_of(model),
+            "layers": layers,
+            "ties": ties,
+            "biases": biases,
+        }
+        checksum = json_digest(description)
+        write_json(new / DESCRIPTION, {**description, "checksum": checksum})
 
 
-def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def _layer_entry(path: str, layer: InPlace, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what quantizer.json has about a layer, and replace its quantized parameters in
+    `state` by their codes.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    for role, quantizer in layer.quantizers.items():
+        assert isinstance(quantizer, TensorQuantizer)
+        tensors[role] = {"spec": quantizer.spec.to_json()}
+        name = parameter_path(path, layer, role)
+        # A tied parameter has its codes in the layer of its first name
+        if is_parameter(role) and name in state:
+            value = as_planned(layer, parameter_name(role), state[name])
+            encoded = quantizer.tensor.encoded(value)
+            if encoded.codes is not None:
+                tensors[role]["codes"] = str(value.dtype).removeprefix("torch.")
+                state[name] = pack(encoded.codes, encoded.spec)
+    input_layers = [type(inserted).__name__ for inserted in getattr(layer, "input_layers", ())]
+    return {
+        "is_rectified": layer.rectifies_output,
+        "input_layers": input_layers,
+        "tensors": tensors,
+    }
+
+
+def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Give a float model the state of a saved one, in place; its weights may be of any value,
     or on the meta device.
 
@@ -121,89 +136,42 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     place = path_of(folder, "folder")
     check_float(model)
-    stored = read(place)
+    saved = read_saved(place)
     modules = dict(model.named_modules(remove_duplicate=False))
     with all_or_nothing(model):
-        with stored.telling_damage():
-            stored.check(model)
-            for path in stored.described["biases"]:
-                add_bias(modules[path], torch.zeros(stored.shape(joined(path, "bias"))))
-            quantized = stored.quantized(model)
-            values, inserted = stored.values(model, quantized), stored.inserted(model)
-        for path, layer in inserted:
-            insert_before(modules[path], path, layer)
-        for name, tensor in values.items():
-            _set(modules, name, tensor)
-        for name, owner in stored.described["ties"].items():
-            if owner in values:
-                (path, _, attribute), (holder, _, original) = (
-                    name.rpartition("."),
-                    owner.rpartition("."),
-                )
-                setattr(modules[path], attribute, getattr(modules[holder], original))
-        for (path, role), own in quantized.items():
-            put(modules[path], path, role, own)
-        for path in stored.described["rectified"]:
-            rectify_output(modules[path])
+        for path in saved.biases:
+            module = modules.get(path)
+            if module is not None and lacks_bias(module) and parameters_of(module):
+                add_bias(module, torch.zeros(bias_shape(module)))
+        saved.check(model)
+        quantized = saved.quantized(modules)
+        values = saved.values(model, quantized)
+        placed: dict[str, Tensor] = {}
+        for name, value in values.items():
+            owner = saved.ties.get(name, name)
+            path, _, attribute = name.rpartition(".")
+            if owner not in placed:
+                old = getattr(modules[path], attribute)
+                placed[owner] = _in_place_of(old, value)
+            setattr(modules[path], attribute, placed[owner])
+        for path, layer in saved.inserted(modules):
+            device = next(modules[path].parameters()).device
+            insert_before(modules[path], path, layer.to(device))
+        for (path, role), tensor in quantized.items():
+            put(modules[path], path, role, tensor)
+        for path, entry in saved.layers.items():
+            if entry["is_rectified"] and "activation" in entry["tensors"]:
+                rectify_output(modules[path])
         keep_layers_called(model)
 
 
-def _inserted(module: InPlace) -> list[dict[str, Any]]:
-    """What stands before a module: an operator and its constants each."""
-    found = []
-    for layer in (
-        module.get_submodule("input_layers").children()
-        if "input_layers" in module._modules
-        else ()
-    ):
-        op, keys = next(
-            (op, keys) for op, (cls, keys) in INSERTED.items() if isinstance(layer, cls)
-        )
-        found.append({"op": op, "attrs": {key: getattr(layer, key) for key in keys}})
-    return found
-
-
-def _encode(
-    layers: dict[str, InPlace], state: dict[str, Tensor], ties: dict[str, str]
-) -> dict[str, Any]:
-    """Put codes in the places of quantized parameters in `state`, and say what is what."""
-    codes: dict[str, Any] = {}
-    for path, module in layers.items():
-        for role, quantizer in _quantizers(module):
-            key = parameter_name(role)
-            name = joined(path, parameters_of(module)[key]) if is_parameter(role) else None
-            if name is None or name in ties:
-                continue
-            value = as_planned(module, key, state[name])
-            found = quantizer.tensor.encoded(value)
-            if found.codes is not None:
-                state[name] = pack(found.codes, found.spec)
-                dtype = str(value.dtype).removeprefix("torch.")
-                codes[name] = {
-                    "layer": path,
-                    "role": role,
-                    "shape": list(value.shape),
-                    "dtype": dtype,
-                }
-    return codes
-
-
-def _quantizers(module: InPlace) -> Iterator[tuple[str, TensorQuantizer]]:
-    return (
-        (role, child)
-        for role, child in module.quantizers.items()
-        if isinstance(child, TensorQuantizer)
-    )
-
-
-def _set(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> None:
-    """Put a tensor into its module, on the device that the old one is on."""
-    path, _, attribute = name.rpartition(".")
-    module = modules[path]
-    old = getattr(module, attribute)
-    value = tensor.to("cpu" if old.is_meta else old.device)
-    if isinstance(old, nn.Parameter):
-        value = nn.Parameter(
-            value, requires_grad=old.requires_grad and value.is_floating_point()
-        )
-    setattr(module, attribute, value)
+def _in_place_of(old: Tensor, value: Tensor) -> Tensor:
+    """Return a value as a tensor like the old one: on its device, and a parameter if it is
+    one.
+    """
+    if not old.is_meta:
+        value = value.to(old.device)
+    if not isinstance(old, nn.Parameter):
+        return value
+    requires_grad = old.requires_grad and value.is_floating_point()
+    return nn.Parameter(value, requires_grad=requires_grad)

@@ -1,55 +1,39 @@
-"""A saved model's files, read and checked: in themselves, then against the model that is to
-take them up.
+"""Read a model that `ModelQuantizer.save` wrote, and check it against the model that loads it.
 
-Changes nothing: what comes of it is complete, and only has to be put in its places.
+Nothing is changed here. What these functions return only has to be put into the model.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as parse_tensors
 from torch import Tensor, nn
 
+from quantizer.calibration.fingerprint import first_difference
+from quantizer.calibration.fits_model import is_sound, qparams_fault, scales_fault
 from quantizer.config.model import QuantizationSpec
-from quantizer.config.roles import is_parameter, parameter_name, parameter_role
-from quantizer.config.typed_fields import fits
+from quantizer.config.roles import parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.errors import ResultError
 from quantizer.graph.modules import as_planned, as_stored, operator_of, parameters_of
-from quantizer.nn.inplace import check_quantizable, lacks_bias
+from quantizer.graph.ops import OPS
+from quantizer.nn.inplace import InPlace, check_quantizable
+from quantizer.nn.load import unpacked_codes
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.rescale import InputRotation, InputScale
-from quantizer.numerics.codes import unpack
-from quantizer.numerics.granularity import scale_shape
-from quantizer.observers import axis_of, code_range_of, kernel_of
-from quantizer.results.validation import spec_fault
+from quantizer.numerics.codes import storage_dtype
+from quantizer.numerics.qparams import QParams
+from quantizer.plan.model import Key
+from quantizer.results.validation import checked_json, spec_fault
+from quantizer.storage.files import damaged, read_json, read_tensors
 from quantizer.storage.opened_files import OpenFile, SetKind, json_digest, open_files
 
-FORMAT = 5
-TENSORS, DESCRIPTION = "model.safetensors", "quantizer.json"
-INSERTED: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
-    "input_scale": (InputScale, ("axis",)),
-    "rotation": (InputRotation, ()),
-}
-"""Class and constants of each operator that algorithms insert; a layer is made of the size of
-its weight and these.
-"""
-DAMAGE = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RuntimeError,
-    ArithmeticError,
-    AssertionError,
-)
-"""What comes of values that `save` does not write."""
+SAVED_FORMAT = 6  # 6: quantizer.json has the structure of the model
+SAVED_TENSORS = "model.safetensors"
+DESCRIPTION = "quantizer.json"
 _AGAIN = "save the model again with ModelQuantizer.save"
 _CHANGED = "checksum mismatch: the file changed after it was saved"
 _KIND = SetKind(
@@ -59,264 +43,250 @@ _KIND = SetKind(
     again=_AGAIN,
 )
 
-Quantized = Mapping[tuple[str, str], QuantizedTensor]
-"""By path and role."""
+_Modules = Mapping[str, nn.Module]
+"""The modules of a model by path."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A saved model: quantizer.json and the tensors of model.safetensors, by the names of the
-    model's `state_dict`.
+class SavedModel:
+    """A saved model whose files are complete, unchanged and agree with their schema.
+
+    Attributes:
+        folder: that holds the files.
+        tensors: those of model.safetensors, by the names of the model's `state_dict`.
+        model: the name of its class.
+        structure: what `structure_of` returns for it.
+        layers: the entry of each quantized layer in quantizer.json, by path.
+        ties: the first name of a tensor, by each further one.
+        biases: the paths of layers that an algorithm gave a bias.
     """
 
-    path: Path
-    described: Mapping[str, Any]
+    folder: Path
     tensors: Mapping[str, Tensor]
-
-    @contextmanager
-    def telling_damage(self) -> Iterator[None]:
-        """What `save` does not write is an error about the file, whatever it leads to."""
-        try:
-            yield
-        except DAMAGE as error:
-            raise _damaged(self.path, f"{type(error).__name__}: {error}") from error
+    model: str
+    structure: Mapping[str, str]
+    layers: Mapping[str, Any]
+    ties: Mapping[str, str]
+    biases: Sequence[str]
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model that cannot take up this state.
+        """Refuse a model that cannot take up the state of the saved one.
 
         Raises:
-            ResultError: it is another one than the saved.
+            ResultError: it has another structure. The first difference is named.
             ModelError: a layer cannot be quantized in place.
         """
-        modules = dict(model.named_modules())
-        for path in self.described["biases"]:
-            if path not in modules or not lacks_bias(modules[path]):
-                raise self._another(
-                    f"{path} is no layer without a bias, as it was when an algorithm gave it "
-                    "one"
-                )
-        own = {
-            *model.state_dict(),
-            *(joined(path, "bias") for path in self.described["biases"]),
-        }
-        stored = {
-            name
-            for name in (*self.tensors, *self.described["ties"])
-            if not name.startswith(self._ours)
-        }
-        for text, names in (
-            ("has no", stored - own),
-            ("has a tensor that is not in the file:", own - stored),
-        ):
-            if names:
-                raise self._another(f"the model {text} {min(names)}")
-        self._check_shared(further_names(model.named_modules(remove_duplicate=False)))
-        for path, layer in self.described["layers"].items():
-            module, where = modules[path], path or "the model"
-            check_quantizable(module, where, layer["tensors"])
-            if (layer["class"], layer["operator"]) != (
-                type(module).__name__,
-                operator_of(module),
-            ):
-                raise self._another(
-                    f"{where} is a {layer['class']} in the file and {a_kind(module)} in the "
-                    "model"
-                )
-
-    def _check_shared(self, now: Mapping[str, str]) -> None:
-        """Each quantized layer is shared in the model where it was shared."""
-        then = self.described["shared"]
-        for path in (*self.described["layers"], *then):
-            if now.get(path, path) != then.get(path, path):
-                one, other = (path, then[path]) if path in then else (now[path], path)
-                places = ("file", "model") if path in then else ("model", "file")
-                raise self._another(
-                    f"{one} and {other} are one layer in the {places[0]} and are not in the "
-                    f"{places[1]}"
-                )
-
-    def quantized(self, model: nn.Module) -> Quantized:
-        """How the layers' tensors are quantized, but for their codes; scales are what a
-        quantizer can work with.
-        """
-        made = {}
-        rectified = self.described["rectified"]
-        if strange := [
-            path
-            for path in rectified
-            if "activation" not in self.described["layers"][path]["tensors"]
-        ]:
-            raise ValueError(
-                f"the output of {strange[0]} is not quantized, so no ReLU comes before that"
+        structure = structure_of(model)
+        place = first_difference(self.structure, structure)
+        if place is not None:
+            saved_fact = self.structure.get(place, "not")
+            fact = structure.get(place, "not")
+            raise ResultError(
+                f"{place} is {saved_fact} in the file and {fact} in the model",
+                help=f"load it into a float {self.model} that is built like the saved one",
             )
-        for path, layer in self.described["layers"].items():
-            module = model.get_submodule(path)
-            known = {"input", "activation", *map(parameter_role, parameters_of(module))}
-            for role, words in layer["tensors"].items():
-                if role not in known:
-                    raise ValueError(f"{path or 'the model'} has no tensor {role!r}")
-                if why := spec_fault(words, role):
-                    raise ValueError(f"{role} of {path or 'the model'}: {why}")
-                spec = QuantizationSpec(**words)
-                kernel_of(spec), axis_of(spec)
-                names = [
-                    joined(path, "quantizers", role, part) for part in ("scale", "zero_point")
-                ]
-                ties, nothing = self.described["ties"], torch.empty(0)
-                scale, zero_point = (
-                    self.tensors.get(ties.get(name, name), nothing) for name in names
-                )
-                if spec.is_scaled and not spec.is_dynamic:
-                    code_range_of(spec)
-                    _check_scale(names[0], scale, zero_point, _scale_shape(module, role, spec))
-                made[path, role] = QuantizedTensor(spec, scale, zero_point)
-        return made
+        modules = dict(model.named_modules())
+        for path, layer in self.layers.items():
+            if path not in modules:
+                raise self._damaged(f"layers/{path}", "there is no such layer")
+            check_quantizable(modules[path], path or "the model", layer["tensors"])
 
-    def values(self, model: nn.Module, quantized: Quantized) -> dict[str, Tensor]:
-        """The model's own tensors, of its names, kinds and shapes, those that were stored as
-        codes decoded.
+    def _entries(
+        self,
+    ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """Yield path, role and entry of each quantized tensor."""
+        for path, layer in self.layers.items():
+            for role, entry in layer["tensors"].items():
+                yield path, role, entry
+
+    def quantized(
+        self,
+        modules: _Modules,
+    ) -> dict[Key, QuantizedTensor]:
+        """Return how the tensors of layers are quantized, by path and role, without codes.
+
+        Raises:
+            ResultError: a layer has no such tensor, or it cannot be quantized like that.
         """
-        own, values = model.state_dict(), dict[str, Tensor]()
-        learned, kinds = (
-            {name for name, _ in model.named_parameters()},
-            dict[torch.dtype, torch.dtype](),
-        )
-        for name in sorted(name for name in self.tensors if not name.startswith(self._ours)):
-            value = self.tensors[name]
-            if row := self.described["codes"].get(name):
-                tensor = quantized[row["layer"], row["role"]]
-                codes = unpack(value, tensor.spec, row["shape"])
-                decoded = replace(
-                    tensor, codes=codes, dtype=getattr(torch, row["dtype"])
-                ).decoded()
-                module = model.get_submodule(row["layer"])
-                value = as_stored(module, parameter_name(row["role"]), decoded).contiguous()
-            wanted = own[name]
-            if value.is_floating_point() != wanted.is_floating_point():
-                raise ValueError(
-                    f"{name} is {value.dtype} in the file and {wanted.dtype} in the model"
-                )
-            if value.shape != wanted.shape:
-                raise self._another(
-                    f"{name} is {list(value.shape)} in the file and {list(wanted.shape)} in "
-                    "the model"
-                )
-            if value.is_floating_point() and bool(
-                (~value.isfinite() if name in learned else value.isnan()).any()
-            ):
-                raise ValueError(f"{name} holds NaN or infinity")
-            if value.dtype != kinds.setdefault(wanted.dtype, value.dtype):
-                raise ValueError(
-                    f"{name} is {value.dtype}, and others like it are {kinds[wanted.dtype]}"
-                )
+        tensors = {}
+        for path, role, entry in self._entries():
+            fault = spec_fault(entry["spec"], role)
+            if fault is None:
+                spec = QuantizationSpec(**entry["spec"])
+                scale = self._qparam(path, role, "scale")
+                zero_point = self._qparam(path, role, "zero_point")
+                tensor = QuantizedTensor(spec, scale, zero_point)
+                tensors[path, role] = tensor
+                fault = _fault(modules[path], role, tensor)
+            if fault:
+                raise self._damaged(f"layers/{path}/tensors/{role}", fault)
+        return tensors
+
+    def _qparam(
+        self,
+        path: str,
+        role: str,
+        part: str,
+    ) -> Tensor:
+        """Return the scale or the zero point of a quantizer, empty if it is not there."""
+        name = joined(path, "quantizers", role, part)
+        owner = self.ties.get(name, name)
+        return self.tensors.get(owner, torch.empty(0))
+
+    def values(
+        self, model: nn.Module, quantized: Mapping[Key, QuantizedTensor]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of the model's state by name. Codes are decoded.
+
+        Args:
+            model: that passed `check`.
+            quantized: what `quantized` returned.
+
+        Raises:
+            ResultError: a tensor is not of the kind or the shape of the model's, or not finite.
+        """
+        stored = dict(self.tensors)
+        for path, role, entry in self._entries():
+            module = model.get_submodule(path)
+            name = parameter_path(path, module, role)
+            if "codes" not in entry or name not in stored:
+                continue
+            dtype = getattr(torch, entry["codes"])
+            tensor = replace(quantized[path, role], dtype=dtype)
+            try:
+                stored[name] = _decoded(module, role, tensor, stored[name])
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise self._damaged(name, str(error), SAVED_TENSORS) from error
+        values = {}
+        dtypes: dict[torch.dtype, torch.dtype] = {}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        state = model.state_dict()
+        for name, before in state.items():
+            owner = self.ties.get(name, name)
+            value = stored.get(owner)
+            if value is None or owner not in state:
+                raise self._damaged(name, "it is missing", SAVED_TENSORS)
+            fault = _value_fault(value, before, name in parameters)
+            # All tensors of one dtype in the model may be of another one in the file
+            same_dtype = dtypes.setdefault(before.dtype, value.dtype)
+            if value.dtype != same_dtype:
+                fault = f"it is {value.dtype}, and others like it are {same_dtype}"
+            if fault:
+                raise self._damaged(name, fault, SAVED_TENSORS)
             values[name] = value
         return values
 
-    def shape(self, name: str) -> list[int]:
-        """Of a parameter, however it is stored."""
-        coded = self.described["codes"].get(name)
-        return list(coded["shape"] if coded else self.tensors[name].shape)
+    def inserted(
+        self,
+        modules: _Modules,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the path of a module and a layer that algorithms inserted before it.
 
-    def inserted(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Path of a module and a layer that stands before it, with its weight."""
-        found = []
-        rows = [
-            (path, *each)
-            for path, own in self.described["inserted"].items()
-            for each in enumerate(own)
-        ]
-        for path, number, row in rows:
-            name = joined(path, "input_layers", str(number), "weight")
-            weight = self.tensors[name]
-            cls, keys = INSERTED[row["op"]]
-            is_sound = (
-                weight.dim() == 1
-                and weight.is_floating_point()
-                and bool(weight.isfinite().all())
-            )
-            if (
-                not is_sound
-                or set(row["attrs"]) != set(keys)
-                or not all(fits(at, int) for at in row["attrs"].values())
-            ):
-                raise ValueError(f"{name} is no {row['op']}")
-            layer = cls(len(weight), **row["attrs"])
-            device = next(
-                (parameter.device for parameter in model.get_submodule(path).parameters()),
-                weight.device,
-            )
-            layer.weight = nn.Parameter(
-                weight.to("cpu" if device.type == "meta" else device), requires_grad=False
-            )
-            found.append((path, layer))
-        return found
+        Raises:
+            ResultError: the layer cannot stand there.
+        """
+        for path, layer in self.layers.items():
+            operator = operator_of(modules[path])
+            channels = _input_channels(modules[path])
+            for number, class_name in enumerate(layer["input_layers"]):
+                name = joined(path, "input_layers", str(number), "weight")
+                weight = self.tensors.get(name, torch.empty(0))
+                is_of_channels = channels > 0 and list(weight.shape) == [channels]
+                if operator is None or not is_of_channels or not is_sound(weight):
+                    reason = "expected a finite number for each channel that the layer reads"
+                    raise self._damaged(name, reason, SAVED_TENSORS)
+                inserted: nn.Module
+                if class_name == "InputScale":
+                    inserted = InputScale(channels, OPS[operator].channels or 0)
+                else:
+                    inserted = InputRotation(channels)
+                inserted.weight = nn.Parameter(weight, requires_grad=False)
+                yield path, inserted
 
-    @cached_property
-    def _ours(self) -> tuple[str, ...]:
-        """How names of scales, of zero points and of the weights of inserted layers begin."""
-        paths = (*self.described["layers"], *self.described["shared"])
-        return tuple(
-            f"{joined(path, part)}."
-            for path in paths
-            for part in ("quantizers", "input_layers")
-        )
-
-    def _another(self, message: str) -> ResultError:
-        help_ = (
-            f"load it into a float {self.described['model']} that is built like the saved one"
-        )
-        return ResultError(message, help=help_)
+    def _damaged(
+        self,
+        where: str,
+        reason: str,
+        file: str = DESCRIPTION,
+    ) -> ResultError:
+        """Return the error about a place in a file."""
+        error = damaged(self.folder / file, where, reason)
+        return ResultError(error.message, help=_AGAIN)
 
 
-def read(folder: Path) -> Stored:
-    """The files in `folder`; both are opened before one is read.
+def read_saved(folder: Path) -> SavedModel:
+    """Return the model in a folder. Both files are opened before one is read.
 
     Raises:
-        ResultError: they are missing or damaged.
+        ResultError: a file is missing or damaged.
     """
-    opened = open_files(folder, _KIND, lambda index: {TENSORS: _described(index)["tensors"]})
-    index, tensors = opened[DESCRIPTION], opened[TENSORS]
-    try:
-        return Stored(index.path, _described(index), parse_tensors(tensors.content()))
-    except ResultError:
-        raise
-    except Exception as error:  # of whatever class the parser has
-        raise _damaged(tensors.path, f"not a readable safetensors file: {error}") from error
+    opened = open_files(folder, _KIND, lambda index: _description(index)["files"])
+    description = _description(opened[DESCRIPTION])
+    for key in ("format", "files", "checksum"):
+        del description[key]
+    with _remedied():
+        return SavedModel(folder, read_tensors(opened[SAVED_TENSORS]), **description)
 
 
-def _described(file: OpenFile) -> dict[str, Any]:
-    """The content of quantizer.json.
+def _description(file: OpenFile) -> dict[str, Any]:
+    """Return the content of quantizer.json.
 
     Raises:
-        ResultError: `save` did not write it.
+        ResultError: `save_quantized` cannot have written it.
     """
+    with _remedied():
+        content = read_json(file)
+    if not isinstance(content, dict) or content.get("format") != SAVED_FORMAT:
+        raise ResultError(
+            f"{file.path} has another format than {SAVED_FORMAT}, which this version reads",
+            help="quantize the model again and save it",
+        )
+    checksum = content.pop("checksum", None)
+    if checksum != json_digest(content):
+        raise ResultError(f"{file.path} is damaged: {_CHANGED}", help=_AGAIN)
+    with _remedied():
+        description: dict[str, Any] = checked_json(file)
+    return description
+
+
+@contextmanager
+def _remedied() -> Iterator[None]:
+    """Give errors on files the remedy of a saved model."""
     try:
-        described = json.loads(file.content())
-    except (ValueError, RecursionError) as error:
-        raise _damaged(file.path, f"not a readable JSON file: {error}") from error
-    if not isinstance(described, dict) or described.get("format") != FORMAT:
-        raise ResultError(f"{file.path} is not of a model that this version saved", help=_AGAIN)
-    if described.get("checksum") != checksum(described) or not isinstance(
-        described.get("tensors"), str
-    ):
-        raise _damaged(file.path, _CHANGED)
-    return described
+        yield
+    except ResultError as error:
+        raise ResultError(error.message, help=_AGAIN) from error
 
 
-def checksum(described: Mapping[str, Any]) -> str:
-    """The sha256 of a description, but for its own entry."""
-    return json_digest({key: value for key, value in described.items() if key != "checksum"})
+def structure_of(model: nn.Module) -> dict[str, str]:
+    """Return what a model must have in common with another one to take up its state, in words.
 
-
-def further_names(named: Iterable[tuple[str, object]]) -> dict[str, str]:
-    """Each further name of an object, and its first one."""
-    first: dict[int, str] = {}
-    found = [(name, first.setdefault(id(value), name)) for name, value in named]
-    return {name: owner for name, owner in found if name != owner}
+    A quantized model has the structure of its float model, but for the biases that algorithms
+    added.
+    """
+    structure = {}
+    added_prefixes = []
+    first_paths: dict[nn.Module, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        where = path or "the model"
+        operator = operator_of(module)
+        if operator is not None:
+            structure[where] = a_kind(module)
+            structure[f"the operator of {where}"] = operator
+            first_path = first_paths.setdefault(module, where)
+            if first_path != where:
+                structure[where] = f"the same as {first_path}"
+        if isinstance(module, InPlace):
+            for part in ("quantizers.", "input_layers."):
+                added_prefixes.append(joined(path, part))
+    for name, value in model.state_dict().items():
+        if not name.startswith(tuple(added_prefixes)):
+            structure[name] = str(list(getattr(value, "shape", ())))
+    return structure
 
 
 def joined(*parts: str) -> str:
-    """A dotted path; the model itself is the empty one.
+    """Return a dotted path; the model itself is the empty one.
 
     >>> joined("", "weight"), joined("0", "weight")
     ('weight', '0.weight')
@@ -324,29 +294,101 @@ def joined(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _damaged(path: Path, reason: str) -> ResultError:
-    return ResultError(f"{path} is damaged: {reason}", help=_AGAIN)
+def parameter_path(
+    path: str,
+    module: nn.Module,
+    role: str,
+) -> str:
+    """Return the name of the parameter in a role of the layer at `path`."""
+    key = parameter_name(role)
+    return joined(path, parameters_of(module).get(key, key))
 
 
-def _scale_shape(
-    module: nn.Module, role: str, spec: QuantizationSpec
-) -> tuple[int, ...] | None:
-    """None where it cannot be known: the channels of an activation."""
-    if not is_parameter(role):
-        return () if spec.qscheme == "per_tensor" else None
-    parameter = module.get_parameter(parameters_of(module)[parameter_name(role)])
-    shape = as_planned(module, parameter_name(role), parameter).shape
-    return scale_shape(tuple(shape), spec.cut)
+def _planned(module: nn.Module, role: str) -> Tensor | None:
+    """Return the parameter in a role of a layer, with its axes as in a plan, or None."""
+    key = parameter_name(role)
+    attribute = parameters_of(module).get(key)
+    if attribute is None:
+        return None
+    return as_planned(module, key, module.get_parameter(attribute))
 
 
-def _check_scale(
-    name: str, scale: Tensor, zero_point: Tensor, shape: tuple[int, ...] | None
-) -> None:
-    if (
-        not scale.numel()
-        or scale.shape != zero_point.shape
-        or (shape is not None and scale.shape != shape)
-    ):
-        raise ValueError(f"{name} is of another shape than its tensor needs")
-    if not bool((scale.isfinite() & (scale > 0)).all()):
-        raise ValueError(f"{name} is not finite and positive")
+def bias_shape(module: nn.Module) -> list[int]:
+    """Return the shape that the bias of a layer has."""
+    weight = _planned(module, "weights")
+    channels = 0 if weight is None else len(weight)
+    return [getattr(module, "out_channels", channels)]
+
+
+def _input_channels(module: nn.Module) -> int:
+    """Return how many channels a layer reads, 0 if that is not known."""
+    weight = _planned(module, "weights")
+    if weight is None or weight.dim() < 2:
+        return 0
+    return int(getattr(module, "in_channels", weight.shape[1]))
+
+
+def _fault(
+    module: nn.Module,
+    role: str,
+    tensor: QuantizedTensor,
+) -> str | None:
+    """Return why a tensor of a layer cannot be quantized like this."""
+    parameter = _planned(module, role)
+    if parameter is None and role not in ("input", "activation"):
+        return "the layer has no such tensor"
+    spec = tensor.spec
+    if not spec.is_scaled or spec.is_dynamic:
+        return None
+    qparams = QParams(tensor.scale, tensor.zero_point)
+    dtypes = (qparams.scale.dtype, qparams.zero_point.dtype)
+    if not qparams.scale.numel() or dtypes != (torch.float32, torch.int32):
+        return "it has no scale in float32 with a zero point in int32"
+    if parameter is not None:
+        return qparams_fault(spec, tuple(parameter.shape), qparams)
+    # The file does not say how many channels a layer reads or returns
+    expected = () if spec.qscheme == "per_tensor" else tuple(qparams.scale.shape)
+    return scales_fault(spec, expected, qparams)
+
+
+def _decoded(
+    module: nn.Module,
+    role: str,
+    tensor: QuantizedTensor,
+    stored: Tensor,
+) -> Tensor:
+    """Return the values of a parameter whose codes a file stores, as the module has it.
+
+    Raises:
+        ValueError: they are no codes of this parameter.
+    """
+    parameter = _planned(module, role)
+    if parameter is None:
+        raise ValueError("an activation has no codes")
+    codes = unpacked_codes(stored, tensor.spec, parameter.shape)
+    if codes.dtype != storage_dtype(tensor.spec):
+        raise ValueError(f"its codes are stored as {codes.dtype}")
+    decoded = replace(tensor, codes=codes).decoded()
+    return as_stored(module, parameter_name(role), decoded).contiguous()
+
+
+def _value_fault(
+    value: Tensor,
+    before: Tensor,
+    is_parameter: bool,
+) -> str | None:
+    """Return why a tensor cannot take the place of another one in a model."""
+    is_float = before.is_floating_point()
+    is_of_bytes = before.itemsize == 1
+    kind = (value.shape, value.is_floating_point(), value.itemsize == 1)
+    if kind != (before.shape, is_float, is_of_bytes):
+        return (
+            f"it is {list(value.shape)} of {value.dtype} in the file and "
+            f"{list(before.shape)} of {before.dtype} in the model"
+        )
+    # torch cannot tell which values of 8 bits are infinite
+    if is_of_bytes:
+        return None
+    if value.isnan().any() or (is_parameter and value.isinf().any()):
+        return "it holds NaN or infinity"
+    return None

@@ -110,7 +110,7 @@ def _insertion_fault(
     has_axis = fits(axis, int) and -len(shape) <= axis < len(shape)
     if not has_axis or tuple(row.weight.shape) != (shape[axis],):
         return "it does not have the channels of what it reads"
-    return None if _is_sound(row.weight) else "its weight is not finite"
+    return None if is_sound(row.weight) else "its weight is not finite"
 
 
 def check_solution(
@@ -171,7 +171,7 @@ def _tensor_fault(
             return "the layer has no such input"
         # Open sizes count as 0
         shape = tuple(size or 0 for size in source.shape or ())
-    return _qparams_fault(tensor.spec, shape, QParams(tensor.scale, tensor.zero_point))
+    return qparams_fault(tensor.spec, shape, QParams(tensor.scale, tensor.zero_point))
 
 
 def _codes_fault(tensor: QuantizedTensor, parameter: Tensor) -> str | None:
@@ -190,7 +190,7 @@ def _codes_fault(tensor: QuantizedTensor, parameter: Tensor) -> str | None:
     return None
 
 
-def _qparams_fault(
+def qparams_fault(
     spec: QuantizationSpec,
     shape: tuple[int, ...],
     qparams: QParams,
@@ -204,9 +204,19 @@ def _qparams_fault(
     size = spec.group_size
     if spec.qscheme == "per_channel" and size is not None and shape[0] % size:
         return f"its first axis, {shape[0]} long, is no stack of tensors {size} long"
+    return scales_fault(spec, scale_shape(shape, spec.cut), qparams)
+
+
+def scales_fault(
+    spec: QuantizationSpec,
+    expected: tuple[int, ...],
+    qparams: QParams,
+) -> str | None:
+    """Return why these cannot be the scales and zero points of a static tensor whose scales
+    have the `expected` shape.
+    """
     scale = qparams.scale
     zero_point = qparams.zero_point
-    expected = scale_shape(shape, spec.cut)
     if tuple(scale.shape) != expected:
         return f"it has {tuple(scale.shape)} scales, not {expected}"
     is_positive = scale.isfinite() & (scale > 0)
@@ -233,7 +243,7 @@ def _is_correction(graph: Graph, layer: str, value: Tensor) -> bool:
     node = graph.by_name.get(layer)
     if node is None or tuple(value.shape) != _bias_shape(graph, node):
         return False
-    return value.dtype == graph.weight(node).dtype and _is_sound(value)
+    return value.dtype == graph.weight(node).dtype and is_sound(value)
 
 
 def _bias_shape(graph: Graph, node: Node) -> tuple[int, ...] | None:
@@ -275,7 +285,7 @@ def _parameter_fault(graph: Graph, layer: str, key: str, value: Tensor) -> str |
         return "the layer has no such parameter"
     if value.dtype != like.dtype:
         return f"it is of {value.dtype}, and the parameter of {like.dtype}"
-    return None if _is_sound(value) else "it is not finite"
+    return None if is_sound(value) else "it is not finite"
 
 
 def check_adjustment(
@@ -307,7 +317,7 @@ def check_adjustment(
         shape: tuple[int, ...] = ()
         if node is not None and "weight" in node.params:
             shape = tuple(graph.weight(node).shape)
-        fault = _qparams_fault(spec, shape, values)
+        fault = qparams_fault(spec, shape, values)
         if fault:
             raise damaged(what, layer, fault)
 
@@ -323,10 +333,11 @@ def check_weight(graph: Graph, layer: str, value: Tensor, what: str) -> None:
         raise damaged(what, layer, fault)
 
 
-def _is_sound(value: Tensor) -> bool:
-    """Return whether a tensor has finite floating-point values; of a deferred one, only the
-    dtype is checked.
+def is_sound(value: Tensor) -> bool:
+    """Return whether a tensor has finite values in a floating-point dtype of 16 bits or more.
+
+    Of a deferred one, only the dtype is checked.
     """
-    if not value.is_floating_point():
+    if not value.is_floating_point() or value.dtype.itemsize == 1:
         return False
     return isinstance(value, DeferredTensor) or bool(torch.isfinite(value).all())

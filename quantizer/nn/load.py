@@ -159,11 +159,11 @@ def quantized_tensor(
     if "codes" not in entry:
         return tensor
     parameter = stored[f"{entry['module']}.{parameter_name(role)}"]
-    codes = _unpacked(parameter, spec, entry["codes"]["shape"])
+    codes = unpacked_codes(parameter, spec, entry["codes"]["shape"])
     return replace(tensor, codes=codes, dtype=getattr(torch, entry["codes"]["dtype"]))
 
 
-def _unpacked(
+def unpacked_codes(
     stored: Tensor,
     spec: QuantizationSpec,
     shape: Sequence[int],

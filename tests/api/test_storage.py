@@ -28,8 +28,9 @@ from quantizer import (
     QSchemeType,
     QuantizationSpec,
 )
-from quantizer.api.stored import DESCRIPTION, TENSORS, checksum
+from quantizer.api.stored import DESCRIPTION, SAVED_TENSORS
 from quantizer.errors import ModelError, ResultError, UsageError
+from quantizer.storage.opened_files import json_digest
 
 FLOATS = (Dtype.fp8_e4m3, Dtype.fp8_e5m2, Dtype.fp6_e3m2, Dtype.fp6_e2m3, Dtype.fp4)
 INTEGERS = tuple(dtype for dtype in Dtype if "int" in dtype.name)
@@ -163,12 +164,15 @@ def test_values_that_codes_would_not_give_back_are_stored_as_they_are(tmp_path: 
     [
         (
             nn.Sequential(nn.Linear(8, 4)),
-            r"0\.bias is \[3\] in the file and \[4\] in the model",
+            r"0\.weight is \[3, 8\] in the file and \[4, 8\] in the model",
         ),
-        (nn.Sequential(nn.Linear(8, 3, bias=False)), r"the model has no 0\.bias"),
+        (
+            nn.Sequential(nn.Linear(8, 3, bias=False)),
+            r"0\.bias is \[3\] in the file and not in the model",
+        ),
         (
             nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 3)),
-            "has a tensor that is not in the file: 1.bias",
+            "1 is not in the file and a Linear in the model",
         ),
     ],
 )
@@ -194,8 +198,8 @@ def test_a_float_model_is_not_saved(tmp_path: Path) -> None:
         ("quantizer.json", "{", "not a readable JSON file"),
         (
             "quantizer.json",
-            json.dumps({"format": 99}),
-            "not of a model that this version saved",
+            json.dumps({"format": 5}),
+            "has another format than 6, which this version reads\nhelp: quantize the model again",
         ),
         ("model.safetensors", "x", r"model\.safetensors is damaged: checksum mismatch"),
         ("model.safetensors", None, r"model\.safetensors is missing"),
@@ -217,55 +221,100 @@ def rewritten(
     """Change the files of a saved model, their checksums too."""
     described, state = (
         json.loads((folder / DESCRIPTION).read_text()),
-        load_file(folder / TENSORS),
+        load_file(folder / SAVED_TENSORS),
     )
     describe(described)
     tensors(state)
-    save_file(state, folder / TENSORS)
-    described["tensors"] = hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest()
-    (folder / DESCRIPTION).write_text(json.dumps(described | {"checksum": checksum(described)}))
+    save_file(state, folder / SAVED_TENSORS)
+    digest = hashlib.sha256((folder / SAVED_TENSORS).read_bytes()).hexdigest()
+    described["files"][SAVED_TENSORS] = digest
+    del described["checksum"]
+    sealed = described | {"checksum": json_digest(described)}
+    (folder / DESCRIPTION).write_text(json.dumps(sealed))
 
 
 SCALE = "0.quantizers.weights.scale"
+ZERO_POINT = "0.quantizers.weights.zero_point"
+
+
+def tensors_of(description: Any) -> Any:
+    """The entries of the tensors of the only layer."""
+    return description["layers"]["0"]["tensors"]
+
+
+def weights_of(description: Any) -> Any:
+    """The entry of its weights."""
+    return tensors_of(description)["weights"]
 
 
 @pytest.mark.parametrize(
     ("describe", "tensors", "message"),
     [
         (lambda d: d.pop("layers"), bool, "'layers'"),
-        (lambda d: d.pop("codes"), bool, "'codes'"),
-        (lambda d: d["codes"].clear(), bool, r"0\.weight is torch\.int8"),
-        (lambda d: d["codes"]["0.weight"].update(dtype="float99"), bool, "float99"),
+        (lambda d: d.pop("structure"), bool, "'structure'"),
         (
-            lambda d: d["layers"]["0"]["tensors"]["weights"].update(dtype="int7"),
+            lambda d: weights_of(d).pop("codes"),
+            bool,
+            r"0\.weight: it is \[3, 8\] of torch\.int8 in the file and \[3, 8\] of torch\.float32",
+        ),
+        (lambda d: weights_of(d).update(codes="float99"), bool, "float99"),
+        (
+            lambda d: weights_of(d)["spec"].update(dtype="int7"),
             bool,
             "no number format 'int7'",
         ),
+        (lambda d: weights_of(d)["spec"].update(bits=7), bool, "lacks or has bits"),
         (
-            lambda d: d["layers"]["0"]["tensors"]["weights"].update(bits=7),
+            lambda d: tensors_of(d).update(weights_x=weights_of(d)),
             bool,
-            "lacks or has bits",
+            "layers/0/tensors/weights_x: the layer has no such tensor",
         ),
         (
-            lambda d: d["layers"]["0"]["tensors"].update(
-                other=d["layers"]["0"]["tensors"]["weights"]
-            ),
+            lambda d: d["layers"].update({"9": d["layers"]["0"]}),
             bool,
-            "'other'",
+            "layers/9: there is no such layer",
         ),
-        (bool, lambda t: t.pop(SCALE), f"{SCALE} is of another shape"),
-        (bool, lambda t: t.update({SCALE: torch.ones(3)}), f"{SCALE} is of another shape"),
+        (
+            lambda d: d["ties"].update({"0.weight": "x"}),
+            bool,
+            r"0\.weight: it is missing",
+        ),
+        (
+            lambda d: d["layers"]["0"]["input_layers"].append("InputRotation"),
+            lambda t: t.update({"0.input_layers.0.weight": torch.ones(0)}),
+            "input_layers.0.weight: expected a finite number for each channel",
+        ),
+        (bool, lambda t: t.pop(SCALE), "weights: it has no scale"),
+        (bool, lambda t: t.update({SCALE: torch.ones(3)}), r"weights: it has \(3,\) scales"),
         (
             bool,
             lambda t: t.update({SCALE: torch.tensor(torch.nan)}),
-            f"{SCALE} is not finite and positive",
+            "weights: its scale is not finite and positive",
         ),
         (
             bool,
             lambda t: t.update({SCALE: torch.tensor(0.0)}),
-            f"{SCALE} is not finite and positive",
+            "weights: its scale is not finite and positive",
         ),
-        (bool, lambda t: t.pop("0.weight"), "has a tensor that is not in the file: 0.weight"),
+        (
+            bool,
+            lambda t: t.update({ZERO_POINT: torch.tensor(999, dtype=torch.int32)}),
+            "weights: its zero point is not between",
+        ),
+        (bool, lambda t: t.update({"0.weight": torch.ones(3, 8)}), "stored as torch.float32"),
+        (
+            bool,
+            lambda t: t.update({"0.weight": torch.ones(3, 9, dtype=torch.int8)}),
+            r"stored as \(3, 8\), not",
+        ),
+        (bool, lambda t: t.update({"0.bias": torch.full((3,), torch.inf)}), "NaN or infinity"),
+        (
+            bool,
+            lambda t: t.update({"0.bias": torch.zeros(1 << 20)}),
+            r"0\.bias: it is \[1048576\]",
+        ),
+        (bool, lambda t: t.pop("0.bias"), r"0\.bias: it is missing"),
+        (bool, lambda t: t.pop("0.weight"), r"0\.weight: it is missing"),
     ],
 )
 def test_a_state_that_no_save_writes_is_refused(
@@ -285,11 +334,11 @@ def test_a_state_that_no_save_writes_is_refused(
     assert torch.equal(fresh[0].weight, before)
 
 
-@pytest.mark.parametrize("name", [TENSORS, DESCRIPTION])
+@pytest.mark.parametrize("name", [SAVED_TENSORS, DESCRIPTION])
 def test_a_changed_file_is_told_by_its_checksum(name: str, tmp_path: Path) -> None:
     ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec()), tmp_path)
     content = bytearray((tmp_path / name).read_bytes())
-    at = -1 if name == TENSORS else content.index(b"half_even")
+    at = -1 if name == SAVED_TENSORS else content.index(b"half_even")
     content[at] ^= 1
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ResultError, match="checksum mismatch") as caught:
@@ -310,7 +359,9 @@ def test_shared_layers_are_stored_once_and_come_back_shared(tmp_path: Path) -> N
     loaded = ModelQuantizer.load(shared(), tmp_path)
     assert loaded[0] is loaded[2]
     assert same(loaded(X), model(X))
-    assert not any(name.startswith(("2.", "4.")) for name in load_file(tmp_path / TENSORS))
+    assert not any(
+        name.startswith(("2.", "4.")) for name in load_file(tmp_path / SAVED_TENSORS)
+    )
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -321,8 +372,10 @@ def test_layers_that_are_shared_on_one_side_only_are_refused(
     one, two = nn.Sequential(layer, layer), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     saved, other = (one, two) if alike else (two, one)
     ModelQuantizer.save(quantized(saved, weight=spec()), tmp_path)
-    places = "file and are not in the model" if alike else "model and are not in the file"
-    with pytest.raises(ResultError, match=f"are one layer in the {places}"):
+    texts = ("the same as 0", "a Linear") if alike else ("a Linear", "the same as 0")
+    with pytest.raises(
+        ResultError, match="1 is {} in the file and {} in the model".format(*texts)
+    ):
         ModelQuantizer.load(other, tmp_path)
 
 
@@ -342,9 +395,7 @@ class Alien(nn.Module):
 
 def test_the_state_of_a_layer_of_another_class_is_refused(tmp_path: Path) -> None:
     ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec()), tmp_path)
-    with pytest.raises(
-        ResultError, match="0 is a Linear in the file and an Alien in the model"
-    ):
+    with pytest.raises(ResultError, match="0 is a Linear in the file and not in the model"):
         ModelQuantizer.load(nn.Sequential(Alien()), tmp_path)
 
 
@@ -387,3 +438,33 @@ def test_scales_of_fp8_come_back(tmp_path: Path) -> None:
     config = Config.from_dict({"global_quant_config": {"weight": [first, second]}})
     assert config.global_quant_config.weight == replace(nvfp4, qscheme=QSchemeType.per_group)
     assert same(ModelQuantizer(config).quantize_model(tiny_lm())(tokens()), model(tokens()))
+
+
+def test_a_bias_for_a_layer_without_weights_is_refused(tmp_path: Path) -> None:
+    def built() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 3), nn.LayerNorm(3, elementwise_affine=False))
+
+    ModelQuantizer.save(quantized(built(), weight=spec()), tmp_path)
+    rewritten(
+        tmp_path,
+        lambda d: (d["biases"].append("1"), d["structure"].update({"1.bias": "[3]"})),
+        lambda t: t.update({"1.bias": torch.ones(3)}),
+    )
+    with pytest.raises(ResultError, match=r"1\.bias is \[3\] in the file and not in the model"):
+        ModelQuantizer.load(built(), tmp_path)
+
+
+@pytest.mark.parametrize("path", ["1", "2"])
+def test_a_layer_before_one_that_has_no_channels_is_refused(path: str, tmp_path: Path) -> None:
+    def built() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 3), nn.LayerNorm(3), nn.ReLU())
+
+    ModelQuantizer.save(quantized(built(), weight=spec()), tmp_path)
+    entry = {"is_rectified": False, "input_layers": ["InputRotation"], "tensors": {}}
+    rewritten(
+        tmp_path,
+        lambda d: d["layers"].update({path: entry}),
+        lambda t: t.update({f"{path}.input_layers.0.weight": torch.ones(0)}),
+    )
+    with pytest.raises(ResultError, match="a finite number for each channel"):
+        ModelQuantizer.load(built(), tmp_path)

@@ -97,8 +97,8 @@ def test_it_is_stored_with_a_model_in_place(dtype: str, tmp_path: Path) -> None:
     graph = module_graph(model)
     plan = resolve_plan(hierarchy({"weights": {"dtype": dtype}}), graph, graph)
     attach_solution(model, graph, observing.observed_solution(observing.create_observers(plan)))
-    storage.save(model, tmp_path)
-    storage.load(fresh, tmp_path)
+    storage.save_quantized(model, tmp_path)
+    storage.load_quantized(fresh, tmp_path)
     assert torch.equal(fresh[0].weight, model[0].weight)
     assert load_file(tmp_path / "model.safetensors")["0.weight"].nbytes == math.ceil(
         24 * ROWS[dtype].bits / 8

@@ -24,6 +24,7 @@ from torch import nn
 
 from quantizer import Config, ModelQuantizer
 from quantizer.errors import QuantizerError
+from quantizer.storage.opened_files import json_digest
 
 GROUPS = {
     "dtype": "int4",
@@ -74,13 +75,11 @@ def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, str, str
     else:
         done = edit_tensors(tensors, draw)
     with contextlib.suppress(TypeError):
-        value["tensors"] = (
-            hashlib.sha256(tensors.read_bytes()).hexdigest() if "tensors" in value else None
-        )
+        if "files" in value:
+            digest = hashlib.sha256(tensors.read_bytes()).hexdigest()
+            value["files"]["model.safetensors"] = digest
         rest = {key: each for key, each in value.items() if key != "checksum"}
-        value["checksum"] = hashlib.sha256(
-            json.dumps(rest, sort_keys=True).encode()
-        ).hexdigest()
+        value["checksum"] = json_digest(rest)
     description.write_text(json.dumps(value))
     model = built()
     try:
