@@ -1,4 +1,4 @@
-"""Read named tensors of `.safetensors`, `.pt`, `.pth`, `.npy` and `.npz` files, also as batches.
+"""Read tensors of `.safetensors`, `.pt`, `.pth`, `.npy` and `.npz` files, also as batches.
 
 Code is never unpickled. An error says whether a file is empty, truncated, a Git LFS pointer, an
 HTML page or pickled code.
@@ -33,9 +33,7 @@ from quantizer.storage.process_memory import in_words
 from quantizer.storage.safetensors_file import load_tensors
 
 MOST_UNPACKED = 10**9
-"""The bytes that a file may unpack to if it is smaller itself. A file of a few bytes may ask for
-any number.
-"""
+"""The bytes that a smaller file may unpack to: one of a few bytes may ask for any number."""
 INPUT_NAMES = ("x", "input", "images", "data")
 Named = dict[str, Tensor]
 
