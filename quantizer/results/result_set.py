@@ -19,7 +19,13 @@ from quantizer.graph.emit import is_emitted
 from quantizer.storage.atomic_write import remove_left_over
 from quantizer.storage.files import cannot_write, write_json
 from quantizer.storage.folder_lock import folder_lock
-from quantizer.storage.opened_files import ASIDE, MOVES, OpenedFiles, planned_moves
+from quantizer.storage.opened_files import (
+    ASIDE,
+    MOVES,
+    OpenedFiles,
+    planned_moves,
+    require_aside,
+)
 
 SUFFIXES = (".json", ".py", ".safetensors", ".csv", ".html", ".log")
 """Those of the files in a result folder."""
@@ -81,9 +87,8 @@ def settle(folder: Path) -> None:
         ResultError: the folder holds something else under that name, or the list has what no
             writer puts there.
     """
+    require_aside(folder)
     aside = folder / ASIDE
-    if aside.is_symlink() or (aside.exists() and not aside.is_dir()):
-        raise ResultError(f"{aside} is no folder of quantizer", help="remove it")
     moves = aside / MOVES
     if moves.is_symlink():
         raise ResultError(f"{moves} is a link", help=f"remove {aside}")
