@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.errors import ResultError
-from quantizer.storage.positioned_io import open_flags, read_at
+from quantizer.storage.positioned_io import REPLACES_OPEN_FILES, open_flags, read_at
 
 ASIDE = ".quantizer-new"
 """The folder beside the files, for those that are to replace them."""
@@ -35,11 +35,20 @@ class OpenFile:
     Attributes:
         path: where it was found, for messages.
         descriptor: of the operating system, to read from at offsets.
+        mode: the kind of file and its rights, as in `os.stat`.
+        size: in bytes, when it was opened.
+        identity: device and inode, which no other file has while this one is open.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self.descriptor = path, descriptor
-        weakref.finalize(self, os.close, descriptor).atexit = False
+        self._content: bytes | None = None
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close.atexit = False
+        status = os.fstat(descriptor)
+        self.mode = status.st_mode
+        self.size = status.st_size
+        self.identity = (status.st_dev, status.st_ino)
 
     @classmethod
     def at(cls, path: Path) -> "OpenFile":
@@ -50,16 +59,10 @@ class OpenFile:
         """
         return cls(path, os.open(path, _READING))
 
-    @property
-    def size(self) -> int:
-        """Return the length in bytes."""
-        return os.fstat(self.descriptor).st_size
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Return device and inode, which no other file has while this one is open."""
-        status = os.fstat(self.descriptor)
-        return status.st_dev, status.st_ino
+    def close_early(self) -> None:
+        """Read the file into memory and close it, so that it can be replaced on Windows."""
+        self._content = self.content()
+        self._close()
 
     def parts(self) -> Iterator[bytes]:
         """Yield the content, part by part."""
@@ -70,6 +73,8 @@ class OpenFile:
 
     def read(self, count: int, position: int) -> bytes:
         """Return `count` bytes from a position on, or fewer at the end of the file."""
+        if self._content is not None:
+            return self._content[position : position + count]
         return read_at(self.descriptor, count, position)
 
     def content(self) -> bytes:
@@ -304,8 +309,10 @@ def _opened(path: Path) -> OpenFile | None:
         return None
     except OSError as error:
         raise ResultError(f"cannot read {path}: {error.strerror or error}") from error
-    if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
+    if not stat.S_ISREG(file.mode):
         raise ResultError(f"{path} is no file", help="remove it")
+    if not REPLACES_OPEN_FILES and path.suffix != ".safetensors":
+        file.close_early()
     return file
 
 

@@ -3,6 +3,8 @@
 import os
 import threading
 
+REPLACES_OPEN_FILES = hasattr(os, "pread")
+"""Whether a file can be replaced while it is open. Windows has neither."""
 # Without such calls, a position belongs to the file, which several threads read.
 _lock = threading.Lock()
 
@@ -30,7 +32,7 @@ def read_into(descriptor: int, buffer: memoryview, position: int) -> int:
         os.lseek(descriptor, position, os.SEEK_SET)
         content = os.read(descriptor, len(buffer))
     length = len(content)
-    buffer[:length] = content
+    buffer.cast("B")[:length] = content
     return length
 
 
