@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import stat
+import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,10 +42,8 @@ class OpenFile:
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self.descriptor = path, descriptor
-        self._content: bytes | None = None
-        self._close = weakref.finalize(self, os.close, descriptor)
-        self._close.atexit = False
+        self.path = path
+        self._hold(descriptor)
         status = os.fstat(descriptor)
         self.mode = status.st_mode
         self.size = status.st_size
@@ -59,10 +58,22 @@ class OpenFile:
         """
         return cls(path, os.open(path, _READING))
 
-    def close_early(self) -> None:
-        """Read the file into memory and close it, so that it can be replaced on Windows."""
-        self._content = self.content()
+    def _hold(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close.atexit = False
+
+    def release(self) -> None:
+        """Go on with a copy, so that Windows lets the file itself be replaced.
+
+        Raises:
+            OSError: there is no room for a copy.
+        """
+        with tempfile.TemporaryFile(buffering=0) as copy:
+            copy.writelines(self.parts())
+            descriptor = os.dup(copy.fileno())
         self._close()
+        self._hold(descriptor)
 
     def parts(self) -> Iterator[bytes]:
         """Yield the content, part by part."""
@@ -73,8 +84,6 @@ class OpenFile:
 
     def read(self, count: int, position: int) -> bytes:
         """Return `count` bytes from a position on, or fewer at the end of the file."""
-        if self._content is not None:
-            return self._content[position : position + count]
         return read_at(self.descriptor, count, position)
 
     def content(self) -> bytes:
@@ -305,14 +314,14 @@ def _opened(path: Path) -> OpenFile | None:
             raise ResultError(f"{path} is a link, which is not followed", help=help_)
         # No link that has come meanwhile is followed.
         file = OpenFile(path, os.open(path, _READING | open_flags("O_NOFOLLOW")))
+        if not stat.S_ISREG(file.mode):
+            raise ResultError(f"{path} is no file", help="remove it")
+        if not REPLACES_OPEN_FILES:
+            file.release()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ResultError(f"cannot read {path}: {error.strerror or error}") from error
-    if not stat.S_ISREG(file.mode):
-        raise ResultError(f"{path} is no file", help="remove it")
-    if not REPLACES_OPEN_FILES and path.suffix != ".safetensors":
-        file.close_early()
     return file
 
 

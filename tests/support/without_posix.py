@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 BLOCK = '''
-import builtins, io, os, shutil, signal, sys
+import builtins, io, os, shutil, signal, sys, tempfile
 
 for module in ("fcntl", "resource", "pwd", "grp", "termios", "syslog"):
     sys.modules[module] = None
@@ -14,6 +14,7 @@ for name in ("pread", "preadv", "pwrite", "pwritev", "readv", "writev", "getload
 for name in ("SIGALRM", "SIGHUP", "SIGPIPE", "SIGUSR1", "setitimer", "alarm", "ITIMER_REAL"):
     delattr(signal, name)
 shutil._use_fd_functions = False
+TEMPORARY = tempfile.gettempdir()
 
 def without_folders(path, flags, mode=0o777, *, dir_fd=None, plain=os.open):
     """Open no folder, and nothing in one that is open."""
@@ -30,12 +31,16 @@ def without_proc(file, *args, plain=io.open, **more):
     return plain(file, *args, **more)
 
 def unless_open(function):
-    """Replace and remove no file that this process has open."""
+    """Replace and remove no file that this process has open, but for temporary ones, which
+    Windows removes when they are closed.
+    """
     def refusing(*paths, **more):
         for descriptor in os.listdir("/proc/self/fd"):
             try:
                 opened = os.readlink(f"/proc/self/fd/{descriptor}")
             except OSError:
+                continue
+            if os.path.dirname(opened) == TEMPORARY:
                 continue
             if opened in [os.path.abspath(os.fsdecode(path)) for path in paths]:
                 raise PermissionError(13, "The file is in use", *paths[:1])
