@@ -22,7 +22,7 @@ ASIDE = ".quantizer-new"
 """The folder beside the files, for those that are to replace them."""
 MOVES = "moves.json"
 """The last file written there; from then on the files aside are the ones that count."""
-PART = 1 << 20
+_PART = 1 << 20
 ATTEMPTS = 100
 """A writer moves its files within milliseconds; who meets so many writers gives up."""
 # A pipe would keep the opener waiting for a writer.
@@ -78,7 +78,7 @@ class OpenFile:
     def parts(self) -> Iterator[bytes]:
         """Yield the content, part by part."""
         position = 0
-        while part := self.read(PART, position):
+        while part := self.read(_PART, position):
             position += len(part)
             yield part
 
