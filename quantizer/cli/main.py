@@ -8,7 +8,6 @@ import io
 import os
 import sys
 import traceback
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -223,8 +222,6 @@ def main() -> NoReturn:
     """Run the console script."""
     output = streams.install()
     interrupts.handled()
-    # numpy is optional here; without it torch would greet every user with a warning.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     code = run_command(sys.argv[1:])
     sys.stdout.flush()
     if output.lost is not None:

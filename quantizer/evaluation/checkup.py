@@ -60,7 +60,9 @@ def check_machine(device: str, folder: Path) -> Iterator[CheckResult]:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
-    load = os.getloadavg()[0]
+    load = 0.0
+    if hasattr(os, "getloadavg"):
+        load = os.getloadavg()[0]
     yield CheckResult(
         "machine", "ok", f"torch {torch.__version__}, {threads} threads on {cores} cores"
     )

@@ -6,6 +6,7 @@ import fnmatch
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -268,20 +269,29 @@ def _paths_around(
 def _time_limit(text: str) -> Iterator[None]:
     """Stop a regular expression that backtracks for too long.
 
-    Python has no limit for that. A signal stops it, which only the main thread can receive.
+    Python has no limit for that. A signal stops it, which only the main thread can receive, and
+    which Windows lacks. Elsewhere the time is checked at the end.
 
     Raises:
         UsageError: it takes too long.
     """
-    if not text.startswith("re:") or threading.current_thread() is not threading.main_thread():
+    if not text.startswith("re:"):
         yield
+        return
+    error = UsageError(
+        f"the pattern {text!r} takes more than {MATCHING_S} s to match names of layers",
+        help="repeat nothing inside of what is repeated",
+    )
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or not hasattr(signal, "SIGALRM"):
+        start = time.monotonic()
+        yield
+        if time.monotonic() - start > MATCHING_S:
+            raise error
         return
 
     def stop(*_: object) -> None:
-        raise UsageError(
-            f"the pattern {text!r} takes more than {MATCHING_S} s to match names of layers",
-            help="repeat nothing inside of what is repeated",
-        )
+        raise error
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, MATCHING_S)

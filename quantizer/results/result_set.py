@@ -7,12 +7,9 @@ take either (`opened_files`) and move nothing.
 
 import contextlib
 import errno
-import fcntl
 import os
-import platform
 import re
 import shutil
-import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +18,17 @@ from quantizer.errors import ResultError
 from quantizer.graph.emit import is_emitted
 from quantizer.storage.atomic_write import remove_left_over
 from quantizer.storage.files import cannot_write, write_json
-from quantizer.storage.opened_files import ASIDE, MOVES, OpenedFiles, planned_moves
+from quantizer.storage.folder_lock import folder_lock
+from quantizer.storage.opened_files import (
+    ASIDE,
+    MOVES,
+    OpenedFiles,
+    planned_moves,
+    require_aside,
+)
 
 SUFFIXES = (".json", ".py", ".safetensors", ".csv", ".html", ".log")
 """Those of the files in a result folder."""
-OWNER = 100
-"""Bytes that a lock may have, which say whose it is."""
 EXPORT = "export"
 """The only folder inside a result folder that is written to."""
 OURS = re.compile(
@@ -85,9 +87,8 @@ def settle(folder: Path) -> None:
         ResultError: the folder holds something else under that name, or the list has what no
             writer puts there.
     """
+    require_aside(folder)
     aside = folder / ASIDE
-    if aside.is_symlink() or (aside.exists() and not aside.is_dir()):
-        raise ResultError(f"{aside} is no folder of quantizer", help="remove it")
     moves = aside / MOVES
     if moves.is_symlink():
         raise ResultError(f"{moves} is a link", help=f"remove {aside}")
@@ -202,26 +203,18 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         ResultError: another process holds it, it cannot be made, or has links among its files.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _refuse_links(folder)
-        _refuse_folders(folder)
-        handle = os.open(
-            folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
-        )
-    except OSError as error:
-        kind = ReadOnlyError if error.errno in READ_ONLY else ResultError
-        text = f"cannot use {folder} for results: {error.strerror}"
-        raise kind(text, help="choose another --output_dir") from error
-    try:
-        _take(handle, folder)
+    with contextlib.ExitStack() as stack:
         try:
-            _clean(folder)
-            yield
-        finally:
-            (folder / ".lock").unlink(missing_ok=True)
-    finally:
-        os.close(handle)
+            folder.mkdir(parents=True, exist_ok=True)
+            _refuse_links(folder)
+            _refuse_folders(folder)
+            stack.enter_context(folder_lock(folder))
+        except OSError as error:
+            kind = ReadOnlyError if error.errno in READ_ONLY else ResultError
+            text = f"cannot use {folder} for results: {error.strerror}"
+            raise kind(text, help="choose another --output_dir") from error
+        _clean(folder)
+        yield
 
 
 @contextmanager
@@ -237,30 +230,3 @@ def locked_as_opened(opened: OpenedFiles) -> Iterator[None]:
             text = f"{opened.folder} holds other results than when this command began"
             raise ResultError(text, help="run the command again")
         yield
-
-
-def _take(handle: int, folder: Path) -> None:
-    """Raise an error if the open file cannot be locked, or is no longer the folder's: its last
-    owner may have removed it.
-    """
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        raise ResultError(
-            f"{folder / '.lock'} is no file, so it cannot be locked", help="remove it"
-        )
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        owned = os.fstat(handle).st_ino == (folder / ".lock").stat().st_ino
-    except OSError:
-        owned = False
-    if not owned:
-        owner = os.pread(handle, OWNER, 0).decode(errors="replace")
-        by_whom = f", {owner}" if owner.isprintable() and owner else ""
-        raise ResultError(
-            f"{folder} is in use by another run{by_whom}",
-            help="wait for it or choose another --output_dir",
-        )
-    # A full disk has no room for the text, which is for people alone: the lock holds without
-    # it.
-    with contextlib.suppress(OSError):
-        os.ftruncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on {platform.node()}".encode()[:OWNER])

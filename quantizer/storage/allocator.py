@@ -1,6 +1,7 @@
 """Ask the C library to return freed memory to the system."""
 
 import ctypes
+from typing import Any
 
 from quantizer.storage import process_memory
 
@@ -27,7 +28,7 @@ def give_back(beyond: int = 0) -> None:
     _least_resident = min(resident, _least_resident)
     if beyond and resident - _least_resident < beyond:
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = _c_function("malloc_trim")
     if trim is not None:
         trim(0)
         _least_resident = process_memory.resident() or 0
@@ -40,7 +41,17 @@ def map_large_blocks() -> None:
     Small blocks that lie behind them keep the heap from shrinking.
     """
     global _is_mapping_large_blocks
-    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    tune = _c_function("mallopt")
     if tune is not None and not _is_mapping_large_blocks:
         tune(_MMAP_THRESHOLD, 1 << 20)
         _is_mapping_large_blocks = True
+
+
+def _c_function(name: str) -> Any:
+    """Return a function of the C library, or None if it has none of this name."""
+    try:
+        library = ctypes.CDLL(None)
+    except (TypeError, OSError):
+        # Windows has no library of the process.
+        return None
+    return getattr(library, name, None)

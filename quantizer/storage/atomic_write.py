@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from quantizer.storage.positioned_io import open_flags
+
 TEMPORARY = ".tmp"
 LEFT_OVER = re.compile(rf"\..+\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
 """Names of temporary files and folders, which a kill leaves behind."""
@@ -116,14 +118,17 @@ def _write_to_device(path: Path, parts: Iterable[bytes]) -> None:
     Raises:
         OSError: nobody reads the pipe; opening it would wait for ever.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    os.set_blocking(descriptor, True)
+    descriptor = os.open(path, open_flags("O_WRONLY", "O_NONBLOCK"))
+    if hasattr(os, "set_blocking"):
+        os.set_blocking(descriptor, True)
     with os.fdopen(descriptor, "wb") as file:
         file.writelines(parts)
 
 
 def _sync(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
+    """Write the names in a folder to the disk, where a folder can be opened."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

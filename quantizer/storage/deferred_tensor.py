@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import tempfile
 import threading
 import weakref
@@ -23,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError
 from quantizer.storage.allocator import give_back
+from quantizer.storage.positioned_io import read_into, write_at
 
 CPU = torch.device("cpu")
 _reader = ThreadPoolExecutor(1, "prefetch")
@@ -286,15 +286,14 @@ class _SpoolFile:
 
     @cached_property
     def file(self) -> int:
-        handle, name = tempfile.mkstemp(prefix="quantizer-")
-        os.unlink(name)
-        weakref.finalize(self, os.close, handle)
-        return handle
+        file = tempfile.TemporaryFile(prefix="quantizer-", buffering=0)  # noqa: SIM115
+        weakref.finalize(self, file.close)
+        return file.fileno()
 
     def put(self, tensor: Tensor) -> DeferredTensor:
         start, content = self.end, memoryview(bytes_of(tensor))
         while content:
-            count = os.pwrite(self.file, content, self.end)
+            count = write_at(self.file, content, self.end)
             content, self.end = content[count:], self.end + count
         return DeferredTensor(
             tensor.shape, tensor.dtype, partial(self._read, start, tensor.shape, tensor.dtype)
@@ -313,7 +312,7 @@ def read_tensor(file: int, start: int, shape: Sequence[int], dtype: torch.dtype)
     made = torch.empty(shape, dtype=dtype, pin_memory=_reading.is_pinned)
     content = memoryview(bytes_of(made))
     while content:
-        count = os.preadv(file, [content], start)
+        count = read_into(file, content, start)
         if not count:
             raise OSError(errno.EIO, "the file was cut off while it was read")
         content, start = content[count:], start + count

@@ -4,28 +4,29 @@ written meanwhile.
 Moves nothing and takes no lock; `results.result_set` writes such sets. Imports no torch.
 """
 
-import contextlib
-import errno
 import hashlib
 import json
 import os
 import stat
+import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantizer.errors import ResultError
+from quantizer.storage.positioned_io import REPLACES_OPEN_FILES, open_flags, read_at
 
 ASIDE = ".quantizer-new"
 """The folder beside the files, for those that are to replace them."""
 MOVES = "moves.json"
 """The last file written there; from then on the files aside are the ones that count."""
-PART = 1 << 20
+_PART = 1 << 20
 ATTEMPTS = 100
 """A writer moves its files within milliseconds; who meets so many writers gives up."""
+# A pipe would keep the opener waiting for a writer.
+_READING = open_flags("O_RDONLY", "O_NONBLOCK", "O_CLOEXEC")
 
 
 class OpenFile:
@@ -35,11 +36,18 @@ class OpenFile:
     Attributes:
         path: where it was found, for messages.
         descriptor: of the operating system, to read from at offsets.
+        mode: the kind of file and its rights, as in `os.stat`.
+        size: in bytes, when it was opened.
+        identity: device and inode, which no other file has while this one is open.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self.descriptor = path, descriptor
-        weakref.finalize(self, os.close, descriptor).atexit = False
+        self.path = path
+        self._hold(descriptor)
+        status = os.fstat(descriptor)
+        self.mode = status.st_mode
+        self.size = status.st_size
+        self.identity = (status.st_dev, status.st_ino)
 
     @classmethod
     def at(cls, path: Path) -> "OpenFile":
@@ -48,25 +56,35 @@ class OpenFile:
         Raises:
             OSError: it cannot be opened.
         """
-        return cls(path, os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        return cls(path, os.open(path, _READING))
 
-    @property
-    def size(self) -> int:
-        """Return the length in bytes."""
-        return os.fstat(self.descriptor).st_size
+    def _hold(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close.atexit = False
 
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Return device and inode, which no other file has while this one is open."""
-        status = os.fstat(self.descriptor)
-        return status.st_dev, status.st_ino
+    def release(self) -> None:
+        """Go on with a copy, so that Windows lets the file itself be replaced.
+
+        Raises:
+            OSError: there is no room for a copy.
+        """
+        with tempfile.TemporaryFile(buffering=0) as copy:
+            copy.writelines(self.parts())
+            descriptor = os.dup(copy.fileno())
+        self._close()
+        self._hold(descriptor)
 
     def parts(self) -> Iterator[bytes]:
         """Yield the content, part by part."""
         position = 0
-        while part := os.pread(self.descriptor, PART, position):
+        while part := self.read(_PART, position):
             position += len(part)
             yield part
+
+    def read(self, count: int, position: int) -> bytes:
+        """Return `count` bytes from a position on, or fewer at the end of the file."""
+        return read_at(self.descriptor, count, position)
 
     def content(self) -> bytes:
         """Return the whole content."""
@@ -139,8 +157,7 @@ class OpenedFiles:
         Raises:
             ResultError: what it holds cannot be told.
         """
-        with _opened_folder(self.folder, self.kind) as places:
-            index = places.open(self.kind.index)
+        index = _places(self.folder, self.kind).index
         return index is not None and index.digest() == self.identity
 
 
@@ -166,37 +183,41 @@ def open_files(
         ResultError: the set is missing or damaged, holds a link, or is replaced again and
             again.
     """
-    before: object = None
+    previous: object = None
     for _ in range(ATTEMPTS):
-        with _opened_folder(folder, kind) as places:
-            index = places.open(kind.index)
-            listed: Mapping[str, str] = {}
-            if index is not None:
-                listed = _checked_names(digests(index), index.path, kind)
-            files = {name: places.open(name) for name in (*listed, *optional)}
-            seen: list[object] = [places.state, index and index.identity]
-            seen += [file and file.identity for file in files.values()]
-            fault = _fault(folder, kind, listed, files) if index else _missing(places, kind)
-        with _opened_folder(folder, kind) as places:
-            again = places.open(kind.index)
-            is_same = [places.state, again and again.identity] == seen[:2]
+        places = _places(folder, kind)
+        index = places.index
+        files: dict[str, OpenFile] = {}
+        fault: ResultError | None
+        if index is None:
+            fault = _missing(folder, places, kind)
+        else:
+            listed = _checked_names(digests(index), index.path, kind)
+            for name in (*listed, *optional):
+                file = places.open(name)
+                if file is not None:
+                    files[name] = file
+            fault = _fault(folder, kind, listed, files)
+        # The first places stay open until then, so that no new file has the inode of one.
+        is_same = places.state == _places(folder, kind).state
         if is_same and index is not None and fault is None:
-            present = {name: file for name, file in files.items() if file is not None}
-            return OpenedFiles(folder, kind, {kind.index: index, **present}, index.digest())
-        if fault is not None and seen == before:
+            files[kind.index] = index
+            return OpenedFiles(folder, kind, files, index.digest())
+        seen = (places.state, {name: file.identity for name, file in files.items()})
+        if fault is not None and seen == previous:
             raise fault
-        before = seen
+        previous = seen
     raise ResultError(
         f"{folder} is written again and again by other runs", help="wait for them"
     )
 
 
-def _missing(places: "_Places", kind: SetKind) -> ResultError:
+def _missing(folder: Path, places: "_Places", kind: SetKind) -> ResultError:
     """Return what to say of a folder without an index."""
     main = kind.main or kind.index
     if places.open(main) is None:
-        return ResultError(f"{places.folder / main} does not exist", help=kind.missing)
-    return ResultError(f"{places.folder / kind.index} does not exist", help=kind.again)
+        return ResultError(f"{folder / main} does not exist", help=kind.missing)
+    return ResultError(f"{folder / kind.index} does not exist", help=kind.again)
 
 
 def _checked_names(listed: Mapping[str, str], path: Path, kind: SetKind) -> Mapping[str, str]:
@@ -211,11 +232,11 @@ def _fault(
     folder: Path,
     kind: SetKind,
     listed: Mapping[str, str],
-    files: Mapping[str, OpenFile | None],
+    files: Mapping[str, OpenFile],
 ) -> ResultError | None:
     """Return what is wrong with the first file that is not as the index has it."""
     for name, digest in listed.items():
-        file = files[name]
+        file = files.get(name)
         if file is None:
             return ResultError(f"{folder / name} is missing", help=kind.again)
         if file.digest() != digest:
@@ -223,24 +244,24 @@ def _fault(
     return None
 
 
-@dataclass(frozen=True)
 class _Places:
-    """A folder as it is at one moment: which of its files lie aside, to replace others.
+    """Says for a folder as it is at one moment which of its files lie aside, to replace others.
 
     Attributes:
+        index: the file that lists the others, or None.
         state: changes whenever another set begins to count.
     """
 
-    folder: Path
-    descriptor: int
-    aside: int | None
-    moves: OpenFile | None
-    incoming: Collection[str]
-    outgoing: Collection[str]
-
-    @property
-    def state(self) -> tuple[int, int] | None:
-        return self.moves.identity if self.moves else None
+    def __init__(self, folder: Path, kind: SetKind) -> None:
+        self._folder = folder
+        self._incoming: Collection[str] = ()
+        self._outgoing: Collection[str] = ()
+        self._moves = _opened(folder / ASIDE / MOVES)
+        if self._moves is not None:
+            self._incoming, self._outgoing = planned_moves(self._moves.content(), folder)
+        self.index = self.open(kind.index)
+        files = (self._moves, self.index)
+        self.state = [file.identity if file else None for file in files]
 
     def open(self, name: str) -> OpenFile | None:
         """Open the file that counts under this name; None where there is none.
@@ -248,67 +269,59 @@ class _Places:
         Raises:
             ResultError: it is a link, or no file, or may not be read.
         """
-        if self.aside is not None and name in self.incoming:
-            file = _opened(self.folder / ASIDE / name, name, self.aside)
+        if name in self._incoming:
+            file = _opened(self._folder / ASIDE / name)
             if file is not None:
                 return file
-        if name in self.outgoing:
+        if name in self._outgoing:
             return None
-        return _opened(self.folder / name, name, self.descriptor)
+        return _opened(self._folder / name)
 
 
-@contextmanager
-def _opened_folder(folder: Path, kind: SetKind) -> Iterator[_Places]:
-    """Yield an open folder, and the replacement in it if that is complete."""
-    with contextlib.ExitStack() as stack:
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            path = folder / (kind.main or kind.index)
-            raise ResultError(f"{path} does not exist", help=kind.missing) from None
-        except OSError as error:
-            raise ResultError(f"cannot read {folder}: {error.strerror or error}") from error
-        stack.callback(os.close, descriptor)
-        aside = None
-        moves = None
-        with contextlib.suppress(FileNotFoundError):
-            aside = _opened_aside(folder, descriptor)
-            stack.callback(os.close, aside)
-            moves = _opened(folder / ASIDE / MOVES, MOVES, aside)
-        if moves is None:
-            yield _Places(folder, descriptor, None, None, (), ())
-        else:
-            planned = planned_moves(moves.content(), folder)
-            yield _Places(folder, descriptor, aside, moves, *planned)
+def _places(folder: Path, kind: SetKind) -> _Places:
+    """Return what lies in a folder, and the replacement in it if that is complete.
 
-
-def _opened_aside(folder: Path, descriptor: int) -> int:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    Raises:
+        ResultError: there is no such folder, it may not be read, or the replacement is none.
+    """
     try:
-        return os.open(ASIDE, flags, dir_fd=descriptor)
-    except FileNotFoundError:
-        raise
+        os.scandir(folder).close()
+        require_aside(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        path = folder / (kind.main or kind.index)
+        raise ResultError(f"{path} does not exist", help=kind.missing) from None
     except OSError as error:
-        raise ResultError(
-            f"{folder / ASIDE} is no folder of quantizer", help="remove it"
-        ) from error
+        raise ResultError(f"cannot read {folder}: {error.strerror or error}") from error
+    return _Places(folder, kind)
 
 
-def _opened(path: Path, name: str, folder: int) -> OpenFile | None:
-    """Open a file of an open folder; None where there is none."""
-    # A pipe would keep the opener waiting for a writer.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+def require_aside(folder: Path) -> None:
+    """Refuse something else in place of the folder for new files.
+
+    Raises:
+        ResultError: it is a link or a file.
+    """
+    aside = folder / ASIDE
+    if aside.is_symlink() or (aside.exists() and not aside.is_dir()):
+        raise ResultError(f"{aside} is no folder of quantizer", help="remove it")
+
+
+def _opened(path: Path) -> OpenFile | None:
+    """Open a file of a set; None where there is none."""
     try:
-        file = OpenFile(path, os.open(name, flags, dir_fd=folder))
+        if path.is_symlink():
+            help_ = "put the file itself in its place"
+            raise ResultError(f"{path} is a link, which is not followed", help=help_)
+        # No link that has come meanwhile is followed.
+        file = OpenFile(path, os.open(path, _READING | open_flags("O_NOFOLLOW")))
+        if not stat.S_ISREG(file.mode):
+            raise ResultError(f"{path} is no file", help="remove it")
+        if not REPLACES_OPEN_FILES:
+            file.release()
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            help_ = "put the file itself in its place"
-            raise ResultError(f"{path} is a link, which is not followed", help=help_) from error
         raise ResultError(f"cannot read {path}: {error.strerror or error}") from error
-    if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
-        raise ResultError(f"{path} is no file", help="remove it")
     return file
 
 
@@ -333,7 +346,7 @@ def planned_moves(content: bytes, folder: Path) -> tuple[list[str], list[str]]:
 
 def _is_plain(name: Any) -> bool:
     """Return whether this is the name of a file in the folder or in a folder inside it."""
-    if not isinstance(name, str) or not name.isprintable():
+    if not isinstance(name, str) or not name.isprintable() or "\\" in name:
         return False
     parts = name.split("/")
     if len(parts) > 2:

@@ -8,6 +8,8 @@ import select
 import stat
 import time
 
+from quantizer.storage.positioned_io import open_flags
+
 PATIENCE = 10.0
 """Seconds that a pipe may take to give something, and again to give more."""
 
@@ -33,7 +35,7 @@ def read_start(path: str | os.PathLike[str], most: int) -> bytes:
         with open(path, "rb") as file:
             return file.read(most)
     # Opening a pipe that nobody writes to would wait for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    descriptor = os.open(path, open_flags("O_RDONLY", "O_NONBLOCK"))
     try:
         return _from_pipe(descriptor, most)
     finally:

@@ -91,11 +91,11 @@ _METADATA = "__metadata__"
 def _header(file: OpenFile) -> tuple[dict[str, Any], int, int]:
     """A file's header, its length, and that of the file."""
     size = file.size
-    length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
+    length = int.from_bytes(file.read(8, 0), "little")
     if not 2 <= length <= size - 8:
         raise SafetensorError("the length of its header is beyond its end")
     try:
-        header = json.loads(os.pread(file.descriptor, length, 8))
+        header = json.loads(file.read(length, 8))
     except ValueError as error:
         raise SafetensorError(f"its header is damaged: {error}") from error
     if not isinstance(header, dict):

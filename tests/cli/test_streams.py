@@ -112,7 +112,7 @@ def test_what_is_no_file_is_told_with_the_code_of_the_option(
 
 REFUSALS = {
     (".lock", pipe): ".lock is no file, so it cannot be locked",
-    (".lock", folder): "for results: Is a directory",
+    (".lock", folder): ".lock is no file, so it cannot be locked",
     ("plan.json", folder): "plan.json is a folder in place of a file",
     ("export", pipe): "export is no folder, and exports are written there",
 }

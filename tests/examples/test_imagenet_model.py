@@ -71,9 +71,6 @@ def test_resnet18_has_the_names_and_shapes_of_torchvision(
 
 
 def test_weights_of_torchvisions_form_are_taken(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "numpy", reason="safetensors.torch.save_file needs numpy (extra: numpy)"
-    )
     state = {
         name: torch.full(shape, 0.25) for name, shape in torchvision_resnet18().items() if shape
     }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from support.toys import traced
 
 from quantizer.config.model import Config, ConfigRule, Selector, Settings
+from quantizer.errors import UsageError
 from quantizer.graph.passes import run_passes
+from quantizer.plan import match as match_module
 from quantizer.plan.match import RANKS, Match, closest_layers, match
 from quantizer.plan.resolve import resolve_plan
 
@@ -163,3 +167,13 @@ def test_the_order_of_strength() -> None:
                  (BLOCK.format(0) + "Conv2d[conv1]/conv2d", "name")]  # fmt: skip
     ranks = [found(text, kind).rank for text, kind in selectors]
     assert ranks == sorted(set(ranks))
+
+
+def test_without_signals_the_time_is_checked_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(signal, "SIGALRM")
+    assert short(found("re:conv1")) == ["Conv2d[conv1]/conv2d"]
+    monkeypatch.setattr(match_module, "MATCHING_S", 0)
+    with pytest.raises(UsageError, match="takes more than 0 s to match names of layers"):
+        found("re:conv1")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -248,10 +249,6 @@ def test_a_factory_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_loader_that_draws_gives_the_same_batches_in_every_pass(tmp_path: Path) -> None:
-    numpy = pytest.importorskip(
-        "numpy", reason="draws from numpy's global generator (extra: numpy)"
-    )
-
     def draws() -> Iterator[torch.Tensor]:
         for _ in range(2):
             yield torch.tensor(

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -68,7 +66,6 @@ def test_several_tensors_without_an_input_name_are_keyword_arguments() -> None:
     "dtype", ["<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1"]
 )
 def test_numpy_files_are_read_exactly(dtype: str) -> None:
-    numpy = pytest.importorskip("numpy", reason="writes the files; needs quantizer[numpy]")
     array = (numpy.arange(24).reshape(2, 3, 4) % 7 - 3 * (dtype[1] in "fi")).astype(dtype)
     for layout in (array, numpy.asfortranarray(array), array[:, :, :0]):
         numpy.save("a.npy", layout)
@@ -79,20 +76,6 @@ def test_numpy_files_are_read_exactly(dtype: str) -> None:
         numpy.savez("b.npz", x=layout, y=numpy.arange(2))
         (batch,) = load_batches("b.npz")
         assert batch.args[0].tolist() == layout.tolist()
-
-
-def test_numpy_files_need_no_numpy() -> None:
-    numpy = pytest.importorskip("numpy", reason="writes the files; needs quantizer[numpy]")
-    numpy.savez_compressed("a.npz", x=numpy.ones((3, 2), "f4"))
-    code = (
-        "import sys; sys.modules['numpy'] = None\n"
-        "from quantizer.sources.data import load_batches\n"
-        "print(sum(batch.size for batch in load_batches('a.npz')))"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": str(root)})  # fmt: skip
-    assert done.stdout.strip() == "3"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7, 15, 99])
