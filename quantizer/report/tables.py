@@ -136,9 +136,9 @@ def output_table(rows: Sequence[JsonMapping], view: View) -> Listing:
             name,
             row["index"] or "",
             row["kind"],
-            _number(row["sqnr_db"], ".2f"),
-            _number(row["cosine"], ".6g"),
-            _number(row["equal"], ".6g"),
+            number_text(row["sqnr_db"], ".2f"),
+            number_text(row["cosine"], ".6g"),
+            number_text(row["equal"], ".6g"),
         )
         lines.append(line)
     titles = ("layer", "output", "index", "kind", "dB", "cosine", "equal")
@@ -240,8 +240,8 @@ def damage_table(rows: Sequence[JsonMapping], view: View) -> Listing:
             row["tensor"],
             spec,
             spec.partition(" ")[0],
-            _number(local_db, ".2f"),
-            _number(row["accumulated_sqnr_db"], ".2f"),
+            number_text(local_db, ".2f"),
+            number_text(row["accumulated_sqnr_db"], ".2f"),
             bar,
         )
         lines.append(line)
@@ -360,5 +360,6 @@ def shape_text(node: Node) -> str:
     return "x".join(sizes)
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def number_text(value: float | None, form: str, missing: str = "") -> str:
+    """Return a number in a format, or `missing` if there is none."""
+    return missing if value is None else format(value, form)
