@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.config.json_types import JsonObject as Json
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.errors import ResultError
@@ -19,7 +20,6 @@ from quantizer.numerics.qparams import QParams
 from quantizer.observers import Observer
 from quantizer.plan.size import parameter_bytes
 from quantizer.report.distribution import TensorDistribution
-from quantizer.report.page.rows import Json
 from quantizer.report.tables import describe_spec, finite
 from quantizer.results.folder import ALGORITHMS, ANALYSIS, STATISTICS, OpenedResults
 from quantizer.results.validation import checked_json

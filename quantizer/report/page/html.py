@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-EMPTY = frozenset({"br", "meta", "input"})
+_WITHOUT_END = frozenset({"br", "meta", "input"})
 """Elements of HTML that have no end; those of SVG have one."""
 
 
 class Markup(str):
-    """What is markup already; any other string is text.
+    """A string of HTML or SVG, which is not escaped.
 
     >>> Markup("<b>") + "x"
     '<b>x'
@@ -30,9 +30,10 @@ Child = Markup | str | float | None
 def element(
     name: str, /, *children: Child | Iterable[Child], **attributes: str | float | bool | None
 ) -> Markup:
-    """An element; of attributes' names a last underscore is dropped, others become dashes.
+    """Return an element.
 
-    None and False leave an attribute out, True writes its name alone.
+    In names of attributes a last underscore is dropped, and the others become dashes. None and
+    False leave an attribute out, True writes its name alone.
 
     >>> element("td", "a<b", class_="name", data_rank=1, hidden=True, title=None)
     '<td class="name" data-rank="1" hidden>a&lt;b</td>'
@@ -45,25 +46,27 @@ def element(
         elif value is not None and value is not False:
             words.append(f'{written}="{escape(str(value))}"')
     start = " ".join(words)
-    return Markup(
-        f"<{start}>"
-        if name in EMPTY and not children
-        else f"<{start}>{fragment(*children)}</{name}>"
-    )
+    if name in _WITHOUT_END and not children:
+        return Markup(f"<{start}>")
+    return Markup(f"<{start}>{fragment(*children)}</{name}>")
 
 
 def fragment(*children: Child | Iterable[Child]) -> Markup:
-    """Elements and texts one after the other.
+    """Return elements and texts one after the other.
 
     >>> fragment("a & b", element("br"), [1, None])
     'a &amp; b<br>1'
     """
-    return Markup("".join(_written(child) for child in children))
+    return Markup("".join(map(_child_text, children)))
 
 
-def _written(child: Child | Iterable[Child]) -> str:
-    if child is None or isinstance(child, Markup):
-        return child or ""
+def _child_text(child: Child | Iterable[Child]) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Markup):
+        return child
     if isinstance(child, str):
         return escape(child, quote=False)
-    return str(child) if isinstance(child, (int, float)) else fragment(*child)
+    if isinstance(child, (int, float)):
+        return str(child)
+    return fragment(*child)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quantizer.report.page import figures, sections
 from quantizer.report.page.charts import number
 from quantizer.report.page.html import Markup
-from quantizer.report.page.rows import in_order, in_words, name_of, severity
+from quantizer.report.page.rows import in_order, name_of, severity, value_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -75,7 +75,7 @@ def _environment() -> Environment:
         "kilobytes": lambda size: _scaled(size, 1e-3),
         "severity": severity,
         "channel_facts": sections.channel_facts,
-        "in_words": in_words,
+        "value_text": value_text,
     }
     environment.tests["still_changes"] = sections.still_changes
     environment.globals |= {
