@@ -92,6 +92,7 @@ class TensorDistribution:
         half_bin = self.histogram.width / 2
 
         def code_of(values: Tensor) -> Tensor:
+            """Return the code of each value, counted from the first code."""
             codes = values.clamp(low, high) / scale
             codes = codes.round() - first_code
             return codes.long()
