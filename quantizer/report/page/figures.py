@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib import resources
 
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.report.page import charts
 from quantizer.report.page.charts import Mark, Point, Series
-from quantizer.report.page.html import Markup
+from quantizer.report.page.html import Markup, page_file
 from quantizer.report.page.rows import in_order, tensor_name
 
 _LEAST = "least code"
@@ -168,17 +167,11 @@ def _by_batches(
     )
 
 
-def styles() -> str:
-    """Return the rules for drawings, with colours for light and for dark."""
-    file = resources.files("quantizer.report.page").joinpath("drawing.css")
-    return file.read_text(encoding="utf-8")
-
-
 def standalone(drawing: Markup) -> str:
     """Return a drawing as a file of its own, in the colours for light: SVG 1.1 without
     variables, which few programs read.
     """
-    light, _, rules = styles().partition("@media")
+    light, _, rules = page_file("drawing.css").partition("@media")
     rules = rules.partition("\n}\n")[2].replace("svg ", "")
     colours = dict(re.findall(r"--(\w+): (#\w+);", light))
     style = re.sub(r"var\(--(\w+)\)", lambda variable: colours[variable[1]], rules)

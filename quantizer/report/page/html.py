@@ -1,9 +1,10 @@
-"""Elements of HTML and SVG. Texts and attributes are escaped here, and nowhere else."""
+"""Write elements of HTML and SVG. Texts and attributes are escaped here, and nowhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from importlib import resources
 
 _WITHOUT_END = frozenset({"br", "meta", "input"})
 """Elements of HTML that have no end; those of SVG have one."""
@@ -70,3 +71,9 @@ def _child_text(child: Child | Iterable[Child]) -> str:
     if isinstance(child, (int, float)):
         return str(child)
     return fragment(*child)
+
+
+def page_file(name: str) -> str:
+    """Return the text of a file in this folder."""
+    file = resources.files("quantizer.report.page").joinpath(name)
+    return file.read_text(encoding="utf-8")
