@@ -14,14 +14,13 @@ from torch import Tensor
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.errors import ResultError
 from quantizer.numerics.histogram import Histogram
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import Observer
 from quantizer.plan.model import Key
 from quantizer.plan.size import parameter_bytes
 from quantizer.report.distribution import TensorDistribution
-from quantizer.report.tables import describe_spec, finite
+from quantizer.report.tables import describe_spec, figures_by_tensor, finite
 from quantizer.results.folder import ALGORITHMS, ANALYSIS, STATISTICS, OpenedResults
 from quantizer.results.validation import checked_json
 from quantizer.storage.files import deferred_tensors
@@ -38,7 +37,7 @@ _COMMAND_ORDER = ("merge", "calib", "test")
 """Commands that results come from, in the order in which they run."""
 _HEADER = ("quantizer", "torch", "threads", "batches", "data", "seed", "config")
 _MEASURED = ("local_sqnr_db", "accumulated_sqnr_db", "cosine")
-_TensorStatistics = dict[tuple[str, str], dict[str, Tensor]]
+_TensorStatistics = dict[Key, dict[str, Tensor]]
 """What observers kept, by tensor and name."""
 
 
@@ -63,26 +62,14 @@ def content(
     if ALGORITHMS in opened.files:
         algorithms = checked_json(opened.files[ALGORITHMS])
     tensors = deferred_tensors(opened.files[STATISTICS])
-    try:
-        if commands is None:
-            commands = opened.commands
-        values = _content(opened, tested, _by_tensor(tensors))
-        values["commands"] = [
-            shlex.join(commands[mode]) for mode in _COMMAND_ORDER if mode in commands
-        ]
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-    ) as error:
-        why = (
-            f"{opened.folder} has no results that a report can be made of: "
-            f"{type(error).__name__}: {error}"
-        )
-        raise ResultError(why, help="run --quant_mode calib again") from error
+    values = _content(opened, tested, _by_tensor(tensors))
+    if commands is None:
+        commands = opened.commands
+    lines = []
+    for mode in _COMMAND_ORDER:
+        if mode in commands:
+            lines.append(shlex.join(commands[mode]))
+    values["commands"] = lines
     values["algorithms"] = algorithms
     values["analysis"] = analysis or None
     return values
@@ -97,12 +84,10 @@ def _content(
     header = opened.header
     plan = opened.plan
     config = plan.get("config") or {}
-    figures_of: dict[Key, JsonObject] = {}
-    for row in tested.get("layers", ()):
-        figures_of[row["layer"], row["tensor"]] = row
+    measured = figures_by_tensor(tested)
     rows = []
     for tensor in _tensor_rows(opened.entries, plan, statistics):
-        figures = figures_of.get((tensor["layer"], tensor["tensor"]), {})
+        figures = measured.get((tensor["layer"], tensor["tensor"]), {})
         row = {name: figures.get(name) for name in _MEASURED}
         row |= tensor
         row["line"] = _config_line(tensor["origins"], config.get("name", ""))

@@ -13,7 +13,7 @@ from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.evaluation.scores import DROP, RATIO
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import weight_bytes
-from quantizer.report.tables import finite, number_text
+from quantizer.report.tables import figures_by_tensor, finite, number_text
 from quantizer.report.view import Listing, View
 from quantizer.results.folder import REPORT, read_info
 from quantizer.sources.directions import BY_NAME, Directions
@@ -80,9 +80,7 @@ def of_folder(place: Path) -> Side:
     opened = read_info(place)
     plan = opened.plan
     tested = opened.about(REPORT)
-    measured: dict[Key, JsonObject] = {}
-    for row in tested.get("layers", ()):
-        measured[row["layer"], row["tensor"]] = row
+    measured = figures_by_tensor(tested)
     tensors = {}
     for layer, roles in opened.entries.items():
         for role, entry in roles.items():

@@ -18,8 +18,8 @@ from quantizer.numerics.metrics import decibel
 from quantizer.numerics.qparams import IntegerRange, QParams
 from quantizer.observers import RANGE_METHODS, Observer, code_range_of
 
-DRAWN_BINS = 128
-PERCENTAGES = (99.9, 99.99)
+_DRAWN_BINS = 128
+_PERCENTAGES = (99.9, 99.99)
 """Percentages of the ranges that the percentile method would give."""
 
 
@@ -119,7 +119,7 @@ class TensorDistribution:
             if method != "percentile":
                 changes[method] = {"method": method}
                 continue
-            for percentage in PERCENTAGES:
+            for percentage in _PERCENTAGES:
                 label = f"{method} {percentage:g}"
                 changes[label] = {"method": method, "percentage": percentage}
         state = {"batches": torch.tensor(1), **self.histogram.to_tensors()}
@@ -144,7 +144,7 @@ class TensorDistribution:
         width = (high - low) or 1.0
         centres, counts = self._occupied
         shares = (centres - low) / width
-        bins = (shares * DRAWN_BINS).long().clamp(0, DRAWN_BINS - 1)
-        drawn = torch.zeros(DRAWN_BINS, dtype=torch.float64)
+        bins = (shares * _DRAWN_BINS).long().clamp(0, _DRAWN_BINS - 1)
+        drawn = torch.zeros(_DRAWN_BINS, dtype=torch.float64)
         drawn.index_add_(0, bins, counts)
         return {"low": low, "high": high, "counts": drawn.long().tolist()}

@@ -34,14 +34,21 @@ def report_of(
     Raises:
         ResultError: a file is missing or damaged.
     """
-    text = json.dumps(content(opened, tested, commands), sort_keys=True)
-    # The same values as those who read the file get.
-    values: JsonObject = json.loads(text)
     try:
+        text = json.dumps(content(opened, tested, commands), sort_keys=True)
+        # The same values as those who read the file get.
+        values: JsonObject = json.loads(text)
         return values, page(values)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
         why = (
-            f"{opened.folder} has results that no page can be made of: "
+            f"{opened.folder} has no results that a report can be made of: "
             f"{type(error).__name__}: {error}"
         )
         raise ResultError(why, help="run --quant_mode calib again") from error

@@ -49,6 +49,14 @@ def _layer_row(noise: LayerNoise, spec: QuantizationSpec) -> JsonObject:
     return row
 
 
+def figures_by_tensor(tested: JsonMapping) -> dict[Key, JsonObject]:
+    """Return the rows of a report by layer and role; `tested` may be empty."""
+    figures = {}
+    for row in tested.get("layers", ()):
+        figures[row["layer"], row["tensor"]] = row
+    return figures
+
+
 def report(
     scores: Scores,
     rows: Iterable[JsonMapping],
@@ -61,9 +69,9 @@ def report(
         rows: what `layer_rows` returns.
         stamp: marks results that say nothing about real data.
     """
-    values: JsonObject = {"metrics": _finite_row(scores.metrics)}
+    values: JsonObject = {"metrics": finite_row(scores.metrics)}
     if scores.pairs:
-        values["pairs"] = {name: _finite_row(pair) for name, pair in scores.pairs.items()}
+        values["pairs"] = {name: finite_row(pair) for name, pair in scores.pairs.items()}
     declared = scores.directions.declared_of(scores.pairs)
     if declared:
         values["lower_is_better"] = declared
@@ -71,13 +79,14 @@ def report(
     values["warnings"] = [warning.to_json() for warning in scores.warnings]
     if scores.passes is not None:
         values["passes"] = scores.passes.to_json()
-    values["layers"] = [_finite_row(row) for row in rows]
+    values["layers"] = [finite_row(row) for row in rows]
     if stamp:
         values["stamp"] = stamp
     return values
 
 
-def _finite_row(row: JsonMapping) -> JsonObject:
+def finite_row(row: JsonMapping) -> JsonObject:
+    """Return figures by name, with None for numbers that are infinite or undefined."""
     return {name: finite(value) for name, value in row.items()}
 
 
@@ -86,7 +95,7 @@ def output_rows(outputs: Iterable[OutputFigures]) -> list[JsonObject]:
     rows = []
     for output in outputs:
         for part in output.rows:
-            row = _finite_row(part.to_json())
+            row = finite_row(part.to_json())
             row["output"] = output.whole.name
             if part is output.whole and output.order is not None:
                 row["rows"] = output.order.to_json()

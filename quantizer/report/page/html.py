@@ -6,9 +6,6 @@ from collections.abc import Iterable
 from html import escape
 from importlib import resources
 
-_WITHOUT_END = frozenset({"br", "meta", "input"})
-"""Elements of HTML that have no end; those of SVG have one."""
-
 
 class Markup(str):
     """A string of HTML or SVG, which is not escaped.
@@ -24,52 +21,42 @@ class Markup(str):
         return self
 
 
-Child = Markup | str | float | None
-"""A number is written as `str` has it, None is left out."""
-
-
 def element(
-    name: str, /, *children: Child | Iterable[Child], **attributes: str | float | bool | None
+    name: str,
+    /,
+    *children: str | Iterable[str],
+    **attributes: str | float | None,
 ) -> Markup:
-    """Return an element.
+    """Return an element. An attribute that is None is left out.
 
-    In names of attributes a last underscore is dropped, and the others become dashes. None and
-    False leave an attribute out, True writes its name alone.
+    In names of attributes a last underscore is dropped, and the others become dashes.
 
-    >>> element("td", "a<b", class_="name", data_rank=1, hidden=True, title=None)
-    '<td class="name" data-rank="1" hidden>a&lt;b</td>'
+    >>> element("td", "a<b", class_="name", data_rank=1, title=None)
+    '<td class="name" data-rank="1">a&lt;b</td>'
     """
     words = [name]
     for key, value in attributes.items():
-        written = key.rstrip("_").replace("_", "-")
-        if value is True:
-            words.append(written)
-        elif value is not None and value is not False:
-            words.append(f'{written}="{escape(str(value))}"')
+        if value is not None:
+            attribute = key.rstrip("_").replace("_", "-")
+            words.append(f'{attribute}="{escape(str(value))}"')
     start = " ".join(words)
-    if name in _WITHOUT_END and not children:
-        return Markup(f"<{start}>")
     return Markup(f"<{start}>{fragment(*children)}</{name}>")
 
 
-def fragment(*children: Child | Iterable[Child]) -> Markup:
+def fragment(*children: str | Iterable[str]) -> Markup:
     """Return elements and texts one after the other.
 
-    >>> fragment("a & b", element("br"), [1, None])
-    'a &amp; b<br>1'
+    >>> fragment("a & b", [element("b", "c"), "d"])
+    'a &amp; b<b>c</b>d'
     """
     return Markup("".join(map(_child_text, children)))
 
 
-def _child_text(child: Child | Iterable[Child]) -> str:
-    if child is None:
-        return ""
+def _child_text(child: str | Iterable[str]) -> str:
     if isinstance(child, Markup):
         return child
     if isinstance(child, str):
         return escape(child, quote=False)
-    if isinstance(child, (int, float)):
-        return str(child)
     return fragment(*child)
 
 
