@@ -1,7 +1,7 @@
-"""Drawings in SVG: histograms, lines, points, strips of channels. They know no tensor and no
-layer.
+"""Draw histograms, lines, points and strips of channels as SVG.
 
-All are as wide as the column they stand in. Colours are those of the page's style, by class.
+All drawings are as wide as the column they stand in. The page's style has their colours, by
+class.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _axis(scale: _Scale, height: int) -> Markup:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _PointSet:
     """Points of one kind in a plot, and what is drawn of them."""
 
     label: str
@@ -159,7 +159,7 @@ class _Layer:
 
 
 def _plot(
-    layers: Sequence[_Layer],
+    point_sets: Sequence[_PointSet],
     ends: tuple[float, float],
     *,
     title: str,
@@ -168,36 +168,36 @@ def _plot(
     """Return points and lines with a legend above and a vertical axis on the left.
 
     Args:
-        layers: what to draw.
+        point_sets: what to draw.
         ends: least and greatest position.
         title: of the drawing.
         height: of the area between the legend and the lower edge.
     """
     values = []
-    for layer in layers:
-        values += [point.y for point in layer.points]
+    for point_set in point_sets:
+        values += [point.y for point in point_set.points]
     width = _WIDTH - _LEFT - _RIGHT
     across = _Scale(*ends, width)
     up = _Scale(min(0.0, *values), max(values), height)
     bottom = _TOP + height
-    legend_step = width / max(2, len(layers))
+    legend_step = width / max(2, len(point_sets))
     legend = []
     drawn = []
-    for index, layer in enumerate(layers):
-        kind = layer.kind
+    for index, point_set in enumerate(point_sets):
+        kind = point_set.kind
         label_x = _LEFT + index * legend_step
-        legend.append(element("text", f"■ {layer.label}", x=label_x, y=10, class_=kind))
+        legend.append(element("text", f"■ {point_set.label}", x=label_x, y=10, class_=kind))
         corners = []
         circles = []
-        for point in layer.points:
+        for point in point_set.points:
             x = f"{_LEFT + across(point.x):.1f}"
             y = f"{bottom - up(point.y):.1f}"
             corners.append(f"{x},{y}")
             label = element("title", point.label)
             circles.append(element("circle", label, cx=x, cy=y, r=2.5, class_=kind))
-        if layer.has_line:
+        if point_set.has_line:
             drawn.append(element("polyline", points=" ".join(corners), class_=kind))
-        if layer.has_points:
+        if point_set.has_points:
             drawn += circles
     ticks = [_tick(value, bottom - up(value)) for value in _ticks(up.low, up.high)]
     return _drawing(bottom + 8, title, legend, ticks, drawn)
@@ -224,7 +224,7 @@ def draw_lines(
 
     With `has_points` the name of each is shown when it is pointed at.
     """
-    layers = []
+    point_sets = []
     is_empty = True
     for line in series:
         points = []
@@ -233,11 +233,11 @@ def draw_lines(
                 label = f"{names[position]}: {number(value)} {unit}"
                 points.append(Point(position, value, label))
                 is_empty = False
-        layers.append(_Layer(line.label, line.kind, points, has_points=has_points))
+        point_sets.append(_PointSet(line.label, line.kind, points, has_points=has_points))
     if is_empty:
         return Markup("")
     last = max(1, len(names) - 1)
-    return _plot(layers, (0, last), title=title, height=height)
+    return _plot(point_sets, (0, last), title=title, height=height)
 
 
 def draw_curve(
@@ -249,11 +249,11 @@ def draw_curve(
 ) -> Markup:
     """Return points joined by a line, and others beside it; `names` are those of the two."""
     positions = [point.x for point in (*points, *others)]
-    layers = [
-        _Layer(names[0], "first", points),
-        _Layer(names[1], "second", others, has_line=False),
+    point_sets = [
+        _PointSet(names[0], "first", points),
+        _PointSet(names[1], "second", others, has_line=False),
     ]
-    return _plot(layers, (min(positions), max(positions)), title=title, height=150)
+    return _plot(point_sets, (min(positions), max(positions)), title=title, height=150)
 
 
 def draw_strip(
