@@ -91,7 +91,7 @@ def awq() -> Markup:
         for at, error in errors.items()
     ]
     names = "output error in percent, by alpha from 0 to 1", "round-to-nearest"
-    return charts.curve(points, points[:1], names, title="Output error by AWQ's exponent")
+    return charts.draw_curve(points, points[:1], names, title="Output error by AWQ's exponent")
 
 
 def gptq() -> Markup:
@@ -182,7 +182,7 @@ def compared(first: str, before: Tensor, second: str, after: Tensor, unit: str) 
     """Two lines over channels or layers."""
     series = Series(first, before.tolist(), "second"), Series(second, after.tolist(), "first")
     names = [str(at) for at in range(len(before))]
-    return charts.lines(series, names, unit, title=f"{first}; {second}", has_points=False)
+    return charts.draw_lines(series, names, unit, title=f"{first}; {second}", has_points=False)
 
 
 def in_groups(weight: Tensor, size: int = 64, bits: int = 4) -> Tensor:

@@ -147,16 +147,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the part of report.json about the test."""
-        return tables.report(
-            self.metrics,
-            self._scores.pairs,
-            self.layers,
-            self._stamp,
-            self.passes,
-            outputs=self._scores.comparison.outputs,
-            warnings=self._scores.warnings,
-            directions=self._scores.directions,
-        )
+        return tables.report(self._scores, self.layers, self._stamp)
 
     def __repr__(self) -> str:
         metrics = [f"{name}={value:.6g}" for name, value in self.metrics.items()]

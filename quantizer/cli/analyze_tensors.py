@@ -41,7 +41,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
-from quantizer.report.tables import finite
+from quantizer.report.tables import finite_row
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
@@ -120,7 +120,7 @@ class FloatSearch:
     def to_json(self) -> dict[str, Any]:
         """Return the result for programs."""
         floats = [{"layers": list(part.layers), "bytes": part.cost} for part in self.chosen]
-        metrics = {"before": _finite(self.before), "after": _finite(self.after)}
+        metrics = {"before": finite_row(self.before), "after": finite_row(self.after)}
         return {
             "metric": self.gate.text,
             "float": floats,
@@ -145,10 +145,6 @@ class FloatSearch:
             f"sample's values; {counted(self.runs, 'test run')}"
         )
         return lines
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, Any]:
-    return {name: finite(value) for name, value in metrics.items()}
 
 
 def layers_of(parts: Sequence[FloatPart]) -> tuple[str, ...]:

@@ -249,16 +249,7 @@ def _report(
     specs = {key: tensor.spec for key, tensor in info.solution.tensors.items()}
     rows = tables.layer_rows(compared, specs)
     stamp = stamp or info.header.get("stamp")
-    report = tables.report(
-        scores.metrics,
-        scores.pairs,
-        rows,
-        stamp,
-        scores.passes,
-        outputs=compared.outputs,
-        warnings=scores.warnings,
-        directions=scores.directions,
-    )
+    report = tables.report(scores, rows, stamp)
     if gates:
         report["gates"] = gates
     shown: list[RenderableType] = [tables.damage_table(rows, view)]

@@ -1,4 +1,4 @@
-"""Progress as bars on a terminal. Says nothing else."""
+"""Show progress as bars on a terminal."""
 
 from rich.console import Console
 from rich.progress import (
@@ -14,7 +14,7 @@ from quantizer.calibration.events import Events, RunStage
 
 
 class Bars(Events):
-    """Follows a run with one bar for each stage, which vanishes at its end."""
+    """Shows a bar for each stage of a run while it lasts."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -23,24 +23,24 @@ class Bars(Events):
 
     def started(self, stage: RunStage) -> None:
         """Show a bar."""
-        columns = (
+        bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
         )
-        bar = Progress(*columns, console=self._console, transient=True)
-        self._bars[id(stage)] = (
-            bar,
-            bar.add_task(stage.name, total=stage.total, completed=stage.done),
-        )
+        task = bar.add_task(stage.name, total=stage.total, completed=stage.done)
+        self._bars[id(stage)] = (bar, task)
         bar.start()
 
     def advanced(self, stage: RunStage) -> None:
-        """Move it."""
+        """Update the bar."""
         bar, task = self._bars[id(stage)]
         bar.update(task, completed=stage.done)
 
     def stopped(self, stage: RunStage, error: BaseException | None) -> None:
-        """Take it away."""
-        self._bars.pop(id(stage))[0].stop()
+        """Remove the bar."""
+        bar, _ = self._bars.pop(id(stage))
+        bar.stop()

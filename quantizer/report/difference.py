@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.evaluation.scores import DROP, RATIO
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import weight_bytes
-from quantizer.report.page.rows import Json
-from quantizer.report.tables import finite
+from quantizer.report.tables import figures_by_tensor, finite, number_text
 from quantizer.report.view import Listing, View
 from quantizer.results.folder import REPORT, read_info
 from quantizer.sources.directions import BY_NAME, Directions
 
-SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
-NEGLIGIBLE = 1e-3
+_SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
+_NEGLIGIBLE = 1e-3
 """By so little, relative to the first, figures may differ from machine to machine."""
+_Pair = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Side:
     """
 
     model: str
-    tensors: Mapping[Key, Json]
+    tensors: Mapping[Key, JsonMapping]
     figures: Mapping[str, float | None]
     paths: Mapping[str, str]
     metrics: frozenset[str] = frozenset()
@@ -52,21 +53,21 @@ class Difference:
     loses. Of `unknown` figures nothing says whether less is better.
     """
 
-    rows: list[Json]
-    figures: Mapping[str, tuple[float | None, float | None]]
-    worse: tuple[str, ...]
-    unknown: tuple[str, ...]
+    rows: list[JsonObject]
+    figures: Mapping[str, _Pair]
+    worse: list[str]
+    unknown: list[str]
 
-    def to_json(self) -> Json:
+    def to_json(self) -> JsonObject:
         """Return the difference for programs, with infinite figures as null."""
-        figures: dict[str, tuple[Any, Any]] = {}
-        for name, (before, after) in self.figures.items():
-            figures[name] = finite(before), finite(after)
+        figures = {}
+        for name, values in self.figures.items():
+            figures[name] = list(map(finite, values))
         return {
             "tensors": self.rows,
             "figures": figures,
-            "worse": list(self.worse),
-            "unknown": list(self.unknown),
+            "worse": self.worse,
+            "unknown": self.unknown,
         }
 
 
@@ -77,52 +78,56 @@ def of_folder(place: Path) -> Side:
         ResultError: it is incomplete, or was changed.
     """
     opened = read_info(place)
-    plan, tested = opened.plan, opened.about(REPORT)
-    measured: dict[Key, Json] = {}
-    for row in tested.get("layers", ()):
-        measured[row["layer"], row["tensor"]] = row
-    tensors: dict[Key, Json] = {}
+    plan = opened.plan
+    tested = opened.about(REPORT)
+    measured = figures_by_tensor(tested)
+    tensors = {}
     for layer, roles in opened.entries.items():
         for role, entry in roles.items():
-            tensor: Json = {"spec": entry["spec"]}
-            for name in ("scale", "zero_point"):
-                tensor[name] = entry.get(name)
-            for name in SQNR:
-                tensor[name] = measured.get((layer, role), {}).get(name)
-            tensors[layer, role] = tensor
+            key = (layer, role)
+            tensor = {name: entry.get(name) for name in ("spec", "scale", "zero_point")}
+            for name in _SQNR:
+                tensor[name] = measured.get(key, {}).get(name)
+            tensors[key] = tensor
+    figures = _figures(tested)
+    figures["weight_bytes"] = plan["weight_bytes"]["quantized"]
     return Side(
         model=opened.header["model"],
         tensors=tensors,
-        figures=_figures(tested) | {"weight_bytes": plan["weight_bytes"]["quantized"]},
+        figures=figures,
         paths=plan["paths"],
         metrics=frozenset(tested.get("pairs", {})),
         directions=Directions.of_declared(tested.get("lower_is_better", {})),
     )
 
 
-def _figures(tested: Mapping[str, Any]) -> dict[str, float | None]:
+def _figures(tested: JsonMapping) -> dict[str, float | None]:
     """Return the figures of a test, and those of each output or part if there are several."""
     figures: dict[str, float | None] = dict(tested.get("metrics", {}))
     outputs = tested.get("outputs", [])
     if "sqnr_db" in figures and figures["sqnr_db"] is None:
-        sqnrs = [_sqnr_of(row) for row in outputs]
-        figures["sqnr_db"] = min((sqnr for sqnr in sqnrs if sqnr is not None), default=None)
+        sqnrs = []
+        for row in outputs:
+            sqnr_db = _output_sqnr_db(row)
+            if sqnr_db is not None:
+                sqnrs.append(sqnr_db)
+        figures["sqnr_db"] = min(sqnrs, default=None)
     if len(outputs) < 2:
-        # Of a single part it says nothing more.
+        # It equals the SQNR of the only part.
         figures.pop(POOLED_FIGURE, None)
         return figures
     if POOLED_FIGURE in figures and figures[POOLED_FIGURE] is None:
         figures[POOLED_FIGURE] = figures["sqnr_db"]
     for row in outputs:
-        for figure, value in _figures_of(row):
+        for figure, value in _output_figures(row):
             figures[f"{figure}[{row['name']}]"] = value
     return figures
 
 
-def _figures_of(row: Json) -> Iterator[tuple[str, float | None]]:
+def _output_figures(row: JsonMapping) -> Iterator[tuple[str, float | None]]:
     """Yield the figures of one output or part. For floats, equal values are no quality."""
     if row["kind"] == "float":
-        yield "sqnr_db", _sqnr_of(row)
+        yield "sqnr_db", _output_sqnr_db(row)
         yield "cosine", row["cosine"]
     elif row["kind"] != "empty":
         yield "equal_outputs", row["equal"]
@@ -131,7 +136,7 @@ def _figures_of(row: Json) -> Iterator[tuple[str, float | None]]:
         yield ROWS_KEPT, 1 - order["exchanged"] / order["rows"]
 
 
-def _sqnr_of(row: Json) -> float | None:
+def _output_sqnr_db(row: JsonMapping) -> float | None:
     """Return the SQNR of an output or part, or None if it has none.
 
     Files have null for an infinite SQNR.
@@ -144,41 +149,42 @@ def _sqnr_of(row: Json) -> float | None:
 
 def of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
     """Return what a config does to a model whose layers have these module paths."""
-    tensors: dict[Key, Json] = {}
-    for key, tensor in plan.tensors.items():
-        tensors[key] = {"spec": tensor.spec.to_json()}
+    tensors = {key: {"spec": tensor.spec.to_json()} for key, tensor in plan.tensors.items()}
     _, quantized_bytes = weight_bytes(plan)
     return Side(plan.graph.model, tensors, {"weight_bytes": quantized_bytes}, paths)
 
 
 def difference(first: Side, second: Side) -> Difference:
     """Return what differs, in the order of the first side."""
-    rows: list[Json] = []
-    for key in dict.fromkeys((*first.tensors, *second.tensors)):
-        row = _row(key, first.tensors.get(key), second.tensors.get(key))
+    rows = []
+    tensors = {**first.tensors, **second.tensors}
+    for key in tensors:
+        before_tensor = first.tensors.get(key)
+        after_tensor = second.tensors.get(key)
+        row = _differing_tensor(key, before_tensor, after_tensor)
         if row is not None:
             rows.append(row)
-    differing: dict[str, tuple[float | None, float | None]] = {}
-    for name in dict.fromkeys((*first.figures, *second.figures)):
-        before, after = first.figures.get(name), second.figures.get(name)
+    figures = {}
+    for name in {**first.figures, **second.figures}:
+        before = first.figures.get(name)
+        after = second.figures.get(name)
         if before != after:
-            differing[name] = before, after
+            figures[name] = (before, after)
     metrics = first.metrics | second.metrics
     directions = second.directions.beside(first.directions)
-    worse: list[str] = []
-    unknown: list[str] = []
-    for name, (before, after) in differing.items():
+    result = Difference(rows, figures, worse=[], unknown=[])
+    for name, values in figures.items():
         if _follows(name, metrics):
             continue
         is_lower_better = directions.of_figure(name, metrics)
         if is_lower_better is None:
-            unknown.append(name)
-        elif _is_worse(before, after, is_lower_better=is_lower_better):
-            worse.append(name)
-    return Difference(rows, differing, tuple(worse), tuple(unknown))
+            result.unknown.append(name)
+        elif _is_worse(*values, is_lower_better=is_lower_better):
+            result.worse.append(name)
+    return result
 
 
-def _follows(name: str, metrics: Collection[str]) -> bool:
+def _follows(name: str, metrics: frozenset[str]) -> bool:
     """Return whether a figure follows from a metric, which is compared itself."""
     for suffix in ("_float", DROP, RATIO):
         if name.endswith(suffix) and name.removesuffix(suffix) in metrics:
@@ -186,30 +192,46 @@ def _follows(name: str, metrics: Collection[str]) -> bool:
     return False
 
 
-def _row(key: Key, before: Json | None, after: Json | None) -> Json | None:
+def _differing_tensor(
+    key: Key,
+    before: JsonMapping | None,
+    after: JsonMapping | None,
+) -> JsonObject | None:
     """Return the values of a tensor that differ, or None if none does."""
     layer, role = key
-    row: Json = {"layer": layer, "tensor": role}
-    if before is None or after is None:
-        row["only_in"] = "second" if before is None else "first"
-        return row
+    row: JsonObject = {"layer": layer, "tensor": role}
+    if before is None:
+        return row | {"only_in": "second"}
+    if after is None:
+        return row | {"only_in": "first"}
     specs = _differing(before["spec"], after["spec"], after["spec"])
-    values = _differing(before, after, ("scale", "zero_point", *SQNR))
+    values = _differing(before, after, ("scale", "zero_point", *_SQNR))
     if not specs and not values:
         return None
     return row | {"spec": specs} | values
 
 
-def _differing(before: Json, after: Json, names: Iterable[str]) -> Json:
+def _differing(
+    before: JsonMapping,
+    after: JsonMapping,
+    names: Iterable[str],
+) -> JsonObject:
     """Return both values of each name whose values differ."""
-    values: Json = {}
+    differing = {}
     for name in names:
-        if before.get(name) != after.get(name):
-            values[name] = [before.get(name), after.get(name)]
-    return values
+        first = before.get(name)
+        second = after.get(name)
+        if first != second:
+            differing[name] = [first, second]
+    return differing
 
 
-def _is_worse(before: float | None, after: float | None, *, is_lower_better: bool) -> bool:
+def _is_worse(
+    before: float | None,
+    after: float | None,
+    *,
+    is_lower_better: bool,
+) -> bool:
     """Return whether the second value of a figure is worse.
 
     A missing value where there was one is worse, too.
@@ -219,24 +241,30 @@ def _is_worse(before: float | None, after: float | None, *, is_lower_better: boo
     if after is None:
         return True
     loss = after - before if is_lower_better else before - after
-    return loss == math.inf or loss > NEGLIGIBLE * abs(before)
+    return loss == math.inf or loss > _NEGLIGIBLE * abs(before)
 
 
 def difference_table(different: Difference, view: View) -> Listing:
     """Return the tensors that differ. Those whose SQNR fell most are shown first."""
-    titles = ("layer", "tensor", "changed", "scale ratio", "local dB", "accumulated dB")
-    texts: list[tuple[str, ...]] = []
+    lines = []
     ranks: list[float | None] = []
     for row in different.rows:
-        sqnrs = [_pair(row.get(name)) for name in SQNR]
-        changes = ", ".join(_words(row))
-        scales = _ratio(row.get("scale"))
-        texts.append((row["layer"], row["tensor"], changes, scales, *sqnrs))
-        ranks.append(_fall(row))
-    return view.listing(titles, texts, ranks, numbers=titles[3:], what="tensor")
+        local, accumulated = [_pair_text(row.get(name)) for name in _SQNR]
+        line = (
+            row["layer"],
+            row["tensor"],
+            ", ".join(_changes(row)),
+            _scale_ratios(row.get("scale")),
+            local,
+            accumulated,
+        )
+        lines.append(line)
+        ranks.append(_sqnr_change(row))
+    titles = ("layer", "tensor", "changed", "scale ratio", "local dB", "accumulated dB")
+    return view.listing(titles, lines, ranks, numbers=titles[3:], what="tensor")
 
 
-def _words(row: Json) -> Iterator[str]:
+def _changes(row: JsonMapping) -> Iterator[str]:
     """Yield what changed in the spec of a tensor."""
     if "only_in" in row:
         yield f"only in the {row['only_in']}"
@@ -244,7 +272,7 @@ def _words(row: Json) -> Iterator[str]:
         yield f"{name} {before} → {after}"
 
 
-def _fall(row: Json) -> float:
+def _sqnr_change(row: JsonMapping) -> float:
     """Return the change of the accumulated SQNR, and 0 where it is not measured."""
     before, after = row.get("accumulated_sqnr_db", (None, None))
     if before is None or after is None:
@@ -252,30 +280,39 @@ def _fall(row: Json) -> float:
     return float(after - before)
 
 
-def _pair(pair: list[float | None] | None) -> str:
+def _pair_text(pair: Iterable[float | None] | None) -> str:
     """Return two values as text, or nothing if they do not differ."""
     if pair is None:
         return ""
-    return " → ".join(["" if value is None else f"{value:.2f}" for value in pair])
+    texts = [number_text(value, ".2f") for value in pair]
+    return " → ".join(texts)
 
 
-def _ratio(pair: list[Any] | None) -> str:
+def _scale_ratios(pair: Iterable[Any] | None) -> str:
     """Return by what factor a scale changed; of several scales the least and the largest."""
     if pair is None:
         return ""
-    before, after = (value if isinstance(value, list) else [value] for value in pair)
-    are_numbers = all(isinstance(value, (int, float)) and value for value in (*before, *after))
-    if len(before) != len(after) or not are_numbers:
+    before, after = [value if isinstance(value, list) else [value] for value in pair]
+    if len(before) != len(after):
         return "other scales"
-    ratios = [new / old for old, new in zip(before, after, strict=True)]
-    least, most = f"{min(ratios):.3f}", f"{max(ratios):.3f}"
+    ratios = []
+    for old, new in zip(before, after, strict=True):
+        if not _is_scale(old) or not _is_scale(new):
+            return "other scales"
+        ratios.append(new / old)
+    least = f"{min(ratios):.3f}"
+    most = f"{max(ratios):.3f}"
     return least if least == most else f"{least} … {most}"
+
+
+def _is_scale(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value != 0
 
 
 def figure_lines(different: Difference) -> Iterator[str]:
     """Yield a line for each figure."""
     for name, values in different.figures.items():
-        texts = ["none" if value is None else f"{value:.6g}" for value in values]
+        texts = [number_text(value, ".6g", missing="none") for value in values]
         remark = ""
         if name in different.worse:
             remark = ", worse"

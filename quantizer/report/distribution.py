@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantizer.config.json_types import JsonObject
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.nn.quantizer import quantize_tensor
 from quantizer.numerics.histogram import BINS, Histogram
@@ -18,8 +18,8 @@ from quantizer.numerics.metrics import decibel
 from quantizer.numerics.qparams import IntegerRange, QParams
 from quantizer.observers import RANGE_METHODS, Observer, code_range_of
 
-DRAWN_BINS = 128
-PERCENTAGES = (99.9, 99.99)
+_DRAWN_BINS = 128
+_PERCENTAGES = (99.9, 99.99)
 """Percentages of the ranges that the percentile method would give."""
 
 
@@ -39,54 +39,72 @@ class TensorDistribution:
         histogram = self.histogram
         bins = histogram.counts[0].nonzero().squeeze(1)
         centres = (bins - BINS + 0.5) * histogram.width
+        centres = centres.clamp(histogram.low, histogram.high)
         counts = histogram.counts[0, bins].double()
-        return centres.clamp(histogram.low, histogram.high), counts
+        return centres, counts
 
     def limits(self, qparams: QParams) -> tuple[float, float]:
         """Return the least and the greatest value that has a code."""
         codes = code_range_of(self.spec)
         if isinstance(codes, IntegerRange):
-            least, greatest = float(codes.quant_min), float(codes.quant_max)
+            least = float(codes.quant_min)
+            greatest = float(codes.quant_max)
         else:
-            least, greatest = -codes.largest, codes.largest
-        zero_point, scale = float(qparams.zero_point), float(qparams.scale)
-        return (least - zero_point) * scale, (greatest - zero_point) * scale
+            least = -codes.largest
+            greatest = codes.largest
+        scale = float(qparams.scale)
+        zero_point = float(qparams.zero_point)
+        low = (least - zero_point) * scale
+        high = (greatest - zero_point) * scale
+        return low, high
 
     def clipped(self, qparams: QParams) -> float:
         """Return the share of values that lie more than half a step beyond the limits."""
         low, high = self.limits(qparams)
         half_step = float(qparams.scale) / 2
         centres, counts = self._occupied
-        is_clipped = (centres < low - half_step) | (centres > high + half_step)
-        return float(counts[is_clipped].sum() / counts.sum())
+        is_below = centres < low - half_step
+        is_above = centres > high + half_step
+        clipped = counts[is_below | is_above].sum()
+        return float(clipped / counts.sum())
 
     def sqnr_db(self, qparams: QParams) -> float:
         """Return the SQNR of values at the centres of their bins."""
         centres, counts = self._occupied
         quantized = quantize_tensor(
-            centres.float(), self.spec, qparams.scale, qparams.zero_point
+            centres.float(),
+            self.spec,
+            qparams.scale,
+            qparams.zero_point,
         )
         error = quantized.double() - centres
-        return decibel(float(counts @ centres.square()), float(counts @ error.square()))
+        signal_energy = float(counts @ centres.square())
+        noise_energy = float(counts @ error.square())
+        return decibel(signal_energy, noise_energy)
 
     def codes_used(self, qparams: QParams) -> float:
         """Return the share of the integer codes that lie in a bin with values."""
         low, high = self.limits(qparams)
         scale = float(qparams.scale)
         first_code = round(low / scale)
+        last_code = round(high / scale)
         centres, _ = self._occupied
         half_bin = self.histogram.width / 2
 
         def code_of(values: Tensor) -> Tensor:
-            return ((values.clamp(low, high) / scale).round() - first_code).long()
+            """Return the code of each value, counted from the first code."""
+            codes = values.clamp(low, high) / scale
+            codes = codes.round() - first_code
+            return codes.long()
 
         begins = code_of(centres - half_bin)
-        stops = code_of(centres + half_bin)
+        ends = code_of(centres + half_bin)
         # How many bins begin at a code, less those that ended before it: the running sum says
         # how many bins cover a code.
-        changes = torch.zeros(round(high / scale) - first_code + 2, dtype=torch.int64)
-        changes.index_add_(0, begins, torch.ones_like(begins))
-        changes.index_add_(0, stops + 1, -torch.ones_like(stops))
+        changes = torch.zeros(last_code - first_code + 2, dtype=torch.int64)
+        ones = torch.ones_like(begins)
+        changes.index_add_(0, begins, ones)
+        changes.index_add_(0, ends + 1, -ones)
         is_used = changes.cumsum(0)[:-1] > 0
         return float(is_used.double().mean())
 
@@ -96,41 +114,37 @@ class TensorDistribution:
         The method of the spec itself has those of `qparams`. Methods that have no range for
         such a spec are left out.
         """
-        limits: dict[str, tuple[float, float]] = {}
-        for name in RANGE_METHODS:
-            if name != "percentile":
-                self._add_limits(limits, name, name, qparams)
+        changes: dict[str, JsonObject] = {}
+        for method in RANGE_METHODS:
+            if method != "percentile":
+                changes[method] = {"method": method}
                 continue
-            for percentage in PERCENTAGES:
-                label = f"{name} {percentage:g}"
-                self._add_limits(limits, label, name, qparams, percentage=percentage)
+            for percentage in _PERCENTAGES:
+                label = f"{method} {percentage:g}"
+                changes[label] = {"method": method, "percentage": percentage}
+        state = {"batches": torch.tensor(1), **self.histogram.to_tensors()}
+        limits = {}
+        for label, change in changes.items():
+            try:
+                spec = replace(self.spec, statistic=POOLED, **change)
+                observer = Observer(spec)
+            except ValueError:
+                continue
+            method_qparams = qparams
+            if observer.spec != self.spec:
+                observer.load_state_dict(state)
+                method_qparams = observer.qparams()
+            limits[label] = self.limits(method_qparams)
         return limits
 
-    def _add_limits(
-        self,
-        limits: dict[str, tuple[float, float]],
-        label: str,
-        method: str,
-        qparams: QParams,
-        **fields: Any,
-    ) -> None:
-        """Add the limits of one method, if it has a range for the spec."""
-        words = {"method": method, "statistic": POOLED, **fields}
-        try:
-            observer = Observer(replace(self.spec, **words))
-        except ValueError:
-            return
-        if observer.spec != self.spec:
-            state = {"batches": torch.tensor(1), **self.histogram.to_tensors()}
-            observer.load_state_dict(state)
-            qparams = observer.qparams()
-        limits[label] = self.limits(qparams)
-
-    def drawn(self) -> dict[str, Any]:
+    def drawn(self) -> JsonObject:
         """Return the counts in few equal bins between the least and the greatest value."""
-        low, high = float(self.histogram.low), float(self.histogram.high)
+        low = float(self.histogram.low)
+        high = float(self.histogram.high)
+        width = (high - low) or 1.0
         centres, counts = self._occupied
-        shares = (centres - low) / ((high - low) or 1.0)
-        bins = (shares * DRAWN_BINS).long().clamp(0, DRAWN_BINS - 1)
-        drawn = torch.zeros(DRAWN_BINS, dtype=torch.float64).index_add_(0, bins, counts)
+        shares = (centres - low) / width
+        bins = (shares * _DRAWN_BINS).long().clamp(0, _DRAWN_BINS - 1)
+        drawn = torch.zeros(_DRAWN_BINS, dtype=torch.float64)
+        drawn.index_add_(0, bins, counts)
         return {"low": low, "high": high, "counts": drawn.long().tolist()}

@@ -11,76 +11,81 @@ from quantizer.report.tables import shape_text
 from quantizer.report.view import Listing, View
 
 
-def exact_table(found: ExactComparison, view: View) -> Listing:
-    """One line per tensor with codes, in execution order; the first to show are those with the
-    most wrong ones.
+def exact_table(comparison: ExactComparison, view: View) -> Listing:
+    """Return a row per tensor with codes, in execution order. Those with the most wrong codes
+    are shown first.
     """
-    rows = [
-        (
-            row.layer,
-            row.role,
-            str(row.position),
-            str(row.codes),
-            str(row.differing),
-            str(row.most_steps),
-        )
-        for row in found.layers
-    ]
+    lines = []
+    ranks = []
+    for row in comparison.layers:
+        numbers = (row.position, row.codes, row.differing, row.most_steps)
+        lines.append((row.layer, row.role, *map(str, numbers)))
+        rank = None
+        if row.differing:
+            rank = -row.differing / row.codes
+        ranks.append(rank)
     titles = ("layer", "tensor", "position", "codes", "differing", "at most steps")
-    ranks = [-row.differing / row.codes if row.differing else None for row in found.layers]
     return view.listing(
-        titles, rows, ranks, numbers=titles[2:], what="tensor", idle="without a difference"
+        titles,
+        lines,
+        ranks,
+        numbers=titles[2:],
+        what="tensor",
+        idle="without a difference",
     )
 
 
-def support_table(graph: Graph, found: Mapping[str, Verdict], view: View) -> Listing:
-    """One line per layer: what runs it, and why not the DPU; the first to show are those that
-    the DPU cannot run.
+def support_table(
+    graph: Graph,
+    verdicts: Mapping[str, Verdict],
+    view: View,
+) -> Listing:
+    """Return a row per layer: what runs it, and why not the DPU. The layers that the DPU cannot
+    run are shown first.
     """
-    rows = [
-        (
-            node.name,
-            node.op,
-            shape_text(node),
-            found[node.name].device,
-            found[node.name].why or found[node.name].engine,
-        )
-        for node in graph.nodes
-    ]
-    ranks = [{"CPU": 0.0, "DPU": 1.0}.get(found[node.name].device) for node in graph.nodes]
+    lines = []
+    ranks = []
+    rank_of_device = {"CPU": 0.0, "DPU": 1.0}
+    for node in graph.nodes:
+        verdict = verdicts[node.name]
+        reason = verdict.why or verdict.engine
+        lines.append((node.name, node.op, shape_text(node), verdict.device, reason))
+        ranks.append(rank_of_device.get(verdict.device))
     titles = ("layer", "operator", "output", "device", "engine, or why not")
-    return view.listing(titles, rows, ranks, idle="computing nothing")
+    return view.listing(titles, lines, ranks, idle="computing nothing")
 
 
 def approximations(graph: Graph, reference: Graph) -> Iterator[str]:
-    """One line per layer that the DPU computes in another way than the float network."""
+    """Yield a line per layer that the DPU computes in another way than the float network."""
     for node in graph.nodes:
         before = reference.by_name[node.name]
         if (node.target, node.attrs) != (before.target, before.attrs):
-            yield f"approximated: {node.name}: {_WORDS[node.op](node, before)}"
+            describe = _DESCRIPTIONS[node.op]
+            yield f"approximated: {node.name}: {describe(node, before)}"
 
 
 def _average(node: Node, before: Node) -> str:
-    multiplier, shift = node.attrs["multiplier"], node.attrs["shift"]
+    multiplier = node.attrs["multiplier"]
+    shift = node.attrs["shift"]
     height, width = node.attrs["kernel_size"]
     share = multiplier * height * width / 2**shift
-    effect = "which is exact" if share == 1 else f"which is {share:.6g} of the mean"
-    return f"the average of {height}x{width} is its sum * {multiplier} / 2^{shift}, {effect}"
+    effect = "exact" if share == 1 else f"{share:.6g} of the mean"
+    return (
+        f"the average of {height}x{width} is its sum * {multiplier} / 2^{shift}, which is "
+        f"{effect}"
+    )
 
 
 def _leaky_relu(node: Node, before: Node) -> str:
     multiplier, shift = LEAKY_SLOPE
-    return (
-        f"its slope is {multiplier} / 2^{shift}, in float it is "
-        f"{before.attrs.get('negative_slope', 0.01):.6g}"
-    )
+    slope = before.attrs.get("negative_slope", 0.01)
+    return f"its slope is {multiplier} / 2^{shift}, in float it is {slope:.6g}"
 
 
 def _hardsigmoid(node: Node, before: Node) -> str:
-    return (
-        f"relu6(x + 3) * {SIXTH[0]} / 2^{SIXTH[1]}, which is "
-        f"{6 * SIXTH[0] / 2 ** SIXTH[1]:.6g} of the float slope"
-    )
+    multiplier, shift = SIXTH
+    share = 6 * multiplier / 2**shift
+    return f"relu6(x + 3) * {multiplier} / 2^{shift}, which is {share:.6g} of the float slope"
 
 
 def _hardswish(node: Node, before: Node) -> str:
@@ -91,7 +96,7 @@ def _hardswish(node: Node, before: Node) -> str:
     )
 
 
-_WORDS: dict[str, Callable[[Node, Node], str]] = {
+_DESCRIPTIONS: dict[str, Callable[[Node, Node], str]] = {
     **dict.fromkeys(("avg_pool2d", "adaptive_avg_pool2d", "mean"), _average),
     "leaky_relu": _leaky_relu,
     "hardsigmoid": _hardsigmoid,

@@ -1,12 +1,12 @@
 """Show a graph's structure: its blocks, the layers that read one value, where factors fold."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import module_of, path_names
 from quantizer.graph.structure import InputGroup, Structure
-from quantizer.report.view import Listing, View
+from quantizer.report.view import Listing, TableRow, View
 
 _TITLES = ("layers that read one value", "channels", "factors are folded into")
 
@@ -16,59 +16,85 @@ def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | s
 
     Names are relative to a block.
     """
-    alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    paths_by_rows: dict[tuple[TableRow, ...], list[str]] = {}
     for number, block in enumerate(structure.blocks):
-        rows: list[tuple[str, ...]] = []
-        for group in structure.groups:
-            if group.block == number:
-                rows.append(_row(graph, group, block.path))
-        alike.setdefault(tuple(rows), []).append(block.path)
-    for kind, paths in alike.items():
+        path = block.path
+        rows = _rows(graph, structure, number, path)
+        paths_by_rows.setdefault(rows, []).append(path)
+    for rows, paths in paths_by_rows.items():
         blocks = paths[0]
         if len(paths) > 1:
             blocks = f"{len(paths)}, {paths[0]} to {paths[-1]}, all alike"
         yield f"blocks: {blocks}"
-        yield Listing(_TITLES, kind, frozenset(_TITLES[1:2]))
-    outside = [_row(graph, group, "") for group in structure.groups if group.block is None]
+        yield _listing(rows)
+    outside = _rows(graph, structure, None, "")
     if outside:
         yield "in no block:" if structure.blocks else "no blocks:"
-        yield Listing(_TITLES, outside, frozenset(_TITLES[1:2]))
-    kinds: Counter[str] = Counter()
+        yield _listing(outside)
+    folds: Counter[str] = Counter()
     layers = 0
     for group in structure.groups:
-        kind_of_fold = "none" if group.fold is None else group.fold.kind
-        kinds[kind_of_fold] += 1
+        kind = "none" if group.fold is None else group.fold.kind
+        folds[kind] += 1
         layers += len(group.layers)
     yield (
         f"{layers} layers read {len(structure.groups)} values; factors fold into a "
-        f"normalization for {kinds['norm']}, into the layer before for {kinds['layer']}, into "
-        f"neither for {kinds['none']}"
+        f"normalization for {folds['norm']}, into the layer before for {folds['layer']}, into "
+        f"neither for {folds['none']}"
     )
 
 
-def _row(graph: Graph, group: InputGroup, block: str) -> tuple[str, ...]:
-    layers = [_relative(module_of(graph, layer), block) for layer in group.layers]
-    names = ", ".join(dict.fromkeys(layers))
-    return names, str(group.channels), _where(graph, group, block)
+def _listing(rows: tuple[TableRow, ...]) -> Listing:
+    return Listing(_TITLES, rows, numbers=frozenset({"channels"}))
 
 
-def _where(graph: Graph, group: InputGroup, block: str) -> str:
+def _rows(
+    graph: Graph,
+    structure: Structure,
+    number: int | None,
+    path: str,
+) -> tuple[TableRow, ...]:
+    """Return the groups of one block, or those outside of blocks."""
+    rows = []
+    for group in structure.groups:
+        if group.block != number:
+            continue
+        layers = _module_paths(graph, group.layers, path)
+        names = ", ".join(dict.fromkeys(layers))
+        target = _target(graph, group, path)
+        rows.append((names, str(group.channels), target))
+    return tuple(rows)
+
+
+def _target(graph: Graph, group: InputGroup, block: str) -> str:
     """Return the module whose parameters take the factors, or why none can."""
     fold = group.fold
     if fold is None:
-        names = {name: _relative(path, block) for name, path in path_names(graph).items()}
-        return f"none: {View(names).text(group.why_not)}"
-    parts = [_relative(module_of(graph, fold.node), block)]
+        names = {}
+        for name, path in path_names(graph).items():
+            names[name] = _relative(path, block)
+        reason = View(names).text(group.why_not)
+        return f"none: {reason}"
+    parts = _module_paths(graph, [fold.node], block)
     if fold.channels is not None:
         count = len(set(fold.channels))
-        shared = "not in this order or not all"
+        order = "not in this order or not all"
         if count < len(fold.channels):
-            shared = "each is read several times"
-        parts.append(f"{count} of its channels, {shared}")
+            order = "each is read several times"
+        parts.append(f"{count} of its channels, {order}")
     if fold.extra:
-        others = [_relative(module_of(graph, name), block) for name in fold.extra]
+        others = _module_paths(graph, fold.extra, block)
         parts.append(f"also changes {', '.join(others)}")
     return "; ".join(parts)
+
+
+def _module_paths(graph: Graph, names: Iterable[str], block: str) -> list[str]:
+    """Return the module paths of some layers, relative to a block."""
+    paths = []
+    for name in names:
+        path = module_of(graph, name)
+        paths.append(_relative(path, block))
+    return paths
 
 
 def _relative(path: str, block: str) -> str:

@@ -7,79 +7,95 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quantizer.comparison.output_figures import OutputFigures
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import QuantizationSpec
 from quantizer.evaluation.compare import LayerNoise, NetworkComparison
-from quantizer.evaluation.output_warnings import OutputWarning
-from quantizer.evaluation.pass_loss import PassLoss
+from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
-from quantizer.plan.model import Plan
-from quantizer.report.view import Listing, View
-from quantizer.sources.directions import BY_NAME, Directions
+from quantizer.plan.model import Key, Plan
+from quantizer.report.view import Listing, TableRow, View
 
-_BAR = 20
+_BAR_WIDTH = 20
 """Characters of a full bar."""
 _LOSSLESS_DB = 144.0
 """Noise this far below a signal is less than float32 resolves with its 24 bits."""
 
 
 def layer_rows(
-    comparison: NetworkComparison, specs: Mapping[tuple[str, str], QuantizationSpec]
-) -> list[dict[str, Any]]:
+    comparison: NetworkComparison,
+    specs: Mapping[Key, QuantizationSpec],
+) -> list[JsonObject]:
     """Return a row per quantized tensor, that with the lowest local SQNR first."""
-    rows = [_row(noise, specs[noise.layer, noise.role]) for noise in comparison.layers]
+    rows = []
+    for noise in comparison.layers:
+        spec = specs[noise.layer, noise.role]
+        rows.append(_layer_row(noise, spec))
     return sorted(rows, key=lambda row: (row["local_sqnr_db"], row["layer"], row["tensor"]))
 
 
+def _layer_row(noise: LayerNoise, spec: QuantizationSpec) -> JsonObject:
+    row: JsonObject = {
+        "layer": noise.layer,
+        "tensor": noise.role,
+        "spec": describe_spec(spec),
+        "local_sqnr_db": noise.local.sqnr_db,
+        "accumulated_sqnr_db": None,
+        "cosine": noise.local.cosine,
+    }
+    if noise.accumulated is not None:
+        row["accumulated_sqnr_db"] = noise.accumulated.sqnr_db
+        row["cosine"] = noise.accumulated.cosine
+    return row
+
+
+def figures_by_tensor(tested: JsonMapping) -> dict[Key, JsonObject]:
+    """Return the rows of a report by layer and role; `tested` may be empty."""
+    figures = {}
+    for row in tested.get("layers", ()):
+        figures[row["layer"], row["tensor"]] = row
+    return figures
+
+
 def report(
-    metrics: Mapping[str, float],
-    pairs: Mapping[str, Mapping[str, float]],
-    rows: list[dict[str, Any]],
+    scores: Scores,
+    rows: Iterable[JsonMapping],
     stamp: str | None,
-    passes: PassLoss | None = None,
-    *,
-    outputs: Iterable[OutputFigures] = (),
-    warnings: Iterable[OutputWarning] = (),
-    directions: Directions = BY_NAME,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the figures of a test for programs, with infinite ones as null.
 
     Args:
-        metrics: of the quantized network against the float one.
-        pairs: metrics of the task, of both networks.
+        scores: of the quantized network against the float one.
         rows: what `layer_rows` returns.
         stamp: marks results that say nothing about real data.
-        passes: what passes before quantization cost.
-        outputs: figures of each output and part.
-        warnings: on outputs that are lost.
-        directions: whether less or more of a metric is better.
     """
-    values: dict[str, Any] = {"metrics": _finite_row(metrics)}
-    if pairs:
-        values["pairs"] = {name: _finite_row(pair) for name, pair in pairs.items()}
-    declared = directions.declared_of(pairs)
+    values: JsonObject = {"metrics": finite_row(scores.metrics)}
+    if scores.pairs:
+        values["pairs"] = {name: finite_row(pair) for name, pair in scores.pairs.items()}
+    declared = scores.directions.declared_of(scores.pairs)
     if declared:
         values["lower_is_better"] = declared
-    values["outputs"] = output_rows(outputs)
-    values["warnings"] = [warning.to_json() for warning in warnings]
-    if passes is not None:
-        values["passes"] = passes.to_json()
-    values["layers"] = [_finite_row(row) for row in rows]
+    values["outputs"] = output_rows(scores.comparison.outputs)
+    values["warnings"] = [warning.to_json() for warning in scores.warnings]
+    if scores.passes is not None:
+        values["passes"] = scores.passes.to_json()
+    values["layers"] = [finite_row(row) for row in rows]
     if stamp:
         values["stamp"] = stamp
     return values
 
 
-def _finite_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def finite_row(row: JsonMapping) -> JsonObject:
+    """Return figures by name, with None for numbers that are infinite or undefined."""
     return {name: finite(value) for name, value in row.items()}
 
 
-def output_rows(outputs: Iterable[OutputFigures]) -> list[dict[str, Any]]:
+def output_rows(outputs: Iterable[OutputFigures]) -> list[JsonObject]:
     """Return the figures of each output and part for programs, with infinite ones as null."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for output in outputs:
         for part in output.rows:
-            row = _finite_row(part.to_json())
+            row = finite_row(part.to_json())
             row["output"] = output.whole.name
             if part is output.whole and output.order is not None:
                 row["rows"] = output.order.to_json()
@@ -87,11 +103,11 @@ def output_rows(outputs: Iterable[OutputFigures]) -> list[dict[str, Any]]:
     return rows
 
 
-def named_outputs(outputs: Iterable[Output]) -> list[dict[str, Any]]:
+def named_outputs(outputs: Iterable[Output]) -> list[JsonObject]:
     """Return the names of outputs and of their parts before a run, for programs."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for output in outputs:
-        parts: list[dict[str, Any]] = []
+        parts = []
         if len(output.parts) > 1:
             for part in output.parts:
                 names = ("name", "index", "layer", "pooled")
@@ -103,50 +119,59 @@ def named_outputs(outputs: Iterable[Output]) -> list[dict[str, Any]]:
 def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
     """Yield a line on each output with the names that gates take (`sqnr_db[0.scores]>=30`)."""
     for output in outputs:
-        words: list[str] = []
+        texts = []
         for part in output.parts:
-            names = dict.fromkeys((part.name, part.index or part.name))
-            pooled = f" ({part.pooled} sources together)" if part.pooled > 1 else ""
-            words.append(f"{' or '.join(names)}{pooled}")
-        if len(words) == 1:
-            yield f"output {output.name}"
-        else:
-            yield f"output {output.name}, in {len(words)} parts: {', '.join(words)}"
+            text = part.name
+            if part.index and part.index != part.name:
+                text += f" or {part.index}"
+            if part.pooled > 1:
+                text += f" ({part.pooled} sources together)"
+            texts.append(text)
+        line = f"output {output.name}"
+        if len(texts) != 1:
+            line += f", in {len(texts)} parts: {', '.join(texts)}"
+        yield line
 
 
-def output_table(rows: Sequence[Mapping[str, Any]], view: View) -> Listing:
+def output_table(rows: Sequence[JsonMapping], view: View) -> Listing:
     """Return the figures of outputs and parts for people; `rows` are those of `output_rows`."""
-    lines: list[tuple[str, ...]] = []
+    lines = []
     for row in rows:
-        figures = [_db(row["sqnr_db"]), _digits(row["cosine"]), _digits(row["equal"])]
-        name = row["name"] if row["pooled"] == 1 else f"{row['name']} ({row['pooled']} sources)"
-        lines.append((row["layer"], name, row["index"] or "", row["kind"], *figures))
+        name = row["name"]
+        if row["pooled"] != 1:
+            name += f" ({row['pooled']} sources)"
+        line = (
+            row["layer"],
+            name,
+            row["index"] or "",
+            row["kind"],
+            number_text(row["sqnr_db"], ".2f"),
+            number_text(row["cosine"], ".6g"),
+            number_text(row["equal"], ".6g"),
+        )
+        lines.append(line)
     titles = ("layer", "output", "index", "kind", "dB", "cosine", "equal")
-    order = ("output", "index", "kind", "dB", "cosine", "equal", "layer")
+    without_layer = titles[1:]
     return view.listing(
         titles,
         lines,
         [row["sqnr_db"] for row in rows],
         numbers=titles[4:],
-        layouts=(order, order[:-1]),
+        layouts=((*without_layer, "layer"), without_layer),
         what="output",
         idle="without an SQNR",
         also=", and report.json has them all",
     )
 
 
-def _digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
-def as_csv(rows: list[dict[str, Any]]) -> str:
+def as_csv(rows: Sequence[JsonMapping]) -> str:
     """Return layers.csv, with a header line."""
-    out = io.StringIO()
+    file = io.StringIO()
     names = list(rows[0]) if rows else ["layer"]
-    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
+    writer = csv.DictWriter(file, fieldnames=names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return out.getvalue()
+    return file.getvalue()
 
 
 def describe_spec(spec: QuantizationSpec) -> str:
@@ -168,17 +193,18 @@ def describe_spec(spec: QuantizationSpec) -> str:
     if not spec.is_scaled:
         return spec.dtype
     is_integer = spec.dtype == "int"
-    name = spec.dtype
+    words = [spec.dtype, spec.qscheme]
     if is_integer:
         is_signed = spec.signed and spec.symmetric
-        name = f"{'int' if is_signed else 'uint'}{spec.bit_width}"
-    words = [name, spec.qscheme]
+        letters = "int" if is_signed else "uint"
+        words[0] = f"{letters}{spec.bit_width}"
     if spec.qscheme == "per_group" and spec.group_size != -1:
         words.append(str(spec.group_size))
     if spec.is_dynamic:
         words.append("dynamic")
     if spec.scale_type == "e8m0":
-        return " ".join([*words, "e8m0", spec.scale_mode])
+        words += ["e8m0", spec.scale_mode]
+        return " ".join(words)
     if spec.scale_type == "microexponent":
         return " ".join(words)
     if spec.scale_type == "e4m3":
@@ -198,38 +224,52 @@ def describe_spec(spec: QuantizationSpec) -> str:
 
 def finite(value: Any) -> Any:
     """Return the value, or None for a number that is infinite or undefined."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
-def damage_table(rows: Sequence[Mapping[str, Any]], view: View) -> Listing:
+def damage_table(rows: Sequence[JsonMapping], view: View) -> Listing:
     """Return the quantized tensors, the most damaged first; `rows` are those of `layer_rows`.
 
     The bar is the tensor's own noise-to-signal ratio, relative to the worst one.
     """
-    ratios = [10 ** (-row["local_sqnr_db"] / 10) for row in rows]
-    worst = max(ratios, default=0.0)
-    lines: list[tuple[str, ...]] = []
-    ranks: list[float | None] = []
-    for row, ratio in zip(rows, ratios, strict=True):
-        spec, local_db = row["spec"], row["local_sqnr_db"]
+    noise_ratios = [10 ** (-row["local_sqnr_db"] / 10) for row in rows]
+    worst = max(noise_ratios, default=0.0)
+    lines = []
+    ranks = []
+    for row, noise_ratio in zip(rows, noise_ratios, strict=True):
+        spec = row["spec"]
+        local_db = row["local_sqnr_db"]
         bar = ""
         if 0 < worst < math.inf:
-            bar = "█" * round(_BAR * ratio / worst)
-        number_format = spec.partition(" ")[0]
-        figures = (_db(local_db), _db(row["accumulated_sqnr_db"]))
-        lines.append((row["layer"], row["tensor"], spec, number_format, *figures, bar))
-        ranks.append(local_db if local_db < _LOSSLESS_DB else None)
-    titles = ("local dB", "accumulated dB")
+            bar = "█" * round(_BAR_WIDTH * noise_ratio / worst)
+        line = (
+            row["layer"],
+            row["tensor"],
+            spec,
+            spec.partition(" ")[0],
+            number_text(local_db, ".2f"),
+            number_text(row["accumulated_sqnr_db"], ".2f"),
+            bar,
+        )
+        lines.append(line)
+        is_damaged = local_db < _LOSSLESS_DB
+        rank = local_db if is_damaged else None
+        ranks.append(rank)
+    figures = ("local dB", "accumulated dB")
+    with_spec = ("layer", "tensor", "spec", *figures)
+    with_format = ("layer", "tensor", "format", *figures)
     return view.listing(
-        ("layer", "tensor", "spec", "format", *titles, "noise"),
+        ("layer", "tensor", "spec", "format", *figures, "noise"),
         lines,
         ranks,
-        numbers=titles,
+        numbers=figures,
         layouts=(
-            ("layer", "tensor", "spec", *titles, "noise"),
-            ("layer", "tensor", "spec", *titles),
-            ("layer", "tensor", "format", *titles, "noise"),
-            ("layer", "tensor", "format", *titles),
+            (*with_spec, "noise"),
+            with_spec,
+            (*with_format, "noise"),
+            with_format,
         ),
         what="tensor",
         idle="without loss",
@@ -239,43 +279,46 @@ def damage_table(rows: Sequence[Mapping[str, Any]], view: View) -> Listing:
 
 def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Listing:
     """Return a line per metric: float, quantized, difference."""
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for name, pair in metrics.items():
-        before, after = pair["float"], pair["quantized"]
-        rows.append((name, f"{before:.6g}", f"{after:.6g}", f"{after - before:+.6g}"))
+        before = pair["float"]
+        after = pair["quantized"]
+        row = (name, f"{before:.6g}", f"{after:.6g}", f"{after - before:+.6g}")
+        rows.append(row)
     titles = ("metric", "float", "quantized", "change")
     return Listing(titles, rows, frozenset(titles[1:]))
 
 
 def rule_table(plan: Plan) -> Listing:
     """Return how many layers and tensors each block of the config is about."""
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for rule in plan.rules:
-        rows.append((rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect)))
+        row = (rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect))
+        rows.append(row)
     titles = ("rule", "selector", "layers", "tensors")
     return Listing(titles, rows, frozenset(titles[2:]))
 
 
 def plan_table(plan: Plan, view: View) -> Listing:
     """Return each tensor's spec, or why it stays float, in execution order."""
-    rows: list[tuple[str, ...]] = []
+    reasons = [(key, f"as {place} says") for key, place in plan.off.items()]
+    reasons += plan.ungrouped.items()
+    rows_in_float: dict[str, list[TableRow]] = {}
+    for (layer, role), reason in reasons:
+        row = (layer, role, f"float: {reason}")
+        rows_in_float.setdefault(layer, []).append(row)
+    rows: list[TableRow] = []
     ranks: list[float | None] = []
     for node in plan.graph.nodes:
         for role, tensor in plan.of_layer(node.name).items():
             rows.append((node.name, role, describe_spec(tensor.spec)))
-        for (name, role), place in plan.off.items():
-            if name == node.name:
-                rows.append((name, role, f"float: as {place} says"))
-        for (name, role), reason in plan.ungrouped.items():
-            if name == node.name:
-                rows.append((name, role, f"float: {reason}"))
+        rows += rows_in_float.get(node.name, [])
         ranks += [0.0] * (len(rows) - len(ranks))
         if node.name in plan.floats and node.row.kind != "structural":
             rows.append((node.name, "activation", why_float(plan.floats[node.name])))
             ranks.append(None)
-    return view.listing(
-        ("layer", "tensor", "spec"), rows, ranks, what="tensor", idle="in float"
-    )
+    titles = ("layer", "tensor", "spec")
+    return view.listing(titles, rows, ranks, what="tensor", idle="in float")
 
 
 def refusal_table(rows: Iterable[tuple[str, str, str]], view: View) -> Listing:
@@ -284,7 +327,10 @@ def refusal_table(rows: Iterable[tuple[str, str, str]], view: View) -> Listing:
 
 
 def layer_table(
-    graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str], view: View
+    graph: Graph,
+    tensors: Iterable[Key],
+    floats: Mapping[str, str],
+    view: View,
 ) -> Listing:
     """Return all layers with operator, output shape and quantized tensors.
 
@@ -293,14 +339,15 @@ def layer_table(
     roles: dict[str, list[str]] = {}
     for layer, role in tensors:
         roles.setdefault(layer, []).append(role)
-    rows: list[tuple[str, ...]] = []
-    ranks: list[float | None] = []
+    rows = []
+    ranks = []
     for node in graph.nodes:
         quantized = ", ".join(roles.get(node.name, ()))
         if not quantized and node.name in floats:
             quantized = why_float(floats[node.name])
         rows.append((node.name, node.op, shape_text(node), quantized))
-        ranks.append(0.0 if node.name in roles else None)
+        rank = 0.0 if node.name in roles else None
+        ranks.append(rank)
     titles = ("layer", "operator", "output", "tensors")
     return view.listing(titles, rows, ranks, idle="in float")
 
@@ -322,17 +369,6 @@ def shape_text(node: Node) -> str:
     return "x".join(sizes)
 
 
-def _db(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _row(noise: LayerNoise, spec: QuantizationSpec) -> dict[str, Any]:
-    accumulated = noise.accumulated
-    return {
-        "layer": noise.layer,
-        "tensor": noise.role,
-        "spec": describe_spec(spec),
-        "local_sqnr_db": noise.local.sqnr_db,
-        "accumulated_sqnr_db": accumulated.sqnr_db if accumulated else None,
-        "cosine": accumulated.cosine if accumulated else noise.local.cosine,
-    }
+def number_text(value: float | None, form: str, missing: str = "") -> str:
+    """Return a number in a format, or `missing` if there is none."""
+    return missing if value is None else format(value, form)

@@ -1,4 +1,4 @@
-"""Lay out tables for a terminal: names of layers, which rows are shown, widths of columns."""
+"""Lay out tables for a terminal: names of layers, rows to show, widths of columns."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,13 +9,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from quantizer.config.wording import counted
 from quantizer.printable import one_line
 
 TableRow = tuple[str, ...]
+RowRanks = Sequence[float | None]
 _EXACT_NAME = re.compile(r"\w+::[\w/\[\].]+")
 _GAP = 2
 """Characters between two columns."""
-_LEAST = 24
+_MIN_WRAPPED_WIDTH = 24
 """Characters that a wrapped text needs to stay readable."""
 
 
@@ -23,9 +25,9 @@ _LEAST = 24
 class Listing:
     """A table whose first column is a name to copy, so it may wrap but never loses letters.
 
-    The first of `layouts` that fits is shown. Where none does, the text of the last column
-    wraps, then the names, in the last layout; where even that is too wide, each row is its name
-    and, indented below, its other columns.
+    It shows the first of `layouts` that fits. If none fits, the last layout is shown: first the
+    text of its last column wraps, then the names. If even that is too wide, each row is its
+    name and, indented below, its other columns.
 
     Args:
         titles: of all columns.
@@ -35,76 +37,91 @@ class Listing:
         note: a line below the table.
     """
 
-    titles: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+    titles: TableRow
+    rows: Sequence[TableRow]
     numbers: frozenset[str] = frozenset()
-    layouts: tuple[tuple[str, ...], ...] = ()
+    layouts: tuple[TableRow, ...] = ()
     note: str = ""
 
     @property
-    def widest(self) -> tuple[str, ...]:
+    def widest(self) -> TableRow:
         """Return the titles that are shown where there is room."""
         return self.layouts[0] if self.layouts else self.titles
 
-    def rows_of(self, titles: Sequence[str]) -> list[tuple[str, ...]]:
+    def rows_of(self, titles: TableRow) -> list[TableRow]:
         """Return the texts under these titles."""
         columns = [self.titles.index(title) for title in titles]
-        rows: list[tuple[str, ...]] = []
+        rows = []
         for row in self.rows:
             rows.append(tuple(row[column] for column in columns))
         return rows
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self,
+        console: Console,
+        options: ConsoleOptions,
+    ) -> RenderResult:
         rows = [tuple(map(one_line, row)) for row in self.rows]
-        safe = replace(self, rows=rows, note=one_line(self.note))
-        yield from safe._laid_out(options)
+        printable = replace(self, rows=rows, note=one_line(self.note))
+        yield from printable._render(options.max_width)
 
-    def _laid_out(self, options: ConsoleOptions) -> RenderResult:
-        """Yield the table, whose texts are safe to show."""
-        natural: dict[str, int] = {}
+    def _render(self, max_width: int) -> RenderResult:
+        """Yield the table and its note. All texts must be printable."""
+        natural_widths = {}
         for column, title in enumerate(self.titles):
             texts = [row[column] for row in self.rows]
-            natural[title] = max(map(len, (title, *texts)))
-        titles = self._layout(natural, options.max_width)
-        widths = self._wrapped(natural, titles, options.max_width)
+            natural_widths[title] = max(map(len, (title, *texts)))
+        titles = self._choose_layout(natural_widths, max_width)
+        widths = {title: natural_widths[title] for title in titles}
+        self._narrow(widths, max_width)
         rows = self.rows_of(titles)
-        if self.note and not rows:
+        if not rows and self.note:
             yield Text(self.note)
             return
-        if widths:
+        if _table_width(widths) <= max_width:
             yield self._table(widths, rows)
         else:
             yield from _stacked(titles, rows)
         if self.note:
             yield Text(self.note)
 
-    def _layout(self, natural: Mapping[str, int], width: int) -> tuple[str, ...]:
+    def _choose_layout(
+        self,
+        natural_widths: Mapping[str, int],
+        max_width: int,
+    ) -> TableRow:
         """Return the first layout that fits, or the last one."""
         layouts = self.layouts or (self.titles,)
         for titles in layouts:
-            if _total(natural, titles) <= width:
+            widths = {title: natural_widths[title] for title in titles}
+            if _table_width(widths) <= max_width:
                 return titles
         return layouts[-1]
 
-    def _wrapped(
-        self, natural: Mapping[str, int], titles: Sequence[str], width: int
-    ) -> dict[str, int] | None:
-        """Return the width of each column, or None if there is no room for them.
-
-        The last column is narrowed first, then the first one.
-        """
-        widths = {title: natural[title] for title in titles}
+    def _narrow(self, widths: dict[str, int], max_width: int) -> None:
+        """Reduce the width of the last column, then of the first one, as far as needed."""
+        titles = list(widths)
         for title in (titles[-1], titles[0]):
-            excess = _total(widths, titles) - width
+            excess = _table_width(widths) - max_width
             if excess > 0 and title not in self.numbers:
-                widths[title] = max(min(widths[title], _LEAST), widths[title] - excess)
-        return widths if _total(widths, titles) <= width else None
+                min_width = min(widths[title], _MIN_WRAPPED_WIDTH)
+                widths[title] = max(min_width, widths[title] - excess)
 
-    def _table(self, widths: Mapping[str, int], rows: Iterable[tuple[str, ...]]) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
+    def _table(
+        self,
+        widths: Mapping[str, int],
+        rows: Iterable[TableRow],
+    ) -> Table:
+        table = Table(
+            box=None,
+            pad_edge=False,
+            header_style="bold",
+            padding=(0, _GAP, 0, 0),
+        )
         for title, width in widths.items():
-            is_number = title in self.numbers
-            justify: JustifyMethod = "right" if is_number else "left"
+            justify: JustifyMethod = "left"
+            if title in self.numbers:
+                justify = "right"
             table.add_column(title, justify=justify, width=width, overflow="fold")
         for row in rows:
             # Brackets in layer names are not markup.
@@ -142,7 +159,7 @@ class View:
         self,
         titles: TableRow,
         rows: Sequence[TableRow],
-        ranks: Sequence[float | None] | None = None,
+        ranks: RowRanks | None = None,
         *,
         numbers: TableRow = (),
         layouts: tuple[TableRow, ...] = (),
@@ -156,47 +173,56 @@ class View:
 
         Args:
             titles: as in `Listing`, and so are `rows`, `numbers` and `layouts`.
-            ranks: of each row. Where only some are shown, these are the lowest, and none
-                without a rank.
+            ranks: of each row. If there are too many rows, those with the lowest ranks are
+                shown, and none without a rank.
             what: what a row is about.
             idle: what the rows without a rank have in common, as in "3 of them without loss".
-            also: where else the rows are that are left out.
+            also: where else the hidden rows are.
         """
-        ranked: list[tuple[float | None, TableRow]] = []
-        for rank, row in zip(ranks or [0.0] * len(rows), rows, strict=True):
+        selected = []
+        selected_ranks = []
+        for row, rank in zip(rows, ranks or [0.0] * len(rows), strict=True):
             if self.layers is None or row[0] in self.layers:
-                ranked.append((rank, row))
-        positions = list(range(len(ranked)))
-        if self.top is not None:
-            by_rank: list[tuple[float, int]] = []
-            for position, (rank, _) in enumerate(ranked):
-                if rank is not None:
-                    by_rank.append((rank, position))
-            positions = sorted(position for _, position in sorted(by_rank)[: self.top])
-        hidden = len(ranked) - len(positions)
-        without_rank = sum(rank is None for rank, _ in ranked)
+                selected.append(row)
+                selected_ranks.append(rank)
+        positions = self._shown_positions(selected_ranks)
+        hidden = len(selected) - len(positions)
         note = ""
         if hidden:
-            more = " more" if positions else ""
-            note = f"{hidden}{more} {what}{'' if hidden == 1 else 's'}"
-            if without_rank:
-                share = "all" if without_rank == hidden else f"{without_rank} of them"
-                note += f", {share} {idle}"
+            noun = f"more {what}" if positions else what
+            note = counted(hidden, noun)
+            idle_rows = selected_ranks.count(None)
+            if idle_rows == hidden:
+                note += f", all {idle}"
+            elif idle_rows:
+                note += f", {idle_rows} of them {idle}"
             note += f": {self.remedy}{also}"
-        shown = [tuple(map(self.text, ranked[position][1])) for position in positions]
+        shown = []
+        for position in positions:
+            shown.append(tuple(map(self.text, selected[position])))
         return Listing(titles, shown, frozenset(numbers), layouts, note)
 
+    def _shown_positions(self, ranks: RowRanks) -> list[int]:
+        """Return the positions of the rows with the lowest ranks."""
+        if self.top is None:
+            return list(range(len(ranks)))
+        ranked = []
+        for position, rank in enumerate(ranks):
+            if rank is not None:
+                ranked.append((rank, position))
+        lowest = sorted(ranked)[: self.top]
+        return sorted(position for _, position in lowest)
 
-def _total(widths: Mapping[str, int], titles: Sequence[str]) -> int:
-    """Return the width of a table with these columns."""
-    return sum(widths[title] for title in titles) + _GAP * (len(titles) - 1)
+
+def _table_width(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 
-def _stacked(titles: Sequence[str], rows: Iterable[tuple[str, ...]]) -> RenderResult:
+def _stacked(titles: TableRow, rows: Iterable[TableRow]) -> RenderResult:
     """Yield each row as its name and, indented below, its other columns."""
     for name, *values in rows:
         yield Text(name)
-        labelled: list[str] = []
+        labelled = []
         for title, value in zip(titles[1:], values, strict=True):
             if value:
                 labelled.append(f"{title} {value}")

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.cli.main import run_command
+from quantizer.evaluation.compare import NetworkComparison
+from quantizer.evaluation.scores import Scores
 from quantizer.report import tables
 from quantizer.report.files import report_of
 from quantizer.report.page.page import SECTIONS, page
@@ -214,9 +216,8 @@ def test_each_dead_channel_counts_and_each_reader_of_a_value_shows_it(tmp_path: 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 12.5])
 def test_metrics_that_are_not_finite_are_shown(folder: Path, value: float) -> None:
-    tested = tables.report(
-        {"perplexity": value}, {"perplexity": {"float": 9.0, "quantized": value}}, [], None
-    )
+    pairs = {"perplexity": {"float": 9.0, "quantized": value}}
+    tested = tables.report(Scores(NetworkComparison([]), pairs), [], None)
     texts = Texts(report_of(open_results(folder), tested)[1]).texts
     assert f"9 → {'12.5' if value == 12.5 else 'not finite'}" in texts
 

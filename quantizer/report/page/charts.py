@@ -1,7 +1,7 @@
-"""Drawings in SVG: histograms, lines, points, strips of channels. They know no tensor and no
-layer.
+"""Draw histograms, lines, points and strips of channels as SVG.
 
-All are as wide as the column they stand in. Colours are those of the page's style, by class.
+All drawings are as wide as the column they stand in. The page's style has their colours, by
+class.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 from quantizer.report.page.html import Markup, element, fragment
 
-WIDTH = 720
-"""Of a drawing's own units."""
-TOP = 22
+_WIDTH = 720
+"""Of a drawing, in its own units, like all lengths here."""
+_TOP = 22
 """Room for a legend."""
+_LEFT = 40
+"""Room for the numbers of a vertical axis."""
+_RIGHT = 20
 
 
 @dataclass(frozen=True)
@@ -37,192 +40,86 @@ class Series:
     kind: str = "first"
 
 
-def number(value: float) -> str:
-    """For a label.
-
-    >>> number(0.000123456), number(1234.5), number(-0.0), number(12)
-    ('0.000123', '1.23e+03', '0', '12')
-    """
-    return f"{value + 0.0:.3g}" if value else "0"
-
-
-def histogram(
-    counts: Sequence[int], low: float, high: float, marks: Sequence[Mark], *, title: str
-) -> Markup:
-    """Counts in equal bins from `low` to `high`, their heights logarithmic, with marks above
-    them.
-    """
-    height, ends = 96, [low, high, *(mark.value for mark in marks)]
-    scale = _Scale(min(ends), max(ends), WIDTH)
-    width = (high - low) / len(counts)
-    most = math.log1p(max(counts, default=0)) or 1.0
-    others = dict.fromkeys(mark.label for mark in marks if mark.kind == "other")
-    rows = {mark.label: 0 for mark in marks} | {
-        label: row for row, label in enumerate(others, 1)
-    }
-    tops = [height * (1 - math.log1p(count) / most) for count in counts]
-    path = (
-        f"M{scale(low):.1f} {height}{_steps(tops, scale(low + width) - scale(low))}V{height}Z"
-    )
-    return _drawing(
-        (WIDTH, height + 34),
-        title,
-        element("path", d=path, class_="bars"),
-        [_mark(mark, scale(mark.value), height, rows[mark.label]) for mark in marks],
-        _axis(scale, height),
-    )
-
-
-def lines(
-    series: Sequence[Series],
-    names: Sequence[str],
-    unit: str,
-    *,
-    title: str,
-    height: int = 150,
-    has_points: bool = True,
-) -> Markup:
-    """Values along positions, each with its name to read when pointed at, if it `has_points`;
-    gaps where there is no value.
-    """
-    values = [value for each in series for value in each.values if value is not None]
-    if not values:
-        return Markup("")
-    across, up = (
-        _Scale(0, max(1, len(names) - 1), WIDTH - 60),
-        _Scale(min(0.0, *values), max(values), height),
-    )
-    drawn = []
-    for each in series:
-        points = [
-            (40 + across(at), TOP + height - up(value), name, value)
-            for at, (name, value) in enumerate(zip(names, each.values, strict=True))
-            if value is not None
-        ]
-        drawn.append(
-            element(
-                "polyline",
-                points=" ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in points),
-                class_=each.kind,
-            )
-        )
-        if has_points:
-            drawn += [
-                _point(x, y, f"{name}: {number(value)} {unit}", each.kind)
-                for x, y, name, value in points
-            ]
-    ticks = [_tick(value, TOP + height - up(value)) for value in _ticks(up.low, up.high)]
-    return _drawing((WIDTH, TOP + height + 8), title, _legend(series), ticks, drawn)
-
-
-def _point(x: float, y: float, said: str, kind: str) -> Markup:
-    return element(
-        "circle", element("title", said), cx=f"{x:.1f}", cy=f"{y:.1f}", r=2.5, class_=kind
-    )
-
-
-def _tick(value: float, y: float) -> Markup:
-    line = element("line", x1=40, x2=WIDTH - 20, y1=f"{y:.1f}", y2=f"{y:.1f}", class_="grid")
-    return fragment(
-        line, element("text", number(value), x=34, y=f"{y + 4:.1f}", text_anchor="end")
-    )
-
-
 @dataclass(frozen=True)
 class Point:
-    """A place of a drawing, and what it says when pointed at."""
+    """A place of a drawing, and the text shown when it is pointed at."""
 
     x: float
     y: float
     label: str
 
 
-def curve(
-    points: Sequence[Point], others: Sequence[Point], names: tuple[str, str], *, title: str
-) -> Markup:
-    """Points joined by a line, and others beside it; `names` says what either are."""
-    every, height = [*points, *others], 150
-    across = _Scale(min(p.x for p in every), max(p.x for p in every), WIDTH - 60)
-    up = _Scale(min(0.0, *(p.y for p in every)), max(p.y for p in every), height)
-    series = [
-        Series(name, (), kind) for name, kind in zip(names, ("first", "second"), strict=True)
-    ]
-    drawn = [
-        element(
-            "polyline",
-            points=" ".join(
-                f"{40 + across(p.x):.1f},{TOP + height - up(p.y):.1f}" for p in points
-            ),
-            class_="first",
-        )
-    ]
-    for kind, some in (("first", points), ("second", others)):
-        drawn += [_point(40 + across(p.x), TOP + height - up(p.y), p.label, kind) for p in some]
-    ticks = [_tick(value, TOP + height - up(value)) for value in _ticks(up.low, up.high)]
-    return _drawing((WIDTH, TOP + height + 8), title, _legend(series), ticks, drawn)
-
-
-def strip(lows: Sequence[float], highs: Sequence[float], *, title: str) -> Markup:
-    """The range of each channel as a bar, channel by channel."""
-    height = 60
-    up = _Scale(min(0.0, *lows), max(0.0, *highs), height)
-    width = WIDTH / len(lows)
-    path = f"M0 {height - up(0.0):.0f}{_steps([height - up(high) for high in highs], width)}"
-    path += f"{_steps([height - up(low) for low in reversed(lows)], -width)}Z"
-    zero = f"{height - up(0.0):.1f}"
-    return _drawing(
-        (WIDTH, height),
-        title,
-        element("path", d=path, class_="bars"),
-        element("line", x1=0, x2=WIDTH, y1=zero, y2=zero, class_="grid"),
-    )
-
-
-def _steps(heights: Sequence[float], width: float) -> str:
-    """The upper or lower edge of bars of one width, as a path from where the pen is; equal ones
-    are one step.
-
-    >>> _steps([5, 5, 2.04], 3)
-    'V5h6V2h3'
-    """
-    runs = (
-        (height, len(list(run)))
-        for height, run in itertools.groupby(f"{height:.1f}" for height in heights)
-    )
-    return "".join(
-        f"V{_short(height)}h{_short(f'{width * count:.2f}')}" for height, count in runs
-    )
-
-
-def _short(decimal: str) -> str:
-    return decimal.rstrip("0").rstrip(".")
-
-
 @dataclass(frozen=True)
 class _Scale:
-    """From values to units of a drawing."""
+    """Converts values to lengths of a drawing."""
 
     low: float
     high: float
     size: float
 
     def __call__(self, value: float) -> float:
-        return (value - self.low) / ((self.high - self.low) or 1.0) * self.size
+        span = (self.high - self.low) or 1.0
+        return (value - self.low) / span * self.size
 
 
-def _drawing(size: tuple[int, int], title: str, *parts: Markup | Iterable[Markup]) -> Markup:
-    box = f"0 0 {size[0]} {size[1]}"
-    return element(
-        "svg", element("title", title), *parts, viewBox=box, role="img", aria_label=title
+def number(value: float) -> str:
+    """Return a number for a label.
+
+    >>> number(0.000123456), number(1234.5), number(-0.0), number(12)
+    ('0.000123', '1.23e+03', '0', '12')
+    """
+    return f"{value:.3g}" if value else "0"
+
+
+def draw_histogram(
+    counts: Sequence[int],
+    low: float,
+    high: float,
+    marks: Sequence[Mark],
+    *,
+    title: str,
+) -> Markup:
+    """Return counts in equal bins from `low` to `high`, their heights logarithmic, with marks
+    above them.
+    """
+    height = 96
+    ends = [low, high, *(mark.value for mark in marks)]
+    scale = _Scale(min(ends), max(ends), _WIDTH)
+    bin_width = (high - low) / len(counts)
+    highest = math.log1p(max(counts, default=0)) or 1.0
+    tops = []
+    for count in counts:
+        share = math.log1p(count) / highest
+        tops.append(height * (1 - share))
+    left = scale(low)
+    outline = _steps(tops, scale(low + bin_width) - left)
+    path = f"M{left:.1f} {height}{outline}V{height}Z"
+    label_rows: dict[str, int] = {}
+    drawn_marks = []
+    for mark in marks:
+        if mark.kind == "other":
+            label_rows.setdefault(mark.label, len(label_rows) + 1)
+        row = label_rows.get(mark.label, 0)
+        drawn_marks.append(_mark(mark, scale(mark.value), height, row))
+    return _drawing(
+        height + 34,
+        title,
+        element("path", d=path, class_="bars"),
+        drawn_marks,
+        _axis(scale, height),
     )
 
 
 def _mark(mark: Mark, x: float, height: int, row: int) -> Markup:
-    anchor = "end" if x > WIDTH / 2 else "start"
+    anchor = "start"
+    label_x = x + 4
+    if x > _WIDTH / 2:
+        anchor = "end"
+        label_x = x - 4
     label = element(
         "text",
         mark.label,
-        x=f"{x + (-4 if anchor == 'end' else 4):.1f}",
+        x=f"{label_x:.1f}",
         y=10 + 11 * row,
         text_anchor=anchor,
     )
@@ -231,31 +128,202 @@ def _mark(mark: Mark, x: float, height: int, row: int) -> Markup:
 
 
 def _axis(scale: _Scale, height: int) -> Markup:
-    ends = ((scale.low, "start"), ((scale.low + scale.high) / 2, "middle"), (scale.high, "end"))
-    texts = [
-        element(
-            "text", number(value), x=f"{scale(value):.1f}", y=height + 16, text_anchor=anchor
+    line = element("line", x1=0, x2=_WIDTH, y1=height, y2=height, class_="axis")
+    anchors = {
+        "start": scale.low,
+        "middle": (scale.low + scale.high) / 2,
+        "end": scale.high,
+    }
+    texts = []
+    for anchor, value in anchors.items():
+        text = element(
+            "text",
+            number(value),
+            x=f"{scale(value):.1f}",
+            y=height + 16,
+            text_anchor=anchor,
         )
-        for value, anchor in ends
+        texts.append(text)
+    return fragment(line, texts)
+
+
+@dataclass(frozen=True)
+class _PointSet:
+    """Points of one kind in a plot, and what is drawn of them."""
+
+    label: str
+    kind: str
+    points: Sequence[Point]
+    has_line: bool = True
+    has_points: bool = True
+
+
+def _plot(
+    point_sets: Sequence[_PointSet],
+    ends: tuple[float, float],
+    *,
+    title: str,
+    height: int,
+) -> Markup:
+    """Return points and lines with a legend above and a vertical axis on the left.
+
+    Args:
+        point_sets: what to draw.
+        ends: least and greatest position.
+        title: of the drawing.
+        height: of the area between the legend and the lower edge.
+    """
+    values = []
+    for point_set in point_sets:
+        values += [point.y for point in point_set.points]
+    width = _WIDTH - _LEFT - _RIGHT
+    across = _Scale(*ends, width)
+    up = _Scale(min(0.0, *values), max(values), height)
+    bottom = _TOP + height
+    legend_step = width / max(2, len(point_sets))
+    legend = []
+    drawn = []
+    for index, point_set in enumerate(point_sets):
+        kind = point_set.kind
+        label_x = _LEFT + index * legend_step
+        legend.append(element("text", f"■ {point_set.label}", x=label_x, y=10, class_=kind))
+        corners = []
+        circles = []
+        for point in point_set.points:
+            x = f"{_LEFT + across(point.x):.1f}"
+            y = f"{bottom - up(point.y):.1f}"
+            corners.append(f"{x},{y}")
+            label = element("title", point.label)
+            circles.append(element("circle", label, cx=x, cy=y, r=2.5, class_=kind))
+        if point_set.has_line:
+            drawn.append(element("polyline", points=" ".join(corners), class_=kind))
+        if point_set.has_points:
+            drawn += circles
+    ticks = [_tick(value, bottom - up(value)) for value in _ticks(up.low, up.high)]
+    return _drawing(bottom + 8, title, legend, ticks, drawn)
+
+
+def _tick(value: float, y: float) -> Markup:
+    line_y = f"{y:.1f}"
+    right = _WIDTH - _RIGHT
+    line = element("line", x1=_LEFT, x2=right, y1=line_y, y2=line_y, class_="grid")
+    text = element("text", number(value), x=34, y=f"{y + 4:.1f}", text_anchor="end")
+    return fragment(line, text)
+
+
+def draw_lines(
+    series: Sequence[Series],
+    names: Sequence[str],
+    unit: str,
+    *,
+    title: str,
+    height: int = 150,
+    has_points: bool = True,
+) -> Markup:
+    """Return values along positions, with gaps where there is no value.
+
+    With `has_points` the name of each is shown when it is pointed at.
+    """
+    point_sets = []
+    is_empty = True
+    for line in series:
+        points = []
+        for position, value in enumerate(line.values):
+            if value is not None:
+                label = f"{names[position]}: {number(value)} {unit}"
+                points.append(Point(position, value, label))
+                is_empty = False
+        point_sets.append(_PointSet(line.label, line.kind, points, has_points=has_points))
+    if is_empty:
+        return Markup("")
+    last = max(1, len(names) - 1)
+    return _plot(point_sets, (0, last), title=title, height=height)
+
+
+def draw_curve(
+    points: Sequence[Point],
+    others: Sequence[Point],
+    names: tuple[str, str],
+    *,
+    title: str,
+) -> Markup:
+    """Return points joined by a line, and others beside it; `names` are those of the two."""
+    positions = [point.x for point in (*points, *others)]
+    point_sets = [
+        _PointSet(names[0], "first", points),
+        _PointSet(names[1], "second", others, has_line=False),
     ]
-    return fragment(element("line", x1=0, x2=WIDTH, y1=height, y2=height, class_="axis"), texts)
+    return _plot(point_sets, (min(positions), max(positions)), title=title, height=150)
 
 
-def _ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values between two others.
+def draw_strip(
+    lows: Sequence[float],
+    highs: Sequence[float],
+    *,
+    title: str,
+) -> Markup:
+    """Return the range of each channel as a bar, channel by channel."""
+    height = 60
+    up = _Scale(min(0.0, *lows), max(0.0, *highs), height)
+    width = _WIDTH / len(lows)
+    zero = height - up(0.0)
+    upper = _steps([height - up(high) for high in highs], width)
+    lower = _steps([height - up(low) for low in reversed(lows)], -width)
+    path = f"M0 {zero:.0f}{upper}{lower}Z"
+    y = f"{zero:.1f}"
+    return _drawing(
+        height,
+        title,
+        element("path", d=path, class_="bars"),
+        element("line", x1=0, x2=_WIDTH, y1=y, y2=y, class_="grid"),
+    )
+
+
+def _steps(heights: Iterable[float], width: float) -> str:
+    """Return the edge of bars of one width, as a path from where the pen is; equal ones are one
+    step.
+
+    >>> _steps([5, 5, 2.04], 3)
+    'V5h6V2h3'
+    """
+    path = ""
+    for height, run in itertools.groupby(heights, key="{:.1f}".format):
+        run_width = width * len(list(run))
+        path += f"V{_without_zeros(height)}h{_without_zeros(f'{run_width:.2f}')}"
+    return path
+
+
+def _without_zeros(decimal: str) -> str:
+    return decimal.rstrip("0").rstrip(".")
+
+
+def _drawing(
+    height: int,
+    title: str,
+    *parts: Markup | Iterable[Markup],
+) -> Markup:
+    return element(
+        "svg",
+        element("title", title),
+        *parts,
+        viewBox=f"0 0 {_WIDTH} {height}",
+        role="img",
+        aria_label=title,
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return about five round values between two others.
 
     >>> _ticks(0, 47)
     [0.0, 10.0, 20.0, 30.0, 40.0]
     """
-    rough = ((high - low) or 1.0) / about
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough)
-    return [step * at for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _legend(series: Sequence[Series]) -> Markup:
-    apart = (WIDTH - 60) / max(2, len(series))
-    return fragment(
-        element("text", f"■ {each.label}", x=40 + at * apart, y=10, class_=each.kind)
-        for at, each in enumerate(series)
-    )
+    rough_step = ((high - low) or 1.0) / 5
+    step = 10.0 ** math.floor(math.log10(rough_step))
+    for factor in (2, 2.5, 2):
+        # Steps are 1, 2, 5 or 10 times a power of ten.
+        if step < rough_step:
+            step *= factor
+    first = math.ceil(low / step)
+    last = math.floor(high / step)
+    return [step * index for index in range(first, last + 1)]

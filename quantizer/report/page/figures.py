@@ -6,169 +6,175 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib import resources
 
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.report.page import charts
 from quantizer.report.page.charts import Mark, Point, Series
-from quantizer.report.page.html import Markup
-from quantizer.report.page.rows import Json, in_order, tensor_name
+from quantizer.report.page.html import Markup, page_file
+from quantizer.report.page.rows import in_order, tensor_name
 
-ENDS = (("least code", "second"), ("greatest code", "first"))
-"""Of a range: its lower and its upper limit."""
+_LEAST = "least code"
+_GREATEST = "greatest code"
 
 
-def figures(content: Json) -> Iterator[tuple[str, Markup]]:
-    """Every drawing with a name that says what it is of, unique but for characters that a
-    file's name has not.
+def figures(content: JsonMapping) -> Iterator[tuple[str, Markup]]:
+    """Yield every drawing with a name that says what it is of.
+
+    Names are unique, but may have characters that are not allowed in names of files.
     """
-    if (drawn := depth(content)) is not None:
-        yield "sqnr by depth", drawn
-    if (drawn := size_curve(content)) is not None:
-        yield "sqnr by size", drawn
+    drawing = depth(content)
+    if drawing is not None:
+        yield "sqnr by depth", drawing
+    drawing = size_curve(content)
+    if drawing is not None:
+        yield "sqnr by size", drawing
     for row in in_order(content):
         drawings = {
-            "values": histogram,
-            "channels": channels,
-            "limits by batches": limits,
-            "sqnr by batches": quality,
+            "values": histogram(content, row),
+            "channels": channels(content, row),
+            "limits by batches": limits(content, row),
+            "sqnr by batches": quality(content, row),
         }
-        for what, draw in drawings.items():
-            if (drawn := draw(content, row)) is not None:
-                yield f"{what} {row['order']:03} {tensor_name(content, row)}", drawn
+        for what, drawing in drawings.items():
+            if drawing is not None:
+                yield f"{what} {row['order']:03} {tensor_name(content, row)}", drawing
 
 
-def depth(content: Json) -> Markup | None:
-    """SQNR of activations in the order of execution."""
-    rows = measured(content)
-    series = (
-        Series("this tensor alone", [row["local_sqnr_db"] for row in rows], "second"),
-        Series(
-            "the whole network up to here",
-            [row["accumulated_sqnr_db"] for row in rows],
-            "first",
-        ),
-    )
-    names = [tensor_name(content, row) for row in rows]
-    return charts.lines(series, names, "dB", title="SQNR by depth") if rows else None
-
-
-def size_curve(content: Json) -> Markup | None:
-    """Output SQNR against the size of the weights: the best mixed widths, and single widths for
-    all.
+def depth(content: JsonMapping) -> Markup | None:
+    """Return the SQNR of activations in the order of execution, or None if none was
+    measured.
     """
-    found = content.get("analysis") or {}
-    mixed = [
-        _choice(each, "mixed")
-        for each in found.get("curve", ())
-        if each["predicted_db"] is not None
+    names = []
+    local = []
+    accumulated = []
+    for row in measured(content):
+        names.append(tensor_name(content, row))
+        local.append(row["local_sqnr_db"])
+        accumulated.append(row["accumulated_sqnr_db"])
+    if not names:
+        return None
+    series = [
+        Series("this tensor alone", local, "second"),
+        Series("the whole network up to here", accumulated, "first"),
     ]
-    single = found.get("uniform", {}).items()
-    uniform = [
-        _choice(each, f"{width} for all")
-        for width, each in single
-        if each["predicted_db"] is not None
-    ]
+    return charts.draw_lines(series, names, "dB", title="SQNR by depth")
+
+
+def size_curve(content: JsonMapping) -> Markup | None:
+    """Return the output SQNR by the size of the weights, or None without an analysis.
+
+    A curve joins the best mixed widths. Points beside it are single widths for all weights.
+    """
+    analysis = content.get("analysis") or {}
+    mixed = []
+    for choice in analysis.get("curve", ()):
+        if choice["predicted_db"] is not None:
+            mixed.append(_choice_point(choice, "mixed"))
+    uniform = []
+    for width, choice in analysis.get("uniform", {}).items():
+        if choice["predicted_db"] is not None:
+            uniform.append(_choice_point(choice, f"{width} for all"))
     if len(mixed) < 2:
         return None
     names = ("mixed widths, predicted", "one width for all")
-    return charts.curve(mixed, uniform, names, title="Output SQNR by size of the weights")
+    title = "Output SQNR by size of the weights"
+    return charts.draw_curve(mixed, uniform, names, title=title)
 
 
-def _choice(found: Json, what: str) -> Point:
-    size, ratio = found["weight_bytes"] / 1e6, found["predicted_db"]
-    return Point(size, ratio, f"{what}: {size:.3g} MB, {ratio:.1f} dB")
+def _choice_point(choice: JsonMapping, what: str) -> Point:
+    megabytes = choice["weight_bytes"] / 1e6
+    sqnr_db = choice["predicted_db"]
+    return Point(megabytes, sqnr_db, f"{what}: {megabytes:.3g} MB, {sqnr_db:.1f} dB")
 
 
-def measured(content: Json) -> list[Json]:
-    """The tensors that a test has compared, in the order of execution; of inputs little is
-    lost, or nothing.
+def measured(content: JsonMapping) -> list[JsonObject]:
+    """Return the tensors that a test has compared, in the order of execution.
+
+    Inputs are left out, as they lose little or nothing.
     """
-    return [
-        row
-        for row in in_order(content)
-        if row["accumulated_sqnr_db"] is not None and row["op"] != "input"
-    ]
+    rows = []
+    for row in in_order(content):
+        if row["accumulated_sqnr_db"] is not None and row["op"] != "input":
+            rows.append(row)
+    return rows
 
 
-def histogram(content: Json, row: Json) -> Markup | None:
-    """The values of an activation, the range chosen, and those of other methods."""
+def histogram(content: JsonMapping, row: JsonMapping) -> Markup | None:
+    """Return the values of an activation, the range chosen, and those of other methods.
+
+    It is None for a tensor without a histogram.
+    """
     if "histogram" not in row:
         return None
-    drawn = row["histogram"]
-    low, high = drawn["low"], drawn["high"]
-    marks = [
-        Mark(limit, side, "limit") for limit, (side, _) in zip(row["limits"], ENDS, strict=True)
-    ]
-    for name, ends in row["methods"].items():
-        marks += [Mark(end, name) for end in ends if low < end < high]
-    return charts.histogram(
-        drawn["counts"], low, high, marks, title=f"Values of {tensor_name(content, row)}"
-    )
+    bins = row["histogram"]
+    low = bins["low"]
+    high = bins["high"]
+    least, greatest = row["limits"]
+    marks = [Mark(least, _LEAST, "limit"), Mark(greatest, _GREATEST, "limit")]
+    for method, ends in row["methods"].items():
+        marks += [Mark(end, method) for end in ends if low < end < high]
+    title = f"Values of {tensor_name(content, row)}"
+    return charts.draw_histogram(bins["counts"], low, high, marks, title=title)
 
 
-def channels(content: Json, row: Json) -> Markup | None:
-    """The range of each channel of a weight."""
+def channels(content: JsonMapping, row: JsonMapping) -> Markup | None:
+    """Return the range of each channel of a weight, or None for another tensor."""
     if "channels" not in row:
         return None
-    return charts.strip(
-        row["channels"]["low"],
-        row["channels"]["high"],
-        title=f"Channels: {tensor_name(content, row)}",
-    )
+    ranges = row["channels"]
+    title = f"Channels: {tensor_name(content, row)}"
+    return charts.draw_strip(ranges["low"], ranges["high"], title=title)
 
 
-def limits(content: Json, row: Json) -> Markup | None:
-    """Where the range of an activation ends after so many batches."""
+def limits(content: JsonMapping, row: JsonMapping) -> Markup | None:
+    """Return where the range of an activation ends after so many batches, or None if that was
+    not observed.
+    """
     if "batches" not in row:
         return None
-    lines = zip(ENDS, zip(*row["batches"]["limits"], strict=True), strict=True)
-    ends = [Series(label, values, kind) for (label, kind), values in lines]
-    return charts.lines(
-        ends,
-        _batches(row),
-        "",
-        title=f"Limits by batches: {tensor_name(content, row)}",
-        height=90,
-        has_points=False,
-    )
+    lows, highs = zip(*row["batches"]["limits"], strict=True)
+    series = [Series(_LEAST, lows, "second"), Series(_GREATEST, highs, "first")]
+    title = f"Limits by batches: {tensor_name(content, row)}"
+    return _by_batches(row, series, title=title, height=90)
 
 
-def quality(content: Json, row: Json) -> Markup | None:
-    """What the range after so many batches does to all values."""
+def quality(content: JsonMapping, row: JsonMapping) -> Markup | None:
+    """Return the SQNR of all values in the range after so many batches, or None if that was not
+    observed.
+    """
     if "batches" not in row:
         return None
     series = Series("SQNR on all values, dB", row["batches"]["sqnr_db"])
-    return charts.lines(
-        [series],
-        _batches(row),
-        "dB",
-        title=f"SQNR by batches: {tensor_name(content, row)}",
-        height=60,
+    title = f"SQNR by batches: {tensor_name(content, row)}"
+    return _by_batches(row, [series], title=title, height=60)
+
+
+def _by_batches(
+    row: JsonMapping,
+    series: list[Series],
+    *,
+    title: str,
+    height: int,
+) -> Markup:
+    names = [str(count) for count in row["batches"]["counts"]]
+    return charts.draw_lines(
+        series,
+        names,
+        "",
+        title=title,
+        height=height,
         has_points=False,
-    )
-
-
-def _batches(row: Json) -> list[str]:
-    return [f"{count} batches" for count in row["batches"]["counts"]]
-
-
-def styles() -> str:
-    """The rules for drawings, with colours for light and for dark."""
-    return (
-        resources.files("quantizer.report.page")
-        .joinpath("drawing.css")
-        .read_text(encoding="utf-8")
     )
 
 
 def standalone(drawing: Markup) -> str:
-    """A drawing as a file of its own, in the colours for light: SVG 1.1 without variables,
-    which few programs read.
+    """Return a drawing as a file of its own, in the colours for light: SVG 1.1 without
+    variables, which few programs read.
     """
-    light, _, rules = styles().partition("@media")
+    light, _, rules = page_file("drawing.css").partition("@media")
     rules = rules.partition("\n}\n")[2].replace("svg ", "")
     colours = dict(re.findall(r"--(\w+): (#\w+);", light))
-    style = re.sub(r"var\(--(\w+)\)", lambda found: colours[found[1]], rules)
+    style = re.sub(r"var\(--(\w+)\)", lambda variable: colours[variable[1]], rules)
     width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawing)[0]
     head, _, body = drawing.partition(">")
     paper = f'<rect width="{width}" height="{height}" fill="{colours["back"]}"/>'

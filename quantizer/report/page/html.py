@@ -1,16 +1,14 @@
-"""Elements of HTML and SVG. Texts and attributes are escaped here, and nowhere else."""
+"""Write elements of HTML and SVG. Texts and attributes are escaped here, and nowhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
-
-EMPTY = frozenset({"br", "meta", "input"})
-"""Elements of HTML that have no end; those of SVG have one."""
+from importlib import resources
 
 
 class Markup(str):
-    """What is markup already; any other string is text.
+    """A string of HTML or SVG, which is not escaped.
 
     >>> Markup("<b>") + "x"
     '<b>x'
@@ -23,47 +21,46 @@ class Markup(str):
         return self
 
 
-Child = Markup | str | float | None
-"""A number is written as `str` has it, None is left out."""
-
-
 def element(
-    name: str, /, *children: Child | Iterable[Child], **attributes: str | float | bool | None
+    name: str,
+    /,
+    *children: str | Iterable[str],
+    **attributes: str | float | None,
 ) -> Markup:
-    """An element; of attributes' names a last underscore is dropped, others become dashes.
+    """Return an element. An attribute that is None is left out.
 
-    None and False leave an attribute out, True writes its name alone.
+    In names of attributes a last underscore is dropped, and the others become dashes.
 
-    >>> element("td", "a<b", class_="name", data_rank=1, hidden=True, title=None)
-    '<td class="name" data-rank="1" hidden>a&lt;b</td>'
+    >>> element("td", "a<b", class_="name", data_rank=1, title=None)
+    '<td class="name" data-rank="1">a&lt;b</td>'
     """
     words = [name]
     for key, value in attributes.items():
-        written = key.rstrip("_").replace("_", "-")
-        if value is True:
-            words.append(written)
-        elif value is not None and value is not False:
-            words.append(f'{written}="{escape(str(value))}"')
+        if value is not None:
+            attribute = key.rstrip("_").replace("_", "-")
+            words.append(f'{attribute}="{escape(str(value))}"')
     start = " ".join(words)
-    return Markup(
-        f"<{start}>"
-        if name in EMPTY and not children
-        else f"<{start}>{fragment(*children)}</{name}>"
-    )
+    return Markup(f"<{start}>{fragment(*children)}</{name}>")
 
 
-def fragment(*children: Child | Iterable[Child]) -> Markup:
-    """Elements and texts one after the other.
+def fragment(*children: str | Iterable[str]) -> Markup:
+    """Return elements and texts one after the other.
 
-    >>> fragment("a & b", element("br"), [1, None])
-    'a &amp; b<br>1'
+    >>> fragment("a & b", [element("b", "c"), "d"])
+    'a &amp; b<b>c</b>d'
     """
-    return Markup("".join(_written(child) for child in children))
+    return Markup("".join(map(_child_text, children)))
 
 
-def _written(child: Child | Iterable[Child]) -> str:
-    if child is None or isinstance(child, Markup):
-        return child or ""
+def _child_text(child: str | Iterable[str]) -> str:
+    if isinstance(child, Markup):
+        return child
     if isinstance(child, str):
         return escape(child, quote=False)
-    return str(child) if isinstance(child, (int, float)) else fragment(*child)
+    return fragment(*child)
+
+
+def page_file(name: str) -> str:
+    """Return the text of a file in this folder."""
+    file = resources.files("quantizer.report.page").joinpath(name)
+    return file.read_text(encoding="utf-8")

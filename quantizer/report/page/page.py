@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from quantizer.config.json_types import JsonMapping
 from quantizer.report.page import figures, sections
 from quantizer.report.page.charts import number
-from quantizer.report.page.html import Markup
-from quantizer.report.page.rows import in_order, in_words, name_of, severity
+from quantizer.report.page.html import Markup, page_file
+from quantizer.report.page.rows import in_order, name_of, severity, value_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -31,29 +30,26 @@ SECTIONS = {
 """The titles of the sections in the order of the page, by the name of their template, which is
 also the name of their link.
 """
-DRAWN_AT_MOST = 40
+_MAX_DRAWN = 40
 """Tensors whose curves over batches are drawn: those that become stable last."""
 
 
-def page(content: dict[str, Any]) -> str:
+def page(content: JsonMapping) -> str:
     """Return the whole file. A section that has nothing to show is left out."""
     environment = _environment()
-    shown = {
-        "content": content,
-        "figures": figures,
-        "verdict": sections.verdict(content),
-        "key_figures": sections.key_figures(content),
-        "warned_outputs": sections.warned_outputs(content),
-    }
-    parts: list[tuple[str, str, Markup]] = []
+    parts = []
     for name, title in SECTIONS.items():
-        text = environment.get_template(f"sections/{name}.html").render(shown).strip()
+        section = environment.get_template(f"sections/{name}.html")
+        text = section.render(content=content).strip()
         if text:
             parts.append((name, title, Markup(text)))
-    style = Markup(figures.styles() + _file("page.css"))
-    script = Markup(_file("page.js"))
-    template = environment.get_template("page.html")
-    return template.render(shown, sections=parts, style=style, script=script) + "\n"
+    html = environment.get_template("page.html").render(
+        content=content,
+        parts=parts,
+        style=Markup(page_file("drawing.css") + page_file("page.css")),
+        script=Markup(page_file("page.js")),
+    )
+    return html + "\n"
 
 
 @cache
@@ -74,24 +70,19 @@ def _environment() -> Environment:
         "percent": lambda share: _scaled(share, 100),
         "kilobytes": lambda size: _scaled(size, 1e-3),
         "severity": severity,
-        "channel_facts": sections.channel_facts,
-        "in_words": in_words,
+        "value_text": value_text,
     }
     environment.tests["still_changes"] = sections.still_changes
     environment.globals |= {
+        "figures": figures,
+        "sections": sections,
         "in_order": in_order,
-        "steepest_fall": sections.steepest_fall,
-        "last_to_be_stable": sections.last_to_be_stable,
-        "stable_after": sections.stable_after,
-        "coverage": sections.coverage,
-        "remarks": sections.remarks,
-        "width_titles": sections.width_titles,
-        "drawn_at_most": DRAWN_AT_MOST,
+        "drawn_at_most": _MAX_DRAWN,
     }
     return environment
 
 
-def _module_path(context: Mapping[str, Any], layer: str) -> str:
+def _module_path(context: JsonMapping, layer: str) -> str:
     return name_of(context["content"], layer)
 
 
@@ -100,7 +91,3 @@ def _scaled(value: Any, factor: float) -> float | None:
     if isinstance(value, (int, float)):
         return value * factor
     return None
-
-
-def _file(name: str) -> str:
-    return resources.files("quantizer.report.page").joinpath(name).read_text(encoding="utf-8")

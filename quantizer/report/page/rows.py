@@ -2,55 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-Json = dict[str, Any]
-WEAK_DB, POOR_DB = 25.0, 15.0
-"""Below these a tensor's own quantization is worth a look, or harmful."""
+from quantizer.config.json_types import JsonMapping, JsonObject
+
+WEAK_DB = 25.0
+"""Below it a tensor's own quantization is worth a look."""
+POOR_DB = 15.0
+"""Below it a tensor's own quantization is harmful."""
 
 
-def name_of(content: Json, layer: str) -> str:
+def name_of(content: JsonMapping, layer: str) -> str:
     """Return what people call a layer: the path of its module."""
-    return str(content["paths"].get(layer, layer))
+    paths = content["paths"]
+    return str(paths.get(layer, layer))
 
 
-def tensor_name(content: Json, row: Json) -> str:
+def tensor_name(
+    content: JsonMapping,
+    row: JsonMapping,
+) -> str:
     """Return the name of a tensor with that of its layer."""
-    return f"{row['tensor']} of {name_of(content, row['layer'])}"
+    layer = name_of(content, row["layer"])
+    return f"{row['tensor']} of {layer}"
 
 
-def most_damaged(rows: Sequence[Json]) -> Json | None:
+def most_damaged(rows: Iterable[JsonObject]) -> JsonObject | None:
     """Return the tensor with the lowest local SQNR, or None if none was measured."""
-    measured = [row for row in rows if row["local_sqnr_db"] is not None]
-    return min(measured, key=lambda row: row["local_sqnr_db"], default=None)
+    return _lowest(rows, "local_sqnr_db")
 
 
-def weakest_output(rows: Sequence[Json]) -> Json | None:
+def weakest_output(rows: Iterable[JsonObject]) -> JsonObject | None:
     """Return the output or part with the lowest SQNR, or None if none was measured."""
-    measured = [row for row in rows if row["sqnr_db"] is not None]
-    return min(measured, key=lambda row: row["sqnr_db"], default=None)
+    return _lowest(rows, "sqnr_db")
 
 
-def in_order(content: Json) -> list[Json]:
+def _lowest(
+    rows: Iterable[JsonObject],
+    figure: str,
+) -> JsonObject | None:
+    lowest = None
+    for row in rows:
+        value = row[figure]
+        if value is None:
+            continue
+        if lowest is None or value < lowest[figure]:
+            lowest = row
+    return lowest
+
+
+def in_order(content: JsonMapping) -> list[JsonObject]:
     """Return the tensors in the order of execution."""
     return sorted(content["layers"], key=lambda row: row["order"])
 
 
-def severity(row: Json) -> str | None:
+def severity(row: JsonMapping) -> str | None:
     """Return the class of a tensor's row: "bad", "warn" or None."""
     sqnr_db = row["local_sqnr_db"]
     if sqnr_db is None:
         return None
     if sqnr_db < POOR_DB:
         return "bad"
-    return "warn" if sqnr_db < WEAK_DB else None
+    if sqnr_db < WEAK_DB:
+        return "warn"
+    return None
 
 
-def in_words(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a value of JSON as text."""
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {in_words(item)}" for name, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(in_words(item) for item in value)
-    return str(value)
+        texts = [f"{name}: {value_text(item)}" for name, item in value.items()]
+    elif isinstance(value, list):
+        texts = [value_text(item) for item in value]
+    else:
+        texts = [str(value)]
+    return ", ".join(texts)
