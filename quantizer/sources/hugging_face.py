@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError, pip_line
 from quantizer.sources.deferred_checkpoint import (
-    INDEX,
+    CHECKPOINT_INDEX,
     deferred_model,
     indexed_files,
     require_inside,
@@ -77,7 +77,7 @@ def _require_own_files(folder: Path, config: dict[str, Any]) -> None:
     """
     explicit = str(config.get("transformers_weights") or "")
     require_inside(folder / CONFIG, explicit)
-    indexes = [name for name in (INDEX, explicit) if name.endswith(".index.json")]
+    indexes = [name for name in (CHECKPOINT_INDEX, explicit) if name.endswith(".index.json")]
     for name in indexes:
         if (folder / name).is_file():
             indexed_files(folder / name)
