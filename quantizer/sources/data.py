@@ -21,8 +21,8 @@ from quantizer.errors import DataError, UsageError
 from quantizer.sources.arguments import UNKNOWN, Arguments, Filled, arguments_of
 from quantizer.sources.batches import Batch, Fingerprint, not_finite
 from quantizer.sources.images import (
-    EXAMPLE,
     IMAGE_SUFFIXES,
+    PREPROCESS_EXAMPLE,
     find_images,
     image_batches,
     parse_preprocess,
@@ -267,7 +267,7 @@ def _image_data(
     if preprocess is None:
         raise UsageError(
             f"{label} holds images, but there is no --preprocess",
-            help=f"--preprocess '{EXAMPLE}'",
+            help=f"--preprocess '{PREPROCESS_EXAMPLE}'",
         )
     settings = parse_preprocess(preprocess)
     read = partial(image_batches, images, settings, size, seed)
