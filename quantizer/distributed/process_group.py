@@ -122,7 +122,8 @@ class ProcessGroup(Ranks):
         self.gather((), f"{place}, {tuple(tensor.shape)}")
         is_receiver = to in (None, self.rank)
         parts: list[Tensor] = []
-        for part in tensor.contiguous().view(-1).split(_MAX_SUMMED):
+        flat = tensor.contiguous().view(-1)
+        for part in torch.split(flat, _MAX_SUMMED):
             rows = None
             if is_receiver:
                 rows = [torch.empty_like(part) for _ in range(self.world_size)]
