@@ -3,7 +3,7 @@ file runs.
 """
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,15 @@ def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
     masks.
 
     Args:
-        module: the model. Its lazy layers have no values before the first batch.
+        module: the model.
         besides: names of parameters that are checked elsewhere.
 
     Raises:
         ModelError: naming the first that is not, or that torch cannot compute with.
     """
     check_kinds(module)
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor) or name in besides:
+    for name, tensor in _named_tensors(module):
+        if name in besides:
             continue
         if isinstance(tensor, nn.Parameter):
             fault = "NaN or Inf"
@@ -74,6 +74,13 @@ def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
             )
 
 
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by name. Those of lazy layers have no values yet."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_lazy(tensor):
+            yield name, tensor
+
+
 def _is_number(values: Tensor) -> Tensor:
     return ~torch.isnan(values)
 
@@ -85,9 +92,7 @@ def check_kinds(module: nn.Module) -> None:
         ModelError: naming the first that is.
     """
     keep_quiet_about(module)
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            continue
+    for name, tensor in _named_tensors(module):
         reason = oddity(tensor)
         if reason is not None:
             raise ModelError(f"the model cannot be computed with: {name} {reason}", help=PLAIN)
