@@ -351,7 +351,10 @@ def test_a_model_of_masked_words_has_no_perplexity(
     )
     said = capsys.readouterr()
     assert (
-        said.err.count("BertForMaskedLM does not predict the next token: there is no perplexity") == 1
+        said.err.count(
+            "BertForMaskedLM does not predict the next token: there is no perplexity"
+        )
+        == 1
     )
     metrics = json.loads(said.out)["metrics"]
     assert metrics["sqnr_db"] > 30

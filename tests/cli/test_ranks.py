@@ -417,7 +417,8 @@ def test_a_rank_that_does_not_come_is_not_waited_for(net: str, tmp_path: Path) -
     )
     assert [rank.code for rank in found] == [40, 9]
     assert (
-        "error: the ranks did not find each other within 1 s: 1 of 2 have joined" in found[0].err
+        "error: the ranks did not find each other within 1 s: 1 of 2 have joined"
+        in found[0].err
     )
 
 
