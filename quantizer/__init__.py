@@ -1,6 +1,6 @@
-"""Post-training quantization of PyTorch models, driven by a JSON file or by dataclasses.
+"""Post-training quantization of PyTorch models, configured by a JSON file or by dataclasses.
 
-Importing this package imports no torch: the heavy rooms are loaded when they are first used.
+Importing this package does not import torch. Public names are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ __all__ = [
     "SmoothQuantConfig",
     "calibrate",
     "load",
-]  # not nn: a star import must not hide torch.nn
+]
+# `nn` is missing above: a star import must not hide torch.nn
 _HOMES = (
     "quantizer.config.forms.types",
     "quantizer.api.observers",
@@ -88,27 +89,31 @@ _HOMES = (
     "quantizer.api.config",
     "quantizer.api.model_quantizer",
 )
-"""The modules that have the public names, cheapest first; none imports torch."""
+"""The modules that have the public names, fastest to import first. None imports torch."""
 _HEAVY = {"calibrate": "quantizer.api.calibrate", "load": "quantizer.api.calibrate"}
-"""Names whose modules do."""
+"""The modules of the names that need torch."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, or `quantizer.nn`, on first use; generated code needs only `import
-    quantizer`.
+    """Return a public name or `quantizer.nn`, loaded on first use.
+
+    Raises:
+        AttributeError: there is no such name.
+        ModuleNotFoundError: it needs torch, which is missing.
     """
     if name == "nn":
         return importlib.import_module("quantizer.nn")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for home in (_HEAVY[name],) if name in _HEAVY else _HOMES:
+    homes = (_HEAVY[name],) if name in _HEAVY else _HOMES
+    for home in homes:
         try:
             module = importlib.import_module(home)
         except ModuleNotFoundError as error:
             if error.name not in TORCH:
                 raise
-            sentence = f"quantizer.{name} needs {error.name}: {pip_line('torch')}"
-            raise ModuleNotFoundError(sentence, name=error.name) from None
+            message = f"quantizer.{name} needs {error.name}: {pip_line('torch')}"
+            raise ModuleNotFoundError(message, name=error.name) from None
         if hasattr(module, name):
             globals()[name] = getattr(module, name)
             break

@@ -1,5 +1,5 @@
-"""`python -m quantizer` and the console script: the command line, imported so that Ctrl-C ends
-it at any moment.
+"""Run the command line, for `python -m quantizer` and the console script. Ctrl-C ends it also
+during imports.
 """
 
 from typing import NoReturn

@@ -1,28 +1,26 @@
-"""What can go wrong for a user, one class per exit code. Only `cli` turns these into an
-exit.
-"""
+"""The errors that a user can get, one class per exit code. Only `cli` exits with the codes."""
 
 from collections.abc import Sequence
 
 from quantizer.printable import one_line
 
 TORCH = ("torch", "safetensors")
-"""The packages of the extra `torch`, which a plain install lacks."""
+"""The packages of the extra `torch`. A plain install does not have them."""
 
 
 def pip_line(extra: str) -> str:
-    """The command that installs an optional part of the package; PyPI's `quantizer` is another
+    """Return the command that installs an extra of the package. PyPI's `quantizer` is another
     project.
     """
     return f"pip install 'quantizer-torch[{extra}]'"
 
 
 class QuantizerError(Exception):
-    """A sentence for the user: what happened and where, with `help` saying what to do, in one
-    line or several.
+    """An error with a message for the user: what happened and where. Its help, of one line or
+    several, is what to do.
 
-    Both may quote names from anywhere: what would steer a terminal or a CI log is escaped. Only
-    `quantizer.cli` catches it; its `exit_code` is the process's.
+    Both may quote names from anywhere, so characters that control a terminal or a CI log are
+    escaped. `quantizer.cli` catches it and exits with its `exit_code`.
     """
 
     exit_code = 70
@@ -31,19 +29,22 @@ class QuantizerError(Exception):
         self,
         message: str,
         *,
-        help: str | Sequence[str] | None = None,  # noqa: A002 - the word users read
+        # Users read this word, too
+        help: str | Sequence[str] | None = None,  # noqa: A002
     ) -> None:
         self.message = one_line(message)
         super().__init__(self.message)
         self.help = None if help is None else _Lines(help)
 
     def __str__(self) -> str:
-        """Message and help: all that whoever calls from Python sees."""
-        return f"{self.message}\nhelp: {self.help}" if self.help else self.message
+        """Return message and help, for callers from Python."""
+        if self.help:
+            return f"{self.message}\nhelp: {self.help}"
+        return self.message
 
 
 class _Lines(str):
-    """Lines of a help, each escaped; taken from one error to another they stay as they are."""
+    """The lines of a help, each escaped once, even if they are passed to another error."""
 
     def __new__(cls, text: str | Sequence[str]) -> "_Lines":
         if isinstance(text, _Lines):
@@ -53,13 +54,13 @@ class _Lines(str):
 
 
 class GateError(QuantizerError):
-    """Check failed: a gate of `--gate` is not met."""
+    """A check failed: a gate of `--gate` is not met."""
 
     exit_code = 1
 
 
 class VerificationError(QuantizerError):
-    """Check failed: a deployed file does not compute what test mode does, so it is not kept."""
+    """A check failed: a deployed file differs from test mode, so it is deleted."""
 
     exit_code = 1
 
@@ -89,13 +90,13 @@ class ResultError(QuantizerError):
 
 
 class OutOfMemoryError(QuantizerError):
-    """There is not as much memory as the run needs."""
+    """The run needs more memory than there is."""
 
     exit_code = 6
 
 
 class RankError(QuantizerError):
-    """Another rank of a run of several processes is lost, or does not do the same."""
+    """Another process of the run is lost, or does something else."""
 
     exit_code = 40
 
@@ -106,37 +107,37 @@ _NO_MEMORY = (
     "out of memory",
     "unable to mmap",
 )
-"""What torch and the system say then, in small letters; torch on a CPU raises a plain
+"""Parts of messages, in lower case, of torch and of the system. On a CPU, torch raises a plain
 RuntimeError.
 """
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it comes from, is that there is no more memory."""
+    """Return whether an error, or one of its causes, is that there is no more memory."""
     seen: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in seen:
-        text = str(found).lower()
-        if isinstance(found, MemoryError) or (
-            isinstance(found, RuntimeError | OSError)
-            and any(words in text for words in _NO_MEMORY)
-        ):
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if isinstance(cause, MemoryError):
             return True
-        seen.append(found)
-        found = found.__cause__ or found.__context__
+        text = str(cause).lower()
+        is_system_error = isinstance(cause, RuntimeError | OSError)
+        if is_system_error and any(words in text for words in _NO_MEMORY):
+            return True
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
-def lost_worker(error: BaseException | None) -> str | None:
-    """Return what torch says of the end of a loader's process, None for any other error.
+WORKER_HELP = "the worker may have run out of memory; num_workers=0 shows its own error"
+"""The help of an error about the end of a loader's process."""
 
-    torch raises that by a signal, wherever this process is just then.
+
+def lost_worker(error: BaseException | None) -> str | None:
+    """Return torch's message about the end of a loader's process, or None for another error.
+
+    torch raises this error in a signal handler, so it can occur anywhere.
     """
     text = str(error)
     if not isinstance(error, RuntimeError) or not text.startswith("DataLoader worker (pid"):
         return None
     return text.split(". ")[0].strip().rstrip(".")
-
-
-WORKER_HELP = "the worker may have run out of memory; with num_workers=0 its own error is shown"
-"""What to do about it."""

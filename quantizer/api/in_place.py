@@ -73,7 +73,7 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         items, again = tee(batch.stable() for batch in items)
         return again
 
-    read_by = Batches(batches, "the dataloader", given=arguments_of(model))
+    read_by = Batches(batches, "the dataloader", arguments=arguments_of(model))
     request = CalibrationRequest(
         target=target,
         config=rules,

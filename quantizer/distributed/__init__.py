@@ -1,6 +1,15 @@
-"""The processes of one run: who takes which batch, and how what they find comes together."""
+"""The processes of a run: which of them takes which batch, and how they combine results."""
 
 from quantizer.distributed.alike import require_alike
-from quantizer.distributed.ranks import ALONE, Ranks, in_turn
+from quantizer.distributed.ranks import (
+    ALONE,
+    Ranks,
+    in_turn,
+)
 
-__all__ = ["ALONE", "Ranks", "in_turn", "require_alike"]
+__all__ = [
+    "ALONE",
+    "Ranks",
+    "in_turn",
+    "require_alike",
+]

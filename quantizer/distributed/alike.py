@@ -1,4 +1,6 @@
-"""Compares what decides a result between the ranks of a run, before anything is computed."""
+"""Compare versions, options, config and weights between the ranks of a run, before it computes
+anything.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,33 +8,48 @@ from typing import Any
 from quantizer.distributed.ranks import Ranks
 from quantizer.errors import RankError
 
-HELP = "start all ranks with the same versions, options, config, model and weights"
 
-
-def require_alike(ranks: Ranks, facts: Mapping[str, Any], place: str) -> None:
-    """Refuse a run whose ranks would not compute the same, on all ranks alike.
+def require_alike(
+    ranks: Ranks,
+    facts: Mapping[str, Any],
+    place: str,
+) -> None:
+    """Check on all ranks that they would compute the same.
 
     Args:
         ranks: the processes of the run.
-        facts: what decides the result, by a word for it; of a mapping the first entry that
-            differs is named.
+        facts: all that decides the result, by name. If a mapping differs, its first different
+            entry is named.
         place: names the exchange in errors.
 
     Raises:
-        RankError: naming the first rank that differs from rank 0, and in what.
+        RankError: naming the first rank that differs from rank 0, and the difference.
     """
     rows = ranks.gather(dict(facts), place)
     first = rows[0]
     for rank, row in enumerate(rows):
-        for word in first:
-            if row.get(word) != first[word]:
-                what = _difference(word, first[word], row.get(word))
-                raise RankError(f"rank {rank} differs from rank 0: {what}", help=HELP)
+        for name, value in first.items():
+            other = row.get(name)
+            if other == value:
+                continue
+            difference = _difference(name, value, other)
+            raise RankError(
+                f"rank {rank} differs from rank 0: {difference}",
+                help="start all ranks with the same versions, options, config, model and "
+                "weights",
+            )
 
 
-def _difference(word: str, first: Any, other: Any) -> str:
+def _difference(
+    name: str,
+    first: Any,
+    other: Any,
+) -> str:
     if not isinstance(first, Mapping) or not isinstance(other, Mapping):
-        return f"{word} is {other}, not {first}"
-    names = [*first, *(name for name in other if name not in first)]
-    differing = next(name for name in names if first.get(name) != other.get(name))
-    return f"{word} {differing}"
+        return f"{name} is {other}, not {first}"
+    keys = list(first)
+    keys += [key for key in other if key not in first]
+    for key in keys:
+        if first.get(key) != other.get(key):
+            return f"{name} {key}"
+    return name

@@ -1,117 +1,132 @@
-"""Several processes joined by torch.distributed: exchanges that notice when another rank has
-stopped or is lost.
+"""Join several processes with torch.distributed. Exchanges notice if another rank has stopped
+or is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import io
 import json
-import pickle
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from quantizer.distributed.ranks import Ranks
+from quantizer.distributed.tensor_pickle import pickled, unpickled
 from quantizer.errors import DataError, QuantizerError, RankError
 
-T = TypeVar("T")
-PART = 1 << 24  # elements summed at once
-NEVER = timedelta(days=30)  # a collective waits as long as the other ranks show signs of life
-POLL_S = 0.0005
-HELP = (
-    "see what it printed, and whether its machine had enough memory; --resume goes on from "
+_T = TypeVar("_T")
+_MAX_SUMMED = 1 << 24
+"""Elements that are summed at once."""
+# An exchange waits as long as the other ranks show that they are running
+_COLLECTIVE_TIMEOUT = timedelta(days=30)
+_POLL_S = 0.0005
+_LOST_HELP = (
+    "see what it printed, and whether its machine had enough memory; --resume continues from "
     "the last checkpoint"
 )
 
 
 class ProcessGroup(Ranks):
-    """The ranks that torchrun has started, joined; see `Ranks`.
+    """The processes that torchrun has started; see `Ranks`.
 
-    A thread of each rank counts up a number in the group's store and reads those of the others:
-    a rank whose number stands still for `timeout` seconds is lost. So a rank may compute as
-    long as it likes, and one that is stopped or cut off does not keep the others waiting.
-    Through the store a rank also tells the others of its error.
+    A thread of each rank increments its counter in the group's store and reads the counters of
+    the others. A rank whose counter has not changed for `timeout` seconds is lost. So a rank
+    may compute for any time, but one that is stopped or disconnected does not block the others.
+    Ranks also report their errors through the store.
 
     Args:
-        url: where ranks meet: "env://", as torchrun says, or "file://…?rank=0&world_size=2".
+        url: where ranks meet: "env://" for torchrun, or "file://…?rank=0&world_size=2".
         backend: of torch.distributed.
-        timeout: seconds, to join and without a sign of life.
-        device: where this rank keeps what others have on their GPUs.
+        timeout: seconds to wait for other ranks to join, or to show that they are running.
+        device: of this rank, for tensors that other ranks have on a GPU.
 
     Raises:
-        RankError: not all ranks have come within the timeout.
+        RankError: not all ranks have joined within the timeout.
     """
 
     def __init__(self, url: str, backend: str, timeout: float, device: str = "cpu") -> None:
-        self.timeout, self._device, self._beat_s = timeout, device, min(1.0, timeout / 10)
+        self._timeout = timeout
+        self._device = device
+        self._beat_s = min(1.0, timeout / 10)
         limit = timedelta(seconds=timeout)
         try:
             store, self.rank, self.world_size = next(rendezvous(url, timeout=limit))
             store.set_timeout(limit)
             self._store = PrefixStore("quantizer", store)
-            shared = PrefixStore("group", store)
-            self._meet()
+            self._wait_for_others()
             dist.init_process_group(
-                backend, store=shared, rank=self.rank, world_size=self.world_size, timeout=NEVER
+                backend,
+                store=PrefixStore("group", store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=_COLLECTIVE_TIMEOUT,
             )
         except (RuntimeError, ValueError) as error:
+            reason = _first_line(error)
             raise RankError(
-                f"the ranks did not find each other within {timeout:g} s: {_line(error)}"
+                f"the ranks did not find each other within {timeout:g} s: {reason}"
             ) from error
-        self.failed: BaseException | None = None
-        self._stopped = threading.Event()
-        self._error: QuantizerError | None = None
-        self._seen = {rank: (0, time.monotonic()) for rank in range(self.world_size)}
+        self._own_error: BaseException | None = None
+        self._other_error: QuantizerError | None = None
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._counters = dict.fromkeys(others, 0)
+        self._changed_at = dict.fromkeys(others, time.monotonic())
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._other_error is not None:
+            raise self._other_error
 
-    def gather(self, value: T, place: str) -> list[T]:
-        content = _packed((place, value))
+    def gather(self, value: _T, place: str) -> list[_T]:
+        content = pickled((place, value))
+        size = len(content)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        self._run(dist.all_gather, sizes, torch.tensor([len(content)]))
-        longest = max(int(size) for size in sizes)
-        padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        self._run(
-            dist.all_gather,
-            padded,
-            torch.nn.functional.pad(content, (0, longest - len(content))),
-        )
-        found = [
-            self._unpacked(row, int(size)) for row, size in zip(padded, sizes, strict=True)
-        ]
-        self._compare([there for there, _ in found])
-        return [given for _, given in found]
+        self._run(dist.all_gather, sizes, torch.tensor([size]))
+        longest = max(map(int, sizes))
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        padded = torch.nn.functional.pad(content, (0, longest - size))
+        self._run(dist.all_gather, rows, padded)
+        places: list[str] = []
+        values: list[_T] = []
+        for row, length in zip(rows, sizes, strict=True):
+            other_place, other_value = unpickled(row[: int(length)], self._device)
+            places.append(other_place)
+            values.append(other_value)
+        _require_same_place(places)
+        return values
 
-    def broadcast(self, value: T, place: str, source: int = 0) -> T:
-        content = _packed(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+    def broadcast(self, value: _T, place: str, source: int = 0) -> _T:
+        is_source = self.rank == source
+        content = torch.empty(0, dtype=torch.uint8)
+        if is_source:
+            content = pickled(value)
         length = self.gather(len(content), place)[source]
-        if self.rank != source:
+        if not is_source:
             content = torch.empty(length, dtype=torch.uint8)
         self._run(dist.broadcast, content, source)
-        found: T = value if self.rank == source else self._unpacked(content, length)
-        return found
+        if not is_source:
+            value = unpickled(content, self._device)
+        return value
 
     def sum(self, tensor: Tensor, place: str, to: int | None = None) -> Tensor:
         self.gather((), f"{place}, {tuple(tensor.shape)}")
+        is_receiver = to in (None, self.rank)
+        parts: list[Tensor] = []
         flat = tensor.contiguous().view(-1)
-        mine, parts = to in (None, self.rank), []
-        for start in range(0, len(flat), PART):
-            part = flat[start : start + PART]
-            rows = [torch.empty_like(part) for _ in range(self.world_size)] if mine else None
+        for part in torch.split(flat, _MAX_SUMMED):
+            rows = None
+            if is_receiver:
+                rows = [torch.empty_like(part) for _ in range(self.world_size)]
             if to is None:
                 self._run(dist.all_gather, rows, part)
             else:
@@ -121,181 +136,148 @@ class ProcessGroup(Ranks):
                 for row in rows[1:]:
                     total += row
                 parts.append(total.to(tensor.dtype))
-        return torch.cat(parts).view(tensor.shape) if mine else tensor.new_empty(0)
+        if not is_receiver:
+            return tensor.new_empty(0)
+        return torch.cat(parts).view(tensor.shape)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error that this one stops with; the first that is told
-        counts.
-        """
-        self.failed = error
-        if error is self._error or isinstance(error, RankError | KeyboardInterrupt):
+        """Report the error that ends this rank to the others. Only the first report counts."""
+        self._own_error = error
+        if error is self._other_error or isinstance(error, RankError | KeyboardInterrupt):
             return
-        said = {
+        report = {
             "rank": self.rank,
             "message": f"rank {self.rank}: {type(error).__name__}: {error}",
             "help": None,
+            "code": QuantizerError.exit_code,
         }
-        said["code"] = QuantizerError.exit_code
         if isinstance(error, QuantizerError):
-            # Of other errors of rank 0 there is nothing to tell
+            # Other errors of rank 0 are the same on all ranks
             if not self.is_first or isinstance(error, DataError):
                 error.message = f"rank {self.rank}: {error.message}"
-            said |= {"message": error.message, "help": error.help, "code": error.exit_code}
-        with contextlib.suppress(RuntimeError):  # there is nobody any more
+            report["message"] = error.message
+            report["help"] = error.help
+            report["code"] = error.exit_code
+        # The store raises it if the other ranks have ended
+        with contextlib.suppress(RuntimeError):
             if self._store.add("errors", 1) == 1:
-                self._store.set("error", json.dumps(said))
+                self._store.set("error", json.dumps(report))
 
     def leave(self) -> None:
-        """The run is over: rank 0 says so once all is printed, and the others end after it, as
-        torchrun ends all ranks when one has failed.
+        """End the run on this rank. The others wait for rank 0, which has printed everything
+        then: torchrun ends all ranks when one has failed.
         """
-        if self.is_first:
-            with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):
+            if self.is_first:
                 self._store.add("left", 1)
-        elif not isinstance(self.failed, KeyboardInterrupt):
-            with contextlib.suppress(RuntimeError):
-                while not self._store.add("left", 0) and self._lost() != 0:
+            elif not isinstance(self._own_error, KeyboardInterrupt):
+                while not self._store.add("left", 0) and self._lost_rank() != 0:
                     time.sleep(0.05)
-        self._stopped.set()
+        self._is_over.set()
         self._thread.join()
-        if self.failed is None:  # else exchanges may be pending, which cannot be broken off
+        # After an error, exchanges may be pending that cannot be cancelled
+        if self._own_error is None:
             dist.destroy_process_group()
 
-    def _unpacked(self, content: Tensor, length: int) -> Any:
-        # Without numpy
-        return _Unpickler(ctypes.string_at(content.data_ptr(), length), self._device).load()
-
-    def _run(self, collective: Callable[..., Any], *given: Any) -> None:
-        """A collective that ends when another rank has stopped, and on Ctrl-C."""
+    def _run(self, collective: Callable[..., Any], *arguments: Any) -> None:
+        """Run a collective until it is complete, another rank has stopped, or Ctrl-C."""
         try:
-            work = collective(*given, async_op=True)
+            work = collective(*arguments, async_op=True)
             while not work.is_completed():
                 self.check()
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
             work.wait()
         except RuntimeError as error:
-            self._explain(error)
+            self._raise_disconnected(error)
 
-    def _explain(self, error: RuntimeError) -> None:
-        """Raise what is behind a broken connection: soon it shows whose number stands still."""
+    def _raise_disconnected(self, error: RuntimeError) -> NoReturn:
+        """Raise the error behind a broken connection, once the counters show which ranks have
+        stopped.
+        """
         time.sleep(2 * self._beat_s)
-        began = {rank: count for rank, (count, _) in self._seen.items()}
+        counters = dict(self._counters)
         time.sleep(3 * self._beat_s)
         self.check()
         silent = [
-            str(rank)
-            for rank, count in began.items()
-            if rank != self.rank and self._seen[rank][0] == count
+            str(rank) for rank, count in counters.items() if self._counters[rank] == count
         ]
-        who = f"rank {' and '.join(silent)} has" if silent else "another rank has"
-        raise RankError(
-            f"{who} ended or cannot be reached: {_line(error)}", help=HELP
-        ) from error
+        who = "another rank has"
+        if len(silent) == 1:
+            who = f"rank {silent[0]} has"
+        elif silent:
+            who = f"ranks {' and '.join(silent)} have"
+        message = f"{who} ended or cannot be reached: {_first_line(error)}"
+        raise RankError(message, help=_LOST_HELP) from error
 
     def _watch(self) -> None:
-        """Show that this rank lives, and look after the others, until it leaves."""
-        while not self._stopped.wait(self._beat_s):
-            try:
-                self._store.add(f"beat{self.rank}", 1)
-                now = time.monotonic()
-                for rank in self._seen:
-                    count = self._store.add(f"beat{rank}", 0)
-                    if count != self._seen[rank][0]:
-                        self._seen[rank] = (count, now)
-                if self._store.check(["error"]) and self._error is None:
-                    self._error = _error_of(json.loads(self._store.get("error")), self.rank)
-            except RuntimeError:  # whoever keeps the store is gone: its number stands still
-                pass
-            lost = self._lost()
-            if lost is not None and self._error is None:
-                said = f"rank {lost} has shown no sign of life for {self.timeout:g} s"
-                self._error = RankError(said, help=HELP)
+        """Show that this rank is running, and watch the others, until it leaves."""
+        while not self._is_over.wait(self._beat_s):
+            # The store raises it if its process has ended: then no counter changes
+            with contextlib.suppress(RuntimeError):
+                self._exchange_counters()
+                if self._other_error is None and self._store.check(["error"]):
+                    report = json.loads(self._store.get("error"))
+                    if report["rank"] != self.rank:
+                        self._other_error = _reported_error(report)
+            rank = self._lost_rank()
+            if rank is not None and self._other_error is None:
+                self._other_error = RankError(
+                    f"rank {rank} has shown no sign of life for {self._timeout:g} s",
+                    help=_LOST_HELP,
+                )
 
-    def _lost(self) -> int | None:
-        late = time.monotonic() - self.timeout
-        return next(
-            (
-                rank
-                for rank, (_, when) in self._seen.items()
-                if rank != self.rank and when < late
-            ),
-            None,
-        )
+    def _exchange_counters(self) -> None:
+        self._store.add(f"beat{self.rank}", 1)
+        now = time.monotonic()
+        for rank, count in self._counters.items():
+            new_count = self._store.add(f"beat{rank}", 0)
+            if new_count != count:
+                self._counters[rank] = new_count
+                self._changed_at[rank] = now
 
-    def _compare(self, places: list[str]) -> None:
-        """Ranks that are not at the same exchange have read other data, or have another config
-        or version.
-        """
-        other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
-        if other is not None:
+    def _lost_rank(self) -> int | None:
+        latest = time.monotonic() - self._timeout
+        for rank, changed_at in self._changed_at.items():
+            if changed_at < latest:
+                return rank
+        return None
+
+    def _wait_for_others(self) -> None:
+        deadline = time.monotonic() + self._timeout
+        joined = self._store.add("joined", 1)
+        while joined < self.world_size:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{joined} of {self.world_size} have joined")
+            time.sleep(0.005)
+            joined = self._store.add("joined", 0)
+
+
+def _require_same_place(places: list[str]) -> None:
+    """Raise `RankError` if ranks are at different exchanges: they have read other data, or have
+    another config or version.
+    """
+    for rank, place in enumerate(places):
+        if place != places[0]:
             raise RankError(
-                f"the ranks do not do the same: rank 0 is at {places[0]}, rank {other} at "
-                f"{places[other]}",
+                f"the ranks are at different steps: rank 0 at {places[0]}, rank {rank} at "
+                f"{place}",
                 help="give all ranks the same model, config and data, in the same order; "
-                "quantizer deals out batches",
+                "quantizer distributes the batches",
             )
 
-    def _meet(self) -> None:
-        until = time.monotonic() + self.timeout
-        here = self._store.add("joined", 1)
-        while here < self.world_size:
-            if time.monotonic() > until:
-                raise RuntimeError(f"{here} of {self.world_size} have come")
-            time.sleep(0.005)
-            here = self._store.add("joined", 0)
 
-
-def _error_of(said: dict[str, Any], rank: int) -> QuantizerError | None:
-    """The error that a rank told of; None if it was this one."""
-    if said["rank"] == rank:
-        return None
-    kinds = {kind.exit_code: kind for kind in QuantizerError.__subclasses__()}
-    error = kinds.get(said["code"], QuantizerError)(
-        said["message"], help=said["help"] and said["help"].split("\n")
-    )
-    error.exit_code = said["code"]
+def _reported_error(report: dict[str, Any]) -> QuantizerError:
+    """Return the error that another rank has reported."""
+    classes = {kind.exit_code: kind for kind in QuantizerError.__subclasses__()}
+    code = report["code"]
+    help_ = report["help"]
+    if help_ is not None:
+        help_ = help_.split("\n")
+    error = classes.get(code, QuantizerError)(report["message"], help=help_)
+    error.exit_code = code
     return error
 
 
-def _packed(value: Any) -> Tensor:
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-class _Pickler(pickle.Pickler):
-    """Sends tensors as their bytes, and says which are on a GPU; torch's own way is slow for
-    small ones. Those of another class say themselves how they are sent.
-    """
-
-    def persistent_id(
-        self, value: Any
-    ) -> tuple[torch.dtype, tuple[int, ...], bytes, bool] | None:
-        if type(value) not in (Tensor, nn.Parameter):
-            return None
-        own = value.detach().cpu().contiguous()
-        # Without numpy
-        content = ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())
-        return own.dtype, tuple(own.shape), content, value.device.type != "cpu"
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes tensors of bytes; those of a GPU go to the device of this rank."""
-
-    def __init__(self, content: bytes, device: str) -> None:
-        super().__init__(io.BytesIO(content))
-        self._device = device
-
-    def persistent_load(self, sent: Any) -> Tensor:
-        dtype, shape, content, on_gpu = sent
-        if not content:
-            tensor = torch.empty(shape, dtype=dtype)
-        else:
-            tensor = (
-                torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
-            )
-        return tensor.to(self._device) if on_gpu else tensor
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

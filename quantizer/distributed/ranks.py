@@ -1,5 +1,5 @@
-"""What a run asks of the processes it has, and the answers of a single one. Imports no
-torch.distributed.
+"""The interface to the processes of a run, and its implementation for a single process. This
+file does not import torch.distributed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _NONE: Any = object()
 
 
 class Ranks:
-    """The processes of a run, as one of them sees them; this class is a run of one process,
+    """The processes of a run, as seen by one of them. This class is for a run of one process,
     with nothing to exchange.
 
-    All ranks go through the same exchanges in the same order. `place` names one in errors.
+    All ranks run the same exchanges in the same order. `place` names an exchange in errors.
 
     Attributes:
-        rank: which of them this process is, from 0.
-        world_size: how many there are.
+        rank: the number of this process, from 0.
+        world_size: the number of processes.
     """
 
     rank = 0
@@ -31,7 +31,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process is the one that writes and prints."""
+        """Return whether this process writes and prints."""
         return self.rank == 0
 
     @property
@@ -40,7 +40,7 @@ class Ranks:
         return self.world_size == 1
 
     def owns(self, number: int) -> bool:
-        """Return whether batch `number` of a pass is this rank's.
+        """Return whether batch `number` of a pass belongs to this rank.
 
         >>> Ranks().owns(3)
         True
@@ -48,45 +48,45 @@ class Ranks:
         return number % self.world_size == self.rank
 
     def check(self) -> None:
-        """Raise an error if another rank has failed; called between two units of work.
+        """Check that no other rank has failed. It is called between two units of work.
 
         Raises:
-            RankError: one is lost.
-            QuantizerError: one has stopped with this error.
+            RankError: a rank is lost.
+            QuantizerError: a rank has stopped with this error.
         """
 
-    def gather(self, value: T, place: str) -> list[T]:
-        """Return the values of all ranks, in the order of ranks, on each of them.
+    def gather(self, value: _T, place: str) -> list[_T]:
+        """Return on each rank the values of all ranks, in the order of ranks.
 
         Raises:
-            RankError: a rank is lost, or at another place.
+            RankError: a rank is lost, or is at another exchange.
         """
         return [value]
 
-    def broadcast(self, value: T, place: str, source: int = 0) -> T:
-        """Return the value of rank `source` on all ranks; other values are ignored.
+    def broadcast(self, value: _T, place: str, source: int = 0) -> _T:
+        """Return on each rank the value of rank `source`.
 
         Raises:
-            RankError: a rank is lost, or at another place.
+            RankError: a rank is lost, or is at another exchange.
         """
         return value
 
     def sum(self, tensor: Tensor, place: str, to: int | None = None) -> Tensor:
-        """Return the sum over ranks on all of them, or on rank `to` alone, while the others
-        get a tensor without values.
+        """Return the sum over ranks on all of them, or only on rank `to`, and a tensor without
+        values on the others.
 
-        Added up in float64 in the order of ranks and rounded once to the tensor's dtype, so
-        that the same number of ranks gives the same bits; NaN stays NaN.
+        The sum is computed in float64 in the order of ranks and rounded once to the tensor's
+        dtype, so that the same number of ranks gives the same bits. NaN stays NaN.
 
         Raises:
-            RankError: a rank is lost, or at another place.
+            RankError: a rank is lost, or is at another exchange.
         """
         return tensor
 
     def by_cost(self, costs: Sequence[float]) -> list[int]:
         """Return the rank that does each piece of work.
 
-        The most expensive pieces are shared out first, each to the rank with the least work.
+        The most expensive pieces are assigned first, each to the rank with the least work.
         """
         load = [0.0] * self.world_size
         owners = [0] * len(costs)
@@ -105,13 +105,13 @@ ALONE = Ranks()
 """A run of one process."""
 
 
-def in_turn(lists: Iterable[Iterable[T]]) -> list[T]:
-    """Return the batches of all ranks in the order of their numbers, given those of each rank.
+def in_turn(lists: Iterable[Iterable[_T]]) -> list[_T]:
+    """Merge lists of each rank's batches into one list in the order of batches.
 
     >>> in_turn([["0", "3", "6"], ["1", "4"], ["2", "5"]])
     ['0', '1', '2', '3', '4', '5', '6']
     """
-    batches: list[T] = []
+    batches: list[_T] = []
     for row in zip_longest(*lists, fillvalue=_NONE):
         batches += [batch for batch in row if batch is not _NONE]
     return batches

@@ -1,5 +1,5 @@
-"""Which arguments of `forward` the tensors of a batch fill, and whether the last of them is the
-target instead.
+"""Find which arguments of `forward` the tensors of a batch fill, and whether the last tensor is
+the target.
 """
 
 from __future__ import annotations
@@ -8,92 +8,100 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, nn
 
+from quantizer.config.wording import counted
 from quantizer.errors import DataError
 
 TARGET_NAMES = ("y", "target", "label", "labels")
-_ANY = 1 << 30
+_UNLIMITED = 1 << 30
 _NO_TENSOR = re.compile(r"\b(bool|int|float|str)\b")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `forward` takes.
+    """The arguments that `forward` takes.
 
     Args:
-        names: its positional parameters, and how many of them are `required`.
-        tensors: how many of them, from the first on, may be tensors and are no labels.
-        most: how many it takes by position.
-        takes_labels: whether it names labels, so that targets have a place of their own.
+        names: its positional parameters.
+        required: how many of them have no default.
+        tensors: how many of them, from the first on, may be tensors and are not labels.
+        most: how many arguments it takes by position.
+        takes_labels: whether it has a parameter for labels.
         known: the names of all its parameters.
     """
 
     names: tuple[str, ...] = ()
     required: int = 1
     tensors: int = 1
-    most: int = _ANY
+    most: int = _UNLIMITED
     takes_labels: bool = False
     known: frozenset[str] = frozenset()
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of targets in dicts and files: those that are no inputs which `forward`
-        needs.
+        """Return the keys of targets in dicts and files. An input that `forward` requires is
+        not one of them.
         """
-        return tuple(name for name in TARGET_NAMES if name not in self.names[: self.required])
+        required = self.names[: self.required]
+        return tuple(name for name in TARGET_NAMES if name not in required)
 
     @property
     def needed(self) -> int:
-        """How many inputs there are at least."""
+        """Return the least number of inputs."""
         return max(1, self.required)
 
     def has_target(self, item: Sequence[Any]) -> bool:
-        """Whether the last element of a tuple is the target.
+        """Return whether the last element of a tuple is the target.
 
-        It is where the tuple has one element more than `forward` needs, or can take. A model
-        that needs none of several, as those of transformers, takes it as an argument, unless it
-        looks like a target: a value for each sample, or for each token of a model that has
-        labels.
+        It is if the tuple has one element more than `forward` needs, or than it can take.
+        Models of transformers require none of several inputs. They take the last element as an
+        input unless it looks like a target: a value for each sample, or, if the model has
+        labels, a value for each token.
 
         Raises:
-            DataError: the tuple has too few elements, or too many.
+            DataError: the tuple has too few or too many elements.
         """
         count = len(item)
-        if self.required == 0 and self.needed < count <= self.tensors:
+        if self.required == 0 and 1 < count <= self.tensors:
             return self._is_target(item)
         if count > self.needed and count in (self.needed + 1, self.tensors + 1):
             return True
         if self.needed <= count <= self.most:
             return False
-        wanted = (
-            str(self.needed) if self.needed == self.most else f"{self.needed} to {self.most}"
-        )
+        wanted = f"{self.needed} to {self.most} inputs"
+        if self.most == _UNLIMITED:
+            wanted = f"at least {counted(self.needed, 'input')}"
+        elif self.needed == self.most:
+            wanted = counted(self.needed, "input")
+        elements = counted(count, "element")
         raise DataError(
-            f"has {count} elements, but the model takes {wanted} inputs (and one target may "
-            "follow)"
+            f"has {elements}, but the model takes {wanted} (and one target may follow)"
         )
 
     def _is_target(self, item: Sequence[Any]) -> bool:
-        first, last = item[0], item[-1]
+        first = item[0]
+        last = item[-1]
+        is_pair = len(item) == 2
         if isinstance(first, Mapping):
-            return len(item) == 2
+            return is_pair
         if not isinstance(last, Tensor) or is_one_per_sample(last):
-            return len(item) == 2 or self.takes_labels
-        integers = isinstance(first, Tensor) and not (
-            first.is_floating_point() or last.is_floating_point()
-        )
-        return self.takes_labels and integers and first.shape == last.shape
+            return is_pair or self.takes_labels
+        if not self.takes_labels or not isinstance(first, Tensor):
+            return False
+        is_floating = first.is_floating_point() or last.is_floating_point()
+        return not is_floating and first.shape == last.shape
 
 
 UNKNOWN = Arguments()
-"""Of a model that does not say: one input, and any others beside it."""
+"""The arguments of an unknown model: one input, and any number of others."""
 
 
 def arguments_of(module: nn.Module | None) -> Arguments:
-    """What `module.forward` takes."""
+    """Return the arguments that `module.forward` takes."""
     if module is None:
         return UNKNOWN
     parameters = inspect.signature(module.forward).parameters.values()
@@ -103,32 +111,29 @@ def arguments_of(module: nn.Module | None) -> Arguments:
     positional = [
         p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    others = (
-        at
-        for at, p in enumerate(positional)
-        if p.default is not p.empty and not _may_be_tensor(p)
-    )
+    optional = [p.name for p in parameters if p.default is not p.empty]
     return Arguments(
         names=tuple(p.name for p in positional),
         required=sum(p.default is p.empty for p in positional),
-        tensors=next(others, len(positional)),
+        tensors=len(list(takewhile(_may_be_tensor, positional))),
         most=len(positional),
-        takes_labels=any(
-            p.name in TARGET_NAMES for p in parameters if p.default is not p.empty
-        ),
+        takes_labels=not set(TARGET_NAMES).isdisjoint(optional),
         known=known,
     )
 
 
 def _may_be_tensor(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter with a default may be given a tensor that is no label."""
-    annotated = "" if parameter.annotation is parameter.empty else str(parameter.annotation)
-    others = _NO_TENSOR.search(annotated) and "Tensor" not in annotated
-    return parameter.default is None and not others and parameter.name not in TARGET_NAMES
+    """Return whether a parameter may get a tensor that is not a label."""
+    if parameter.default is parameter.empty:
+        return True
+    if parameter.default is not None or parameter.name in TARGET_NAMES:
+        return False
+    annotation = str(parameter.annotation)
+    return "Tensor" in annotation or not _NO_TENSOR.search(annotation)
 
 
 def is_one_per_sample(tensor: Tensor) -> bool:
-    """Whether there is one value for each sample, as class labels are."""
+    """Return whether there is one value for each sample, as class labels are."""
     return tensor.dim() < 2 or tensor.shape[1:].numel() == 1
 
 
@@ -138,10 +143,10 @@ class Filled:
 
     Args:
         arguments: their names.
-        target: whether there is a target besides.
-        passed_over: the argument that the target might have been, "" if there is none.
+        target: whether the batch also has a target.
+        passed_over: the argument that the target might have been, or "".
         doubtful: whether the target does not look like one.
-        left_out: names of other tensors, for which `forward` has no argument.
+        left_out: names of tensors for which `forward` has no argument.
     """
 
     arguments: tuple[str, ...]
@@ -151,37 +156,42 @@ class Filled:
     left_out: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """All but whether it is doubtful."""
-        return {name: value for name, value in asdict(self).items() if name != "doubtful"}
+        """Return all fields except `doubtful`."""
+        fields = asdict(self)
+        del fields["doubtful"]
+        return fields
 
     def __str__(self) -> str:
-        """In words; "" where there is one input and nothing to choose."""
-        unfilled = ", ".join(filter(None, (self.passed_over, *self.left_out)))
-        fills = f"batches fill {', '.join(self.arguments)} of forward()" + (
-            f", not {unfilled}" if unfilled else ""
-        )
+        """Return a sentence, or "" if there is one input and nothing to choose."""
+        unfilled = [name for name in (self.passed_over, *self.left_out) if name]
         is_plain = len(self.arguments) == 1 and not unfilled
+        text = f"batches fill {', '.join(self.arguments)} of forward()"
+        if unfilled:
+            text += f", not {', '.join(unfilled)}"
         if not self.target:
-            return "" if is_plain else fills
-        what = "(input, target) pairs" if is_plain else f"{fills}, and have a target"
-        doubt = (
-            "; if it is an input, give dicts, which name what they fill"
-            if self.doubtful
-            else ""
-        )
-        return f"{what}; calibration ignores the targets{doubt}"
+            return "" if is_plain else text
+        text += ", and have a target"
+        if is_plain:
+            text = "(input, target) pairs"
+        text += "; calibration ignores the targets"
+        if self.doubtful:
+            text += "; if the target is an input, give dicts: their keys name the arguments"
+        return text
 
 
-def filled(
-    args: Sequence[Any], kwargs: Mapping[str, Any], target: Tensor | None, given: Arguments
+def filled_arguments(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Tensor | None,
+    arguments: Arguments,
 ) -> Filled:
-    """What a call fills of the arguments that `forward` takes."""
-    named = (
-        *given.names[: len(args)],
-        *(f"argument {at}" for at in range(len(given.names), len(args))),
-        *kwargs,
-    )
-    free = given.names[len(args) : given.tensors]
+    """Return which arguments of `forward` a batch fills."""
+    count = len(args)
+    names = list(arguments.names[:count])
+    for index in range(len(names), count):
+        names.append(f"argument {index}")
+    names += kwargs
+    free = arguments.names[count : arguments.tensors]
     if target is None or kwargs or not free:
-        return Filled(named, target is not None)
-    return Filled(named, True, free[0], doubtful=not is_one_per_sample(target))
+        return Filled(tuple(names), target is not None)
+    return Filled(tuple(names), True, free[0], doubtful=not is_one_per_sample(target))

@@ -1,5 +1,5 @@
-"""One batch in the form the engine feeds to a model, how a user's item becomes one, and a
-fingerprint of several.
+"""Turn items of the user's data into batches, the form in which a model is called, and compute
+a fingerprint of the data.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError
-from quantizer.sources.arguments import Arguments, Filled, filled
-from quantizer.sources.tensor_kinds import oddity
+from quantizer.sources.arguments import Arguments, Filled, filled_arguments
+from quantizer.sources.tensor_kinds import dtype_name, oddity
 
-PLAIN = "give dense tensors of plain numbers: to_dense(), dequantize(), float()"
+PLAIN = "give dense tensors of a standard dtype: use to_dense(), dequantize() or float()"
 _SAMPLED = 1024
+"""Values of each tensor whose order the fingerprint checks."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one call of the model gets, `module(*args, **kwargs)`; `raw` is the item as the
-    user's data gave it.
+    """The arguments of one call of the model, `module(*args, **kwargs)`.
 
-    Tensors carry the samples along dimension 0. `target` is None if the data has no labels;
-    `left_out` names what else there is, for which the model has no argument. The tensors of a
-    batch that is not `is_stable` may be overwritten when the next batch is asked for; who keeps
-    such a batch for longer keeps `stable()` of it.
+    Tensors have the samples along dimension 0. `raw` is the item as the user's data gave it.
+    `target` is None if the data has no labels. `left_out` names tensors for which the model has
+    no argument. If `is_stable` is false, the loader may overwrite the tensors when the next
+    batch is read: keep `stable()` instead.
     """
 
     args: tuple[Any, ...]
@@ -41,55 +41,61 @@ class Batch:
     is_stable: bool = True
 
     @classmethod
-    def of(cls, x: Tensor, target: Tensor | None = None) -> Batch:
-        """The batch of one input, and of its labels if there are any."""
-        return cls((x,), {}, target, x if target is None else (x, target))
+    def of(
+        cls,
+        x: Tensor,
+        target: Tensor | None = None,
+    ) -> Batch:
+        """Return the batch of one input, and of its labels if there are any."""
+        raw = x if target is None else (x, target)
+        return cls((x,), {}, target, raw)
 
     @property
     def size(self) -> int:
-        """Number of samples: dimension 0 of the first input tensor."""
-        return next(iter(self.tensors()))[1].shape[0]
+        """Return the number of samples: dimension 0 of the first input tensor."""
+        _, first = next(self.tensors())
+        return first.shape[0]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The input tensors, nested ones too, with a name each: `args[0]`, `kwargs['mask']`,
-        …
+        """Yield the input tensors, nested ones too, with names such as `args[0]` and
+        `kwargs['mask']`.
         """
-        yield from _leaves("args", self.args)
-        yield from _leaves("kwargs", self.kwargs)
+        yield from _named_tensors("args", self.args)
+        yield from _named_tensors("kwargs", self.kwargs)
 
-    def filled(self, given: Arguments) -> Filled:
-        """The arguments of `forward` that it fills, of those that are given."""
-        return replace(
-            filled(self.args, self.kwargs, self.target, given), left_out=self.left_out
-        )
+    def filled(self, arguments: Arguments) -> Filled:
+        """Return which arguments of `forward` the batch fills."""
+        filled = filled_arguments(self.args, self.kwargs, self.target, arguments)
+        return replace(filled, left_out=self.left_out)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the same batch with its tensors on `device`."""
+        """Return the batch with its tensors on `device`."""
         moved = self._map(lambda tensor: tensor.to(device))
-        pairs = zip(self.tensors(), moved.tensors(), strict=True)
-        are_copies = all(tensor is not other for (_, tensor), (_, other) in pairs)
+        before = dict(self.tensors())
+        after = dict(moved.tensors())
+        are_copies = all(after[name] is not before[name] for name in before)
         return replace(moved, is_stable=self.is_stable or are_copies)
 
     def stable(self) -> Batch:
-        """Return a batch of these values that no loader overwrites: itself, or copies that lie
-        in memory alike.
-        """
+        """Return a batch that no loader overwrites: this one, or copies with equal strides."""
         if self.is_stable:
             return self
         return replace(self._map(_copy), is_stable=True)
 
     def first(self, count: int) -> Batch:
-        """The first `count` samples."""
+        """Return the first `count` samples."""
         size = self.size
-        return self._map(
-            lambda tensor: (
-                tensor[:count] if tensor.dim() and tensor.shape[0] == size else tensor
-            )
-        )
+
+        def cut(tensor: Tensor) -> Tensor:
+            if tensor.dim() and tensor.shape[0] == size:
+                return tensor[:count]
+            return tensor
+
+        return self._map(cut)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch with each tensor replaced; what is one tensor in `args` and `raw`
-        stays one.
+        """Return the batch with each tensor replaced. A tensor that `args` and `raw` share is
+        replaced once.
         """
         results: dict[int, Tensor] = {}
 
@@ -98,18 +104,20 @@ class Batch:
                 results[id(tensor)] = function(tensor)
             return results[id(tensor)]
 
-        changed = {
-            name: _map_tensors(once, getattr(self, name))
-            for name in ("args", "kwargs", "target", "raw")
-        }
-        return replace(self, **changed)
+        return replace(
+            self,
+            args=_map_tensors(once, self.args),
+            kwargs=_map_tensors(once, self.kwargs),
+            target=_map_tensors(once, self.target),
+            raw=_map_tensors(once, self.raw),
+        )
 
 
 class Fingerprint:
-    """Count, shapes, dtypes and a digest of the batches given to `update`, in their order.
+    """The count, shapes, dtypes and a digest of the batches passed to `update`, in their order.
 
-    It tells whether two runs saw the same data, at the cost of one read of them; it is no
-    proof.
+    Two runs with different fingerprints saw different data. Equal fingerprints are no proof:
+    the digest reads each value once, and is not a cryptographic hash.
     """
 
     def __init__(self) -> None:
@@ -123,15 +131,18 @@ class Fingerprint:
         self.samples += batch.size
         self.batches += 1
         for name, tensor in batch.tensors():
-            kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}"
+            kind = f"{dtype_name(tensor.dtype)}{list(tensor.shape[1:])}"
             self._inputs.setdefault(name, set()).add(kind)
-            self._hash.update(f"{name}:{kind}:{tensor.shape[0]}:{_digest(tensor)}".encode())
+            text = f"{name}:{kind}:{tensor.shape[0]}:{_digest(tensor)}"
+            self._hash.update(text.encode())
 
     def to_json(self) -> dict[str, Any]:
-        """For example `{"samples": 256, "batches": 8, "inputs": {"args[0]": ["float32[1, 8,
-        8]"]}, "digest": "…"}`.
+        """Return for example `{"samples": 256, "batches": 8, "inputs": {"args[0]":
+        ["float32[1, 8, 8]"]}, "digest": "…"}`.
         """
-        inputs = {name: sorted(kinds) for name, kinds in sorted(self._inputs.items())}
+        inputs = {}
+        for name in sorted(self._inputs):
+            inputs[name] = sorted(self._inputs[name])
         return {
             "samples": self.samples,
             "batches": self.batches,
@@ -140,18 +151,23 @@ class Fingerprint:
         }
 
 
-def not_finite(tensor: Tensor, is_sound: Callable[[Tensor], Tensor] = torch.isfinite) -> int:
-    """How many values are not sound; a finite sum proves that all are finite, and reads each
-    once.
-    """
-    if not tensor.is_floating_point() or torch.isfinite(tensor.float().sum()):
+def not_finite(
+    tensor: Tensor,
+    is_sound: Callable[[Tensor], Tensor] = torch.isfinite,
+) -> int:
+    """Count the values that are not sound."""
+    if not tensor.is_floating_point():
         return 0
-    return tensor.numel() - int(is_sound(tensor.double()).sum())
+    # A finite sum proves that all values are finite, and reads each of them once
+    if torch.isfinite(tensor.float().sum()):
+        return 0
+    sound = is_sound(tensor.double())
+    return tensor.numel() - int(sound.sum())
 
 
 @contextmanager
 def naming(place: str) -> Iterator[None]:
-    """A DataError from within begins with `place`."""
+    """Put `place` before the message of a `DataError` from within."""
     try:
         yield
     except DataError as error:
@@ -159,65 +175,77 @@ def naming(place: str) -> Iterator[None]:
 
 
 def naming_batch(number: int) -> AbstractContextManager[None]:
-    """A DataError from within says in which batch it was, the first being 0."""
+    """Put the number of a batch, from 0, before the message of a `DataError` from within."""
     return naming(f"batch {number}: ")
 
 
-def as_batch(item: Any, given: Arguments) -> Batch:
-    """The batch that a user's item stands for, given what `forward` takes.
+def as_batch(item: Any, arguments: Arguments) -> Batch:
+    """Return the batch of a user's item for a `forward` with these arguments.
 
-    A tensor is the input. A dict gives keyword arguments, apart from its target. A tuple or
-    list gives the positional inputs, of which the last may be the target
-    (`Arguments.has_target`).
+    A tensor is the input. A dict gives keyword arguments, and perhaps a target. A tuple or list
+    gives positional inputs, and its last element may be the target (`Arguments.has_target`).
 
     Raises:
-        DataError: it is something else.
+        DataError: the item is something else.
     """
     if isinstance(item, Tensor):
         batch = Batch.of(item)
     elif isinstance(item, Mapping):
-        batch = _from_mapping(item, None, item, given)
+        batch = _from_mapping(item, None, item, arguments)
     elif isinstance(item, tuple | list):
-        batch = _from_sequence(item, given)
+        batch = _from_sequence(item, arguments)
     else:
         raise DataError(f"is {a_kind(item)}, not a tensor, a tuple or a dict of tensors")
     _check_samples(batch)
     return batch
 
 
-def _from_mapping(item: Mapping[Any, Any], target: Any, raw: Any, given: Arguments) -> Batch:
+def _from_mapping(
+    item: Mapping[Any, Any],
+    target: Any,
+    raw: Any,
+    arguments: Arguments,
+) -> Batch:
     if not all(isinstance(name, str) for name in item):
-        raise DataError("is a dict whose keys are not all names of the model's inputs")
-    names = [name for name in given.labels if name in item]
-    if names:
-        target = item[names[0]]
-    kwargs = {name: value for name, value in item.items() if name not in names}
-    return Batch((), kwargs, target if isinstance(target, Tensor) else None, raw)
+        raise DataError("is a dict with keys that are not strings")
+    labels = [name for name in arguments.labels if name in item]
+    if labels:
+        target = item[labels[0]]
+    kwargs = {name: value for name, value in item.items() if name not in labels}
+    return Batch((), kwargs, _tensor_or_none(target), raw)
 
 
-def _from_sequence(item: tuple[Any, ...] | list[Any], given: Arguments) -> Batch:
-    if not given.has_target(item):
+def _from_sequence(
+    item: tuple[Any, ...] | list[Any],
+    arguments: Arguments,
+) -> Batch:
+    if not arguments.has_target(item):
         return Batch(tuple(item), {}, None, item)
     *args, target = item
     if isinstance(target, int | float):
         raise DataError("is one sample and its label, not a batch of them")
-    if given.needed == 1 and len(args) == 1 and isinstance(args[0], Mapping):
-        return _from_mapping(args[0], target, item, given)
-    return Batch(tuple(args), {}, target if isinstance(target, Tensor) else None, item)
+    if arguments.needed == 1 and len(args) == 1 and isinstance(args[0], Mapping):
+        return _from_mapping(args[0], target, item, arguments)
+    return Batch(tuple(args), {}, _tensor_or_none(target), item)
+
+
+def _tensor_or_none(target: Any) -> Tensor | None:
+    return target if isinstance(target, Tensor) else None
 
 
 def _check_samples(batch: Batch) -> None:
-    tensors = list(batch.tensors())
-    for name, tensor in (
-        *tensors,
-        *_leaves("target", batch.target),
-        *_leaves("item", batch.raw),
-    ):
-        if (reason := oddity(tensor)) is not None:
+    """Raise `DataError` if torch cannot compute with a tensor, or the batch has no samples."""
+    inputs = list(batch.tensors())
+    tensors = list(inputs)
+    tensors += _named_tensors("target", batch.target)
+    tensors += _named_tensors("item", batch.raw)
+    for name, tensor in tensors:
+        reason = oddity(tensor)
+        if reason is not None:
             raise DataError(f"cannot be computed with: {name} {reason}", help=PLAIN)
-    if not tensors:
+    if not inputs:
         raise DataError("holds no tensor")
-    name, tensor = tensors[0]
+    name, tensor = inputs[0]
     if tensor.dim() == 0:
         raise DataError(
             f"is not a batch: {name} is a single number, without a dimension for the samples"
@@ -226,26 +254,36 @@ def _check_samples(batch: Batch) -> None:
         raise DataError(f"is empty: {name} has the shape {list(tensor.shape)}")
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(
+    name: str,
+    value: Any,
+) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, element in value.items():
-            yield from _leaves(f"{name}[{key!r}]", element)
+            yield from _named_tensors(f"{name}[{key!r}]", element)
     elif isinstance(value, tuple | list):
         for index, element in enumerate(value):
-            yield from _leaves(f"{name}[{index}]", element)
+            yield from _named_tensors(f"{name}[{index}]", element)
 
 
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _map_tensors(
+    function: Callable[[Tensor], Tensor],
+    value: Any,
+) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: _map_tensors(function, element) for key, element in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(function, element) for element in value))
+        results = {}
+        for key, element in value.items():
+            results[key] = _map_tensors(function, element)
+        return results
     if isinstance(value, tuple | list):
-        return type(value)(_map_tensors(function, element) for element in value)
+        elements = [_map_tensors(function, element) for element in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*elements)
+        return type(value)(elements)
     return value
 
 
@@ -253,14 +291,16 @@ def _copy(tensor: Tensor) -> Tensor:
     """Return a copy with the strides of the tensor, so that kernels add up its values in the
     same order.
 
-    Memory is copied from the first value to the last: of an expanded tensor that is as little
-    as it has. A view that leaves most of that out is copied value by value.
+    The memory between the first and the last value is copied: for an expanded tensor, that is
+    little. A view that uses less than half of this memory is copied value by value.
     """
     values = tensor.detach().resolve_conj().resolve_neg()
-    if type(values) is not Tensor or values.layout is not torch.strided or not values.numel():
+    is_plain = type(values) is Tensor and values.layout is torch.strided
+    if not is_plain or values.numel() == 0:
         return values.clone()
-    steps = zip(values.shape, values.stride(), strict=True)
-    span = 1 + sum((size - 1) * stride for size, stride in steps)
+    span = 1
+    for size, stride in zip(values.shape, values.stride(), strict=True):
+        span += (size - 1) * stride
     if span > 2 * values.numel():
         return values.clone()
     memory = values.as_strided((span,), (1,)).clone()
@@ -268,14 +308,16 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> tuple[int, list[int]]:
-    """The exact sum of the bits read as integers, and some evenly spaced ones, which keep the
-    order.
+    """Return the exact sum of the bits read as integers, and some evenly spaced ones, which
+    depend on the order.
 
-    A cryptographic hash of 100 images of 224x224 takes 90 ms, 3 % of a calibration pass; this
-    takes a tenth of it.
+    A cryptographic hash of 100 images of 224x224 takes 90 ms, 3 % of a calibration pass. This
+    digest takes a tenth of that.
     """
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    octets = plain.contiguous().reshape(-1).view(torch.uint8)
-    bits = octets.view(torch.int64) if octets.numel() % 8 == 0 else octets
+    values = tensor.detach().resolve_conj().resolve_neg()
+    bits = values.contiguous().reshape(-1).view(torch.uint8)
+    if bits.numel() % 8 == 0:
+        bits = bits.view(torch.int64)
     step = max(1, bits.numel() // _SAMPLED)
-    return int(bits.sum(dtype=torch.int64)), bits[::step].tolist()
+    total = bits.sum(dtype=torch.int64)
+    return int(total), bits[::step].tolist()

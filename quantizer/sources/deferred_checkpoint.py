@@ -1,8 +1,9 @@
-"""A Hugging Face model whose weights stay in their files until they are computed with."""
+"""Build a Hugging Face model whose weights stay in their files until they are computed with."""
 
 import importlib
 import json
 from pathlib import Path, PurePath
+from typing import Any
 
 from torch import nn
 
@@ -12,96 +13,102 @@ from quantizer.storage.allocator import map_large_blocks
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.safetensors_file import deferred_file
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+CHECKPOINT_INDEX = "model.safetensors.index.json"
 
 
 def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
-    """The model as `from_pretrained` makes it, its parameters deferred; None where that has
-    more to do than to read.
+    """Return the model that `from_pretrained` would build, with deferred parameters.
 
-    It has where names, shapes or dtypes in the files are not those of the model: it renames,
-    fuses and converts.
+    Return None if `from_pretrained` would rename, fuse or convert weights: then names, shapes
+    or dtypes in the files differ from the model's.
 
     Raises:
-        Exception: as transformers and safetensors say; so does the usual way.
+        Exception: of transformers and safetensors, as `from_pretrained` would.
     """
     transformers = importlib.import_module("transformers")
     accelerate = importlib.import_module("accelerate")
-    stored = _stored(folder)
+    stored = _stored_tensors(folder)
     config = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )
     if not stored or getattr(config, "quantization_config", None) is not None:
         return None
     model = getattr(transformers, architecture)
-    if not hasattr(model, "_from_config"):  # one of the Auto classes
+    # Auto classes do not have it
+    if not hasattr(model, "_from_config"):
         return None
+    dtype = config.dtype or next(iter(stored.values())).dtype
     with accelerate.init_empty_weights(include_buffers=False):
-        module: nn.Module = model._from_config(
-            config, dtype=config.dtype or next(iter(stored.values())).dtype
-        )
-    module.tie_weights()  # type: ignore[operator]  # which making them empty has undone
+        module: nn.Module = model._from_config(config, dtype=dtype)
+    # Initialization without values has untied them
+    module.tie_weights()  # type: ignore[operator]
     if not _fits(module, stored):
         return None
     map_large_blocks()
-    replace_parameters(module, {name: stored[name] for name, _ in module.named_parameters()})
+    parameters = {name: stored[name] for name, _ in module.named_parameters()}
+    replace_parameters(module, parameters)
     if (folder / "generation_config.json").is_file():
         settings = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
         module.generation_config = settings
     return module
 
 
-def _stored(folder: Path) -> dict[str, DeferredTensor]:
-    """All tensors of the folder's files, by name; none where there are no safetensors."""
-    if (folder / INDEX).is_file():
-        files = indexed_files(folder / INDEX)
-    else:
-        files = [WEIGHTS] if (folder / WEIGHTS).is_file() else []
-    found: dict[str, DeferredTensor] = {}
+def _stored_tensors(folder: Path) -> dict[str, DeferredTensor]:
+    """Return the tensors of the folder's safetensors files by name."""
+    files: list[str] = []
+    if (folder / CHECKPOINT_INDEX).is_file():
+        files = indexed_files(folder / CHECKPOINT_INDEX)
+    elif (folder / WEIGHTS).is_file():
+        files = [WEIGHTS]
+    tensors: dict[str, DeferredTensor] = {}
     for name in files:
-        found |= deferred_file(folder / name)
-    return found
+        tensors |= deferred_file(folder / name)
+    return tensors
 
 
 def indexed_files(index: Path) -> list[str]:
-    """Return the names of the files that an index of weights names, all inside its folder.
+    """Return the names of the weight files in an index, all inside its folder.
 
     Raises:
-        ModelError: one is elsewhere, or the file is no index.
+        ModelError: a file is elsewhere, or the index is damaged.
     """
     content = json.loads(index.read_text("utf-8"))
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not all(
-        isinstance(name, str) for name in places.values()
-    ):
+    weight_map: Any = None
+    if isinstance(content, dict):
+        weight_map = content.get("weight_map")
+    is_valid = isinstance(weight_map, dict)
+    if not is_valid or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index} is damaged: its weight_map does not name files")
-    for name in places.values():
+    files = set(weight_map.values())
+    for name in files:
         require_inside(index, name)
-    return sorted(set(places.values()))
+    return sorted(files)
 
 
 def require_inside(source: Path, name: str) -> None:
-    """Refuse a file that is named by another one and not in the same folder, or in one below
-    it.
+    """Check that a file named by another one is in its folder or in a folder below.
 
     Raises:
-        ModelError: naming both.
+        ModelError: it is not; both are named.
     """
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts:
-        help_ = "read as data, a folder may name its own files only: put the weights into it"
-        raise ModelError(f"{source} names a file outside its folder: {name!r:.200}", help=help_)
+        raise ModelError(
+            f"{source} names a file outside its folder: {name!r:.200}",
+            help="move the weights into this folder: a model may only read files of its folder",
+        )
 
 
 def _fits(module: nn.Module, stored: dict[str, DeferredTensor]) -> bool:
-    """Whether the files hold exactly the parameters, and no buffer."""
-    own = dict(module.named_parameters())
-    computed = all(buffer.device.type != "meta" for buffer in module.buffers())
-    return (
-        computed
-        and own.keys() == stored.keys()
-        and all(
-            own[name].shape == each.shape and own[name].dtype == each.dtype
-            for name, each in stored.items()
-        )
-    )
+    """Return whether the files hold exactly the parameters, and no buffer."""
+    if any(buffer.is_meta for buffer in module.buffers()):
+        return False
+    parameters = dict(module.named_parameters())
+    if parameters.keys() != stored.keys():
+        return False
+    for name, tensor in stored.items():
+        parameter = parameters[name]
+        if parameter.shape != tensor.shape or parameter.dtype != tensor.dtype:
+            return False
+    return True

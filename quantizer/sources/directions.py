@@ -1,6 +1,6 @@
-"""Tells whether less or more of a metric is better: by its name, or as a file declares it.
+"""Decide whether less or more of a metric is better, by its name or as a file declares it.
 
-Knows names alone, no values. Some names have no direction, and then nobody guesses one.
+Values are not considered. If a name shows no direction, none is guessed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quantizer.config.wording import a_kind, quoted
 from quantizer.errors import ModelError, QuantizerError, UsageError
 from quantizer.sources.user_code import UserModule
 
-LOWER_IS_BETTER = frozenset(
+_LOWER_WORDS = frozenset(
     [
         "perplexity",
         "ppl",
@@ -29,16 +29,32 @@ LOWER_IS_BETTER = frozenset(
         "fid",
     ]
 )
-HIGHER_IS_BETTER = frozenset(
+_HIGHER_WORDS = frozenset(
     [
-        *("accuracy", "acc", "topn", "precision", "recall", "f1", "map", "iou"),
-        *("miou", "dice", "auc", "auroc", "ndcg", "mrr", "bleu", "rouge", "psnr", "ssim"),
+        "accuracy",
+        "acc",
+        "topn",
+        "precision",
+        "recall",
+        "f1",
+        "map",
+        "iou",
+        "miou",
+        "dice",
+        "auc",
+        "auroc",
+        "ndcg",
+        "mrr",
+        "bleu",
+        "rouge",
+        "psnr",
+        "ssim",
     ]
 )
-REVERSING = frozenset(["neg", "negative", "negated", "inverse", "inv", "minus"])
-"""Words that turn the meaning of a name round: `neg_mse` is better when it is higher."""
-DECLARATIONS = ("LOWER_IS_BETTER", "HIGHER_IS_BETTER")
-FIGURES_LOWER_IS_BETTER = {
+_REVERSING_WORDS = frozenset(["neg", "negative", "negated", "inverse", "inv", "minus"])
+"""Words that reverse the meaning of a name: `neg_mse` is better when it is higher."""
+_DECLARATIONS = ("LOWER_IS_BETTER", "HIGHER_IS_BETTER")
+_FIGURES_LOWER_IS_BETTER = {
     "sqnr_db": False,
     "sqnr_db_pooled": False,
     "cosine": False,
@@ -49,12 +65,12 @@ FIGURES_LOWER_IS_BETTER = {
     "onnx_int8_share": False,
     "weight_bytes": True,
 }
-"""What the package itself measures: whether less of it is better."""
+"""Whether less is better of what the package itself measures."""
 
 
 @dataclass(frozen=True)
 class Directions:
-    """Declared directions of metrics, by whole names. They go before what words of a name say.
+    """Declared directions of metrics, by whole names. They override the words in a name.
 
     Args:
         lower: names of metrics of which less is better.
@@ -72,23 +88,25 @@ class Directions:
         places: tuple[str, str] = ("lower_is_better", "higher_is_better"),
         error: type[QuantizerError] = UsageError,
     ) -> Directions:
-        """Return what a user declares.
+        """Return the directions that a user declares.
 
         Args:
             lower: a set, list or tuple of names, or None.
             higher: the same.
-            places: where the user has written either.
-            error: raised if one is no such thing.
+            places: what the user calls the two.
+            error: the error to raise.
 
         Raises:
-            error: a declaration is no set of names, or both have one in common.
+            error: a declaration is not a set of names, or both have a name in common.
         """
         lower_names = _checked_names(lower, places[0], error)
         higher_names = _checked_names(higher, places[1], error)
         in_both = sorted(lower_names & higher_names)
         if in_both:
-            text = f"{' and '.join(places)} both name {quoted(in_both[0])}"
-            raise error(text, help="leave it in one of them")
+            raise error(
+                f"{' and '.join(places)} both name {quoted(in_both[0])}",
+                help="remove it from one of them",
+            )
         return cls(lower_names, higher_names)
 
     @classmethod
@@ -96,11 +114,11 @@ class Directions:
         """Return what a file declares as LOWER_IS_BETTER and HIGHER_IS_BETTER.
 
         Raises:
-            ModelError: it declares no set of names, or one metric as both.
+            ModelError: a declaration is not a set of names, or both have a name in common.
         """
-        lower, higher = (user.find(declaration) for declaration in DECLARATIONS)
-        places = f"{DECLARATIONS[0]} of {user.label}", f"{DECLARATIONS[1]} of {user.label}"
-        return cls.of(lower, higher, places, ModelError)
+        lower, higher = _DECLARATIONS
+        places = (f"{lower} of {user.label}", f"{higher} of {user.label}")
+        return cls.of(user.find(lower), user.find(higher), places, ModelError)
 
     @property
     def declared(self) -> frozenset[str]:
@@ -108,23 +126,23 @@ class Directions:
         return self.lower | self.higher
 
     def declared_of(self, metrics: Iterable[str]) -> dict[str, bool]:
-        """Return which of these metrics are declared, and whether less of each is better."""
+        """Return whether less is better, of those of the metrics that are declared."""
         return {metric: metric in self.lower for metric in metrics if metric in self.declared}
 
     @classmethod
     def of_declared(cls, lower_is_better: Mapping[str, bool]) -> Directions:
-        """Return the directions that `declared_of` has written down."""
+        """Return the directions that a result of `declared_of` describes."""
         lower = frozenset(metric for metric, is_lower in lower_is_better.items() if is_lower)
         return cls(lower, frozenset(lower_is_better) - lower)
 
     def beside(self, other: Directions) -> Directions:
-        """Return these and, for names that these do not declare, another file's."""
+        """Return these directions, and another file's for names that are not declared here."""
         lower = self.lower | (other.lower - self.higher)
         higher = self.higher | (other.higher - self.lower)
         return Directions(lower, higher)
 
     def lower_is_better(self, metric: str) -> bool | None:
-        """Return whether less of a metric is better, or None if nothing says so.
+        """Return whether less of a metric is better, or None if that is unknown.
 
         >>> directions = Directions(lower=frozenset({"ripple"}))
         >>> [directions.lower_is_better(name) for name in ("ripple", "iou_loss", "mAP@0.5")]
@@ -135,23 +153,22 @@ class Directions:
         if metric in self.declared:
             return metric in self.lower
         words = _words(metric)
-        if not REVERSING.isdisjoint(words):
+        if not _REVERSING_WORDS.isdisjoint(words):
             return None
-        # Whatever is lost, less of it is better.
+        # Less of any loss is better
         if words[-1:] == ["loss"]:
             return True
-        is_lower = not LOWER_IS_BETTER.isdisjoint(words)
-        is_higher = not HIGHER_IS_BETTER.isdisjoint(words)
+        is_lower = not _LOWER_WORDS.isdisjoint(words)
+        is_higher = not _HIGHER_WORDS.isdisjoint(words)
         return None if is_lower == is_higher else is_lower
 
     def of_figure(self, figure: str, metrics: Collection[str]) -> bool | None:
-        """Return whether less of a figure is better, or None if nothing says so.
+        """Return whether less of a figure is better, or None if that is unknown.
 
         Args:
-            figure: a metric of `evaluate`, or what the package measures: of all outputs, or of
-                one as `sqnr_db[0.scores]`.
-            metrics: the names of the metrics of `evaluate`, which go before those of the
-                package.
+            figure: a metric of `evaluate` or a figure that the package measures, of all outputs
+                or of one, such as `sqnr_db[0.scores]`.
+            metrics: the names of the metrics of `evaluate`. They override those of the package.
 
         >>> [
         ...     BY_NAME.of_figure(name, ["cosine"])
@@ -159,10 +176,9 @@ class Directions:
         ... ]
         [False, True, None]
         """
-        if figure not in metrics:
-            own = FIGURES_LOWER_IS_BETTER.get(figure.partition("[")[0])
-            if own is not None:
-                return own
+        name = figure.partition("[")[0]
+        if figure not in metrics and name in _FIGURES_LOWER_IS_BETTER:
+            return _FIGURES_LOWER_IS_BETTER[name]
         return self.lower_is_better(figure)
 
     def loss(self, metric: str, before: float, after: float) -> float | None:
@@ -178,17 +194,19 @@ class Directions:
 
 
 BY_NAME = Directions()
-"""What names alone say."""
+"""The directions of metrics of which none is declared."""
 
 
 def how_to_declare(metric: str) -> str:
     """Return what to write where a metric has no direction."""
-    lower, higher = (f"{declaration} = {{{quoted(metric)}}}" for declaration in DECLARATIONS)
-    return f"write {lower} or {higher} into the file of evaluate()"
+    lower, higher = _DECLARATIONS
+    names = f"{{{quoted(metric)}}}"
+    return f"write {lower} = {names} or {higher} = {names} into the file of evaluate()"
 
 
 def _words(metric: str) -> list[str]:
-    """The words of a name in lower case, each also without digits at its end; `topn` for any n.
+    """Return the words of a name in lower case, each also without digits at its end, and `topn`
+    for any n.
 
     >>> _words("mAP50/top-5")
     ['map50', 'map', 'topn']
@@ -204,11 +222,12 @@ def _words(metric: str) -> list[str]:
 
 
 def _checked_names(value: object, place: str, error: type[QuantizerError]) -> frozenset[str]:
-    names = () if value is None else value
+    if value is None:
+        return frozenset()
     remedy = f'give a set of names: {place.partition(" ")[0]} = {{"mae"}}'
-    if isinstance(names, str) or not isinstance(names, (set, frozenset, list, tuple)):
-        raise error(f"{place} is {a_kind(names)}, not a set of names", help=remedy)
-    strange = [name for name in names if not isinstance(name, str)]
-    if strange:
-        raise error(f"{place} holds {a_kind(strange[0])}, not only names", help=remedy)
-    return frozenset(names)
+    if not isinstance(value, (set, frozenset, list, tuple)):
+        raise error(f"{place} is {a_kind(value)}, not a set of names", help=remedy)
+    for name in value:
+        if not isinstance(name, str):
+            raise error(f"{place} holds {a_kind(name)}, not only names", help=remedy)
+    return frozenset(value)

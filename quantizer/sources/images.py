@@ -1,8 +1,7 @@
-"""Image files as batches: finding them, their labels, and the preprocessing that the user
-states. Needs pillow.
+"""Find image files and their labels, and read them as batches with the preprocessing of
+`--preprocess`. Needs pillow.
 """
 
-import difflib
 import importlib
 import json
 import math
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.typed_fields import fits
+from quantizer.config.wording import closest_word, listed
 from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch, naming
 from quantizer.storage.plain_files import read_start, require_plain
@@ -32,24 +32,28 @@ IMAGE_SUFFIXES = (
     ".tif",
     ".tiff",
 )
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
-FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
-"""What is read, whatever a file is called: Pillow would start Ghostscript for an EPS."""
-MOST_PIXELS = 200_000_000
-LONGEST_SETTINGS = 1_000_000
-"""Bytes of a file for `--preprocess`."""
-EXAMPLE = (
+# Pillow would start Ghostscript for an EPS file, whatever its suffix
+_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+_MAX_PIXELS = 200_000_000
+_MAX_SETTINGS_BYTES = 1_000_000
+PREPROCESS_EXAMPLE = (
     '{"resize": 256, "crop": 224, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}'
 )
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """From pixels to a tensor: shorter side to `resize`, centre `crop` (pixels), then
-    (pixel/255 - mean) / std.
+    """The steps from an image to a tensor: resize, crop, then (pixel/255 - mean) / std.
 
-    One mean per channel: three for RGB, one for grey. Images of more than `max_pixels`, as they
-    are or resized, are refused: a file of a few bytes can ask for any number.
+    Args:
+        mean: of each channel: three for RGB, one for grey.
+        std: of each channel.
+        resize: pixels of the shorter side.
+        crop: pixels of a square in the centre.
+        interpolation: of resizing.
+        max_pixels: of an image, before and after resizing. A file of a few bytes can claim any
+            number.
     """
 
     mean: tuple[float, ...]
@@ -57,73 +61,76 @@ class Preprocess:
     resize: int | None = None
     crop: int | None = None
     interpolation: str = "bilinear"
-    max_pixels: int = MOST_PIXELS
+    max_pixels: int = _MAX_PIXELS
 
     def __call__(self, image: Any) -> Tensor:
-        """A pillow image as float32 [channels, height, width].
+        """Return a pillow image as float32 [channels, height, width].
 
         Raises:
             DataError: it is smaller than the crop, or too large.
         """
-        self._limit(image.size)
-        image = image.convert("RGB" if len(self.mean) == 3 else "L")
+        self._check_pixels(image.size)
+        mode = "RGB" if len(self.mean) == 3 else "L"
+        image = image.convert(mode)
         if self.resize:
-            size = tuple(self.resize * side // min(image.size) for side in image.size)
-            self._limit(size)
+            shorter = min(image.size)
+            size = tuple(self.resize * side // shorter for side in image.size)
+            self._check_pixels(size)
             image = image.resize(size, _pillow().Resampling[self.interpolation.upper()])
         if self.crop:
             image = image.crop(_centre(image.size, self.crop))
         width, height = image.size
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(
-            height, width, -1
-        )
-        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
-        return (pixels.permute(2, 0, 1).float() / 255 - mean) / std
+        content = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        pixels = content.reshape(height, width, -1).permute(2, 0, 1)
+        mean = torch.tensor(self.mean)[:, None, None]
+        std = torch.tensor(self.std)[:, None, None]
+        return (pixels.float() / 255 - mean) / std
 
-    def _limit(self, size: Sequence[int]) -> None:
+    def _check_pixels(self, size: Sequence[int]) -> None:
         if math.prod(size) > self.max_pixels:
             width, height = size
-            remedy = 'a larger "max_pixels" in --preprocess allows it'
             raise DataError(
                 f"would have {width} x {height} pixels, more than {self.max_pixels}",
-                help=remedy,
+                help='a larger "max_pixels" in --preprocess allows it',
             )
 
 
 def parse_preprocess(text: str) -> Preprocess:
-    """`--preprocess`: a JSON object, or the name of a file that holds one.
+    """Return the preprocessing of `--preprocess`: a JSON object, or the name of a file with
+    one.
 
     Raises:
-        UsageError: there is something unknown in it.
+        UsageError: the file or its content cannot be used.
     """
     place = "--preprocess"
     if not text.lstrip().startswith("{"):
         place = text
         try:
-            text = read_start(text, LONGEST_SETTINGS).decode()
+            text = read_start(text, _MAX_SETTINGS_BYTES).decode()
         except (OSError, UnicodeDecodeError) as cause:
-            remedy = f"give a file or: {EXAMPLE}"
-            reason = getattr(cause, "strerror", None) or cause
             raise UsageError(
-                f"--preprocess {place} cannot be read: {reason}", help=remedy
+                f"--preprocess {place} cannot be read: {_reason(cause)}",
+                help=f"give a file or: {PREPROCESS_EXAMPLE}",
             ) from cause
+    remedy = f"for example: {PREPROCESS_EXAMPLE}"
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        raise UsageError(
-            f"{place} is not JSON: {cause}", help=f"for example: {EXAMPLE}"
-        ) from cause
+        raise UsageError(f"{place} is not JSON: {cause}", help=remedy) from cause
     if not isinstance(fields, dict):
-        raise UsageError(f"{place} is not a JSON object", help=f"for example: {EXAMPLE}")
+        raise UsageError(f"{place} is not a JSON object", help=remedy)
     _check_fields(fields, place)
-    return Preprocess(**(fields | {name: tuple(fields[name]) for name in ("mean", "std")}))
+    for name in ("mean", "std"):
+        fields[name] = tuple(fields[name])
+    return Preprocess(**fields)
 
 
 def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
-    """The image files, each with its label: None, or the index of its class folder in sorted
-    order.
+    """Return the image files with their labels: None, or the index of the class folder in
+    sorted order.
 
-    `paths` are files, or one folder of images or of class folders.
+    Args:
+        paths: files, or one folder of images or of class folders.
 
     Raises:
         DataError: there is no image.
@@ -132,46 +139,67 @@ def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
         return [(path, None) for path in paths]
     folder = paths[0]
     flat = _images_in(folder)
-    classes = [
-        images
-        for each in sorted(folder.iterdir())
-        if each.is_dir() and (images := _images_in(each))
-    ]
+    classes: list[list[Path]] = []
+    for path in sorted(folder.iterdir()):
+        images = _images_in(path) if path.is_dir() else []
+        if images:
+            classes.append(images)
     if flat and classes:
         raise DataError(
             f"{folder} holds images and folders of images",
             help="keep either class folders or a flat folder",
         )
     if not flat and not classes:
-        remedy = f"images end in {', '.join(IMAGE_SUFFIXES)}"
-        raise DataError(f"{folder} holds no tensor file, no text and no image", help=remedy)
-    if flat:
-        return [(path, None) for path in flat]
-    return [(path, label) for label, images in enumerate(classes) for path in images]
+        raise DataError(
+            f"{folder} holds no tensor file, no text and no image",
+            help=f"images end in {listed(IMAGE_SUFFIXES)}",
+        )
+    labelled: list[tuple[Path, int | None]] = [(path, None) for path in flat]
+    for label, images in enumerate(classes):
+        labelled += [(path, label) for path in images]
+    return labelled
 
 
 def image_batches(
-    images: Sequence[tuple[Path, int | None]], preprocess: Preprocess, size: int, seed: int
+    images: Sequence[tuple[Path, int | None]],
+    preprocess: Preprocess,
+    size: int,
+    seed: int,
 ) -> Iterator[Batch]:
-    """Batches of `size` images, in an order drawn from `seed`, so that a subset is not all of
-    one class.
+    """Yield batches of `size` images. The order is drawn from `seed`, so that a subset is not
+    of one class.
     """
     order = list(images)
     random.Random(seed).shuffle(order)
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
-        x = _stack(
-            [_decode(path, preprocess) for path, _ in chosen], [path for path, _ in chosen]
-        )
+        tensors = [_decode(path, preprocess) for path, _ in chosen]
+        _require_same_shape(tensors, chosen)
         labels = [label for _, label in chosen if label is not None]
-        yield Batch.of(x, torch.tensor(labels) if labels else None)
+        target = torch.tensor(labels) if labels else None
+        yield Batch.of(torch.stack(tensors), target)
+
+
+def _require_same_shape(
+    tensors: Sequence[Tensor],
+    images: Sequence[tuple[Path, int | None]],
+) -> None:
+    first = tensors[0].shape
+    for tensor, (path, _) in zip(tensors, images, strict=True):
+        if tensor.shape != first:
+            raise DataError(
+                f"the images differ in size: {path} gives {list(tensor.shape)}, {images[0][0]} "
+                f"gives {list(first)}",
+                help='set "resize" and "crop" in --preprocess',
+            )
 
 
 def _centre(size: tuple[int, int], crop: int) -> tuple[int, int, int, int]:
     width, height = size
     if min(width, height) < crop:
         raise DataError(f"is {width}x{height}, smaller than the crop of {crop}")
-    left, top = round((width - crop) / 2), round((height - crop) / 2)
+    left = round((width - crop) / 2)
+    top = round((height - crop) / 2)
     return left, top, left + crop, top + crop
 
 
@@ -188,66 +216,59 @@ def _pillow() -> Any:
 
 def _decode(path: Path, preprocess: Preprocess) -> Tensor:
     pillow = _pillow()
-    before, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, None  # `max_pixels` is the limit
+    limit = pillow.MAX_IMAGE_PIXELS
+    # `max_pixels` limits them instead
+    pillow.MAX_IMAGE_PIXELS = None
     try:
         require_plain(path)
-        with naming(f"{path} "), pillow.open(path, formats=FORMATS) as image:
+        with naming(f"{path} "), pillow.open(path, formats=_FORMATS) as image:
             return preprocess(image)
     except (OSError, ValueError, SyntaxError) as cause:
-        reason = getattr(cause, "strerror", None) or cause
-        raise DataError(f"{path} cannot be read as an image: {reason}") from cause
+        raise DataError(f"{path} cannot be read as an image: {_reason(cause)}") from cause
     finally:
-        pillow.MAX_IMAGE_PIXELS = before
+        pillow.MAX_IMAGE_PIXELS = limit
 
 
-def _stack(images: Sequence[Tensor], paths: Sequence[Path]) -> Tensor:
-    for image, path in zip(images, paths, strict=True):
-        if image.shape != images[0].shape:
-            sizes = (
-                f"{path} gives {list(image.shape)}, {paths[0]} gives {list(images[0].shape)}"
-            )
-            raise DataError(
-                f"the images differ in size: {sizes}",
-                help='set "resize" and "crop" in --preprocess',
-            )
-    return torch.stack(list(images))
+def _reason(cause: Exception) -> object:
+    return getattr(cause, "strerror", None) or cause
 
 
 def _is_size(value: Any) -> bool:
     return fits(value, int) and value > 0
 
 
-def _are_numbers(value: Any) -> bool:
+def _is_mean(value: Any) -> bool:
     return fits(value, list[float]) and len(value) in (1, 3) and all(map(math.isfinite, value))
+
+
+def _is_std(value: Any) -> bool:
+    return _is_mean(value) and min(value) > 0
 
 
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "resize": (_is_size, "a number of pixels"),
     "crop": (_is_size, "a number of pixels"),
-    "mean": (_are_numbers, "a list of one or three numbers"),
-    "std": (
-        lambda value: _are_numbers(value) and all(v > 0 for v in value),
-        "a list of one or three positive numbers",
-    ),
+    "mean": (_is_mean, "a list of one or three numbers"),
+    "std": (_is_std, "a list of one or three positive numbers"),
     "max_pixels": (_is_size, "a number of pixels"),
-    "interpolation": (
-        lambda value: value in INTERPOLATIONS,
-        f"one of {', '.join(INTERPOLATIONS)}",
-    ),
+    "interpolation": (_INTERPOLATIONS.__contains__, f"one of {listed(_INTERPOLATIONS)}"),
 }
 
 
 def _check_fields(fields: Mapping[str, Any], place: str) -> None:
     for name, value in fields.items():
         if name not in _FIELDS:
-            close = difflib.get_close_matches(name, _FIELDS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(_FIELDS)}"
-            raise UsageError(f"{place}: unknown key {name!r}", help=hint)
+            close = closest_word(name, _FIELDS)
+            remedy = f"did you mean {close!r}?" if close else f"known are {listed(_FIELDS)}"
+            raise UsageError(f"{place}: unknown key {name!r}", help=remedy)
         is_valid, expected = _FIELDS[name]
         if not is_valid(value):
             raise UsageError(f"{place}: {name!r} must be {expected}, not {json.dumps(value)}")
     for name in ("mean", "std"):
         if name not in fields:
-            raise UsageError(f"{place}: {name!r} is missing", help=f"for example: {EXAMPLE}")
+            raise UsageError(
+                f"{place}: {name!r} is missing",
+                help=f"for example: {PREPROCESS_EXAMPLE}",
+            )
     if len(fields["mean"]) != len(fields["std"]):
         raise UsageError(f"{place}: 'mean' and 'std' must have the same length")

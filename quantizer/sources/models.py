@@ -1,5 +1,5 @@
-"""How the user's model comes in: `--model` and `--weights` give a module in eval mode. A Python
-file is run as code.
+"""Load the user's model in eval mode, as `--model` and `--weights` name it. Python files run as
+code.
 """
 
 import inspect
@@ -20,6 +20,7 @@ from quantizer.nn.inplace import check_float
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.hugging_face import CONFIG, example_input, for_windows, load_hugging_face
+from quantizer.sources.tensor_kinds import dtype_name
 from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
 from quantizer.sources.user_code import (
     UserModule,
@@ -30,24 +31,35 @@ from quantizer.sources.user_code import (
 )
 from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
-FORMS = (
+_FORMS = (
     "give FILE.py, FILE.py:factory, package.module:factory, an exported .pt2 or a Hugging "
     "Face folder"
 )
+_REFUSED_WEIGHTS = (
+    "{path} holds weights, not a model",
+    "give the Python that builds it: --model FILE.py --weights {path}",
+)
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    ".onnx": (
+        "{path}: an ONNX graph is not a PyTorch model, and quantizer has no converter",
+        "give the PyTorch model it was exported from, or convert it to a torch.nn.Module first",
+    ),
+    **dict.fromkeys(WEIGHT_SUFFIXES, _REFUSED_WEIGHTS),
+}
+"""Files that hold no model, by suffix: the reason, and what to give instead."""
 Measure = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
-"""A function that goes through the data with a model, and gives metrics by name."""
+"""A function that runs a model on the data and returns metrics by name."""
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """The user's `evaluate(model, data)`, called as that is.
+    """The user's `evaluate(model, data)`. It is called like the function.
 
     Args:
-        function: it.
-        directions: which of its metrics are better when they are lower, as far as its file
-            says.
+        function: the user's.
+        directions: which of its metrics are better when they are lower, as its file declares.
     """
 
     function: Measure
@@ -60,12 +72,17 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A float model ready to be traced, and what its file offers under the conventional names.
+    """A float model to trace, and what else its file defines under the conventional names.
 
-    `name` is the class name of `module`. `calibration_data` and `evaluation_data` (by default
-    the same) return what `load_batches` takes; `evaluate(model, data)` returns metrics by name,
-    of which `directions` says what the file declares. `tokenizer` loads the function from text
-    to token ids. `example(seq_len)` is an item as data give it, for its shape alone.
+    Args:
+        module: the model.
+        name: the class name of `module`.
+        calibration_data: returns a `source` of `load_batches`.
+        evaluation_data: the same, for evaluation; by default `calibration_data`.
+        evaluate: the user's function.
+        directions: of the metrics that the file declares.
+        tokenizer: loads the function from text to token ids.
+        example: returns an item of the data for a length in tokens, for its shape alone.
     """
 
     module: nn.Module
@@ -85,22 +102,26 @@ def load_model(
     trust: bool = False,
     max_unpacked: int | None = None,
 ) -> LoadedModel:
-    """The model of `--model`, with the weights of `--weights` if given.
+    """Return the model of `--model`, with the weights of `--weights` if given.
 
-    `spec` is `FILE.py` (its `model()`), `FILE.py:factory`, `package.module:factory`, an
-    exported `.pt2` (only with `trust`, as loading one can run code), or a Hugging Face folder
-    (whose own Python runs with `trust` alone).
+    Args:
+        spec: `FILE.py` (its `model()`), `FILE.py:factory`, `package.module:factory`, an
+            exported `.pt2`, or a Hugging Face folder.
+        weights: a file of weights.
+        trust: whether code in a `.pt2` or in a Hugging Face folder may run.
+        max_unpacked: bytes that a smaller file of weights may unpack to.
 
     Raises:
-        ModelError: whatever goes wrong.
+        ModelError: the model cannot be loaded or checked.
     """
     path = Path(spec)
+    suffix = path.suffix.lower()
     if path.is_dir():
         loaded = _from_folder(path, trust)
-    elif path.suffix.lower() in _REFUSED:
-        why, remedy = (text.format(path=path) for text in _REFUSED[path.suffix.lower()])
-        raise ModelError(why, help=remedy)
-    elif path.suffix.lower() == ".pt2":
+    elif suffix in _REFUSED:
+        reason, remedy = _REFUSED[suffix]
+        raise ModelError(reason.format(path=path), help=remedy.format(path=path))
+    elif suffix == ".pt2":
         module = _from_pt2(path, trust)
         loaded = LoadedModel(module, type(module).__name__)
     else:
@@ -113,15 +134,15 @@ def load_model(
 
 
 def materialize(module: nn.Module, batch: Batch) -> None:
-    """Give lazy layers their shapes by running the first batch; what they draw at random is the
-    same in every run.
+    """Run the first batch if the model has lazy layers, so that they get their shapes. Their
+    weights are drawn from a fixed seed.
 
     Raises:
         ModelError: the module cannot run the batch, or the drawn weights are not finite.
     """
     if not any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         return
-    logger.warning(
+    _logger.warning(
         "%s has lazy layers: their weights are drawn at random", type(module).__name__
     )
     with (
@@ -135,16 +156,15 @@ def materialize(module: nn.Module, batch: Batch) -> None:
 
 
 def try_first_batch(module: nn.Module, batch: Batch) -> None:
-    """Run a model that could not be traced on the batch it was traced with.
+    """Run a model that could not be traced on the batch that was to trace it.
 
     Raises:
-        DataError: it cannot run at all, so the batch and the model do not fit.
+        DataError: it cannot run at all, so the batch does not fit the model.
         ModelError: it would end the process.
     """
-    inputs = [
-        f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for _, tensor in batch.tensors()
-    ]
+    inputs: list[str] = []
+    for _, tensor in batch.tensors():
+        inputs.append(f"{list(tensor.shape)} {dtype_name(tensor.dtype)}")
     what = f"running the model on the first batch ({', '.join(inputs)})"
     with (
         torch.random.fork_rng(),
@@ -160,41 +180,45 @@ def load_evaluate(spec: str, beside: Directions = BY_NAME) -> Evaluate:
 
     Args:
         spec: the file, or the file and the function.
-        beside: what the model's file declares of metrics of which this one declares nothing.
+        beside: the directions in the model's file, for metrics that this file does not declare.
 
     Raises (also when the function is called): DataError: there is none, it raises, it does not
-    return a dict of numbers, or what the file declares of its metrics is no set of names.
+    return a dict of numbers, or the file does not declare its metrics as sets of names.
     """
     location, name = split_spec(spec)
     user = import_user_module(location, DataError)
-    function = _checked_evaluate(user, user.get("evaluate" if name is None else name))
+    if name is None:
+        name = "evaluate"
+    function = _checked_evaluate(user, user.get(name))
     return Evaluate(function, Directions.declared_by(user).beside(beside))
 
 
 def _from_python(spec: str) -> LoadedModel:
     location, name = split_spec(spec)
-    if name is None and not location.endswith(".py"):
-        raise ModelError(f"{spec!r} is neither a file, a folder nor module:factory", help=FORMS)
+    if name is None:
+        name = "model"
+        if not location.endswith(".py"):
+            message = f"{spec!r} is neither a file, a folder nor module:factory"
+            raise ModelError(message, help=_FORMS)
     user = import_user_module(location, ModelError)
-    module = _build(user, "model" if name is None else name)
+    module = _build(user, name)
     with user_errors("eval() of the model", ModelError):
         for_windows(module)
-    evaluate, calibration_data = user.find("evaluate"), _data(user, "calibration_data")
-    example, tokenizer = _data(user, "example_input"), _data(user, "tokenizer")
     directions = Directions.declared_by(user)
+    evaluate = None
+    function = user.find("evaluate")
+    if function is not None:
+        evaluate = Evaluate(_checked_evaluate(user, function), directions)
+    calibration_data = _getter(user, "calibration_data")
     return LoadedModel(
         module=module,
         name=type(module).__name__,
         calibration_data=calibration_data,
-        evaluation_data=_data(user, "evaluation_data") or calibration_data,
-        evaluate=Evaluate(_checked_evaluate(user, evaluate), directions)
-        if evaluate is not None
-        else None,
+        evaluation_data=_getter(user, "evaluation_data") or calibration_data,
+        evaluate=evaluate,
         directions=directions,
-        tokenizer=(lambda: as_encode(tokenizer(), f"tokenizer() of {user.label}"))
-        if tokenizer is not None
-        else None,
-        example=(lambda seq_len: example()) if example is not None else None,
+        tokenizer=_tokenizer_of(user),
+        example=_example_of(user),
     )
 
 
@@ -207,7 +231,8 @@ def _build(user: UserModule, name: str) -> nn.Module:
         raise ModelError(
             f"{what} is {a_kind(factory)}, not a function that returns a torch.nn.Module"
         )
-    if required := _required_parameters(factory):
+    required = _required_parameters(factory)
+    if required:
         remedy = f"give them defaults, or write a function without parameters that calls {name}"
         raise ModelError(f"{what} needs arguments: {', '.join(required)}", help=remedy)
     module = user.call(factory, ModelError)
@@ -219,17 +244,37 @@ def _build(user: UserModule, name: str) -> nn.Module:
 def _required_parameters(function: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # builtins have no signature; calling them will tell
+    # Builtins have no signature. The error of the call shows what is missing
+    except (ValueError, TypeError):
         return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
-def _data(user: UserModule, name: str) -> Callable[[], Any] | None:
+def _getter(user: UserModule, name: str) -> Callable[[], Any] | None:
+    """Return a function that calls the user's function `name`, or returns a value of that
+    name; None if there is none.
+    """
     source = user.find(name)
     if source is None:
         return None
-    return (lambda: user.call(source, DataError)) if callable(source) else (lambda: source)
+    if callable(source):
+        return partial(user.call, source, DataError)
+    return lambda: source
+
+
+def _tokenizer_of(user: UserModule) -> Callable[[], Encode] | None:
+    tokenizer = _getter(user, "tokenizer")
+    if tokenizer is None:
+        return None
+    return lambda: as_encode(tokenizer(), f"tokenizer() of {user.label}")
+
+
+def _example_of(user: UserModule) -> Callable[[int], Any] | None:
+    example = _getter(user, "example_input")
+    if example is None:
+        return None
+    return lambda seq_len: example()
 
 
 def _checked_evaluate(user: UserModule, function: Any) -> Measure:
@@ -243,19 +288,21 @@ def _checked_evaluate(user: UserModule, function: Any) -> Measure:
         try:
             return {str(name): float(value) for name, value in metrics.items()}
         except (AttributeError, TypeError, ValueError) as cause:
-            what = f"evaluate() of {user.label} returned {metrics!r:.80}, not a dict of numbers"
-            raise DataError(what, help='return for example {"top1": 0.97}') from cause
+            raise DataError(
+                f"evaluate() of {user.label} returned {metrics!r:.80}, not a dict of numbers",
+                help='return for example {"top1": 0.97}',
+            ) from cause
 
     return evaluate
 
 
 def _from_pt2(path: Path, trust: bool) -> nn.Module:
     if not path.is_file():
-        raise ModelError(f"there is no file {path}", help=FORMS)
+        raise ModelError(f"there is no file {path}", help=_FORMS)
     if not trust:
         raise ModelError(
             f"{path} is not loaded: a .pt2 file can run code when torch.export.load opens it",
-            help="add --trust if it is your own, or give the Python that builds the model",
+            help="add --trust if you trust its author, or give the Python that builds it",
         )
     try:
         # Registers operators that programs may call
@@ -269,31 +316,19 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
         raise ModelError(f"{path} cannot be read as an exported program: {cause}") from cause
 
 
-_WEIGHTS = (
-    "{path} holds weights, not a model",
-    "give the Python that builds it: --model FILE.py --weights {path}",
-)
-_REFUSED: Mapping[str, tuple[str, str]] = {
-    ".onnx": (
-        "{path}: an ONNX graph is not a PyTorch model, and quantizer has no converter",
-        "give the PyTorch model it was exported from, or convert it to a torch.nn.Module first",
-    ),
-    **dict.fromkeys(WEIGHT_SUFFIXES, _WEIGHTS),
-}
-"""Files that hold no model, by their suffix: why, and what to give instead."""
-
-
 def _from_folder(folder: Path, trust: bool) -> LoadedModel:
     if not (folder / CONFIG).is_file():
         raise ModelError(
-            f"{folder} is a folder without a {CONFIG}, so not a Hugging Face model", help=FORMS
+            f"{folder} is a folder without a {CONFIG}, so it is not a Hugging Face model",
+            help=_FORMS,
         )
     module = load_hugging_face(folder, trust=trust)
+    tokenizer = None
+    if has_tokenizer(folder):
+        tokenizer = partial(load_tokenizer, folder, trust=trust)
     return LoadedModel(
         module,
         type(module).__name__,
-        tokenizer=partial(load_tokenizer, folder, trust=trust)
-        if has_tokenizer(folder)
-        else None,
+        tokenizer=tokenizer,
         example=partial(example_input, module),
     )

@@ -1,11 +1,12 @@
-"""What a call of a user's module may change beside its output: buffers, attributes, modes,
-random generators.
+"""Save and restore what a call of a user's module may change besides its output: buffers,
+attributes, modes and the random generators.
 """
 
 import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,110 +14,133 @@ from torch import nn
 
 from quantizer.storage.deferred_tensor import DeferredTensor
 
-_OWN = frozenset(vars(nn.Module())) - {"training"}
-_HELD = ("_buffers", "_parameters", "_modules")
-_CONTAINERS = (list, dict, set)
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_REGISTRIES = ("_buffers", "_parameters", "_modules")
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """An attribute of a module as it was. If its value is a list, dict or set, `content` is a
+    copy.
+    """
+
+    part: nn.Module
+    name: str
+    value: Any
+    content: Any
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether it has another value or content now."""
+        now = vars(self.part).get(self.name)
+        if now is not self.value:
+            return True
+        return self.content is not None and not _are_equal(now, self.content)
+
+    def restore(self) -> None:
+        """Give the attribute back its value and content."""
+        vars(self.part)[self.name] = self.value
+        if self.content is not None:
+            _refill(self.value, self.content)
 
 
 class ModuleState:
-    """The state of a module as it is now. Values of parameters are not in it, nor what other
-    objects hold.
+    """The state of a module at one moment, without the values of its parameters and without
+    what other objects store.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._held = [
-            (part, name, dict(vars(part)[name])) for _, part in _parts(module) for name in _HELD
-        ]
-        self._values = [
-            (each, each.clone())
-            for each in module.buffers()
-            if not isinstance(each, DeferredTensor)
-        ]
-        self._attributes = {
-            (path, name): (part, value, value.copy() if type(value) in _CONTAINERS else None)
-            for path, part in _parts(module)
-            for name, value in vars(part).items()
-            if name not in _OWN
-        }
+        self._registries = []
+        for _, part in _parts(module):
+            for name in _REGISTRIES:
+                registry = vars(part)[name]
+                self._registries.append((part, name, dict(registry)))
+        self._buffers = []
+        for buffer in module.buffers():
+            # Nothing writes to deferred tensors or to those of inference mode
+            if isinstance(buffer, DeferredTensor) or buffer.is_inference():
+                continue
+            self._buffers.append((buffer, buffer.clone()))
+        self._attributes = {}
+        for path, part, name in _named_attributes(module):
+            value = vars(part)[name]
+            content = None
+            if type(value) in (list, dict, set):
+                content = value.copy()
+            self._attributes[path] = _Attribute(part, name, value, content)
 
     def changed(self) -> list[str]:
-        """The attributes that are others now, by their paths."""
-        names = [
-            ".".join(filter(None, key)) for key in self._attributes if self._is_changed(*key)
-        ]
-        now = {
-            (path, name)
-            for path, part in _parts(self._module)
-            for name in vars(part)
-            if name not in _OWN
-        }
-        return names + sorted(
-            ".".join(filter(None, key)) for key in now - self._attributes.keys()
-        )
-
-    def _is_changed(self, path: str, name: str) -> bool:
-        part, value, content = self._attributes[path, name]
-        now = vars(part).get(name)
-        return now is not value or (content is not None and not _same(now, content))
+        """Return the paths of attributes that are different now."""
+        changed: list[str] = []
+        for path, attribute in self._attributes.items():
+            if attribute.is_changed:
+                changed.append(path)
+        now = {path for path, _, _ in _named_attributes(self._module)}
+        new = now - self._attributes.keys()
+        return changed + sorted(new)
 
     def restore(self) -> None:
-        """Make everything what it was."""
+        """Undo all changes."""
         with torch.no_grad():
-            for value, before in self._values:
-                if not value.is_inference():  # which nobody changes
-                    value.copy_(before)
-        for part, name, held in self._held:
-            _refill(vars(part)[name], held)
-        for _, part in _parts(self._module):
-            for name in [name for name in vars(part) if name not in _OWN]:
-                del vars(part)[name]
-        for (_, name), (part, value, content) in self._attributes.items():
-            vars(part)[name] = value
-            if content is not None:
-                _refill(value, content)
+            for buffer, values in self._buffers:
+                buffer.copy_(values)
+        for part, name, content in self._registries:
+            _refill(vars(part)[name], content)
+        for _, part, name in list(_named_attributes(self._module)):
+            del vars(part)[name]
+        for attribute in self._attributes.values():
+            attribute.restore()
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of one by their paths; those compiled by torch.jit hold what they have
-    elsewhere.
+    """Yield the submodules by path, except those compiled by torch.jit: their state is not in
+    their `__dict__`.
     """
-    return (
-        (path, part)
-        for path, part in module.named_modules()
-        if not isinstance(part, torch.jit.ScriptModule)
-    )
+    for path, part in module.named_modules():
+        if not isinstance(part, torch.jit.ScriptModule):
+            yield path, part
+
+
+def _named_attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the path, the submodule and the name of each attribute that torch does not use."""
+    for prefix, part in _parts(module):
+        for name in vars(part):
+            if name not in _OF_TORCH:
+                path = f"{prefix}.{name}" if prefix else name
+                yield path, part, name
 
 
 def _refill(container: Any, content: Any) -> None:
     container.clear()
-    (container.extend if isinstance(container, list) else container.update)(content)
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two containers hold the same objects, or equal ones."""
+def _are_equal(container: Any, other: Any) -> bool:
+    """Return whether two containers hold the same or equal objects."""
     try:
-        return bool(one == other)
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-    ):  # tensors and arrays say of each value whether it is equal
+        return bool(container == other)
+    # Tensors and arrays compare value by value
+    except (RuntimeError, ValueError, TypeError):
         return False
 
 
 @contextmanager
 def left_alone(module: nn.Module) -> Iterator[ModuleState]:
-    """Whatever runs meanwhile, the module and the global random generators are afterwards what
-    they were.
-    """
-    state, python, numpy = ModuleState(module), random.getstate(), sys.modules.get("numpy")
-    drawn = numpy.random.get_state() if numpy else None
+    """Restore the module and the global random generators at the end."""
+    state = ModuleState(module)
+    python_state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        numpy_state = numpy.random.get_state()
     try:
         with torch.random.fork_rng():
             yield state
     finally:
         state.restore()
-        random.setstate(python)
+        random.setstate(python_state)
         if numpy:
-            numpy.random.set_state(drawn)
+            numpy.random.set_state(numpy_state)

@@ -1,6 +1,4 @@
-"""Which tensors can be computed with: dense ones of plain numbers, in memory. Says of others
-what they are.
-"""
+"""Decide which tensors torch can compute with: dense tensors of a standard dtype, in memory."""
 
 import torch
 from torch import Tensor
@@ -24,14 +22,17 @@ _COMPUTED = (
     torch.complex64,
     torch.complex128,
 )
-"""Types for which torch has kernels; others, such as float8_e4m3fn, are there to store
-values.
-"""
+"""The dtypes for which torch has kernels. Others, such as float8_e4m3fn, only store values."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def oddity(tensor: Tensor) -> str | None:
-    """Return what keeps a tensor from being computed with, as the end of a sentence; None for a
-    plain one.
+    """Return why torch cannot compute with a tensor, as the end of a sentence, or None if it
+    can.
 
     >>> (
     ...     oddity(torch.zeros(2, 2).to_sparse()),
@@ -47,17 +48,17 @@ def oddity(tensor: Tensor) -> str | None:
     if tensor.is_quantized:
         return "is quantized"
     if tensor.layout != torch.strided:
-        kind = str(tensor.layout).removeprefix("torch.").strip("_")
-        return "is sparse" if kind.startswith("sparse") else f"has the layout {kind}"
+        layout = str(tensor.layout).removeprefix("torch.").strip("_")
+        return "is sparse" if layout.startswith("sparse") else f"has the layout {layout}"
     if tensor.is_meta:
         return "has no values"
     if tensor.dtype not in _COMPUTED:
-        return f"is of the type {str(tensor.dtype).removeprefix('torch.')}"
+        return f"has the dtype {dtype_name(tensor.dtype)}"
     return None if _has_values(tensor) else "has no values"
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return whether the first value can be read, which tensors of a trace refuse."""
+    """Return whether the first value can be read. Tensors of a trace refuse it."""
     if not tensor.numel():
         return True
     try:

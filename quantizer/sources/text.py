@@ -1,6 +1,4 @@
-"""Text files as windows of tokens of one length, with targets for perplexity. Knows no model
-but its input's name.
-"""
+"""Split text files into windows of tokens of equal length, with targets for the perplexity."""
 
 import inspect
 import logging
@@ -17,21 +15,20 @@ from quantizer.sources.batches import Batch
 from quantizer.sources.tokenizer import Encode
 from quantizer.storage.plain_files import require_plain
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 DEFAULT_SEQ_LEN = 512
 # The target of a token that does not count, as torch's cross_entropy ignores it
 UNSCORED = -100
-INPUT = "input_ids"
-BETWEEN_FILES = "\n\n"
+_INPUT = "input_ids"
+_BETWEEN_FILES = "\n\n"
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of `seq_len` tokens whose starts lie `stride` apart, by default `seq_len`.
+    """Windows of `seq_len` tokens that start every `stride` tokens, by default `seq_len`.
 
-    `tokenizer` loads the function that makes the tokens; it is None if nothing names a
-    tokenizer.
+    `tokenizer` loads the function from text to token ids. It is None if there is none.
     """
 
     tokenizer: Callable[[], Encode] | None = None
@@ -49,6 +46,11 @@ class Windows:
                 f"--stride must be from 1 to --seq_len, {self.seq_len}, not {self.stride}"
             )
 
+    @property
+    def step(self) -> int:
+        """Return the tokens from one window's start to the next."""
+        return self.stride or self.seq_len
+
 
 @dataclass(frozen=True)
 class TextData:
@@ -60,12 +62,10 @@ class TextData:
     module: nn.Module | None = None
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Batches of `size` windows [b, seq_len]; the last may have fewer. All windows are
-        full.
+        """Yield batches of `size` full windows [b, seq_len]. The last may have fewer.
 
-        The targets are the tokens themselves, -100 where an earlier window has scored them:
-        each token of the text is scored once, with at least `seq_len - stride` tokens before
-        it.
+        The targets are the tokens, or -100 where an earlier window has scored them: each token
+        is scored once, with at least `seq_len - stride` tokens before it.
 
         Raises:
             DataError: the text cannot be used.
@@ -73,100 +73,101 @@ class TextData:
         Source: the strided sliding window of
         https://huggingface.co/docs/transformers/perplexity.
         """
-        seq_len, stride = self.windows.seq_len, self.windows.stride or self.windows.seq_len
-        scored = self.is_scored
-        windows = self.tokens.unfold(0, seq_len, stride)
+        is_scored = self._is_scored
+        seq_len = self.windows.seq_len
+        step = self.windows.step
+        windows = self._tokens.unfold(0, seq_len, step)
         for start in range(0, len(windows), size):
             ids = windows[start : start + size].clone()
-            target = ids.clone()
-            target[int(start == 0) :, : seq_len - stride] = UNSCORED
-            yield _as_batch(ids, target if scored else None, self.module)
+            target = None
+            if is_scored:
+                target = ids.clone()
+                first = 1 if start == 0 else 0
+                target[first:, : seq_len - step] = UNSCORED
+            yield _as_batch(ids, target, self.module)
 
     @cached_property
-    def is_scored(self) -> bool:
-        """Whether there are targets; said once if not.
+    def _is_scored(self) -> bool:
+        """Return whether there are targets. Warn if not.
 
         Raises:
-            DataError: a text is not enough for the model.
+            DataError: the model needs more than one text.
         """
-        scored = foretells(self.module)
-        if getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
+        model = type(self.module).__name__
+        config = getattr(self.module, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
             raise DataError(
-                f"{type(self.module).__name__} reads two texts, to encode and to decode, and "
-                f"{self.label} is one",
+                f"{model} needs two texts, one for the encoder and one for the decoder, but "
+                f"{self.label} is one text",
                 help="give batches of your own: {'input_ids': …, 'decoder_input_ids': …}",
             )
-        if not scored:
-            logger.warning(
-                "%s does not foretell the next token: no perplexity", type(self.module).__name__
-            )
-        return scored
+        # Models of transformers have it. Other models are expected to predict the next token
+        can_generate = getattr(self.module, "can_generate", None)
+        if can_generate is None or can_generate():
+            return True
+        _logger.warning("%s does not predict the next token: there is no perplexity", model)
+        return False
 
     @cached_property
-    def tokens(self) -> Tensor:
-        """The text's token ids [n], without those behind the last full window."""
-        seq_len, stride = self.windows.seq_len, self.windows.stride or self.windows.seq_len
+    def _tokens(self) -> Tensor:
+        """Return the text's token ids [n], without those of the last, incomplete window."""
         if self.windows.tokenizer is None:
-            remedy = (
-                "give --tokenizer, a tokenizer.json or a folder, or add tokenizer() to the "
-                "model's file"
+            raise UsageError(
+                f"{self.label} is text, and there is no tokenizer",
+                help="give --tokenizer, a tokenizer.json or a folder, or add tokenizer() to "
+                "the model's file",
             )
-            raise UsageError(f"{self.label} is text, and there is no tokenizer", help=remedy)
-        ids = self.windows.tokenizer()(BETWEEN_FILES.join(_read(path) for path in self.paths))
-        if len(ids) < seq_len:
-            remedy = (
-                f"give a longer text, or --seq_len {len(ids)}"
-                if len(ids) > 1
-                else "give a longer text"
-            )
+        encode = self.windows.tokenizer()
+        ids = encode(_BETWEEN_FILES.join(map(_read, self.paths)))
+        count = len(ids)
+        seq_len = self.windows.seq_len
+        if count < seq_len:
+            remedy = "give a longer text"
+            if count > 1:
+                remedy += f", or --seq_len {count}"
             raise DataError(
-                f"{self.label} has {len(ids)} tokens, fewer than a window of {seq_len}",
+                f"{self.label} has {count} tokens, fewer than a window of {seq_len}",
                 help=remedy,
             )
-        rest = (len(ids) - seq_len) % stride
-        if rest:
-            logger.info(
-                "%s: the last %d of %d tokens fill no window and are left out",
+        dropped = (count - seq_len) % self.windows.step
+        if dropped:
+            _logger.info(
+                "%s: dropped the last %d of %d tokens (incomplete window)",
                 self.label,
-                rest,
-                len(ids),
+                dropped,
+                count,
             )
         self._check_vocabulary(ids)
-        return torch.tensor(ids[: len(ids) - rest])
+        return torch.tensor(ids[: count - dropped])
 
     def _check_vocabulary(self, ids: list[int]) -> None:
-        known = getattr(getattr(self.module, "config", None), "vocab_size", None)
-        if isinstance(known, int) and max(ids) >= known:
+        config = getattr(self.module, "config", None)
+        vocab_size = getattr(config, "vocab_size", None)
+        if isinstance(vocab_size, int) and max(ids) >= vocab_size:
             raise DataError(
-                f"the tokenizer gives token {max(ids)}, and the model knows {known} tokens",
+                f"the tokenizer gives token {max(ids)}, but the model has only {vocab_size} "
+                "tokens",
                 help="give the model's own tokenizer with --tokenizer",
             )
 
 
 def longest_window(module: nn.Module) -> int | None:
-    """How many positions a Hugging Face model was made for, if its config says so."""
-    found = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def foretells(module: nn.Module | None) -> bool:
-    """Whether logits at a token say what the next one is. Models of transformers tell (those
-    for masked words do not); what others make of a text is theirs to know.
-    """
-    can_generate = getattr(module, "can_generate", None)
-    return can_generate is None or bool(can_generate())
+    """Return the number of positions of a Hugging Face model, if its config has it."""
+    config = getattr(module, "config", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:
+        return positions
+    return None
 
 
 def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> Batch:
-    """By name where `forward` takes `input_ids`, else as the first input."""
-    if module is not None and INPUT in inspect.signature(module.forward).parameters:
-        return Batch(
-            (),
-            {INPUT: ids},
-            target,
-            {INPUT: ids} | ({} if target is None else {"labels": target}),
-        )
-    return Batch.of(ids, target)
+    """Return a batch with the ids as `input_ids` if `forward` has it, else as first input."""
+    if module is None or _INPUT not in inspect.signature(module.forward).parameters:
+        return Batch.of(ids, target)
+    raw = {_INPUT: ids}
+    if target is not None:
+        raw["labels"] = target
+    return Batch((), {_INPUT: ids}, target, raw)
 
 
 def _read(path: Path) -> str:
@@ -174,9 +175,9 @@ def _read(path: Path) -> str:
         require_plain(path)
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as cause:
+        byte = cause.object[cause.start]
         raise DataError(
-            f"{path} is not UTF-8 text: byte {cause.object[cause.start]:#04x} at offset "
-            f"{cause.start}",
+            f"{path} is not UTF-8 text: byte {byte:#04x} at offset {cause.start}",
             help="save it as UTF-8",
         ) from cause
     except OSError as cause:

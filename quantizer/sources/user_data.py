@@ -1,8 +1,9 @@
-"""Batches that come from the user's own code: what a factory gives, a loader, a list."""
+"""Read batches from the user's own code: a function, a loader or a list."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -15,93 +16,116 @@ from quantizer.sources.arguments import Arguments
 from quantizer.sources.batches import Batch, as_batch, naming
 from quantizer.sources.user_code import import_user_module, split_spec, user_errors
 
-
-def from_python(spec: str) -> tuple[Any, str]:
-    """What `FILE.py:factory` or `package.module:factory` names, and its label.
-
-    Raises:
-        DataError: there is none.
-    """
-    location, name = split_spec(spec)
-    user = import_user_module(location, DataError)
-    source = user.get("calibration_data" if name is None else name)
-    return partial(user.call, source, DataError) if callable(source) else source, spec
-
-
-def asked_once(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function, but a list that it returns stays for the passes that follow: it is in
-    memory in each of them.
-    """
-    kept: list[Any] = []
-
-    def ask() -> Any:
-        found = kept[0] if kept else function()
-        if not kept and isinstance(found, (list, tuple)):
-            kept.append(found)
-        return found
-
-    return ask
-
-
-def user_batches(
-    source: Any, label: str, given: Arguments, seed: int, tell: Callable[[object], None]
-) -> Iterator[Batch]:
-    """A pass over the user's batches; `tell` is called with what holds them, `given` is what
-    `forward` takes.
-
-    Raises:
-        DataError: they are none, or the user's code fails; the batch is named.
-    """
-    # A loader that shuffles or crops gives the same batches in every pass
-    seed_everything(seed)
-    with user_errors(label, DataError):
-        items = _iterator(source, label, tell)
-    yield from batches_of(items, label, given)
-
-
+_END: Any = object()
 _OF_LISTS: tuple[type[Any], ...] = (type(iter([])), type(iter(())))
 
 
-def batches_of(items: Iterator[Any], label: str, given: Arguments) -> Iterator[Batch]:
+def from_python(spec: str) -> Any:
+    """Return what `FILE.py:factory` or `package.module:factory` names.
+
+    Raises:
+        DataError: it does not exist, or cannot be imported.
+    """
+    location, name = split_spec(spec)
+    user = import_user_module(location, DataError)
+    if name is None:
+        name = "calibration_data"
+    source = user.get(name)
+    if callable(source):
+        return partial(user.call, source, DataError)
+    return source
+
+
+def reuse_list(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the function, but call it only once if it returns a list: the list stays in memory
+    in any case.
+    """
+    lists: list[Any] = []
+
+    def call() -> Any:
+        if lists:
+            return lists[0]
+        items = function()
+        if isinstance(items, (list, tuple)):
+            lists.append(items)
+        return items
+
+    return call
+
+
+def user_batches(
+    source: Any,
+    label: str,
+    arguments: Arguments,
+    *,
+    seed: int,
+    note_length: Callable[[object], None],
+) -> Iterator[Batch]:
+    """Yield the user's batches, for one pass.
+
+    Args:
+        source: a list, a loader, or a function that returns one.
+        label: names the data in errors.
+        arguments: of `forward`.
+        seed: of the global generators, so that a loader that shuffles or crops gives the same
+            batches in every pass.
+        note_length: called with the list or loader.
+
+    Raises:
+        DataError: there are no batches, or the user's code fails; the batch is named.
+    """
+    seed_everything(seed)
+    with user_errors(label, DataError):
+        items = _iterable(source, label)
+        note_length(items)
+        iterator = iter(items)
+    yield from batches_of(iterator, label, arguments)
+
+
+def batches_of(
+    items: Iterator[Any],
+    label: str,
+    arguments: Arguments,
+) -> Iterator[Batch]:
     """Yield the items of the user's iterator as batches.
 
     Args:
-        items: the user's.
-        label: names them in errors.
-        given: what `forward` takes.
+        items: the iterator.
+        label: names the data in errors.
+        arguments: of `forward`.
 
     Raises:
-        DataError: the user's code fails, or an item is no batch; the batch is named.
+        DataError: the user's code fails, or an item is not a batch; the batch is named.
     """
-    # Between two items of a list no code of the user's runs, which could write into the last
-    # one.
+    # Iterating over a list runs no code of the user's that could overwrite a batch
     are_stable = isinstance(items, _OF_LISTS)
-    for index in range(1 << 62):
+    for index in count():
         place = f"batch {index} of {label}"
         with user_errors(f"loading {place}", DataError):
-            item = next(items, items)
-        if item is items:
+            item = next(items, _END)
+        if item is _END:
             return
         with naming(f"{place} "):
-            batch = as_batch(item, given)
+            batch = as_batch(item, arguments)
         yield replace(batch, is_stable=are_stable)
 
 
-def _iterator(source: Any, label: str, tell: Callable[[object], None]) -> Iterator[Any]:
+def _iterable(source: Any, label: str) -> Iterable[Any]:
     if isinstance(source, Iterator):
         raise DataError(
-            f"{label} can be gone through only once",
+            f"{label} is an iterator, which can be read only once",
             help="give the function that returns the iterator",
         )
     if callable(source) and not isinstance(source, Iterable):
         source = source()
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        remedy = "wrap it: torch.utils.data.DataLoader(dataset, batch_size=32)"
         raise DataError(
-            f"{label} is a Dataset, which gives single samples, not batches", help=remedy
+            f"{label} is a Dataset, which gives single samples, not batches",
+            help="wrap it: torch.utils.data.DataLoader(dataset, batch_size=32)",
         )
     if isinstance(source, Tensor | str | Mapping) or not isinstance(source, Iterable):
-        remedy = "give a list of batches, a DataLoader, or a function that returns one"
-        raise DataError(f"{label} is {a_kind(source)}, not an iterable of batches", help=remedy)
-    tell(source)
-    return iter(source)
+        raise DataError(
+            f"{label} is {a_kind(source)}, not an iterable of batches",
+            help="give a list of batches, a DataLoader, or a function that returns one",
+        )
+    return source

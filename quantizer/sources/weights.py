@@ -1,9 +1,9 @@
-"""Puts the weights of a file into a module; checks that they fit and are finite. Weights are
-data: no code is run.
+"""Load the weights of a file into a module, and check that weights are finite. No code of the
+file runs.
 """
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from quantizer.errors import ModelError
 from quantizer.nn.projections import keep_quiet_about
 from quantizer.sources.batches import PLAIN, not_finite
 from quantizer.sources.tensor_files import read_file
-from quantizer.sources.tensor_kinds import oddity
+from quantizer.sources.tensor_kinds import dtype_name, oddity
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
@@ -28,8 +28,8 @@ def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) 
     """Copy the tensors of a `.safetensors` or `.pt/.pth` state dict into `module`.
 
     Raises:
-        ModelError: the file is unreadable, holds something else or unpacks to too much, or a
-            name or a shape differs.
+        ModelError: the file is unreadable, holds something else or unpacks to too much, or
+            names, shapes or dtypes differ.
     """
     if Path(path).suffix.lower() not in WEIGHT_SUFFIXES:
         raise ModelError(
@@ -41,49 +41,67 @@ def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) 
             "the model has lazy layers, whose weights have no shape yet",
             help="give these layers their sizes",
         )
-    state = _state_dict(read_file(Path(path), ModelError, max_unpacked), path)
+    content = read_file(Path(path), ModelError, max_unpacked)
+    state = _state_dict(content, path)
     _check_fit(module, state, path)
     module.load_state_dict(state, strict=False)
 
 
 def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
-    """Raise `ModelError` naming the first parameter with NaN or Inf, or buffer with NaN (masks
-    may hold -inf), but for those that are looked at elsewhere; or the first that cannot be
-    computed with.
+    """Check that parameters are finite and buffers have no NaN. Buffers may hold -inf, as
+    masks.
+
+    Args:
+        module: the model.
+        besides: names of parameters that are checked elsewhere.
+
+    Raises:
+        ModelError: naming the first that is not, or that torch cannot compute with.
     """
     check_kinds(module)
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor) or name in besides:
-            continue  # a lazy one has no values before the first batch
-        is_parameter = isinstance(tensor, nn.Parameter)
-        bad = not_finite(
-            tensor.detach(),
-            torch.isfinite if is_parameter else lambda values: ~torch.isnan(values),
-        )
-        if bad:
-            fault = "NaN or Inf" if is_parameter else "NaN"
+    for name, tensor in _named_tensors(module):
+        if name in besides:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            fault = "NaN or Inf"
+            count = not_finite(tensor.detach())
+        else:
+            fault = "NaN"
+            count = not_finite(tensor.detach(), _is_number)
+        if count:
             raise ModelError(
-                f"the weights hold {fault}: {bad} of {tensor.numel()} values of {name}"
+                f"the weights hold {fault}: {count} of {tensor.numel()} values of {name}"
             )
 
 
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by name. Those of lazy layers have no values yet."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_lazy(tensor):
+            yield name, tensor
+
+
+def _is_number(values: Tensor) -> Tensor:
+    return ~torch.isnan(values)
+
+
 def check_kinds(module: nn.Module) -> None:
-    """Look for parameters and buffers that are sparse, quantized or without values, before the
-    module runs.
+    """Check that no parameter or buffer is sparse, quantized or without values.
 
     Raises:
-        ModelError: naming the first.
+        ModelError: naming the first that is.
     """
     keep_quiet_about(module)
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if not is_lazy(tensor) and (reason := oddity(tensor)) is not None:
+    for name, tensor in _named_tensors(module):
+        reason = oddity(tensor)
+        if reason is not None:
             raise ModelError(f"the model cannot be computed with: {name} {reason}", help=PLAIN)
 
 
 def _state_dict(content: Any, path: str) -> dict[str, Tensor]:
     for key in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            logger.info("%s: taking the weights under %r", path, key)
+            _logger.info("%s: taking the weights under %r", path, key)
             content = content[key]
             break
     if not isinstance(content, Mapping) or not content:
@@ -91,14 +109,13 @@ def _state_dict(content: Any, path: str) -> dict[str, Tensor]:
             f"{path} holds {_describe(content)}, not a state_dict",
             help="save model.state_dict()",
         )
-    other = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
-    if other:
-        raise ModelError(
-            f"{path} is not a state_dict: {other[0]!r} is {_describe(content[other[0]])}, not "
-            "a tensor",
-            help="save model.state_dict(), alone or under one of the keys "
-            f"{', '.join(_WRAPPERS)}",
-        )
+    for key, value in content.items():
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"{path} is not a state_dict: {str(key)!r} is {_describe(value)}, not a tensor",
+                help="save model.state_dict(), alone or under one of the keys "
+                f"{', '.join(_WRAPPERS)}",
+            )
     return dict(content)
 
 
@@ -106,49 +123,33 @@ def _describe(content: Any) -> str:
     return "an empty dict" if content == {} else a_kind(content)
 
 
-def _misfit(given: Tensor, wanted: Tensor) -> str | None:
-    """Why values cannot be copied as they are: integers would become floats, complex numbers
-    lose a part.
-    """
-    if (reason := oddity(given)) is not None:
-        return reason.removeprefix("is ")
-    kinds = [(each.is_floating_point(), each.is_complex()) for each in (given, wanted)]
-    return None if kinds[0] == kinds[1] else f"{given.dtype}, the model has {wanted.dtype}"
-
-
 def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> None:
-    own = module.state_dict()
-    # A file may store tied weights once
-    given = {own[name].data_ptr() for name in state if name in own}
-    missing = [
-        name
-        for name, tensor in own.items()
-        if name not in state
-        and not name.endswith("num_batches_tracked")
-        and tensor.data_ptr() not in given
-    ]
-    kinds = [
-        (name, why)
-        for name, tensor in state.items()
-        if name in own and (why := _misfit(tensor, own[name]))
-    ]
-    unexpected = [name for name in state if name not in own]
-    misshaped = [
-        f"{name} {list(tensor.shape)} (the model has {list(own[name].shape)})"
-        for name, tensor in state.items()
-        if name in own and tensor.shape != own[name].shape
-    ]
+    """Raise `ModelError` unless the tensors can be copied into the module."""
+    model_state = module.state_dict()
+    unexpected: list[str] = []
+    misshaped: list[str] = []
+    unlike: list[str] = []
+    for name, tensor in state.items():
+        if name not in model_state:
+            unexpected.append(name)
+            continue
+        parameter = model_state[name]
+        if tensor.shape != parameter.shape:
+            shapes = f"{list(tensor.shape)} (the model has {list(parameter.shape)})"
+            misshaped.append(f"{name} {shapes}")
+        reason = _misfit(tensor, parameter)
+        if reason is not None:
+            unlike.append(f"{name} {reason}")
     faults = {
-        "missing in the file": missing,
+        "missing in the file": _missing(model_state, state),
         "not in the model": unexpected,
         "of another shape": misshaped,
+        "of another kind": unlike,
     }
-    faults["of another kind"] = [f"{name} ({why})" for name, why in kinds]
-    lines = [
-        f"{len(names)} {fault}: {first_names(names)}"
-        for fault, names in faults.items()
-        if names
-    ]
+    lines: list[str] = []
+    for fault, names in faults.items():
+        if names:
+            lines.append(f"{len(names)} {fault}: {first_names(names)}")
     if not lines:
         return
     if unexpected and all(name.startswith("module.") for name in unexpected):
@@ -157,3 +158,32 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
             "model.module.state_dict()"
         )
     raise ModelError(f"the weights of {path} do not fit the model", help=lines)
+
+
+def _missing(
+    model_state: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+) -> list[str]:
+    """Return the names that a file lacks. It may store tied weights under one name."""
+    stored = {model_state[name].data_ptr() for name in state if name in model_state}
+    missing: list[str] = []
+    for name, parameter in model_state.items():
+        if name in state or name.endswith("num_batches_tracked"):
+            continue
+        if parameter.data_ptr() not in stored:
+            missing.append(name)
+    return missing
+
+
+def _misfit(tensor: Tensor, parameter: Tensor) -> str | None:
+    """Return why values cannot be copied as they are, or None: integers would become floats,
+    complex numbers would lose a part.
+    """
+    reason = oddity(tensor)
+    if reason is not None:
+        return reason
+    is_alike = tensor.is_floating_point() == parameter.is_floating_point()
+    if is_alike and tensor.is_complex() == parameter.is_complex():
+        return None
+    dtype = dtype_name(tensor.dtype)
+    return f"has the dtype {dtype} (the model has {dtype_name(parameter.dtype)})"

@@ -247,7 +247,7 @@ def test_data_that_are_missing_or_can_be_read_but_once_are_refused(
 ) -> None:
     with pytest.raises(DataError, match="data is None"):
         quantizer.calibrate(network, LAYERED, None)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="data can be gone through only once"):
+    with pytest.raises(DataError, match="data is an iterator, which can be read only once"):
         quantizer.calibrate(network, LAYERED, iter(data))
 
 

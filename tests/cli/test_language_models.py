@@ -351,7 +351,10 @@ def test_a_model_of_masked_words_has_no_perplexity(
     )
     said = capsys.readouterr()
     assert (
-        said.err.count("BertForMaskedLM does not foretell the next token: no perplexity") == 1
+        said.err.count(
+            "BertForMaskedLM does not predict the next token: there is no perplexity"
+        )
+        == 1
     )
     metrics = json.loads(said.out)["metrics"]
     assert metrics["sqnr_db"] > 30
@@ -366,7 +369,7 @@ def test_an_encoder_and_a_decoder_need_more_than_a_text(
     assert run("calib", "--config_file", WEIGHTS_ONLY, "--seq_len", "16", model=model) == 0
     capsys.readouterr()
     assert run("test", "--tokenizer", llama, "--data", "text.txt", model=model) == 4
-    assert "T5ForConditionalGeneration reads two texts" in capsys.readouterr().err
+    assert "T5ForConditionalGeneration needs two texts" in capsys.readouterr().err
 
 
 def test_memory_is_that_of_the_batches_read(

@@ -386,7 +386,7 @@ def test_an_unexpected_error_of_one_rank_is_told_by_the_first(net: str, tmp_path
 @pytest.mark.parametrize(
     ("factory", "code", "said"),
     [
-        ("other_for_each_rank", 40, "the ranks do not do the same: rank 0 is at "),
+        ("other_for_each_rank", 40, "the ranks are at different steps: rank 0 at "),
         ("shuffled_by_rank", 4, "gives rank 1 other batches than rank 0"),
     ],
 )
@@ -417,7 +417,8 @@ def test_a_rank_that_does_not_come_is_not_waited_for(net: str, tmp_path: Path) -
     )
     assert [rank.code for rank in found] == [40, 9]
     assert (
-        "error: the ranks did not find each other within 1 s: 1 of 2 have come" in found[0].err
+        "error: the ranks did not find each other within 1 s: 1 of 2 have joined"
+        in found[0].err
     )
 
 

@@ -99,7 +99,7 @@ def test_sums_are_of_float64_in_the_order_of_ranks_and_keep_nan(tmp_path: Path) 
 
 def test_ranks_at_different_places_are_told(tmp_path: Path) -> None:
     found = on_ranks(2, tmp_path, lambda group: group.gather(0, f"step {group.rank}"))
-    assert found == ["the ranks do not do the same: rank 0 is at step 0, rank 1 at step 1"] * 2
+    assert found == ["the ranks are at different steps: rank 0 at step 0, rank 1 at step 1"] * 2
 
 
 def test_an_error_of_one_rank_reaches_those_that_wait(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_error_of_one_rank_reaches_those_that_wait(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_meet_are_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(
-        RankError, match=r"did not find each other within 0\.2 s: 1 of 2 have come"
+        RankError, match=r"did not find each other within 0\.2 s: 1 of 2 have joined"
     ):
         ProcessGroup(f"file://{tmp_path}/meeting?rank=0&world_size=2", "gloo", 0.2)
 

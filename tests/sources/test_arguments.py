@@ -253,12 +253,16 @@ def test_what_may_be_an_input_is_a_warning(
     with caplog.at_level(logging.INFO):
         next(iter(load_batches([item], module=module())))
     assert [record.levelname for record in caplog.records] == [level]
-    assert ("give dicts, which name what they fill" in caplog.text) is (level == "WARNING")
+    assert ("give dicts: their keys name the arguments" in caplog.text) is (level == "WARNING")
 
 
 def test_more_than_there_is_room_for() -> None:
     with pytest.raises(DataError, match="has 5 elements, but the model takes 1 to 3 inputs"):
         list(load_batches([(IMAGES, CLASSES, MAPS, MAPS, MAPS)], module=Switched()))
+    with pytest.raises(
+        DataError, match="has 0 elements, but the model takes at least 1 input "
+    ):
+        list(load_batches([()], module=Several()))
 
 
 FILES: dict[

@@ -94,7 +94,7 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         ModelError,
-        match=r"lacks weights of LlamaForCausalLM, 1 in all: model\.layers\.0\.mlp\.up_proj",
+        match=r"lacks 1 weight of LlamaForCausalLM: model\.layers\.0\.mlp\.up_proj",
     ):
         load_model(str(place))
 

@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
     ),
     "meta": (lambda: VALUES.to("meta"), "has no values"),
     "traced": (traced, "has no values"),
-    "float8": (lambda: VALUES.to(torch.float8_e4m3fn), "is of the type float8_e4m3fn"),
+    "float8": (lambda: VALUES.to(torch.float8_e4m3fn), "has the dtype float8_e4m3fn"),
 }
 STATIC = Config.from_dict(
     {"global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}}

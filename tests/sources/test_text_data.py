@@ -138,7 +138,7 @@ def test_a_tokenizer_is_never_guessed_and_must_be_the_models() -> None:
     Path("a.txt").write_text("abcé")
     module = LanguageModel()
     module.config = SimpleNamespace(vocab_size=128)
-    assert "the tokenizer gives token 195, and the model knows 128 tokens" in refusal(
+    assert "the tokenizer gives token 195, but the model has only 128 tokens" in refusal(
         "a.txt", module=module
     )
 
