@@ -5,9 +5,7 @@ They are of contents, not of files.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -20,8 +18,6 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key, Plan
 from quantizer.storage.deferred_tensor import bytes_of
 
-_MAX_THREADS = 4
-
 
 def model_digests(graph: Graph) -> dict[str, dict[str, str]]:
     """Return the digests of a model's tensors and layers."""
@@ -30,11 +26,10 @@ def model_digests(graph: Graph) -> dict[str, dict[str, str]]:
 
 def weight_digests(graph: Graph) -> dict[str, str]:
     """Return a digest of each parameter, buffer and constant, by path."""
-    paths = sorted(graph.tensors)
-    # Reading and hashing both leave the interpreter to other threads
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        digests = threads.map(tensor_digest, [graph.tensors[path] for path in paths])
-        return dict(zip(paths, digests, strict=True))
+    digests = {}
+    for path, tensor in sorted(graph.tensors.items()):
+        digests[path] = tensor_digest(tensor)
+    return digests
 
 
 def layer_digests(graph: Graph) -> dict[str, str]:

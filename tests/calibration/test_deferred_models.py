@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -174,15 +173,17 @@ def test_results_in_four_bits_are_an_eighth_of_the_model(
 
 @pytest.fixture
 def most_alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """The most bytes of loaded tensors that are in memory at once."""
+    """The most bytes of loaded tensors that are in memory at once, each counted once."""
     alive: dict[int, int] = {}
-    found, keys = {"bytes": 0}, count()
+    found = {"bytes": 0}
     load = DeferredTensor.load
 
     def watched(self: DeferredTensor) -> Tensor:
-        tensor, key = load(self), next(keys)
-        alive[key] = tensor.nbytes
-        weakref.finalize(tensor, alive.pop, key)
+        tensor = load(self)
+        key = id(tensor)
+        if key not in alive:
+            alive[key] = tensor.nbytes
+            weakref.finalize(tensor, alive.pop, key)
         found["bytes"] = max(found["bytes"], sum(alive.values()))
         return tensor
 
