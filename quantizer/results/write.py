@@ -52,7 +52,7 @@ from quantizer.storage.files import (
     write_tensors,
 )
 from quantizer.storage.opened_files import json_digest
-from quantizer.storage.tensor_shards import left_files, write_shards
+from quantizer.storage.tensor_shards import shard_files, write_shards
 
 
 def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
@@ -186,7 +186,10 @@ def replaced_results(folder: Path) -> Iterator[Path]:
     Raises:
         ResultError: they cannot be written; then the other is as it was.
     """
-    tensors = [name for each in TENSORS for name in left_files(folder / each)]
+    present = [path.name for path in folder.glob("*.safetensors")]
+    tensors: list[str] = []
+    for name in TENSORS:
+        tensors += [name, *shard_files(name, present)]
     names = (INFO, *tensors, STATISTICS, ALGORITHMS, *GRAPH_FILES, *ORIGINS, *TESTED)
     with replaced_set(folder, (*names, *_generated(folder))) as new:
         yield new
