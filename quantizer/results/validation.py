@@ -214,6 +214,10 @@ def _rule_fault(spec: QuantizationSpec, role: str) -> str | None:
     return None
 
 
-def _conflicts_by_code(spec: QuantizationSpec, role: Role, form: str) -> dict[str, Conflict]:
+def _conflicts_by_code(
+    spec: QuantizationSpec,
+    role: Role,
+    form: str,
+) -> dict[str, Conflict]:
     broken = conflicts(spec, role, "CPU", form)
     return {conflict.code: conflict for conflict in broken}
