@@ -22,7 +22,7 @@ RESCALED = "rescaled.safetensors"
 """Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS`
 has codes or others.
 """
-TENSORS = (WEIGHTS_FILE, CORRECTIONS, GROUP_SCALES, RESCALED)
+TENSOR_FILES = (WEIGHTS_FILE, CORRECTIONS, GROUP_SCALES, RESCALED)
 
 
 def tensors_of(network: Network, found: Solution) -> dict[str, dict[str, Tensor]]:
@@ -98,7 +98,7 @@ def solution_of(
     Raises:
         KeyError, TypeError, ValueError: something is not there.
     """
-    files = {name: deferred_shards(name, opened) for name in TENSORS}
+    files = {name: deferred_shards(name, opened) for name in TENSOR_FILES}
     stored = files[WEIGHTS_FILE]
 
     def replaced(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
