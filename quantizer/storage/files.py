@@ -21,7 +21,6 @@ from quantizer.storage.process_memory import in_words
 from quantizer.storage.safetensors_file import deferred_file, safetensors_parts
 
 _AGAIN = "run --quant_mode calib again"
-_CHUNK = 1 << 20
 _WORDS = 1 << 14
 """So many words of JSON are encoded at once."""
 _MAX_REASON = 200
@@ -107,22 +106,16 @@ def read_json(place: Path | OpenFile) -> Any:
     return _parsed(place, _parse_json, "JSON")
 
 
-def _parse_json(place: Path | OpenFile) -> Any:
+def _parse_json(file: OpenFile) -> Any:
     """Parse strict JSON: without NaN and infinity, for which results have null, and without
     halves of surrogate pairs, except those that stand for bytes of a file's name.
     """
-    text = _content(place).decode()
+    text = file.content().decode()
     value = json.loads(text, parse_constant=_refuse)
     # Only escapes can be halves.
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
     return value
-
-
-def _content(place: Path | OpenFile) -> bytes:
-    if isinstance(place, Path):
-        return place.read_bytes()
-    return place.content()
 
 
 def _refuse(constant: str) -> Any:
@@ -136,7 +129,7 @@ def read_tensors(place: Path | OpenFile) -> dict[str, Tensor]:
         ResultError: the file is missing or damaged.
     """
     tensors: dict[str, Tensor] = _parsed(
-        place, lambda file: load(_content(file)), "safetensors"
+        place, lambda file: load(file.content()), "safetensors"
     )
     return tensors
 
@@ -157,15 +150,10 @@ def sha256(path: Path) -> str:
     Raises:
         ResultError: the file cannot be read.
     """
-    digest = hashlib.sha256()
     try:
-        require_plain(path)
-        with path.open("rb") as file:
-            while part := file.read(_CHUNK):
-                digest.update(part)
+        return _opened(path).digest()
     except OSError as error:
         raise cannot_read(path, error) from error
-    return digest.hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:
@@ -175,8 +163,7 @@ def read_bytes(path: Path) -> bytes:
         ResultError: the file cannot be read.
     """
     try:
-        require_plain(path)
-        return path.read_bytes()
+        return _opened(path).content()
     except OSError as error:
         raise cannot_read(path, error) from error
 
@@ -186,12 +173,21 @@ def cannot_read(path: Path, error: OSError) -> ResultError:
     return ResultError(f"cannot read {path}: {error.strerror or error}", help=_AGAIN)
 
 
-def _parsed(place: Path | OpenFile, parse: Callable[[Any], Any], kind: str) -> Any:
+def _opened(place: Path | OpenFile) -> OpenFile:
+    if isinstance(place, OpenFile):
+        return place
+    require_plain(place)
+    return OpenFile.at(place)
+
+
+def _parsed(
+    place: Path | OpenFile,
+    parse: Callable[[OpenFile], Any],
+    kind: str,
+) -> Any:
     path = place if isinstance(place, Path) else place.path
     try:
-        if isinstance(place, Path):
-            require_plain(place)
-        return parse(place)
+        return parse(_opened(place))
     except FileNotFoundError:
         help_ = "run --quant_mode calib first, with the same --output_dir"
         raise ResultError(f"{path} does not exist", help=help_) from None
