@@ -356,7 +356,8 @@ def _check_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
         if length:
             remedy = f"give --seq_len {length}, or data of that shape"
         raise ResultError(
-            f"calibrated with inputs of the shape {stored}, this run has {present}: then {why}",
+            f"calibrated with inputs of the shape {stored}; this run has {present}, for which "
+            f"{why}",
             help=remedy,
         )
 
@@ -371,7 +372,7 @@ def _differences(
     after = _structure(now)
     for name in (*before, *after):
         if before.get(name) != after.get(name):
-            yield f"layer {name} is another"
+            yield f"layer {name} differs"
     for (layer, role), tensor in solution.tensors.items():
         axis = tensor.spec.ch_axis
         channels = tensor.scale.numel()

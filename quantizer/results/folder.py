@@ -282,7 +282,7 @@ def _checked_info(files: OpenedFiles) -> dict[str, Any]:
         raise _useless(f"{file.path} is not complete: calibration did not finish")
     header = content["header"]
     if not isinstance(header, dict) or header.get("format") != RESULT_FORMAT:
-        text = f"{file.path} has another format than {RESULT_FORMAT}, which this version reads"
+        text = f"{file.path} is not of format {RESULT_FORMAT}, which this version reads"
         raise ResultError(text, help="calibrate again")
     named = header.get("files")
     listed = _listed(files[CHECKSUMS])

@@ -37,7 +37,7 @@ def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
         for why in _differences(first.header, info.header):
             raise ResultError(f"{text}: {why}", help="calibrate both alike")
         if first.header.get("levels") != info.header.get("levels"):
-            why = "their data have levelled channels by other factors"
+            why = "their channels were levelled by different factors"
             raise ResultError(f"{text}: {why}", help=_TOGETHER)
     for why in _insufficient(first.header, config):
         raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
@@ -59,12 +59,9 @@ def _differences(
     first_refused = absorption.refused(first.get("absorption", {}))
     other_refused = absorption.refused(other.get("absorption", {}))
     for name in sorted(first_refused ^ other_refused):
-        yield (
-            f"by the data of one, the high biases of {name} were absorbed, and not by those "
-            "of the other"
-        )
+        yield f"only one of them absorbed the high biases of {name}"
     sentences = {
-        "config": "the configs decide otherwise",
+        "config": "their configs quantize differently",
         "algorithms": "the algorithms differ",
         "inputs": "the shapes of the inputs differ",
         "fast_finetune": "only one is finetuned",
