@@ -126,7 +126,14 @@ def _result(
 
     def write(folder: Path) -> None:
         header = request.header(state)
-        write_results(folder, original, config, state.calibration, state.solution, header)
+        write_results(
+            folder,
+            original,
+            state.calibration,
+            state.solution,
+            config=config,
+            run=header,
+        )
 
     return Result(model, calibrated, state.plan, request.batches, events=events, write=write)
 

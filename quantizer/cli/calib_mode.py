@@ -84,7 +84,12 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if checkpoints:
             header = request.header(state)
             write_results(
-                folder, original, request.config, state.calibration, state.solution, header
+                folder,
+                original,
+                state.calibration,
+                state.solution,
+                config=request.config,
+                run=header,
             )
             opened = open_written(folder, READ)
             write_report(opened, commands=remember(opened, "calib", words_of(options)))

@@ -93,7 +93,13 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
         state = steps.run_calibration(request)
         header = request.header(state)
         write_results(
-            folder, original, config, state.calibration, state.solution, header, origins
+            folder,
+            original,
+            state.calibration,
+            state.solution,
+            config=config,
+            run=header,
+            origins=origins,
         )
         opened = open_written(folder, READ)
         commands = remember(opened, "merge", words_of_merge(options, places))

@@ -1,5 +1,5 @@
-"""A calibrated network beside the float one: fresh from the pipeline, or from a result folder.
-What test mode runs.
+"""Build a calibrated network beside the float one, from the pipeline or from a result folder.
+Test mode runs both.
 """
 
 import logging
@@ -44,16 +44,21 @@ from quantizer.sources.models import materialize, try_first_batch
 from quantizer.sources.module_state import left_alone
 from quantizer.storage.files import read_json
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
-Shapes = Sequence[Sequence[int | None] | None]
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Shapes = Sequence[Sequence[int | None] | None]
+"""The shapes of inputs; None for a batch size, and for an input that is no tensor."""
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """`original` is the model as traced; `settings` and `solution` are what calibration ran
-    with and found.
+    """A calibrated network, and the graphs that it is compared with.
+
+    Args:
+        original: the graph of the model as traced.
+        settings: those of the calibration.
+        solution: how each tensor is quantized.
     """
 
     original: Graph
@@ -61,70 +66,73 @@ class Calibrated:
     solution: Solution
 
     def with_solution(self, solution: Solution) -> "Calibrated":
-        """Another solution for the same network, whose weights both have in common."""
+        """Return another solution for the same network. Both share the weights."""
         other = replace(self, solution=solution)
         vars(other)["passed"] = self.passed
         return other
 
     @cached_property
     def graph(self) -> Graph:
-        """The graph that was planned, with the layers that algorithms inserted; scales of
-        positions fix lengths.
-        """
+        """Return the planned graph, with the layers that algorithms inserted."""
         graph = inserted(self.passed, self.solution.insertions)
-        return (
-            graph.replaced(lengths=())
-            if _has_scales_of_positions(graph, self.solution)
-            else graph
-        )
+        # A scale for each position holds for one length only.
+        if _has_scales_of_positions(graph, self.solution):
+            return graph.replaced(lengths=())
+        return graph
 
     @cached_property
     def float_graph(self) -> Graph:
-        """The float graph that `graph` is compared with, node by node: rescaled as that is."""
+        """Return the float graph that `graph` is compared with node by node: without passes for
+        a device, and rescaled as `graph` is.
+        """
         if not for_device(self.settings):
             return self.float_as_run
         refused = absorption.refused(self.solution.absorption)
-        own = run_passes(self.original, self.settings, device=False, refused=refused)
-        return with_weights(inserted(own, self.solution.insertions), self.solution.rescaled)
+        passed = run_passes(self.original, self.settings, device=False, refused=refused)
+        graph = inserted(passed, self.solution.insertions)
+        return with_weights(graph, self.solution.rescaled)
 
     @cached_property
     def float_as_run(self) -> Graph:
-        """The float graph with all that passes change in the function, those for a device
-        included.
-        """
+        """Return the float graph with all passes, those for a device included."""
         graph = inserted(self.passed, self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
 
     @cached_property
     def user_graph(self) -> Graph | None:
-        """The model as traced, where the function of `float_graph` is another; outputs are
-        compared with its.
+        """Return the model as traced, with whose outputs those of the network are compared;
+        None if `float_graph` computes the same.
         """
-        return self.original if self.float_graph.deviations else None
+        if self.float_graph.deviations:
+            return self.original
+        return None
 
     @cached_property
     def passed(self) -> Graph:
-        """The model's graph after the passes, which both have in common where no pass is for a
-        device alone.
+        """Return the model's graph after all passes. The quantized and the float graph share it
+        unless a pass is for a device.
         """
         refused = absorption.refused(self.solution.absorption)
         return run_passes(self.original, self.settings, refused=refused)
 
     @cached_property
     def outputs(self) -> tuple[Output, ...]:
-        """What the network returns that outputs are compared with, by the names of the user's
-        model.
-        """
+        """Return the outputs that are compared, by the names of the user's model."""
         return parts_named_as(self.user_graph or self.float_graph, self.original)
 
     def network(self) -> Network:
-        """The quantized network, a new one."""
-        return placed(quantized_network(self.graph, self.solution), self.original.device)
+        """Return a new instance of the quantized network."""
+        network = quantized_network(self.graph, self.solution)
+        return placed(network, self.original.device)
 
 
 def traced(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
-    """The module's graph, perhaps `compared` with the module; layers that wait for a first
-    input get their shapes.
+    """Return the module's graph. Lazy layers get their shapes.
+
+    Args:
+        module: the user's model.
+        batch: the inputs to trace it on.
+        compared: whether the graph's outputs are compared with the module's.
 
     Raises:
         ModelError: it cannot be traced, or the graph computes something else.
@@ -146,8 +154,8 @@ def traced(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
 
 
 def recalled(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:
-    """Return the graph of a calibrated model: the stored one, where the module still computes
-    it on this batch, else that of a new trace.
+    """Return the graph of a calibrated model: the stored one if the module still computes it on
+    this batch, else that of a new trace.
 
     Raises:
         ModelError: the model cannot be traced.
@@ -163,98 +171,121 @@ def recalled(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:
     return traced(module, batch)
 
 
-def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) -> Calibrated:
-    """The calibration of `info` for a model that `original` is a trace of, on `batch`.
+def reopened(
+    module: nn.Module,
+    batch: Batch,
+    original: Graph,
+    info: QuantInfo,
+) -> Calibrated:
+    """Return the calibration of a result folder for a model.
 
-    Its inputs may have other sizes than those calibrated with, if these change nothing but
-    sizes.
+    Its inputs may have other sizes than in calibration, if these change nothing but sizes.
+
+    Args:
+        module: the user's model.
+        batch: inputs of the model.
+        original: the graph of the model, traced on `batch`.
+        info: the result folder.
 
     Raises:
         ResultError: the model is not the calibrated one; the first layer or tensor that differs
             is named.
     """
-    shapes = info.header["inputs"]
-    ranks = [leaf.dim() for _, leaf in batch.tensors()]
-    if len(ranks) == len(shapes) and ranks != [len(shape or ()) for shape in shapes]:
-        check_model(info, original)  # another model is said to be that
-        raise ResultError(
-            f"calibrated with inputs of the shapes {shapes}", help="give data of that shape"
-        )
-    call = (
-        call_of_shapes(batch.args, batch.kwargs, shapes)
-        if shapes != input_shapes(original)
-        else None
-    )
-    calibrated = original
-    if call is not None:
-        try:
-            calibrated = traced(module, replace(batch, args=call[0], kwargs=call[1]))
-        except (ModelError, DataError) as error:
-            check_model(info, original)
-            said = (
-                f"calibrated with inputs of the shapes {shapes}, which the model cannot take: "
-                f"{error.message}"
-            )
-            raise ResultError(said, help="calibrate again") from error
+    calibrated = _trace_as_calibrated(module, batch, original, info)
     check_model(info, calibrated)
-    _say_other_torch(info)
-    solution = info.solution if original.is_deferred else info.solution.in_memory()
+    _warn_of_other_torch(info.header.get("torch"))
+    solution = info.solution
+    if not original.is_deferred:
+        solution = solution.in_memory()
     check_absorption(solution.absorption, calibrated, info.path)
     check_insertions(solution.insertions, calibrated, info.path)
-    found = Calibrated(calibrated, info.settings, solution)
-    check_levels(solution.levels, found.passed, info.path)
-    check_solution(
-        solution, info.entries, inserted(found.passed, solution.insertions), info.path
-    )
+    result = Calibrated(calibrated, info.settings, solution)
+    check_levels(solution.levels, result.passed, info.path)
+    graph = inserted(result.passed, solution.insertions)
+    check_solution(solution, info.entries, graph, info.path)
     if calibrated is original:
-        return found
-    check_sizes(calibrated, original, info.solution)
-    return replace(found, original=original)
+        return result
+    _check_sizes(calibrated, original, info.solution)
+    return replace(result, original=original)
 
 
-def _say_other_torch(info: QuantInfo) -> None:
-    """Warn of a calibration by another version of torch; whether it was built for GPUs makes no
-    difference.
+def _trace_as_calibrated(
+    module: nn.Module,
+    batch: Batch,
+    original: Graph,
+    info: QuantInfo,
+) -> Graph:
+    """Return the graph of a model on inputs of the sizes that it was calibrated with.
+
+    Raises:
+        ResultError: the model does not take inputs of those shapes.
     """
-    then, now = (
-        str(version).partition("+")[0]
-        for version in (info.header.get("torch"), torch.__version__)
-    )
-    if then != now:
-        logger.warning(
+    shapes = info.header["inputs"]
+    text = f"calibrated with inputs of the shapes {shapes}"
+    ranks = [leaf.dim() for _, leaf in batch.tensors()]
+    stored_ranks = [len(shape or ()) for shape in shapes]
+    if len(ranks) == len(shapes) and ranks != stored_ranks:
+        # The message about another model comes first.
+        check_model(info, original)
+        raise ResultError(text, help="give data of that shape")
+    if shapes == input_shapes(original):
+        return original
+    call = call_of_shapes(batch.args, batch.kwargs, shapes)
+    if call is None:
+        return original
+    args, kwargs = call
+    resized = replace(batch, args=args, kwargs=kwargs)
+    try:
+        return traced(module, resized)
+    except (ModelError, DataError) as error:
+        check_model(info, original)
+        text += f", which the model cannot take: {error.message}"
+        raise ResultError(text, help="calibrate again") from error
+
+
+def _warn_of_other_torch(stored: Any) -> None:
+    """Warn if another version of torch calibrated. A build for GPUs is no other version."""
+    before = str(stored).partition("+")[0]
+    now = str(torch.__version__).partition("+")[0]
+    if before != now:
+        _logger.warning(
             "calibrated with torch %s, and this is %s: outputs may differ in their last bits, "
             "codes by a step",
-            then,
+            before,
             now,
         )
 
 
 def stored_config(opened: OpenedResults) -> Config:
-    """The config of a calibration.
+    """Return the config of a calibration.
 
     Raises:
         ResultError: it is damaged.
     """
     file = opened.files[RESOLVED]
     stored = read_json(file)
+    # The built-in default cannot be stated in a file.
     for level in (None, *LEVELS):
         rules = with_dpu_accuracy(default_config(), level)
-        # The built-in default is none that a file could state
         if stored == resolved_document(rules):
             return rules
-    return check_document(Document.of(stored, str(file.path))).require()
+    document = Document.of(stored, str(file.path))
+    return check_document(document).require()
 
 
-def window_length(shapes: Shapes) -> int | None:
-    """How many tokens the only input [b, s] had, if there was such a one; one number for each
-    sample is no text.
-    """
-    only = shapes[0] if len(shapes) == 1 else None
-    return only[1] if only is not None and len(only) == 2 and only[1] != 1 else None
+def window_length(shapes: _Shapes) -> int | None:
+    """Return how many tokens the only input [b, s] had; None if there was no such input."""
+    if len(shapes) != 1 or shapes[0] is None or len(shapes[0]) != 2:
+        return None
+    length = shapes[0][1]
+    # An input [b, 1] is a number for each sample.
+    return None if length == 1 else length
 
 
 def example_batch(header: Mapping[str, Any]) -> Batch:
-    """Two samples of zeros, shaped like those that a model was calibrated with.
+    """Return two samples of zeros, in the shapes of the inputs that a model was calibrated
+    with.
+
 
     Raises:
         ResultError: quant_info.json does not say enough to make one.
@@ -263,119 +294,139 @@ def example_batch(header: Mapping[str, Any]) -> Batch:
     if not inputs or any(shape is None for shape, _ in inputs):
         help_ = "give data: a batch to trace the model on"
         raise ResultError("the results do not say how the model is called", help=help_)
+    # The arguments by position, and by name.
     roots: dict[Any, Any] = {0: {}, 1: {}}
     for shape, (path, dtype) in inputs:
-        inside = roots
+        parent = roots
         for key in path[:-1]:
-            inside = inside.setdefault(key, {})
-        inside[path[-1]] = torch.zeros(
-            [2 if size is None else size for size in shape], dtype=getattr(torch, dtype)
-        )
-    return Batch(_nested(roots[0]), dict(_nested(roots[1])), None, None)
+            parent = parent.setdefault(key, {})
+        sizes = [2 if size is None else size for size in shape]
+        parent[path[-1]] = torch.zeros(sizes, dtype=getattr(torch, dtype))
+    args = _with_tuples(roots[0])
+    kwargs = dict(_with_tuples(roots[1]))
+    return Batch(args, kwargs, None, None)
 
 
-def _nested(value: Any) -> Any:
-    """Dicts whose keys are indices as tuples."""
+def _with_tuples(value: Any) -> Any:
+    """Return nested dicts with tuples in place of those whose keys are indices."""
     if not isinstance(value, dict):
         return value
-    items = {key: _nested(item) for key, item in value.items()}
-    return tuple(items.values()) if all(isinstance(key, int) for key in items) else items
+    items = {key: _with_tuples(item) for key, item in value.items()}
+    if all(isinstance(key, int) for key in items):
+        return tuple(items.values())
+    return items
 
 
 def call_of_shapes(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Shapes
-) -> Call | None:
-    """The same call with zeros of other sizes; None if it has not as many inputs."""
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    shapes: _Shapes,
+) -> _Call | None:
+    """Return the same call with zeros of other sizes; None if `shapes` are not as many."""
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     if len(leaves) != len(shapes):
         return None
-    resized = [
-        leaf.new_zeros([len(leaf) if size is None else size for size in shape])
-        if isinstance(leaf, Tensor) and shape is not None
-        else leaf
-        for leaf, shape in zip(leaves, shapes, strict=True)
-    ]
-    call: Call = pytree.tree_unflatten(resized, structure)
+    resized: list[Any] = []
+    for leaf, shape in zip(leaves, shapes, strict=True):
+        if isinstance(leaf, Tensor) and shape is not None:
+            sizes = [len(leaf) if size is None else size for size in shape]
+            resized.append(leaf.new_zeros(sizes))
+        else:
+            resized.append(leaf)
+    call: _Call = pytree.tree_unflatten(resized, structure)
     return call
 
 
-def check_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
-    """Refuse sizes of inputs that a calibration does not hold for, of one model traced with
-    both.
+def _check_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
+    """Refuse sizes of inputs that a calibration does not hold for.
+
+    Args:
+        calibrated: the model's graph on inputs of the calibration's sizes.
+        now: the same on inputs of this run's sizes.
+        solution: of the calibration.
 
     Raises:
         ResultError: they change more than sizes, or there is a scale for each of those that
             differ.
     """
     for why in _differences(calibrated, now, solution):
-        shapes = [input_shapes(graph) for graph in (calibrated, now)]
-        said, here = (
-            " and ".join(_text(shape) for shape in some if shape is not None) for some in shapes
-        )
-        length = window_length(shapes[0])
-        remedy = (
-            f"give --seq_len {length}, or data of that shape"
-            if length
-            else f"give data of the shape {said}"
-        )
+        stored_shapes = input_shapes(calibrated)
+        stored = _shapes_in_words(stored_shapes)
+        present = _shapes_in_words(input_shapes(now))
+        remedy = f"give data of the shape {stored}"
+        length = window_length(stored_shapes)
+        if length:
+            remedy = f"give --seq_len {length}, or data of that shape"
         raise ResultError(
-            f"calibrated with inputs of the shape {said}, this run has {here}: then {why}",
+            f"calibrated with inputs of the shape {stored}; this run has {present}, for which "
+            f"{why}",
             help=remedy,
         )
 
 
-def _differences(calibrated: Graph, now: Graph, solution: Solution) -> Iterator[str]:
-    before, after = _structure(calibrated), _structure(now)
+def _differences(
+    calibrated: Graph,
+    now: Graph,
+    solution: Solution,
+) -> Iterator[str]:
+    """Yield what other sizes of inputs change, in sentences."""
+    before = _structure(calibrated)
+    after = _structure(now)
     for name in (*before, *after):
         if before.get(name) != after.get(name):
-            yield f"layer {name} is another"
+            yield f"layer {name} differs"
     for (layer, role), tensor in solution.tensors.items():
-        axis, channels = tensor.spec.ch_axis, tensor.scale.numel()
-        if not is_parameter(role) and axis is not None and channels > 1:
-            size = _value(now, layer, role).shape
-            if size is not None and size[axis] != channels:
-                yield f"{role} of layer {layer} has {size[axis]} channels"
+        axis = tensor.spec.ch_axis
+        channels = tensor.scale.numel()
+        if is_parameter(role) or axis is None or channels <= 1:
+            continue
+        shape = _value(now, layer, role).shape
+        if shape is not None and shape[axis] != channels:
+            yield f"{role} of layer {layer} has {shape[axis]} channels"
 
 
 def _has_scales_of_positions(graph: Graph, solution: Solution) -> bool:
-    """Whether a value has a scale for each index of an axis that follows a length."""
-    fixed = (
-        (key, tensor.spec)
-        for key, tensor in solution.tensors.items()
-        if not tensor.spec.is_dynamic
-    )
-    return any(
-        not is_parameter(role) and s.ch_axis in _value(graph, at, role).open_axes
-        for (at, role), s in fixed
-    )
+    """Return whether a value has a scale for each index of an axis that follows a length."""
+    for (layer, role), tensor in solution.tensors.items():
+        if is_parameter(role) or tensor.spec.is_dynamic:
+            continue
+        if tensor.spec.ch_axis in _value(graph, layer, role).open_axes:
+            return True
+    return False
 
 
 def _value(graph: Graph, layer: str, role: str) -> Node:
-    """The node that makes the activation in a role of a layer."""
+    """Return the node whose value is the activation in a role of a layer."""
     node = graph.by_name[layer]
-    return (
-        node
-        if role == "activation" or node.op == "input"
-        else graph.by_name[node.input_roles()[role]]
-    )
+    if role == "activation" or node.op == "input":
+        return node
+    return graph.by_name[node.input_roles()[role]]
 
 
 def _structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
-    """Per layer what results hold on to: its operator, its parameters, whose values it reads.
+    """Return what results depend on, by layer: its operator, its parameters and the layers that
+    it reads.
 
-    Sizes are free, and so are integers, as they index and are not quantized.
+    Sizes may differ, and so may integers, which index and are not quantized.
     """
     floats = {node.name: node for node in graph.nodes if node.is_float}
-    return {
-        name: (
-            node.op,
-            node.target,
-            tuple(node.params.items()),
-            tuple(ref for ref in node.refs() if ref in floats),
-        )
-        for name, node in floats.items()
-    }
+    structure: dict[str, tuple[Any, ...]] = {}
+    for name, node in floats.items():
+        read = tuple(ref for ref in node.refs() if ref in floats)
+        parameters = tuple(node.params.items())
+        structure[name] = (node.op, node.target, parameters, read)
+    return structure
 
 
-def _text(shape: Sequence[int | None]) -> str:
-    return f"[{', '.join('b' if size is None else str(size) for size in shape)}]"
+def _shapes_in_words(shapes: _Shapes) -> str:
+    """Return the shapes of inputs with the batch size as b.
+
+    >>> _shapes_in_words([[None, 3, 8, 8], [None, 4]])
+    '[b, 3, 8, 8] and [b, 4]'
+    """
+    texts: list[str] = []
+    for shape in shapes:
+        if shape is not None:
+            sizes = ["b" if size is None else str(size) for size in shape]
+            texts.append(f"[{', '.join(sizes)}]")
+    return " and ".join(texts)

@@ -1,13 +1,13 @@
-"""A result folder as it lies there, without the model: what it says of activations, and how it
-gets other scales.
+"""A result folder without the model: the activations that it quantizes, and how it gets other
+scales.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,21 +17,53 @@ from quantizer.calibration.joins import decide_joins_again
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.resolved import resolved_document
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import Config, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.errors import ResultError
 from quantizer.nn.load import WEIGHTS_FILE
 from quantizer.plan.model import Key
-from quantizer.results.folder import PLAN, RESOLVED, STATISTICS, read_info, stored_joins
-from quantizer.results.write import joins_entry, replaced_results, write_info
-from quantizer.storage.files import read_json, write_bytes, write_json, write_tensors
-from quantizer.storage.tensor_shards import deferred_shards, shard_files, write_shards
+from quantizer.results.folder import (
+    PLAN,
+    RESOLVED,
+    STATISTICS,
+    beyond_statistics,
+    read_info,
+    stored_joins,
+)
+from quantizer.results.write import (
+    config_file,
+    joins_entry,
+    replaced_results,
+    write_info,
+)
+from quantizer.storage.files import (
+    read_json,
+    write_bytes,
+    write_json,
+    write_tensors,
+)
+from quantizer.storage.tensor_shards import (
+    deferred_shards,
+    shard_files,
+    write_shards,
+)
 
-Json = dict[str, Any]
+ObserverStates = dict[Key, dict[str, Tensor]]
+_Entries = dict[str, dict[str, JsonObject]]
+"""Entries of quant_info.json, by layer and role."""
 
 
 class CalibratedFolder:
-    """A result folder, and what it says of activations whose scales are found on data.
+    """A result folder whose scales of activations can be found again from its statistics.
+
+    Attributes:
+        opened: its files.
+        header: of quant_info.json.
+        plan: the content of plan.json.
+        entries: those of quant_info.json by layer and role, with those that joins left.
+        specs: by layer and role.
+        planned: the entries of plan.json, by layer and role in the order of execution.
 
     Raises:
         ResultError: it is incomplete, damaged, or something in it depends on the scales of
@@ -40,196 +72,223 @@ class CalibratedFolder:
 
     def __init__(self, place: Path) -> None:
         self.opened = read_info(place)
-        self.plan, self.header = self.opened.plan, self.opened.header
-        self.joins = stored_joins(self.header)
-        self.entries: dict[str, dict[str, Json]] = {}
-        for entries in (
-            self.opened.entries,
-            *(join["left"] for join in self.header["joins"].values()),
-        ):
-            for layer, roles in entries.items():
-                self.entries.setdefault(layer, {}).update(roles)
+        self.header = self.opened.header
+        self.plan = self.opened.plan
         for why in self._dependent():
             raise ResultError(
                 f"{place} cannot be retuned: {why}",
                 help="calibrate again with the other config",
             )
-        self.specs = {
-            (layer, role): QuantizationSpec(**entry["spec"])
-            for layer, roles in self.entries.items()
-            for role, entry in roles.items()
-        }
-        self.planned: dict[Key, Json] = {
-            (row["name"], role): tensor
-            for row in self.plan["layers"]
-            for role, tensor in {
-                **row.get("tensors", {}),
-                **row.get("left_by_joins", {}),
-            }.items()
-        }
+        self.entries: _Entries = {}
+        sources = [self.opened.entries]
+        for join in self.header["joins"].values():
+            sources.append(join["left"])
+        for entries in sources:
+            for layer, roles in entries.items():
+                self.entries.setdefault(layer, {}).update(roles)
+        self.specs = _specs(self.entries)
+        self.planned: dict[Key, JsonObject] = {}
+        for row in self.plan["layers"]:
+            for role, tensor in _observed_tensors(row).items():
+                self.planned[row["name"], role] = tensor
+
+    def _dependent(self) -> Iterator[str]:
+        """Yield why the result depends on more than statistics, in sentences."""
+        if self.header["settings"]["target_device"] == "DPU":
+            yield "scales for the DPU are aligned with each other, layer by layer"
+        yield from beyond_statistics(self.header, "retune")
 
     @property
     def activations(self) -> list[Key]:
-        """Those with a scale that was found on data, in the order of execution."""
-        return [
-            key
-            for key in self.quantized
-            if self.specs[key].is_scaled and not self.specs[key].is_dynamic
-        ]
+        """Return those with a scale that was found on data, in the order of execution."""
+        keys: list[Key] = []
+        for key in self.quantized:
+            spec = self.specs[key]
+            if spec.is_scaled and not spec.is_dynamic:
+                keys.append(key)
+        return keys
 
     @property
     def quantized(self) -> list[Key]:
-        """All quantized activations."""
-        return [key for key in self.planned if key in self.specs and not is_parameter(key[1])]
+        """Return all quantized activations."""
+        keys: list[Key] = []
+        for key in self.planned:
+            if key in self.specs and not is_parameter(key[1]):
+                keys.append(key)
+        return keys
 
-    @property
+    @cached_property
     def document(self) -> Document:
-        """The config that it was calibrated with, as far as there is a file; else as it took
-        effect.
-        """
-        if file := self.plan.get("config"):
+        """Return the user's config file; the resolved config if there was no file."""
+        file = self.plan.get("config")
+        if file:
             return parse_document(Text(file["name"], file["text"]))
-        said = (
-            place
-            for tensor in self.planned.values()
-            for place in tensor["origins"].values()
-            if place != "default"
-        )
-        name = re.match(r"\w+", next(said, "config"))
-        return Document.of(
-            read_json(self.opened.files[RESOLVED]), name[0] if name else "config"
-        )
+        resolved = read_json(self.opened.files[RESOLVED])
+        return Document.of(resolved, self._config_name())
+
+    def _config_name(self) -> str:
+        """Return the name of the config in the first origin that has one."""
+        for tensor in self.planned.values():
+            for origin in tensor["origins"].values():
+                if origin != "default":
+                    name = re.match(r"\w+", origin)
+                    return name[0] if name else "config"
+        return "config"
 
     def source(self, key: Key) -> str:
-        """The layer whose value is quantized."""
+        """Return the layer whose value is quantized."""
         return str(self.planned[key].get("source", key[0]))
 
     def members(self, key: Key) -> list[str]:
-        """The layers that share the quantization of a tensor, its own last."""
+        """Return the layers that share the quantization of a tensor, its own last."""
         return [*self.planned[key].get("shared_with", ()), key[0]]
 
-    def _dependent(self) -> Iterator[str]:
-        if self.header["settings"]["target_device"] == "DPU":
-            yield "scales for the DPU are aligned with each other, layer by layer"
-        if self.header["settings"]["include_bias_corr"]:
-            yield (
-                "bias correction needs the outputs of the quantized network, whose scales "
-                "change"
-            )
-        if self.header.get("fast_finetune"):
-            yield (
-                "fast finetuning needs the values that layers read, and statistics do not "
-                "hold them"
-            )
-        if not self.header["batches"]:
-            yield "it was quantized without data, so there is nothing to retune"
-
-    def statistics(self) -> dict[tuple[str, str], dict[str, Tensor]]:
-        """What calibration has kept, by layer and role."""
-        found: dict[tuple[str, str], dict[str, Tensor]] = {}
+    def statistics(self) -> ObserverStates:
+        """Return the states of the observers of calibration, by layer and role."""
+        states: ObserverStates = {}
         for key, tensor in self.opened.statistics().items():
             layer, role, name = key.rsplit("|", 2)
-            found.setdefault((layer, role), {})[name] = tensor
-        return found
+            states.setdefault((layer, role), {})[name] = tensor
+        return states
 
     def write(
         self,
         place: Path,
-        entries: Mapping[Key, Json],
-        planned: Mapping[Key, Json],
-        statistics: Mapping[tuple[str, str], Mapping[str, Tensor]],
         config: Config,
+        *,
+        entries: Mapping[Key, JsonObject],
+        planned: Mapping[Key, JsonObject],
+        statistics: ObserverStates,
     ) -> None:
-        """Write the same calibration with other entries of quant_info.json and plan.json for
-        single tensors; what is there stays until all is written.
+        """Write the result folder of this calibration with other scales. What is there stays
+        until all is written.
+
+        Args:
+            place: the folder to write.
+            config: the config with the change.
+            entries: the changed entries of quant_info.json.
+            planned: the changed entries of plan.json.
+            statistics: the states of all observers.
+
+        Raises:
+            ResultError: the folder cannot be written.
         """
-        header = {**self.header, "files": dict(self.header["files"])}
-        tensors: dict[str, Tensor] = dict(deferred_shards(WEIGHTS_FILE, self.opened.files))
-        info: dict[str, dict[str, Json]] = {
-            layer: dict(roles) for layer, roles in self.entries.items()
-        }
+        info: _Entries = {}
+        for layer, roles in self.entries.items():
+            info[layer] = dict(roles)
         for (layer, role), entry in entries.items():
             info[layer][role] = entry
+        header = dict(self.header)
+        specs = _specs(info)
+        header["config"] = fingerprint.settings_digest(header["settings"], specs)
+        header["joins"], left = self._decide_joins(info)
+        for layer, role in left:
+            del info[layer][role]
+            if not info[layer]:
+                del info[layer]
+        # Only the model decides which layers the rules match.
+        plan = {name: value for name, value in self.plan.items() if name != "rules"}
+        plan["config"] = config_file(config)
+        plan["layers"] = [_replanned(row, planned, left) for row in plan["layers"]]
+        with replaced_results(place) as new:
+            header["files"] = self._write_files(new, entries, statistics)
+            write_json(new / PLAN, plan)
+            write_json(new / RESOLVED, resolved_document(config))
+            write_info(new, header, info)
+
+    def _write_files(
+        self,
+        new: Path,
+        entries: Mapping[Key, JsonObject],
+        statistics: ObserverStates,
+    ) -> dict[str, str]:
+        """Write weights with new scales and statistics, copy the other files, and return the
+        sha256 of each.
+        """
+        tensors: dict[str, Tensor] = {}
+        tensors |= deferred_shards(WEIGHTS_FILE, self.opened.files)
+        for (_, role), entry in entries.items():
             for part in ("scale", "zero_point"):
                 name = f"{entry['module']}.quantizers.{role}.{part}"
                 if name in tensors and part in entry:
-                    tensors[name] = torch.tensor(entry[part], dtype=tensors[name].dtype)
-        flat = {
-            f"{layer}|{role}|{name}": each
-            for (layer, role), own in statistics.items()
-            for name, each in own.items()
-        }
-        specs = {
-            (layer, role): QuantizationSpec(**each["spec"])
-            for layer, own in info.items()
-            for role, each in own.items()
-        }
-        header["config"] = fingerprint.settings_digest(header["settings"], specs)
-        header["joins"], left = self._joins(info)
-        info = {
-            layer: {role: entry for role, entry in roles.items() if (layer, role) not in left}
-            for layer, roles in info.items()
-        }
-        for row in self.plan["layers"]:
-            _replan(row, planned, left)
-        # Whom they reach, the model says
-        plan = {name: value for name, value in self.plan.items() if name != "rules"}
-        plan["config"] = {"name": Path(config.source).name, "text": config.text}
-        with replaced_results(place) as new:
-            written = {
-                **write_shards(new / WEIGHTS_FILE, tensors),
-                STATISTICS: write_tensors(new / STATISTICS, flat),
-            }
-            old_weights = shard_files(WEIGHTS_FILE, header["files"])
-            others = header["files"].keys() - {*old_weights, *written}
-            for name in others:
-                write_bytes(new / name, self.opened.files[name].parts())
-            header["files"] = {name: header["files"][name] for name in others} | written
-            write_json(new / PLAN, plan)
-            write_json(new / RESOLVED, resolved_document(config))
-            write_info(new, header, {layer: roles for layer, roles in info.items() if roles})
+                    dtype = tensors[name].dtype
+                    tensors[name] = torch.tensor(entry[part], dtype=dtype)
+        files = write_shards(new / WEIGHTS_FILE, tensors)
+        flat: dict[str, Tensor] = {}
+        for (layer, role), state in statistics.items():
+            for name, tensor in state.items():
+                flat[f"{layer}|{role}|{name}"] = tensor
+        files[STATISTICS] = write_tensors(new / STATISTICS, flat)
+        old_files = self.header["files"]
+        replaced = {*files, *shard_files(WEIGHTS_FILE, old_files)}
+        for name in old_files.keys() - replaced:
+            write_bytes(new / name, self.opened.files[name].parts())
+            files[name] = old_files[name]
+        return files
 
-    def _joins(
-        self, entries: Mapping[str, Mapping[str, Json]]
-    ) -> tuple[dict[str, Json], set[Key]]:
-        """What quant_info.json says of joins with these entries, and the tensors that they do
-        without.
+    def _decide_joins(
+        self,
+        entries: _Entries,
+    ) -> tuple[dict[str, JsonObject], set[Key]]:
+        """Return the header's entries on joins, decided again, and the tensors that joins leave
+        unquantized.
         """
         widths: dict[Key, float] = {}
         for layer, roles in entries.items():
             for role, entry in roles.items():
-                if not is_parameter(role) and _is_ranged(entry):
-                    scales = torch.tensor(entry["scale"])
-                    widths[layer, role] = (
-                        float(scales.max()) * 2.0 ** entry["spec"]["bit_width"]
-                    )
-        rows: dict[str, Json] = {}
-        without: set[Key] = set()
-        for name, decision in decide_joins_again(self.joins, widths).items():
-            left: dict[str, dict[str, Json]] = {}
+                if is_parameter(role) or not _has_integer_range(entry):
+                    continue
+                scale = torch.tensor(entry["scale"]).max()
+                bit_width = entry["spec"]["bit_width"]
+                widths[layer, role] = float(scale) * 2.0**bit_width
+        joins: dict[str, JsonObject] = {}
+        all_left: set[Key] = set()
+        decisions = decide_joins_again(stored_joins(self.header), widths)
+        for name, decision in decisions.items():
+            left: _Entries = {}
             for layer, role in decision.left:
-                left.setdefault(layer, {})[role] = dict(entries[layer][role])
-            rows[name] = joins_entry(decision, left)
-            without.update(decision.left)
-        return rows, without
+                left.setdefault(layer, {})[role] = entries[layer][role]
+            joins[name] = joins_entry(decision, left)
+            all_left.update(decision.left)
+        return joins, all_left
 
 
-def _is_ranged(entry: Json) -> bool:
-    """Whether a tensor of quant_info.json has a range of integers, and is not all zero."""
+def _specs(entries: _Entries) -> dict[Key, QuantizationSpec]:
+    specs: dict[Key, QuantizationSpec] = {}
+    for layer, roles in entries.items():
+        for role, entry in roles.items():
+            specs[layer, role] = QuantizationSpec(**entry["spec"])
+    return specs
+
+
+def _observed_tensors(row: JsonMapping) -> JsonObject:
+    """Return the tensors of a layer in plan.json by role, with those that joins left."""
+    return {**row.get("tensors", {}), **row.get("left_by_joins", {})}
+
+
+def _has_integer_range(entry: JsonMapping) -> bool:
+    """Return whether a tensor of quant_info.json is quantized to integers and not all zero."""
+    if entry["spec"]["dtype"] != "int" or "scale" not in entry:
+        return False
     ends = [entry.get("observed_min", 0), entry.get("observed_max", 0)]
-    return (
-        entry["spec"]["dtype"] == "int" and "scale" in entry and bool(torch.tensor(ends).any())
-    )
+    return bool(torch.tensor(ends).any())
 
 
-def _replan(row: Json, planned: Mapping[Key, Json], left: Container[Key]) -> None:
-    """Put the tensors of a row of plan.json where they belong now: quantized, or left by
-    joins.
+def _replanned(
+    row: JsonMapping,
+    planned: Mapping[Key, JsonObject],
+    left: Container[Key],
+) -> JsonObject:
+    """Return a layer of plan.json with new entries, and its tensors sorted into those that are
+    quantized and those that joins leave.
     """
-    known = {**row.pop("tensors", {}), **row.pop("left_by_joins", {})}
-    for role, tensor in known.items():
+    new: JsonObject = dict(row)
+    new.pop("tensors", None)
+    new.pop("left_by_joins", None)
+    for role, tensor in _observed_tensors(row).items():
         key = (row["name"], role)
         kind = "left_by_joins" if key in left else "tensors"
-        row.setdefault(kind, {})[role] = planned.get(key, tensor)
+        new.setdefault(kind, {})[role] = planned.get(key, tensor)
         if role == "activation" and kind == "tensors":
-            row.pop("activation_is_float", None)
+            new.pop("activation_is_float", None)
+    return new

@@ -1,16 +1,14 @@
-"""What interrupted stages of a run need to go on: files of one folder, consistent after a stop
-at any write.
+"""Checkpoints of a run's stages: files of one folder that are consistent after a stop at any
+write.
 """
 
-import hashlib
-import json
 import logging
 import os
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,57 +24,85 @@ from quantizer.storage.files import (
     write_json,
     write_tensors,
 )
+from quantizer.storage.opened_files import json_digest
 
-EVERY_S = 30.0  # seconds of work that a kill may cost
+EVERY_S = 30.0
+"""Seconds of work that a kill may cost."""
 # 3: which values were out of memory; 4: files by digest, a checksum; 5: histograms of samples
-# have weights
-FORMAT = 5
-AGAIN = "run without --resume"
-T = TypeVar("T")
+# have weights.
+_FORMAT = 5
+_AGAIN = "run without --resume"
+
+
+class _Stored(NamedTuple):
+    """A tensor with the digest of the file that holds it, and its name there."""
+
+    tensor: Tensor
+    digest: str
+    name: str
 
 
 class Checkpoint:
-    """`checkpoint.<name>.json`, written last, names the files of tensors, which are called by
-    their digest: each is the one that it was, or not there. A save writes only tensors that are
-    new.
+    """`checkpoint.<name>.json` and the files of tensors that it names, which are called by
+    their digests. The JSON file is written last.
 
-    A changed tensor must be another object: tensors are told apart by identity. Each comes back
-    on its own device, and out of memory if it was.
+    A save writes only tensors that are new. Tensors are compared by identity, so a changed one
+    must be another object. Each is restored on its device, and out of memory if it was.
     """
 
-    def __init__(self, folder: Path, name: str, key: Mapping[str, Any]) -> None:
-        self._info, self._key = folder / f"checkpoint.{name}.json", {"format": FORMAT, **key}
-        # By id: the tensor, its file's digest, its name there
-        self._stored: dict[int, tuple[Tensor, str, str]] = {}
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        key: Mapping[str, Any],
+    ) -> None:
+        self._info = folder / f"checkpoint.{name}.json"
+        self._key = {"format": _FORMAT, **key}
+        self._stored: dict[int, _Stored] = {}
+        """By the tensor's id. It is kept here so that no other tensor gets this id."""
 
     def save(self, snapshot: Snapshot) -> None:
-        """Write it; a stop in the middle leaves the snapshot before."""
-        new = {
-            name: tensor
-            for name, tensor in snapshot.tensors.items()
-            if id(tensor) not in self._stored
+        """Write a snapshot. A stop in the middle leaves the one before."""
+        self._write_new(snapshot.tensors)
+        stored: dict[int, _Stored] = {}
+        places: dict[str, list[Any]] = {}
+        for name, tensor in snapshot.tensors.items():
+            entry = self._stored[id(tensor)]
+            stored[id(tensor)] = entry
+            places[name] = [
+                entry.digest,
+                entry.name,
+                str(tensor.device),
+                isinstance(tensor, DeferredTensor),
+            ]
+        self._stored = stored
+        content: dict[str, Any] = {
+            "key": self._key,
+            "state": snapshot.state,
+            "tensors": places,
         }
-        if new:
-            part = self._info.with_suffix(".part.safetensors")
-            digest = write_tensors(part, new)
-            os.replace(part, self._path(digest))
-            self._stored |= {id(tensor): (tensor, digest, name) for name, tensor in new.items()}
-        self._stored = {
-            id(tensor): self._stored[id(tensor)] for tensor in snapshot.tensors.values()
-        }
-        tensors = snapshot.tensors.items()
-        places = {
-            name: [*self._stored[id(tensor)][1:], *_whereabouts(tensor)]
-            for name, tensor in tensors
-        }
-        content = {"key": self._key, "state": snapshot.state, "tensors": places}
-        write_json(self._info, content | {"checksum": _checksum(content)})
-        used = {self._path(digest) for _, digest, _ in self._stored.values()}
-        for path in {*self._info.parent.glob(f"{self._info.stem}.*.safetensors")} - used:
+        checksum = json_digest(content)
+        write_json(self._info, content | {"checksum": checksum})
+        used = {self._path(entry.digest) for entry in stored.values()}
+        present = set(self._info.parent.glob(f"{self._info.stem}.*.safetensors"))
+        for path in present - used:
             path.unlink(missing_ok=True)
 
+    def _write_new(self, tensors: Mapping[str, Tensor]) -> None:
+        new: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if id(tensor) not in self._stored:
+                new[name] = tensor
+        if not new:
+            return
+        part = self._info.with_suffix(".part.safetensors")
+        digest = write_tensors(part, new)
+        os.replace(part, self._path(digest))
+        for name, tensor in new.items():
+            self._stored[id(tensor)] = _Stored(tensor, digest, name)
+
     def restore(self) -> Snapshot | None:
-        """The last snapshot of a run with the same key; None if there is none.
+        """Return the last snapshot of a run with the same key; None if there is none.
 
         Raises:
             ResultError: it is damaged, or belongs to another run.
@@ -88,142 +114,167 @@ class Checkpoint:
             for name, value in self._key.items():
                 if info["key"].get(name) != value:
                     raise other_run(f"{name} differs")
-            if _checksum(
-                {name: info[name] for name in ("key", "state", "tensors")}
-            ) != info.get("checksum"):
+            content = {name: info[name] for name in ("key", "state", "tensors")}
+            if json_digest(content) != info.get("checksum"):
                 raise ValueError("it was changed after it was written")
-            return self._read(info)
+            if not isinstance(info["state"], dict):
+                raise ValueError("its state is no object")
+            tensors = self._read(info["tensors"])
+            return Snapshot(tensors, info["state"])
 
-    def _read(self, info: Mapping[str, Any]) -> Snapshot:
-        parts = {}
-        for digest in {digest for digest, *_ in info["tensors"].values()}:
-            path = self._path(digest)
-            if not re.fullmatch("[0-9a-f]{64}", digest):
-                raise ValueError(f"{digest!r:.80} is no digest")
-            if not path.is_file() or sha256(path) != digest:
-                raise ResultError(f"{path} is damaged", help=AGAIN)
-            parts[digest] = deferred_tensors(path)
-        if not isinstance(info["state"], dict):
-            raise ValueError("its state is no object")
+    def _read(self, places: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors at the places that `save` wrote down."""
+        files: dict[str, dict[str, DeferredTensor]] = {}
+        restored: dict[tuple[str, str], Tensor] = {}
         tensors: dict[str, Tensor] = {}
-        found: dict[tuple[str, str], Tensor] = {}
-        for name, (digest, stored, *where) in info["tensors"].items():
-            if (digest, stored) not in found:
-                tensor = found[digest, stored] = _placed(parts[digest][stored], *where)
-                self._stored[id(tensor)] = (tensor, digest, stored)
-            tensors[name] = found[digest, stored]
-        return Snapshot(tensors, info["state"])
+        for name, place in places.items():
+            digest, stored_name, device, is_deferred = place
+            if digest not in files:
+                files[digest] = self._open(digest)
+            key = (digest, stored_name)
+            if key not in restored:
+                stored = files[digest][stored_name]
+                tensor = _placed(stored, device, is_deferred)
+                restored[key] = tensor
+                self._stored[id(tensor)] = _Stored(tensor, digest, stored_name)
+            tensors[name] = restored[key]
+        return tensors
+
+    def _open(self, digest: str) -> dict[str, DeferredTensor]:
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError(f"{digest!r:.80} is no digest")
+        path = self._path(digest)
+        if not path.is_file() or sha256(path) != digest:
+            raise ResultError(f"{path} is damaged", help=_AGAIN)
+        return deferred_tensors(path)
 
     def _path(self, digest: str) -> Path:
         return self._info.with_suffix(f".{digest}.safetensors")
 
 
-def _whereabouts(tensor: Tensor) -> tuple[str, bool]:
-    """The tensor's device, and whether it is out of memory."""
-    return str(tensor.device), isinstance(tensor, DeferredTensor)
+def _placed(
+    stored: DeferredTensor,
+    device: str,
+    is_deferred: bool,
+) -> Tensor:
+    """Return a stored tensor on its device, out of memory if it was.
 
-
-def _placed(stored: DeferredTensor, device: str, is_deferred: bool) -> Tensor:
-    """A stored tensor where it was; one out of memory is in another file, as the checkpoint
-    goes before it does.
+    The checkpoint may be removed first, so a deferred tensor is written to another file.
     """
     if not isinstance(device, str):
         raise ValueError(f"{device!r} is no device")
-    tensor = stored.load().to(torch.device(device))
-    return out_of_memory(tensor) if is_deferred else tensor
+    target = torch.device(device)
+    tensor = stored.load().to(target)
+    if is_deferred:
+        return out_of_memory(tensor)
+    return tensor
 
 
 class Checkpoints(Events):
-    """The checkpoints of a run's stages in one folder. Follows the run's events: saves at
-    boundaries and when it stops.
+    """Saves checkpoints of a run's stages in one folder: at boundaries, from time to time, and
+    when the run stops.
 
     Args:
         folder: the result folder.
-        resume: whether stages go on from what is there.
+        resume: whether stages resume from what is there.
     """
 
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
-        self.folder, self.resume = folder, resume
+        self.folder = folder
+        self.resume = resume
         self._open: dict[str, Checkpoint] = {}
-        self._saved, self._news = time.monotonic(), False
+        self._last_save = time.monotonic()
+        self._is_unsaved = False
 
-    def restore(self, name: str, key: Mapping[str, Any]) -> Snapshot | None:
-        """What a stopped run has left of a stage, if this run is to go on from it.
+    def restore(
+        self,
+        name: str,
+        key: Mapping[str, Any],
+    ) -> Snapshot | None:
+        """Return the snapshot of a stage that a stopped run left, if this run resumes it.
 
         Raises:
             ResultError: as `Checkpoint.restore` says.
         """
-        self._open[name] = Checkpoint(self.folder, name, key)
-        return self._open[name].restore() if self.resume else None
+        checkpoint = Checkpoint(self.folder, name, key)
+        self._open[name] = checkpoint
+        if not self.resume:
+            return None
+        return checkpoint.restore()
 
     def stored_key(self, name: str) -> Mapping[str, Any]:
-        """What a checkpoint belongs to, as far as it is there and readable."""
+        """Return the key of a checkpoint; an empty one if there is none that can be read."""
         path = self.folder / f"checkpoint.{name}.json"
         info = read_json(path) if path.exists() else None
-        key = info.get("key", {}) if isinstance(info, dict) else {}
-        return key if isinstance(key, Mapping) else {}
+        key = info.get("key") if isinstance(info, dict) else None
+        return key if isinstance(key, dict) else {}
 
     def exist(self) -> bool:
-        """Whether there is anything to go on from."""
+        """Return whether there is anything to resume from."""
         return any(self.folder.glob("checkpoint.*"))
 
     def remove(self) -> None:
-        """The run is complete."""
-        for path in sorted(self.folder.glob("checkpoint.*.json")) + sorted(
-            self.folder.glob("checkpoint.*")
-        ):
-            path.unlink(missing_ok=True)
+        """Remove all checkpoints, as the run is complete."""
+        for pattern in ("checkpoint.*.json", "checkpoint.*"):
+            for path in sorted(self.folder.glob(pattern)):
+                path.unlink(missing_ok=True)
 
     def started(self, stage: RunStage) -> None:
-        self._news = False
+        """Note that the stage has nothing to save yet."""
+        self._is_unsaved = False
 
     def advanced(self, stage: RunStage) -> None:
-        """Save at a boundary, or when the last save is long enough ago."""
-        self._news = stage.snapshot is not None
-        if self._news and (stage.at_boundary or time.monotonic() - self._saved >= EVERY_S):
+        """Save at a boundary, or if the last save is long enough ago."""
+        self._is_unsaved = stage.snapshot is not None
+        is_due = time.monotonic() - self._last_save >= EVERY_S
+        if self._is_unsaved and (stage.at_boundary or is_due):
             self._save(stage)
 
-    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
-        """Save what a stop would lose. Where the data are the reason, a run with other data
-        cannot go on from it.
+    def stopped(
+        self,
+        stage: RunStage,
+        error: BaseException | None,
+    ) -> None:
+        """Save what a stop would lose.
+
+        Nothing is saved if the data are the reason and the stage needs the same data: a run
+        with other data could not resume from it.
         """
-        resumable = isinstance(error, (KeyboardInterrupt, QuantizerError))
-        if stage.snapshot is None or not resumable or not stage.done or not self._news:
+        if not isinstance(error, (KeyboardInterrupt, QuantizerError)):
             return
         if isinstance(error, DataError) and stage.needs_same_data:
             return
-        # Which several ranks exchange now and then only
-        done = self._save(stage).state.get("batches", stage.done)
-        of_all = f" of {stage.total}" if stage.total and stage.unit != "batches" else ""
-        text = (
-            f"{stage.name} stopped after {done}{of_all} {stage.unit}; --resume goes on from "
-            "there"
-        )
+        if stage.snapshot is None or not stage.done or not self._is_unsaved:
+            return
+        # Several ranks exchange their batches only now and then.
+        snapshot = self._save(stage)
+        done = snapshot.state.get("batches", stage.done)
+        progress = f"{done} {stage.unit}"
+        if stage.total and stage.unit != "batches":
+            progress = f"{done} of {stage.total} {stage.unit}"
+        text = f"{stage.name} stopped after {progress}; --resume goes on from there"
         stage.events.message(logging.WARNING, text)
 
     def _save(self, stage: RunStage) -> Snapshot:
         assert stage.snapshot is not None
         snapshot = stage.snapshot()
         self._open[stage.saved_as].save(snapshot)
-        self._saved = time.monotonic()
+        self._last_save = time.monotonic()
         return snapshot
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def check_checkpoint(checkpoints: Checkpoints, mode: str | None) -> None:
-    """Refuse to go on in another mode than the checkpoint's, before anything is computed again.
+    """Refuse to resume in another mode than the checkpoint's, before anything is computed
+    again.
 
     Raises:
         ResultError: there is a checkpoint, and it is of another mode.
     """
     stored = checkpoints.stored_key("finetune").get("mode")
     if stored and stored != mode:
-        given = f"--fast_finetune {mode}" if mode else "no --fast_finetune"
+        option = f"--fast_finetune {mode}" if mode else "no --fast_finetune"
         raise ResultError(
             f"the checkpoint in {checkpoints.folder} was finetuning with {stored}, and this "
-            f"run has {given}",
+            f"run has {option}",
             help=f"add --fast_finetune {stored}, or run without --resume",
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from quantizer.storage.opened_files import (
     open_files,
 )
 
-FORMAT = 7  # 6: joins are decided by calibration; 7: the folder holds its graph
+RESULT_FORMAT = 7  # 6: joins are decided by calibration; 7: the folder holds its graph
 STATISTICS = "statistics.safetensors"
 ALGORITHMS = "algorithms.json"
 GRAPH, CONSTANTS = GRAPH_FILES = ("graph.json", "graph.safetensors")
@@ -53,12 +53,12 @@ read.
 """
 TESTED = (*SEALED, "report.html", "layers.csv", "exact.json", "export/verify.json")
 """The same and what is made of it. It holds for one calibration only."""
-AGAIN = "run --quant_mode calib again"
+_AGAIN = "run --quant_mode calib again"
 KIND = SetKind(
     CHECKSUMS,
     changed="was changed after calibration",
     missing="run --quant_mode calib first, with the same --output_dir",
-    again=AGAIN,
+    again=_AGAIN,
     main=INFO,
 )
 
@@ -170,6 +170,18 @@ class QuantInfo(OpenedResults):
         )
 
 
+def beyond_statistics(header: Mapping[str, Any], purpose: str) -> Iterator[str]:
+    """Yield why statistics do not suffice to `purpose` a calibration, in sentences."""
+    if header.get("fast_finetune"):
+        yield (
+            "fast finetuning needs the values that layers read, and statistics do not hold them"
+        )
+    if header["settings"]["include_bias_corr"]:
+        yield "bias correction needs the outputs of the quantized network, whose scales change"
+    if not header["batches"]:
+        yield f"it was quantized without data, so there is nothing to {purpose}"
+
+
 def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
     """Return what a calibration has decided of joins."""
     decisions: dict[str, JoinDecision] = {}
@@ -269,8 +281,8 @@ def _checked_info(files: OpenedFiles) -> dict[str, Any]:
     ):
         raise _useless(f"{file.path} is not complete: calibration did not finish")
     header = content["header"]
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        text = f"{file.path} has another format than {FORMAT}, which this version reads"
+    if not isinstance(header, dict) or header.get("format") != RESULT_FORMAT:
+        text = f"{file.path} is not of format {RESULT_FORMAT}, which this version reads"
         raise ResultError(text, help="calibrate again")
     named = header.get("files")
     listed = _listed(files[CHECKSUMS])
@@ -284,4 +296,4 @@ def _checked_info(files: OpenedFiles) -> dict[str, Any]:
 
 
 def _useless(what: str) -> ResultError:
-    return ResultError(what, help=AGAIN)
+    return ResultError(what, help=_AGAIN)

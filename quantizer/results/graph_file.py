@@ -21,7 +21,7 @@ from quantizer.storage.files import (
     write_tensors,
 )
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 def write_graph(folder: Path, graph: Graph) -> dict[str, str]:
@@ -38,7 +38,7 @@ def write_graph(folder: Path, graph: Graph) -> dict[str, str]:
     except TypeError as error:
         faults.append(str(error))
     for fault in filter(None, faults):
-        logger.debug("the graph of %s is not stored: %s", graph.model, fault)
+        _logger.debug("the graph of %s is not stored: %s", graph.model, fault)
         return {}
     # The order of keys is that of arguments
     digests = {GRAPH: write_bytes(folder / GRAPH, json_parts(content, sort_keys=False))}

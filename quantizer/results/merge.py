@@ -1,5 +1,5 @@
-"""Calibrations apart become one, as if a single run had seen all their batches, in the order of
-the folders.
+"""Merge separate calibrations into one, as if a single run had seen all their batches in the
+order of the folders.
 """
 
 import hashlib
@@ -10,13 +10,13 @@ from quantizer.calibration import absorption, fingerprint
 from quantizer.calibration.request import StoredStatistics
 from quantizer.config.model import Config
 from quantizer.errors import ResultError
-from quantizer.results.folder import QuantInfo
+from quantizer.results.folder import QuantInfo, beyond_statistics
 
-APART = "calibrate once on all data instead: several ranks can share it"
+_TOGETHER = "calibrate once on all data instead: several ranks can share it"
 
 
 def statistics_of(info: QuantInfo) -> StoredStatistics:
-    """What a calibration has seen.
+    """Return what a calibration has seen.
 
     Raises:
         ResultError: the file is damaged.
@@ -25,78 +25,81 @@ def statistics_of(info: QuantInfo) -> StoredStatistics:
 
 
 def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
-    """Refuse folders whose statistics do not make one calibration.
+    """Refuse folders whose statistics cannot be merged into one calibration.
 
     Raises:
-        ResultError: they are of different models or configs, or what was found needs values
-            that are gone.
+        ResultError: they are of different models or configs, or the solution depends on values
+            that are not stored.
     """
     first = infos[0]
     for info in infos[1:]:
-        for what in _differences(first.header, info.header):
-            text = f"{info.folder} cannot be merged with {first.folder}: {what}"
-            raise ResultError(text, help="calibrate both alike")
+        text = f"{info.folder} cannot be merged with {first.folder}"
+        for why in _differences(first.header, info.header):
+            raise ResultError(f"{text}: {why}", help="calibrate both alike")
         if first.header.get("levels") != info.header.get("levels"):
-            why = "their data have levelled channels by other factors"
-            text = f"{info.folder} cannot be merged with {first.folder}: {why}"
-            raise ResultError(text, help=APART)
+            why = "their channels were levelled by different factors"
+            raise ResultError(f"{text}: {why}", help=_TOGETHER)
     for why in _insufficient(first.header, config):
-        raise ResultError(f"{first.folder} cannot be merged: {why}", help=APART)
+        raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
 
 
-def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """What keeps two calibrations from being of one model and config, in sentences."""
+def _differences(
+    first: Mapping[str, Any],
+    other: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yield why two calibrations are not of one model and config, in sentences."""
     if first["model"] != other["model"]:
         yield f"it is of {other['model']}, not of {first['model']}"
-    for key, what in {"layers": "layer", "weights": "the weight"}.items():
-        name = fingerprint.first_difference(first[key], other[key])
-        if name is not None:
-            yield f"{what} {name} differs"
-    decisions = [absorption.refused(header.get("absorption", {})) for header in (first, other)]
-    for name in sorted(decisions[0] ^ decisions[1]):
-        yield (
-            f"by the data of one, the high biases of {name} were absorbed, and not by those "
-            "of the other"
-        )
-    for key, what in {
-        "config": "the configs decide otherwise",
+    layer = fingerprint.first_difference(first["layers"], other["layers"])
+    if layer is not None:
+        yield f"layer {layer} differs"
+    weight = fingerprint.first_difference(first["weights"], other["weights"])
+    if weight is not None:
+        yield f"the weight {weight} differs"
+    first_refused = absorption.refused(first.get("absorption", {}))
+    other_refused = absorption.refused(other.get("absorption", {}))
+    for name in sorted(first_refused ^ other_refused):
+        yield f"only one of them absorbed the high biases of {name}"
+    sentences = {
+        "config": "their configs quantize differently",
         "algorithms": "the algorithms differ",
         "inputs": "the shapes of the inputs differ",
         "fast_finetune": "only one is finetuned",
         "seed": "the seeds differ",
-    }.items():
+    }
+    for key, sentence in sentences.items():
         if first.get(key) != other.get(key):
-            yield what
+            yield sentence
 
 
 def _insufficient(header: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Why statistics are not enough to find again what calibration found, in sentences."""
+    """Yield why the solution cannot be found again from statistics, in sentences."""
     for algorithm in config.algorithms:
         if algorithm.needs_data:
             yield (
                 f"{algorithm.name} needs the values that layers read, and statistics do not "
                 "hold them"
             )
-    if header.get("fast_finetune"):
-        yield (
-            "fast finetuning needs the values that layers read, and statistics do not hold them"
-        )
-    if config.settings.include_bias_corr:
-        yield "bias correction needs the outputs of the quantized network, whose scales change"
-    if not header["batches"]:
-        yield "it was quantized without data, so there is nothing to merge"
+    yield from beyond_statistics(header, "merge")
 
 
 def merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:
-    """The fingerprint of all data; its digest is one of the digests."""
-    prints = [info.header["data"] for info in infos]
-    names = sorted({name for each in prints for name in each["inputs"]})
-    inputs = {
-        name: sorted({kind for each in prints for kind in each["inputs"].get(name, ())})
-        for name in names
+    """Return the fingerprint of all data. Its digest is that of the digests."""
+    samples = 0
+    batches = 0
+    kinds: dict[str, set[Any]] = {}
+    digest = hashlib.blake2b(digest_size=16)
+    for info in infos:
+        data = info.header["data"]
+        samples += data["samples"]
+        batches += data["batches"]
+        digest.update(data["digest"].encode())
+        for name, names_of_kinds in data["inputs"].items():
+            kinds.setdefault(name, set()).update(names_of_kinds)
+    inputs = {name: sorted(kinds[name]) for name in sorted(kinds)}
+    return {
+        "samples": samples,
+        "batches": batches,
+        "inputs": inputs,
+        "digest": digest.hexdigest(),
     }
-    digest = hashlib.blake2b(
-        "".join(each["digest"] for each in prints).encode(), digest_size=16
-    ).hexdigest()
-    samples, batches = (sum(each[key] for each in prints) for key in ("samples", "batches"))
-    return {"samples": samples, "batches": batches, "inputs": inputs, "digest": digest}

@@ -1,4 +1,6 @@
-"""A solution as the result folder has it: files of tensors, and what a header says of them."""
+"""Convert a solution to the result folder's files of tensors and entries of the header, and
+back.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +12,12 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
 from quantizer.graph.edits import Insertion
-from quantizer.nn.load import CORRECTIONS, GROUP_SCALES, WEIGHTS_FILE, quantized_tensor
+from quantizer.nn.load import (
+    CORRECTIONS,
+    GROUP_SCALES,
+    WEIGHTS_FILE,
+    quantized_tensor,
+)
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import pack, packed_shape
 from quantizer.numerics.two_level import pack_scales
@@ -18,120 +25,140 @@ from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import OpenedFiles
 from quantizer.storage.tensor_shards import deferred_shards
 
-RESCALED = "rescaled.safetensors"
-"""Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS`
-has codes or others.
+_RESCALED = "rescaled.safetensors"
+"""The file with float parameters, by `<module>.<parameter>`, with which the network computes
+the same as the model. It has those for which WEIGHTS_FILE has codes or other values.
 """
-TENSORS = (WEIGHTS_FILE, CORRECTIONS, GROUP_SCALES, RESCALED)
+TENSOR_FILES = (WEIGHTS_FILE, CORRECTIONS, GROUP_SCALES, _RESCALED)
+_Parameters = dict[str, dict[str, Tensor]]
+"""Parameters by layer and name."""
 
 
-def tensors_of(network: Network, found: Solution) -> dict[str, dict[str, Tensor]]:
-    """The files that a solution needs, each tensor by its name there; parameters that have
-    codes are these, packed.
-    """
+def tensors_of(network: Network, solution: Solution) -> dict[str, dict[str, Tensor]]:
+    """Return the files of a solution, with their tensors by name. Codes are packed."""
     modules = network.module_names
-    weights, scales = dict(network.state_dict()), dict[str, Tensor]()
-    for (layer, role), tensor in found.tensors.items():
-        spec, name = tensor.spec, f"{modules[layer]}.{role}"
+    weights = dict(network.state_dict())
+    scales: dict[str, Tensor] = {}
+    for (layer, role), tensor in solution.tensors.items():
+        spec = tensor.spec
+        module = modules[layer]
         if tensor.codes is not None:
-            weights[f"{modules[layer]}.{parameter_name(role)}"] = _packed(tensor.codes, spec)
-        if spec.qscheme == "per_group" and not spec.is_dynamic:  # too much for quant_info.json
+            name = f"{module}.{parameter_name(role)}"
+            weights[name] = _packed(tensor.codes, spec)
+        # Scales of groups are too many for quant_info.json.
+        if spec.qscheme == "per_group" and not spec.is_dynamic:
             parts = pack_scales(tensor.scale, spec.scale_type)
-            scales |= {f"{name}.{part}": stored for part, stored in parts.items()}
+            for part, values in parts.items():
+                scales[f"{module}.{role}.{part}"] = values
             if spec.dtype == "int" and not spec.symmetric:
-                scales[f"{name}.zero_point"] = tensor.zero_point
-    rescaled = {
-        f"{modules[name]}.{key}": tensor
-        for name, own in found.rescaled.items()
-        for key, tensor in own.items()
-        if found.weights.get(name, {}).get(key) is not tensor  # else it is in WEIGHTS
-    }
-    others = {CORRECTIONS: dict(found.corrections), GROUP_SCALES: scales, RESCALED: rescaled}
-    return {
-        WEIGHTS_FILE: weights,
-        **{name: tensors for name, tensors in others.items() if tensors},
-    }
+                scales[f"{module}.{role}.zero_point"] = tensor.zero_point
+    rescaled: dict[str, Tensor] = {}
+    for layer, parameters in solution.rescaled.items():
+        replaced = solution.weights.get(layer, {})
+        for key, parameter in parameters.items():
+            # The same tensor is in WEIGHTS_FILE already.
+            if replaced.get(key) is not parameter:
+                rescaled[f"{modules[layer]}.{key}"] = parameter
+    files = {WEIGHTS_FILE: weights}
+    if solution.corrections:
+        files[CORRECTIONS] = dict(solution.corrections)
+    if scales:
+        files[GROUP_SCALES] = scales
+    if rescaled:
+        files[_RESCALED] = rescaled
+    return files
 
 
 def _packed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
-    """Codes as a file holds them, made when they are written if they are not in memory."""
+    """Return codes as a file holds them; deferred if they are."""
     if not isinstance(codes, DeferredTensor):
         return pack(codes, spec)
     shape = packed_shape(codes.shape, spec)
-    return DeferredTensor(
-        shape,
-        codes.dtype if shape == codes.shape else torch.uint8,
-        lambda: pack(codes.load(), spec),
-    )
+    dtype = codes.dtype if shape == codes.shape else torch.uint8
+    return DeferredTensor(shape, dtype, lambda: pack(codes.load(), spec))
 
 
-def header_of(network: Network, found: Solution) -> dict[str, Any]:
-    """The header's entries on what algorithms and finetuning replaced."""
+def header_of(network: Network, solution: Solution) -> dict[str, Any]:
+    """Return the header's entries on what algorithms and finetuning changed."""
     modules = network.module_names
-    checked: dict[str, Any] = {"absorption": found.absorption} if found.absorption else {}
-    if found.levels:
-        checked["levels"] = dict(found.levels)
-    return checked | {
-        "replaced": {
-            name: {
-                "module": modules[name],
-                "weights": sorted(found.weights.get(name, ())),
-                "rescaled": sorted(found.rescaled.get(name, ())),
-            }
-            for name in sorted({*found.weights, *found.rescaled})
-        },
-        "insertions": [
-            {key: value for key, value in vars(row).items() if key != "weight"}
-            | {"module": modules[row.name]}
-            for row in found.insertions
-        ],
-        "algorithms": list(found.algorithms.get("algorithms", ())),
-    }
+    header: dict[str, Any] = {}
+    if solution.absorption:
+        header["absorption"] = solution.absorption
+    if solution.levels:
+        header["levels"] = dict(solution.levels)
+    replaced: dict[str, Any] = {}
+    for layer in {*solution.weights, *solution.rescaled}:
+        replaced[layer] = {
+            "module": modules[layer],
+            "weights": sorted(solution.weights.get(layer, ())),
+            "rescaled": sorted(solution.rescaled.get(layer, ())),
+        }
+    insertions: list[dict[str, Any]] = []
+    for insertion in solution.insertions:
+        row = {**vars(insertion), "module": modules[insertion.name]}
+        del row["weight"]
+        insertions.append(row)
+    header["replaced"] = replaced
+    header["insertions"] = insertions
+    header["algorithms"] = list(solution.algorithms.get("algorithms", ()))
+    return header
 
 
 def solution_of(
-    opened: OpenedFiles, header: Mapping[str, Any], entries: Mapping[str, Any]
+    opened: OpenedFiles,
+    header: Mapping[str, Any],
+    entries: Mapping[str, Any],
 ) -> Solution:
-    """The inverse of `tensors_of` and `header_of`, its tensors deferred; `entries` are those of
-    quant_info.json.
+    """Return the solution in a result folder, its tensors deferred: the inverse of `tensors_of`
+    and `header_of`.
+
+    Args:
+        opened: the files.
+        header: of quant_info.json.
+        entries: the tensors of quant_info.json, by layer and role.
 
     Raises:
-        KeyError, TypeError, ValueError: something is not there.
+        KeyError, TypeError, ValueError: something is missing.
     """
-    files = {name: deferred_shards(name, opened) for name in TENSORS}
+    files = {name: deferred_shards(name, opened) for name in TENSOR_FILES}
     stored = files[WEIGHTS_FILE]
-
-    def replaced(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        rows = {name: entry for name, entry in header["replaced"].items() if entry[kind]}
-        return {
-            name: {key: tensors[f"{row['module']}.{key}"] for key in row[kind]}
-            for name, row in rows.items()
-        }
-
-    tensors = {
-        (layer, role): quantized_tensor(entry, role, {**stored, **files[GROUP_SCALES]})
-        for layer, roles in entries.items()
-        for role, entry in roles.items()
-    }
-    insertions = []
+    with_scales = {**stored, **files[GROUP_SCALES]}
+    tensors = {}
+    for layer, roles in entries.items():
+        for role, entry in roles.items():
+            tensors[layer, role] = quantized_tensor(entry, role, with_scales)
+    insertions: list[Insertion] = []
     for row in header["insertions"]:
-        weight = stored[f"{row['module']}.weight"]
-        insertions.append(
-            Insertion(
-                row["name"],
-                row["op"],
-                row["source"],
-                tuple(row["readers"]),
-                weight,
-                row["attrs"],
-            )
+        insertion = Insertion(
+            name=row["name"],
+            op=row["op"],
+            source=row["source"],
+            readers=tuple(row["readers"]),
+            weight=stored[f"{row['module']}.weight"],
+            attrs=row["attrs"],
         )
+        insertions.append(insertion)
+    replaced = header["replaced"]
     return Solution(
         tensors,
-        weights=replaced("weights", stored),
+        weights=_parameters(replaced, "weights", stored),
         corrections=files[CORRECTIONS],
         insertions=tuple(insertions),
-        rescaled=replaced("rescaled", {**stored, **files[RESCALED]}),
+        rescaled=_parameters(replaced, "rescaled", {**stored, **files[_RESCALED]}),
         absorption=header.get("absorption", {}),
         levels=header.get("levels", {}),
     )
+
+
+def _parameters(
+    replaced: Mapping[str, Any],
+    kind: str,
+    tensors: Mapping[str, Tensor],
+) -> _Parameters:
+    """Return the parameters that the header's entry `replaced` names under `kind`."""
+    parameters: _Parameters = {}
+    for layer, row in replaced.items():
+        for key in row[kind]:
+            tensor = tensors[f"{row['module']}.{key}"]
+            parameters.setdefault(layer, {})[key] = tensor
+    return parameters

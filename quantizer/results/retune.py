@@ -1,25 +1,25 @@
-"""New scales of activations from what calibration has kept, without the model and without
+"""Recompute the scales of activations for other range methods, without the model and without
 data.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantizer.calibration.observing import DISTRIBUTION
-from quantizer.config.document.document import Document, Text, pointer_to
+from quantizer.config.document.document import Text, pointer_to
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical_spec import observer_word, usual_statistic
 from quantizer.config.forms.range_words import Paths, Restated, by_layer, in_place
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.load import check_document
 from quantizer.config.model import Config, QuantizationSpec, Role
 from quantizer.config.roles import base_role
@@ -27,269 +27,301 @@ from quantizer.config.wording import first_names
 from quantizer.errors import ResultError, UsageError
 from quantizer.observers import Observer
 from quantizer.plan.model import Key
-from quantizer.results.calibrated_folder import CalibratedFolder, Json
+from quantizer.results.calibrated_folder import CalibratedFolder, ObserverStates
+from quantizer.results.write import positions
 
-AGAIN = "calibrate again with the config that --dry_run -o FILE writes"
-Statistics = dict[tuple[str, str], dict[str, Tensor]]
+_AGAIN = "calibrate again with the config that --dry_run -o FILE writes"
+_HISTOGRAM = "histogram"
+"""Stands for the role in the key of a histogram that was kept beside ranges."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is said anew of how ranges are found; None leaves it."""
+    """A change of how ranges are found. A field that is None stays as it is."""
 
     method: str | None = None
     percentage: float | None = None
     statistic: str | None = None
 
-    def of(self, spec: QuantizationSpec, form: str) -> QuantizationSpec:
-        """A spec with it, as a config of this form would have it.
+    def apply(self, spec: QuantizationSpec, form: str) -> QuantizationSpec:
+        """Return a spec with the change, as a config of this form would have it.
 
         Raises:
             UsageError: the form has no word for it.
         """
         method = self.method or spec.method
-        known: Json = {"method": method}
+        fields: JsonObject = {"method": method}
         if form == "hierarchical":
-            if observer_word(replace(spec, **known)) is None:
+            if observer_word(replace(spec, method=method)) is None:
                 raise UsageError(
                     f"the hierarchical form has no observer for {method} {spec.qscheme}"
                 )
-            known["statistic"] = usual_statistic(method)
-            known["percentage"] = (
-                spec.percentage if method == spec.method else QuantizationSpec().percentage
-            )
+            fields["statistic"] = usual_statistic(method)
+            if method != spec.method:
+                fields["percentage"] = QuantizationSpec().percentage
         elif self.statistic:
-            known["statistic"] = self.statistic
+            fields["statistic"] = self.statistic
         if self.percentage is not None and method == "percentile":
-            known["percentage"] = self.percentage
-        return replace(spec, **known)
+            fields["percentage"] = self.percentage
+        return replace(spec, **fields)
 
 
 def retuned(
-    folder: CalibratedFolder, change: Change, layers: Collection[str] | None = None
+    folder: CalibratedFolder,
+    change: Change,
+    layers: Collection[str] | None = None,
 ) -> Retuned:
-    """What another way to find ranges does to the activations of these layers, or of all.
+    """Return the activations of these layers, or of all, with a change of their ranges.
 
     Raises:
         UsageError: nothing changes, or the form has no such word.
-        ResultError: which tensors share a quantization would change.
+        ResultError: other tensors would share a quantization than before.
         ConfigError: the config would not be valid.
     """
-    document = folder.document
-    form = form_of(document.value)
+    form = form_of(folder.document.value)
     if change.percentage is not None and change.method not in (None, "percentile"):
         raise UsageError(f"--percentage is for the percentile method, not for {change.method}")
     if form == "hierarchical" and change.statistic:
         raise UsageError(
             "--statistic is for the layered form: here the observers of activations decide it"
         )
-    keys = [key for key in folder.activations if layers is None or key[0] in layers]
-    after = {key: change.of(folder.specs[key], form) for key in keys}
-    changed = {
-        key: Restated(folder.specs[key], spec, folder.planned[key]["origins"])
-        for key, spec in after.items()
-        if spec != folder.specs[key]
-    }
+    changed: dict[Key, Restated] = {}
+    for key in folder.activations:
+        if layers is not None and key[0] not in layers:
+            continue
+        before = folder.specs[key]
+        after = change.apply(before, form)
+        if after != before:
+            changed[key] = Restated(before, after, folder.planned[key]["origins"])
     if not changed:
         raise UsageError("nothing changes: the activations have these settings already")
-    _require_alike(folder, changed)
-    return Retuned(folder, changed, *_document(folder, document, changed, whole=layers is None))
+    _require_same_groups(folder, changed)
+    value, paths = _changed_config(folder, changed, is_for_all=layers is None)
+    return Retuned(folder, changed, value, paths)
 
 
 class Retuned:
-    """Tensors before and after, and the config that says so.
+    """Tensors before and after a change, and the config with the change.
 
     Attributes:
         tensors: before and after.
         text: of the new config.
+        config: the new config.
     """
 
     def __init__(
         self,
         folder: CalibratedFolder,
         tensors: Mapping[Key, Restated],
-        value: Mapping[str, Any],
+        value: JsonMapping,
         paths: Paths,
     ) -> None:
-        self._folder, self.tensors, self._paths = folder, tensors, paths
+        self._folder = folder
+        self.tensors = tensors
+        self._paths = paths
         self._before = folder.document
-        name = self._before.source.name if self._before.source.text else "config.json"
+        name = "config.json"
+        if self._before.source.text:
+            name = self._before.source.name
         self.text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
         self._after = parse_document(Text(name, self.text))
         self.config: Config = check_document(self._after).require()
 
     @cached_property
-    def entries(self) -> tuple[dict[Key, Json], Statistics]:
-        """The new entries of quant_info.json, and all statistics: exactly what a calibration
-        with this config finds.
+    def entries(self) -> tuple[dict[Key, JsonObject], ObserverStates]:
+        """Return the new entries of quant_info.json, and the states of all observers. They
+        equal those of a calibration with the new config.
 
         Raises:
-            ResultError: what was kept does not say it; what is missing is named.
+            ResultError: the stored statistics do not suffice. The message says what is missing.
         """
-        kept, folder = self._folder.statistics(), self._folder
-        groups: dict[tuple[str, QuantizationSpec], list[Key]] = {}
-        for key in folder.activations:
-            groups.setdefault((folder.source(key), folder.specs[key]), []).append(key)
-        entries, missing = dict[Key, Json](), dict[str, list[str]]()
-        for (source, spec), keys in groups.items():
-            owner = next(key for key in keys if key in kept)
-            if owner not in self.tensors:
-                continue
-            after = self.tensors[owner].after
-            try:
-                observer = _observer(spec, kept[owner]).restated(
-                    after, _beside(kept.get((source, "histogram")))
-                )
-            except (LookupError, ValueError) as error:
-                missing.setdefault(str(error), []).append(f"{owner[1]} of {owner[0]}")
-                continue
-            entries |= {
-                key: _entry(folder.entries[key[0]][key[1]], after, observer) for key in keys
-            }
-            if (source, "histogram") not in kept and not observer.has_histogram:
-                kept[source, "histogram"] = kept[owner]
-            kept[owner] = observer.state_dict()
+        folder = self._folder
+        states = folder.statistics()
+        entries: dict[Key, JsonObject] = {}
+        missing: dict[str, list[str]] = {}
+        sources_of_ranges: set[str] = set()
+        for (source, spec), keys in _groups(folder, folder.specs).items():
+            # The first key with a state has the observer that the group shares.
+            owner = next(key for key in keys if key in states)
+            if owner in self.tensors:
+                after = self.tensors[owner].after
+                histogram = states.get((source, _HISTOGRAM))
+                beside = None
+                if histogram is not None:
+                    beside = _observer(DISTRIBUTION, histogram)
+                try:
+                    observer = _observer(spec, states[owner]).restated(after, beside)
+                except (LookupError, ValueError) as error:
+                    layer, role = owner
+                    missing.setdefault(str(error), []).append(f"{role} of {layer}")
+                    continue
+                for layer, role in keys:
+                    entry = folder.entries[layer][role]
+                    entries[layer, role] = _entry(entry, after, observer)
+                if histogram is None and not observer.has_histogram:
+                    states[source, _HISTOGRAM] = states[owner]
+                states[owner] = observer.state_dict()
+            if "counts" not in states[owner]:
+                sources_of_ranges.add(source)
         for why, names in missing.items():
-            raise ResultError(f"{why}: {first_names(names, 3)}", help=AGAIN)
-        ranged = {
-            source for (source, _), keys in groups.items() if "counts" not in _first(kept, keys)
-        }
-        return entries, {
-            key: own for key, own in kept.items() if key[1] != "histogram" or key[0] in ranged
-        }
+            raise ResultError(f"{why}: {first_names(names, 3)}", help=_AGAIN)
+        for source, role in list(states):
+            if role == _HISTOGRAM and source not in sources_of_ranges:
+                del states[source, role]
+        return entries, states
 
     def write(self, place: Path) -> None:
-        """Write the result folder; test mode runs it as that of a calibration with this config.
+        """Write the result folder. It equals that of a calibration with the new config.
 
         Raises:
-            ResultError: what was kept does not say it, or the folder cannot be written.
+            ResultError: the stored statistics do not suffice, or the folder cannot be written.
         """
         entries, statistics = self.entries
-        self._folder.write(place, entries, self._planned(), statistics, self.config)
+        self._folder.write(
+            place,
+            self.config,
+            entries=entries,
+            planned=self._planned(),
+            statistics=statistics,
+        )
 
-    def _planned(self) -> dict[Key, Json]:
-        """The entries of plan.json, all their places in the new text."""
-        found: dict[Key, Json] = {}
+    def _planned(self) -> dict[Key, JsonObject]:
+        """Return the entries of plan.json, with the new specs and places in the new text."""
+        entries: dict[Key, JsonObject] = {}
         for key, planned in self._folder.planned.items():
-            origins = {
-                field: self._origin(key, field, origin)
-                for field, origin in planned["origins"].items()
-            }
-            found[key] = {**planned, "origins": origins}
+            origins: dict[str, str] = {}
+            for field, origin in planned["origins"].items():
+                origins[field] = self._origin(key, field, origin)
+            entry = {**planned, "origins": origins}
             if key in self.tensors:
-                found[key]["spec"] = self.tensors[key].after.to_json()
-        return found
+                entry["spec"] = self.tensors[key].after.to_json()
+            entries[key] = entry
+        return entries
 
-    def _origin(self, tensor: Key, field: str, origin: str) -> str:
-        """Where the new text says a field, whose place in the old one is `origin`."""
-        layer, role = tensor
-        said = ((layer, role, field), (layer, base_role(role), field), (layer, role, None))
-        for key in said:
-            if key in self._paths:
-                path = self._paths[key]
-                return "default" if path is None else str(self._after.place(pointer_to(*path)))
+    def _origin(self, key: Key, field: str, origin: str) -> str:
+        """Return the place of a field in the new text, whose place in the old one is
+        `origin`.
+        """
+        layer, role = key
+        for field_key in (
+            (layer, role, field),
+            (layer, base_role(role), field),
+            (layer, role, None),
+        ):
+            if field_key not in self._paths:
+                continue
+            path = self._paths[field_key]
+            if path is None:
+                return "default"
+            return str(self._after.place(pointer_to(*path)))
         return self._moved(origin)
 
     def _moved(self, origin: str) -> str:
-        """Where the value of a place of the old text is in the new one."""
+        """Return the place in the new text of a value that did not change."""
         path = self._before.paths_at.get(origin)
         if path is None:
             return origin
         if path[:1] == ("layer_quantize_config",) and len(path) > 1:
-            names = [_selector(entry) for entry in self._after.at(path[0])]
-            name = _selector(self._before.at(*path[:2]))
-            if name not in names:
+            # New entries may stand before this one.
+            selectors = [_selector(entry) for entry in self._after.at(path[0])]
+            selector = _selector(self._before.at(*path[:2]))
+            if selector not in selectors:
                 return origin
-            path = (path[0], names.index(name), *path[2:])
+            path = (path[0], selectors.index(selector), *path[2:])
         pointer = pointer_to(*path)
-        return str(self._after.place(pointer)) if pointer in self._after else origin
+        if pointer not in self._after:
+            return origin
+        return str(self._after.place(pointer))
 
 
-def _require_alike(folder: CalibratedFolder, changed: Mapping[Key, Restated]) -> None:
-    """Refuse changes after which other tensors would be quantized together than now.
+def _groups(
+    folder: CalibratedFolder,
+    specs: Mapping[Key, QuantizationSpec],
+) -> dict[tuple[str, QuantizationSpec], list[Key]]:
+    """Return the activations that share an observer, by the layer observed and the spec."""
+    groups: dict[tuple[str, QuantizationSpec], list[Key]] = {}
+    for key in folder.activations:
+        group = (folder.source(key), specs[key])
+        groups.setdefault(group, []).append(key)
+    return groups
+
+
+def _require_same_groups(
+    folder: CalibratedFolder,
+    changed: Mapping[Key, Restated],
+) -> None:
+    """Refuse changes after which other tensors would share a quantization than before.
 
     Raises:
-        ResultError: so it is.
+        ResultError: naming the tensors.
     """
-    before, after = dict[Any, set[Key]](), dict[Any, set[Key]]()
-    for key in folder.activations:
-        spec = folder.specs[key]
-        before.setdefault((folder.source(key), spec), set()).add(key)
-        after.setdefault(
-            (folder.source(key), changed[key].after if key in changed else spec), set()
-        ).add(key)
-    for (source, _), keys in after.items():
-        if keys not in before.values():
-            what = (
-                f"the value of {source} would be quantized once where it is quantized twice, "
-                "or the other way round"
-            )
+    specs = dict(folder.specs)
+    for key, tensor in changed.items():
+        specs[key] = tensor.after
+    before = _groups(folder, folder.specs).values()
+    for (source, _), keys in _groups(folder, specs).items():
+        if keys not in before:
+            names = [f"{role} of {layer}" for layer, role in sorted(keys)]
             raise ResultError(
-                f"{what}: "
-                f"{first_names([f'{role} of {layer}' for layer, role in sorted(keys)], 3)}",
-                help=AGAIN,
+                f"the value of {source} would be quantized once where it is quantized twice, "
+                f"or the other way round: {first_names(names, 3)}",
+                help=_AGAIN,
             )
 
 
-def _document(
+def _changed_config(
     folder: CalibratedFolder,
-    document: Document,
     changed: Mapping[Key, Restated],
     *,
-    whole: bool,
-) -> tuple[dict[str, Any], Paths]:
-    """The config that says so: at the levels that say it now if all activations change, else
-    layer by layer.
+    is_for_all: bool,
+) -> tuple[JsonObject, Paths]:
+    """Return the new config and the path of each new word. If all activations change, the words
+    are at the levels that state the old ones; else each layer has an entry.
     """
-    others = [
-        (role, folder.planned[layer, role]["origins"])
-        for layer, role in folder.quantized
-        if (layer, role) not in changed
-    ]
-    found = in_place(document, changed, others) if whole else None
-    if found is not None:
-        return found
+    if is_for_all:
+        others: list[tuple[str, Mapping[str, str]]] = []
+        for key in folder.quantized:
+            if key not in changed:
+                others.append((key[1], folder.planned[key]["origins"]))
+        config = in_place(folder.document, changed, others)
+        if config is not None:
+            return config
     layers: dict[str, dict[Role, QuantizationSpec]] = {}
     for key, tensor in changed.items():
         for name in folder.members(key):
-            own = {
-                base_role(role): spec
-                for (layer, role), spec in folder.specs.items()
-                if layer == name
-            }
-            layers.setdefault(name, own)[base_role(key[1])] = tensor.after
-    return by_layer(document.value, layers, changed)
+            specs = layers.setdefault(name, {})
+            if not specs:
+                for (layer, role), spec in folder.specs.items():
+                    if layer == name:
+                        specs[base_role(role)] = spec
+            specs[base_role(key[1])] = tensor.after
+    return by_layer(folder.document.value, layers, changed)
 
 
-def _selector(entry: Json) -> tuple[Any, Any]:
-    """What a layer entry is for."""
+def _selector(entry: JsonMapping) -> tuple[object, object]:
+    """Return which layers a layer entry is for."""
     return entry.get("layer_type"), entry.get("layer_name")
 
 
-def _first(kept: Statistics, keys: Iterable[Key]) -> dict[str, Tensor]:
-    """What is kept of tensors that have one observer in common: the first of them has it."""
-    return next(kept[key] for key in keys if key in kept)
-
-
 def _observer(spec: QuantizationSpec, state: Mapping[str, Tensor]) -> Observer:
+    """Return an observer in a stored state."""
     observer = Observer(spec)
     observer.load_state_dict(state)
     return observer
 
 
-def _beside(state: Mapping[str, Tensor] | None) -> Observer | None:
-    return None if state is None else _observer(DISTRIBUTION, state)
-
-
-def _entry(entry: Json, spec: QuantizationSpec, observer: Observer) -> Json:
-    """An entry of quant_info.json with another scale."""
+def _entry(
+    entry: JsonMapping,
+    spec: QuantizationSpec,
+    observer: Observer,
+) -> JsonObject:
+    """Return an entry of quant_info.json with another scale."""
     qparams = observer.qparams()
     shape = torch.tensor(entry["scale"]).shape
-    changed = entry | {"spec": spec.to_json(), "scale": qparams.scale.view(shape).tolist()}
+    scale = qparams.scale.view(shape)
+    new = {**entry, "spec": spec.to_json(), "scale": scale.tolist()}
     if "zero_point" in entry:
-        changed["zero_point"] = qparams.zero_point.view(shape).tolist()
+        new["zero_point"] = qparams.zero_point.view(shape).tolist()
     if "position" in entry:
-        changed["position"] = (
-            (-torch.log2(qparams.scale.view(shape))).round().to(torch.int32).tolist()
-        )
-    return changed
+        new["position"] = positions(scale)
+    return new

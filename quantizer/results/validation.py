@@ -1,6 +1,5 @@
-"""Results are data that anyone may have written: before a value is used, it is checked against
-the schema, against itself, and against the graph of the model that it is for. What calibration
-cannot have written is refused.
+"""Check the content of a result folder's files: against their schemas, and whether calibration
+can have written it. The files are data that anyone may have written.
 """
 
 import math
@@ -10,158 +9,215 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from quantizer.config.forms.form import Form
-from quantizer.config.model import ROLES, QuantizationSpec, Settings
+from quantizer.config.model import ROLES, QuantizationSpec, Role, Settings
 from quantizer.config.resources import load_resource
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.config.rules.spec_rules import conflicts
+from quantizer.config.rules.spec_rules import Conflict, conflicts
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import first_names
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.storage.files import damaged, read_json
 from quantizer.storage.opened_files import OpenFile
 
-AGAIN = "run --quant_mode calib again"
-LARGEST = 1 << 31
-"""Values of an input that a result may ask for."""
+_MAX_INPUT_VALUES = 1 << 31
 _PLAIN: list[tuple[dict[str, str], set[type]]] = [
     ({"type": "number"}, {int, float}),
     ({"type": "integer"}, {int}),
     ({"type": "string"}, {str}),
 ]
-"""Schemas, and the types of Python that fit them: a list of no others is not gone through value
-by value.
-"""
+"""Schemas of numbers and texts, with the Python types of the values that they accept."""
 
 
 def check_content(content: Any, path: Path) -> None:
-    """Refuse content of quant_info.json that is not of its schema, or disagrees with itself.
+    """Refuse content of quant_info.json that does not fit its schema, or disagrees with itself.
 
     Raises:
-        ResultError: with the file, the place in it and the reason.
+        ResultError: naming the file, the place in it and the reason.
     """
     _check_schema(content, path, "quant_info.schema.json")
     header = content["header"]
-    hints = {name: hint for name, hint in get_type_hints(Settings).items() if name != "places"}
-    if strange := header["settings"].keys() ^ hints.keys():
-        raise damaged(
-            path, "header/settings", f"it lacks or has {first_names(sorted(strange))}"
-        )
-    for name, value in header["settings"].items():
-        if not fits(value, hints[name]):
-            raise damaged(path, f"header/settings/{name}", f"{value!r} is no such setting")
+    _check_settings(header["settings"], path)
     for index, shape in enumerate(header["inputs"]):
-        if math.prod(size or 1 for size in shape or ()) > LARGEST:
-            raise damaged(
-                path, f"header/inputs/{index}", f"{shape} has more than {LARGEST} values"
-            )
+        sizes = [size or 1 for size in shape or ()]
+        if math.prod(sizes) > _MAX_INPUT_VALUES:
+            why = f"{shape} has more than {_MAX_INPUT_VALUES} values"
+            raise damaged(path, f"header/inputs/{index}", why)
     first_sizes = {shape[0] for shape in header["inputs"] if shape}
     if first_sizes == {0}:
         raise damaged(path, "header/inputs", "a batch without samples")
     for layer, roles in content["tensors"].items():
         for role, entry in roles.items():
-            if why := _misfit(entry, role):
-                raise damaged(path, f"tensors/{layer}/{role}", why)
+            fault = spec_fault(entry["spec"], role) or _number_fault(entry)
+            if fault is not None:
+                raise damaged(path, f"tensors/{layer}/{role}", fault)
+
+
+def _check_settings(settings: Mapping[str, Any], path: Path) -> None:
+    hints = get_type_hints(Settings)
+    del hints["places"]
+    strange = sorted(settings.keys() ^ hints.keys())
+    if strange:
+        why = f"it lacks or has {first_names(strange)}"
+        raise damaged(path, "header/settings", why)
+    for name, value in settings.items():
+        if not fits(value, hints[name]):
+            why = f"{value!r} is no such setting"
+            raise damaged(path, f"header/settings/{name}", why)
 
 
 def checked_json(file: OpenFile) -> Any:
-    """A JSON file of a result folder, checked against its schema if there is one for its name.
+    """Return the content of a JSON file of a result folder, checked against the schema for its
+    name if there is one.
 
     Raises:
-        ResultError: it is missing or damaged; the place in it is named.
+        ResultError: the file is missing or damaged; the place in it is named.
     """
-    path, content, schema = file.path, read_json(file), "result_files.schema.json"
-    if path.name in load_resource("schemas", schema)["definitions"]:
-        _check_schema(content, path, schema, path.name)
+    name = file.path.name
+    content = read_json(file)
+    schema = "result_files.schema.json"
+    if name in load_resource("schemas", schema)["definitions"]:
+        _check_schema(content, file.path, schema, name)
     return content
 
 
-def _check_schema(content: Any, path: Path, schema: str, definition: str | None = None) -> None:
+def _check_schema(
+    content: Any,
+    path: Path,
+    schema: str,
+    definition: str | None = None,
+) -> None:
     for error in _validator(schema, definition).iter_errors(content):
-        raise damaged(path, "/".join(map(str, error.absolute_path)), error.message)
+        place = "/".join(map(str, error.absolute_path))
+        raise damaged(path, place, error.message)
 
 
 @cache
 def _validator(schema: str, definition: str | None) -> Any:
-    # Takes as long to import as a fifteenth of torch
+    # This import takes a fifteenth of the time that torch takes.
     from jsonschema import Draft7Validator, validators
 
     def is_integer(_: Any, value: object) -> bool:
-        # To a schema 8.0 is one, to torch it is none
+        # To JSON Schema 8.0 is an integer, to torch it is not.
         return isinstance(value, int) and not isinstance(value, bool)
 
-    whole = load_resource("schemas", schema)
-    used = whole if definition is None else {**whole, "$ref": f"#/definitions/{definition}"}
-    checker = Draft7Validator.TYPE_CHECKER.redefine("integer", is_integer)
-    every = Draft7Validator.VALIDATORS["items"]
+    check_items = Draft7Validator.VALIDATORS["items"]
 
-    def items(validator: Any, each: Any, instance: Any, around: Any) -> Iterator[Any]:
-        types = next((types for schema, types in _PLAIN if schema == each), set())
-        if not isinstance(instance, list) or not types.issuperset(map(type, instance)):
-            yield from every(validator, each, instance, around)
+    def items(
+        validator: Any,
+        item_schema: Any,
+        values: Any,
+        parent_schema: Any,
+    ) -> Iterator[Any]:
+        # A list of numbers or texts need not be checked value by value.
+        if not isinstance(values, list) or not _fits_plainly(item_schema, values):
+            yield from check_items(validator, item_schema, values, parent_schema)
 
-    strict: Any = validators.extend(Draft7Validator, {"items": items}, type_checker=checker)  # type: ignore[no-untyped-call]
-    return strict(used)
+    document = load_resource("schemas", schema)
+    if definition is not None:
+        document = {**document, "$ref": f"#/definitions/{definition}"}
+    type_checker = Draft7Validator.TYPE_CHECKER.redefine("integer", is_integer)
+    strict: Any = validators.extend(  # type: ignore[no-untyped-call]
+        Draft7Validator,
+        {"items": items},
+        type_checker=type_checker,
+    )
+    return strict(document)
 
 
-def _misfit(entry: Mapping[str, Any], role: str) -> str | None:
-    """Why calibration cannot have written the entry of a tensor, whatever its model."""
-    if why := spec_fault(entry["spec"], role):
-        return why
-    numbers = [
-        value
-        for name in ("scale", "observed_min", "observed_max")
-        for value in _flat(entry.get(name, []))
-    ]
-    if not all(map(math.isfinite, numbers)):
-        return "it holds numbers that are not finite"
+def _fits_plainly(item_schema: Any, values: list[Any]) -> bool:
+    """Return whether an item schema has only a type, and all values have that."""
+    types = set(map(type, values))
+    for schema, accepted in _PLAIN:
+        if schema == item_schema:
+            return types <= accepted
+    return False
+
+
+def _number_fault(entry: Mapping[str, Any]) -> str | None:
+    """Return why the numbers of a tensor's entry cannot come from calibration; None if they
+    can.
+    """
+    for name in ("scale", "observed_min", "observed_max"):
+        numbers = entry.get(name, [])
+        if not isinstance(numbers, (list, tuple)):
+            numbers = [numbers]
+        if not all(map(math.isfinite, numbers)):
+            return "it holds numbers that are not finite"
     spec = QuantizationSpec(**entry["spec"])
-    limits = {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
-    if spec.dtype == "int" and any(
-        entry.get(name, value) != value for name, value in limits.items()
-    ):
+    if spec.dtype != "int":
+        return None
+    least = entry.get("quant_min", spec.quant_min)
+    most = entry.get("quant_max", spec.quant_max)
+    if (least, most) != (spec.quant_min, spec.quant_max):
         return f"its codes are from {spec.quant_min} to {spec.quant_max}"
     return None
 
 
-def spec_fault(words: Mapping[str, Any], role: str) -> str | None:
-    """Why these cannot be the fields of a spec for a tensor in a role; None if they can."""
+def spec_fault(fields: Mapping[str, Any], role: str) -> str | None:
+    """Return why these cannot be the fields of a spec for a tensor in a role; None if they
+    can.
+    """
     hints = get_type_hints(QuantizationSpec)
-    if words.keys() != hints.keys():
-        return f"its spec lacks or has {first_names(sorted(words.keys() ^ hints.keys()))}"
-    wrong = next((name for name, value in words.items() if not fits(value, hints[name])), None)
-    if wrong is not None:
-        return f"{words[wrong]!r} is no {wrong}"
-    spec = QuantizationSpec(**words)
-    if spec.dtype != "int" and spec.dtype not in FLOAT_FORMATS and spec.is_scaled:
-        return f"there is no number format {spec.dtype!r}"
-    if spec.dtype == "int" and not 2 <= spec.bit_width <= 32:
+    strange = sorted(fields.keys() ^ hints.keys())
+    if strange:
+        return f"its spec lacks or has {first_names(strange)}"
+    for name, value in fields.items():
+        if not fits(value, hints[name]):
+            return f"{value!r} is no {name}"
+    spec = QuantizationSpec(**fields)
+    return _format_fault(spec) or _granularity_fault(spec, role) or _rule_fault(spec, role)
+
+
+def _format_fault(spec: QuantizationSpec) -> str | None:
+    """Return what is wrong with a spec's number format."""
+    if spec.dtype == "int":
+        if 2 <= spec.bit_width <= 32:
+            return None
         return f"there are no integers of {spec.bit_width} bits"
-    grouped = ["per_group"]
+    if spec.dtype in FLOAT_FORMATS or not spec.is_scaled:
+        return None
+    return f"there is no number format {spec.dtype!r}"
+
+
+def _granularity_fault(spec: QuantizationSpec, role: str) -> str | None:
+    """Return what is wrong with the groups and channels of a spec."""
+    with_groups = ["per_group"]
     if is_parameter(role):
-        grouped.append("per_tensor")  # experts have a scale each
-    if is_parameter(role) and spec.ch_axis:
-        grouped.append("per_channel")  # of groups of transposed convolutions
-    is_whole = spec.qscheme == "per_group" and spec.group_size == -1
-    if (
-        spec.group_size is not None
-        and not is_whole
-        and (spec.group_size < 1 or spec.qscheme not in grouped)
-    ):
-        return f"{spec.qscheme} has no groups of {spec.group_size}"
+        # Each expert of a layer has a scale.
+        with_groups.append("per_tensor")
+        if spec.ch_axis:
+            # Groups of transposed convolutions have channels.
+            with_groups.append("per_channel")
+    size = spec.group_size
+    if size == -1 and spec.qscheme == "per_group":
+        # One group for the whole channel.
+        size = None
+    if size is not None and (size < 1 or spec.qscheme not in with_groups):
+        return f"{spec.qscheme} has no groups of {size}"
     if spec.qscheme in ("per_channel", "per_group") and spec.ch_axis is None:
         return f"{spec.qscheme} has no ch_axis"
-    if (base := base_role(role)) not in ROLES:
-        return f"there is no role {role!r}"
-    broken = [
-        {each.code: each for each in conflicts(spec, base, "CPU", form)}
-        for form in get_args(Form)
-    ]
-    # One form may allow what the other does not
-    for code in sorted(broken[0].keys() & broken[1].keys()):
-        if broken[0][code].severity == "error":
-            return f"{code}: {broken[0][code].message}"
     return None
 
 
-def _flat(value: Any) -> list[float]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+def _rule_fault(spec: QuantizationSpec, role: str) -> str | None:
+    """Return the rule that a spec breaks in both forms of the config: one form may allow what
+    the other forbids.
+    """
+    base = base_role(role)
+    if base not in ROLES:
+        return f"there is no role {role!r}"
+    layered, hierarchical = (_conflicts_by_code(spec, base, form) for form in get_args(Form))
+    for code in sorted(layered.keys() & hierarchical.keys()):
+        conflict = layered[code]
+        if conflict.severity == "error":
+            return f"{code}: {conflict.message}"
+    return None
+
+
+def _conflicts_by_code(
+    spec: QuantizationSpec,
+    role: Role,
+    form: str,
+) -> dict[str, Conflict]:
+    broken = conflicts(spec, role, "CPU", form)
+    return {conflict.code: conflict for conflict in broken}

@@ -1,4 +1,4 @@
-"""Write a result folder. checksums.json is written last."""
+"""Write a result folder: statistics, codes, the network's code, and last checksums.json."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import quantizer
 from quantizer.calibration import fingerprint
@@ -25,14 +26,16 @@ from quantizer.nn.load import GROUP_SCALES
 from quantizer.nn.load import INFO as INFO
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import JoinDecision, Plan
+from quantizer.plan.model import JoinDecision, Key, Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.results.folder import (
     ALGORITHMS,
     CHECKSUMS,
-    FORMAT,
     GRAPH_FILES,
     ORIGINS,
+    PLAN,
+    RESOLVED,
+    RESULT_FORMAT,
     RUN_FILE,
     SEALED,
     STATISTICS,
@@ -41,7 +44,7 @@ from quantizer.results.folder import (
 )
 from quantizer.results.graph_file import write_graph
 from quantizer.results.result_set import replaced_set
-from quantizer.results.result_tensors import TENSORS, header_of, tensors_of
+from quantizer.results.result_tensors import TENSOR_FILES, header_of, tensors_of
 from quantizer.storage.files import (
     json_parts,
     read_bytes,
@@ -52,28 +55,29 @@ from quantizer.storage.files import (
     write_tensors,
 )
 from quantizer.storage.opened_files import json_digest
-from quantizer.storage.tensor_shards import left_files, write_shards
+from quantizer.storage.tensor_shards import shard_files, write_shards
 
 
 def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
     """Refuse to write over the results of another model, or over code of the user's.
 
     Raises:
-        ResultError: the folder holds some, and `overwrite` is not set, or a file with the name
-            of the network's code.
+        ResultError: the folder holds results of another model and `overwrite` is not set, or it
+            holds a file with the name of the network's code.
     """
     code = folder / f"{model}.py"
     if code.is_file() and not is_emitted(code.read_text("utf-8", "replace")):
-        help_ = "move it to another folder, or choose another --output_dir"
         raise ResultError(
-            f"{code} is not a file that quantizer wrote, and would be replaced", help=help_
+            f"{code} is not a file that quantizer wrote, and would be replaced",
+            help="move it to another folder, or choose another --output_dir",
         )
     if overwrite or not (folder / INFO).exists():
         return
     try:
         owner = read_json(folder / INFO)["header"]["model"]
     except (ResultError, KeyError, TypeError):
-        return  # nothing anyone could use
+        # Nobody could use such results.
+        return
     if owner != model:
         raise ResultError(
             f"{folder} holds results of {owner}, not of {model}",
@@ -84,86 +88,84 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
 def write_results(
     folder: Path,
     original: Graph,
-    config: Config,
     calibration: Calibration,
-    found: Solution,
+    solution: Solution,
+    *,
+    config: Config,
     run: Mapping[str, Any],
     origins: Mapping[str, Iterable[bytes] | bytes] | None = None,
 ) -> None:
-    """Write everything `test` needs, in place of what was there; that stays until all is
-    written.
+    """Write the result folder of a calibration. What is there stays until all is written.
 
-    `run` goes into the header and is the same in equal runs: `fingerprint.model_digests` at
-    least, `CalibrationRequest.header` where there was one. `origins` are files of ORIGINS in
-    place of its own.
+    Args:
+        folder: the result folder.
+        original: the graph of the model.
+        calibration: the plan and the observers.
+        solution: how each tensor is quantized.
+        config: the config of the calibration.
+        run: further entries of the header, the same in equal runs: those of
+            `CalibrationRequest.header`, or at least of `fingerprint.model_digests`.
+        origins: the content of the files of ORIGINS; by default that of plan and config.
+
+    Raises:
+        ResultError: the folder cannot be written.
     """
-    graph = calibration.plan.graph
-    found = encoded(graph, found)
-    network = Network(with_weights(graph, found.weights))
+    plan = calibration.plan
+    graph = plan.graph
+    solution = encoded(graph, solution)
+    network = Network(with_weights(graph, solution.weights))
+    modules = network.module_names
+    if origins is None:
+        origins = {
+            PLAN: json_parts(_plan_content(plan, config)),
+            RESOLVED: json_parts(resolved_document(config)),
+        }
+    joins: dict[str, Any] = {}
+    for name, decision in solution.joins.items():
+        joins[name] = joins_entry(decision, _left_entries(calibration, modules, decision))
+    settings = asdict(config.settings)
+    del settings["places"]
     with replaced_results(folder) as new:
-        for name, content in (origins or _origins(calibration.plan, config)).items():
+        for name, content in origins.items():
             write_bytes(new / name, content)
-        _write(new, original, config, calibration, found, network, run)
-
-
-def _write(
-    folder: Path,
-    original: Graph,
-    config: Config,
-    calibration: Calibration,
-    found: Solution,
-    network: Network,
-    run: Mapping[str, Any],
-) -> None:
-    plan, graph = calibration.plan, calibration.plan.graph
-    files = {STATISTICS: write_tensors(folder / STATISTICS, calibration.state_dict())}
-    for name, tensors in tensors_of(network, found).items():
-        files |= write_shards(folder / name, tensors)
-    files |= write_graph(folder, original)
-    files[f"{graph.model}.py"] = write_bytes(folder / f"{graph.model}.py", emit(graph).encode())
-    if found.algorithms:
-        files[ALGORITHMS] = write_json(folder / ALGORITHMS, found.algorithms)
-    settings = {key: value for key, value in asdict(config.settings).items() if key != "places"}
-    header = {
-        "format": FORMAT,
-        "model": graph.model,
-        "quantizer": quantizer.__version__,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "settings": settings,
-        "batches": calibration.batches,
-        "inputs": fingerprint.input_shapes(original),
-        "call": fingerprint.input_call_paths(original),
-        "config": fingerprint.plan_digest(plan),
-        "files": files,
-        "joins": {
-            name: _join_entry(calibration, network, decision)
-            for name, decision in found.joins.items()
-        },
-        **header_of(network, found),
-        **run,
-    }
-    entries: dict[str, dict[str, Any]] = {}
-    for (layer, role), tensor in found.tensors.items():
-        notes = (
-            {"notes": list(found.notes[layer, role])} if (layer, role) in found.notes else {}
-        )
-        entries.setdefault(layer, {})[role] = (
-            _entry(calibration, network, (layer, role), tensor) | notes
-        )
-    write_info(folder, header, entries)
+        statistics = calibration.state_dict()
+        files = {STATISTICS: write_tensors(new / STATISTICS, statistics)}
+        for name, tensors in tensors_of(network, solution).items():
+            files |= write_shards(new / name, tensors)
+        files |= write_graph(new, original)
+        code = f"{graph.model}.py"
+        files[code] = write_bytes(new / code, emit(graph).encode())
+        if solution.algorithms:
+            path = new / ALGORITHMS
+            files[ALGORITHMS] = write_json(path, solution.algorithms)
+        header = {
+            "format": RESULT_FORMAT,
+            "model": graph.model,
+            "quantizer": quantizer.__version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "settings": settings,
+            "batches": calibration.batches,
+            "inputs": fingerprint.input_shapes(original),
+            "call": fingerprint.input_call_paths(original),
+            "config": fingerprint.plan_digest(plan),
+            "files": files,
+            "joins": joins,
+            **header_of(network, solution),
+            **run,
+        }
+        write_info(new, header, _tensor_entries(calibration, modules, solution))
 
 
 def write_info(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
-    """Write quant_info.json and checksums.json, after which the folder is a complete
-    calibration.
-    """
+    """Write quant_info.json and checksums.json, which complete a calibration."""
     content = {"header": header, "tensors": entries}
-    digest = write_json(
-        folder / INFO, content | {"checksum": json_digest(content), "complete": True}
-    )
-    origins = {name: sha256(folder / name) for name in ORIGINS}
-    write_json(folder / CHECKSUMS, {"files": {**header["files"], **origins, INFO: digest}})
+    sealed = {**content, "checksum": json_digest(content), "complete": True}
+    files = dict(header["files"])
+    for name in ORIGINS:
+        files[name] = sha256(folder / name)
+    files[INFO] = write_json(folder / INFO, sealed)
+    write_json(folder / CHECKSUMS, {"files": files})
 
 
 def write_copy(folder: Path, opened: OpenedResults) -> None:
@@ -180,117 +182,146 @@ def write_copy(folder: Path, opened: OpenedResults) -> None:
 
 @contextmanager
 def replaced_results(folder: Path) -> Iterator[Path]:
-    """A folder for the files of a calibration, which take the place of those of another, and of
-    what its tests found.
+    """Yield a folder for the files of a calibration. At the end they replace those of another
+    calibration and of its tests.
 
     Raises:
-        ResultError: they cannot be written; then the other is as it was.
+        ResultError: they cannot be written; then the folder is as it was.
     """
-    tensors = [name for each in TENSORS for name in left_files(folder / each)]
-    names = (INFO, *tensors, STATISTICS, ALGORITHMS, *GRAPH_FILES, *ORIGINS, *TESTED)
-    with replaced_set(folder, (*names, *_generated(folder))) as new:
+    present = [path.name for path in folder.glob("*.safetensors")]
+    gone = [INFO, STATISTICS, ALGORITHMS, *GRAPH_FILES, *ORIGINS, *TESTED]
+    for name in TENSOR_FILES:
+        gone += [name, *shard_files(name, present)]
+    gone += _generated(folder)
+    with replaced_set(folder, gone) as new:
         yield new
 
 
-def _origins(plan: Plan, config: Config) -> dict[str, Iterable[bytes]]:
-    """The files of ORIGINS."""
-    return dict(
-        zip(
-            ORIGINS,
-            map(json_parts, (_planned(plan, config), resolved_document(config))),
-            strict=True,
-        )
-    )
+def config_file(config: Config) -> dict[str, str]:
+    """Return the entry of plan.json on the user's config file."""
+    return {"name": Path(config.source).name, "text": config.text}
 
 
-def _planned(plan: Plan, config: Config) -> dict[str, Any]:
-    """plan.json: the plan, what it makes of the weights' size, and the file that its places are
-    in.
-    """
+def _plan_content(plan: Plan, config: Config) -> dict[str, Any]:
+    """Return plan.json: the plan, the weights' size before and after, and the config file."""
     before, after = weight_bytes(plan)
-    paths = {"paths": path_names(plan.graph)}
-    sizes = {"weight_bytes": {"float": before, "quantized": after}}
-    file = (
-        {"config": {"name": Path(config.source).name, "text": config.text}}
-        if config.text
-        else {}
-    )
-    return plan.to_json() | paths | sizes | file
+    content = plan.to_json()
+    content["paths"] = path_names(plan.graph)
+    content["weight_bytes"] = {"float": before, "quantized": after}
+    if config.text:
+        content["config"] = config_file(config)
+    return content
 
 
 def _generated(folder: Path) -> list[str]:
-    """The network's code that a calibration of any model has left, which says so itself."""
+    """Return the name of the code that a calibration of any model generated here, if there is
+    any.
+    """
     try:
         name = f"{read_json(folder / INFO)['header']['model']}.py"
-        is_ours = (
-            name.isprintable()
-            and is_emitted(read_bytes(folder / name).decode())
-            and "/" not in name
-        )
+        if not name.isprintable() or "/" in name:
+            return []
+        code = read_bytes(folder / name).decode()
     except (ResultError, KeyError, TypeError, OSError, ValueError):
         return []
-    return [name] if is_ours else []
+    return [name] if is_emitted(code) else []
+
+
+def _tensor_entries(
+    calibration: Calibration,
+    modules: Mapping[str, str],
+    solution: Solution,
+) -> dict[str, dict[str, Any]]:
+    """Return the tensors of quant_info.json, by layer and role."""
+    entries: dict[str, dict[str, Any]] = {}
+    for key, tensor in solution.tensors.items():
+        layer, role = key
+        entry = _entry(calibration, modules, key, tensor)
+        if key in solution.notes:
+            entry["notes"] = list(solution.notes[key])
+        entries.setdefault(layer, {})[role] = entry
+    return entries
 
 
 def _entry(
-    calibration: Calibration, network: Network, key: tuple[str, str], tensor: QuantizedTensor
+    calibration: Calibration,
+    modules: Mapping[str, str],
+    key: Key,
+    tensor: QuantizedTensor,
 ) -> dict[str, Any]:
-    """One tensor of quant_info.json."""
+    """Return a tensor of quant_info.json."""
     layer, role = key
     plan = calibration.plan
     planned = plan.tensors.get(key) or plan.left[key]
-    entry = planned.decided() | {
-        "module": network.module_names[layer],
-        "inplace": writes_inplace(plan.graph, layer, role),
-    }
+    entry = planned.decided()
+    entry["module"] = modules[layer]
+    entry["inplace"] = writes_inplace(plan.graph, layer, role)
     if tensor.codes is not None:
         entry["codes"] = {
             "shape": list(tensor.codes.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
         }
-    observer, spec, scale = calibration.observers.get(key), tensor.spec, tensor.scale
+    observer = calibration.observers.get(key)
     if observer is None:
         return entry
-    low, high = torch.as_tensor(observer.low), torch.as_tensor(observer.high)
+    spec = tensor.spec
+    low = torch.as_tensor(observer.low)
+    high = torch.as_tensor(observer.high)
     if spec.qscheme == "per_group":
-        entry |= {"scales_in": GROUP_SCALES, "scale_shape": list(scale.shape)}
-        low, high = low.min(), high.max()
+        # All the values of all groups would be too many for this file.
+        entry["scales_in"] = GROUP_SCALES
+        entry["scale_shape"] = list(tensor.scale.shape)
+        low = low.min()
+        high = high.max()
     else:
-        entry["scale"] = scale.tolist()
+        entry["scale"] = tensor.scale.tolist()
         if spec.dtype == "int":
             entry["zero_point"] = tensor.zero_point.tolist()
             if spec.scale_type == "poweroftwo":
-                entry["position"] = (-torch.log2(scale)).round().to(torch.int32).tolist()
+                entry["position"] = positions(tensor.scale)
     if spec.dtype == "int":
-        entry |= {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
-    return entry | {"observed_min": low.tolist(), "observed_max": high.tolist()}
+        entry["quant_min"] = spec.quant_min
+        entry["quant_max"] = spec.quant_max
+    entry["observed_min"] = low.tolist()
+    entry["observed_max"] = high.tolist()
+    return entry
 
 
-def _join_entry(
-    calibration: Calibration, network: Network, decision: JoinDecision
-) -> dict[str, Any]:
-    """How a join was decided, with the tensors that are not quantized for it as they would
-    be.
+def positions(scale: Tensor) -> Any:
+    """Return how many bits of a power-of-two scale are behind the binary point, as numbers.
+
+    >>> positions(torch.tensor([0.25, 2.0]))
+    [2, -1]
     """
+    exponents = torch.log2(scale).round()
+    return (-exponents).to(torch.int32).tolist()
+
+
+def _left_entries(
+    calibration: Calibration,
+    modules: Mapping[str, str],
+    decision: JoinDecision,
+) -> dict[str, dict[str, Any]]:
+    """Return the tensors that a join leaves unquantized, as they would be quantized."""
     left: dict[str, dict[str, Any]] = {}
     for key in decision.left:
-        tensor = QuantizedTensor(calibration.plan.left[key].spec).at(
-            calibration.observers[key].qparams()
-        )
-        left.setdefault(key[0], {})[key[1]] = _entry(calibration, network, key, tensor)
-    return joins_entry(decision, left)
+        layer, role = key
+        unscaled = QuantizedTensor(calibration.plan.left[key].spec)
+        tensor = unscaled.at(calibration.observers[key].qparams())
+        left.setdefault(layer, {})[role] = _entry(calibration, modules, key, tensor)
+    return left
 
 
 def joins_entry(
-    decision: JoinDecision, left: Mapping[str, Mapping[str, Any]]
+    decision: JoinDecision,
+    left: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return what quant_info.json says of a join; `left` are the entries of the tensors that it
-    does without.
+    """Return the header's entry on a join.
+
+    Args:
+        decision: how it is quantized.
+        left: the entries of the tensors that it leaves unquantized.
     """
-    join = {
-        key: value
-        for key, value in asdict(decision.join).items()
-        if key not in ("name", "parts")
-    }
-    known = {key: value for key, value in vars(decision).items() if key not in ("join", "left")}
-    return {**known, "join": join, "left": left}
+    join = asdict(decision.join)
+    del join["name"], join["parts"]
+    return {**vars(decision), "join": join, "left": left}

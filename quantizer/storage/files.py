@@ -1,4 +1,4 @@
-"""Files of a result folder, JSON and safetensors, each whole or not there."""
+"""Read and write JSON files, safetensors files and others, each whole or not at all."""
 
 import errno
 import hashlib
@@ -20,93 +20,102 @@ from quantizer.storage.plain_files import require_plain
 from quantizer.storage.process_memory import in_words
 from quantizer.storage.safetensors_file import deferred_file, safetensors_parts
 
+_AGAIN = "run --quant_mode calib again"
+_WORDS = 1 << 14
+"""So many words of JSON are encoded at once."""
+_MAX_REASON = 200
+
 
 def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
-    """Write atomically, part by part if there are several, and return the sha256; a crash
-    leaves the old file or the new one.
+    """Write a file atomically, perhaps part by part, and return its sha256.
 
     Raises:
-        ResultError: the folder cannot be written or the disk is full.
+        ResultError: the folder cannot be written or the disk is full. A crash leaves the old
+            file or the new one.
     """
     digest = hashlib.sha256()
+    parts = [content] if isinstance(content, bytes) else content
 
-    def counted() -> Iterator[bytes]:
-        for part in [content] if isinstance(content, bytes) else content:
+    def hashed() -> Iterator[bytes]:
+        for part in parts:
             digest.update(part)
             yield part
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, counted())
+        replace_file(path, hashed())
     except OSError as error:
         raise cannot_write(path, error) from error
     return digest.hexdigest()
 
 
 def cannot_write(path: Path, error: OSError) -> ResultError:
-    """What to say of a file or folder that the system refused to write; of a full disk, how
-    much of it is free.
+    """Return the error for a file or folder that the system refused to write. For a full disk
+    it says how much is free.
     """
-    free, help_ = "", "choose another place"
+    text = f"cannot write {path}: {error.strerror or error}"
+    help_ = "choose another place"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        place = next(each for each in path.absolute().parents if each.exists())
-        free, help_ = (
-            f", {in_words(shutil.disk_usage(place).free)} are free",
-            "choose another place or free some space",
-        )
-    return ResultError(f"cannot write {path}: {error.strerror or error}{free}", help=help_)
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        free = shutil.disk_usage(folder).free
+        text += f", {in_words(free)} are free"
+        help_ = "choose another place or free some space"
+    return ResultError(text, help=help_)
 
 
 def write_text(path: Path, text: str) -> str:
-    """In UTF-8, with escapes for bytes of file names that are none."""
+    """Write a text in UTF-8, and return its sha256.
+
+    Bytes of a file's name that are not UTF-8 are written as escapes.
+    """
     return write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def write_json(path: Path, value: Any) -> str:
-    """Sorted keys, two spaces, one newline at the end."""
+    """Write JSON with sorted keys, indented by two spaces, and return its sha256."""
     return write_bytes(path, json_parts(value))
 
 
 def json_parts(value: Any, *, sort_keys: bool = True) -> Iterator[bytes]:
-    """The text part by part: a list of its words takes twenty times as much memory."""
+    """Yield JSON part by part: a list of all its words would take twenty times as much memory
+    as the text.
+    """
     encoder = json.JSONEncoder(indent=2, sort_keys=sort_keys, ensure_ascii=False)
     words = encoder.iterencode(value)
-    while text := "".join(itertools.islice(words, CHUNK >> 6)):
-        yield text.encode(
-            errors="backslashreplace"
-        )  # a byte of a file's name that is no UTF-8 is one of JSON's escapes
+    while text := "".join(itertools.islice(words, _WORDS)):
+        # A byte of a file's name that is not UTF-8 becomes one of JSON's escapes.
+        yield text.encode(errors="backslashreplace")
     yield b"\n"
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """A safetensors file, written tensor by tensor; its bytes depend on the tensors alone."""
+    """Write a safetensors file tensor by tensor, and return its sha256, which depends on the
+    arguments alone.
+    """
     return write_bytes(path, safetensors_parts(tensors, metadata))
 
 
 def read_json(place: Path | OpenFile) -> Any:
-    """The parsed file.
+    """Return the content of a JSON file.
 
     Raises:
-        ResultError: missing or not JSON.
+        ResultError: the file is missing or not JSON.
     """
-    return _parsed(place, _json, "JSON")
+    return _parsed(place, _parse_json, "JSON")
 
 
-def _json(place: Path | OpenFile) -> Any:
-    """No result has NaN or infinity in it, what is not finite is null; nor halves of
-    characters, but for those that stand for bytes of a file's name.
+def _parse_json(file: OpenFile) -> Any:
+    """Parse strict JSON: without NaN and infinity, for which results have null, and without
+    halves of surrogate pairs, except those that stand for bytes of a file's name.
     """
-    text = _content(place).decode()
+    text = file.content().decode()
     value = json.loads(text, parse_constant=_refuse)
-    if "\\ud" in text.lower():  # written as escapes, which alone can be halves
+    # Only escapes can be halves.
+    if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
     return value
-
-
-def _content(place: Path | OpenFile) -> bytes:
-    return place.read_bytes() if isinstance(place, Path) else place.content()
 
 
 def _refuse(constant: str) -> Any:
@@ -114,22 +123,22 @@ def _refuse(constant: str) -> Any:
 
 
 def read_tensors(place: Path | OpenFile) -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
+    """Return the tensors of a safetensors file.
 
     Raises:
-        ResultError: missing or damaged.
+        ResultError: the file is missing or damaged.
     """
     tensors: dict[str, Tensor] = _parsed(
-        place, lambda file: load(_content(file)), "safetensors"
+        place, lambda file: load(file.content()), "safetensors"
     )
     return tensors
 
 
 def deferred_tensors(place: Path | OpenFile) -> dict[str, DeferredTensor]:
-    """The tensors of a safetensors file, each read when it is needed.
+    """Return the tensors of a safetensors file, each read when it is needed.
 
     Raises:
-        ResultError: missing or damaged.
+        ResultError: the file is missing or damaged.
     """
     tensors: dict[str, DeferredTensor] = _parsed(place, deferred_file, "safetensors")
     return tensors
@@ -139,60 +148,59 @@ def sha256(path: Path) -> str:
     """Return the digest of a file of any size.
 
     Raises:
-        ResultError: it cannot be read.
+        ResultError: the file cannot be read.
     """
-    digest = hashlib.sha256()
     try:
-        require_plain(path)
-        with path.open("rb") as file:
-            while part := file.read(CHUNK):
-                digest.update(part)
+        return _opened(path).digest()
     except OSError as error:
         raise cannot_read(path, error) from error
-    return digest.hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return what a file holds.
+    """Return the content of a file.
 
     Raises:
-        ResultError: it cannot be read.
+        ResultError: the file cannot be read.
     """
     try:
-        require_plain(path)
-        return path.read_bytes()
+        return _opened(path).content()
     except OSError as error:
         raise cannot_read(path, error) from error
 
 
 def cannot_read(path: Path, error: OSError) -> ResultError:
-    """Return what to say of a file that the system refuses to read."""
-    return ResultError(f"cannot read {path}: {error.strerror or error}", help=AGAIN)
+    """Return the error for a file that the system refuses to read."""
+    return ResultError(f"cannot read {path}: {error.strerror or error}", help=_AGAIN)
 
 
-CHUNK = 1 << 20
-AGAIN = "run --quant_mode calib again"
+def _opened(place: Path | OpenFile) -> OpenFile:
+    if isinstance(place, OpenFile):
+        return place
+    require_plain(place)
+    return OpenFile.at(place)
 
 
-def _parsed(place: Path | OpenFile, parse: Callable[[Any], Any], kind: str) -> Any:
+def _parsed(
+    place: Path | OpenFile,
+    parse: Callable[[OpenFile], Any],
+    kind: str,
+) -> Any:
     path = place if isinstance(place, Path) else place.path
     try:
-        if isinstance(place, Path):
-            require_plain(place)
-        return parse(place)
+        return parse(_opened(place))
     except FileNotFoundError:
         help_ = "run --quant_mode calib first, with the same --output_dir"
         raise ResultError(f"{path} does not exist", help=help_) from None
     except OSError as error:
         raise cannot_read(path, error) from error
-    except Exception as error:  # of whatever class the parser has
-        help_ = "run --quant_mode calib again"
-        raise ResultError(
-            f"{path} is not a readable {kind} file: {error}", help=help_
-        ) from error
+    except Exception as error:
+        # Parsers raise many classes of errors.
+        text = f"{path} is not a readable {kind} file: {error}"
+        raise ResultError(text, help=_AGAIN) from error
 
 
 def damaged(path: Path | str, where: str, why: str) -> ResultError:
-    """The error about a place in a file; long values are cut."""
-    short = why if len(why) <= 200 else f"{why[:200]}…"
-    return ResultError(f"{path} is damaged: {where}: {short}", help=AGAIN)
+    """Return the error about a place in a file. A long reason is cut."""
+    if len(why) > _MAX_REASON:
+        why = f"{why[:_MAX_REASON]}…"
+    return ResultError(f"{path} is damaged: {where}: {why}", help=_AGAIN)

@@ -1,11 +1,10 @@
-"""A safetensors file as deferred tensors, each in memory for as long as it is computed with."""
+"""Read safetensors files, also as deferred tensors, and write them tensor by tensor."""
 
 import json
 import os
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -36,63 +35,84 @@ STORED: dict[str, torch.dtype] = {
 """The dtypes of safetensors files by their names there."""
 
 _NAMES = {dtype: name for name, dtype in STORED.items()}
-
-
-def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
-    """The tensors of a safetensors file, each read when it is needed, and no more of the file
-    than that: a map of all of it would count as memory, against `ulimit -v` at once. The file
-    stays open, so another one that takes its place changes nothing.
-
-    Raises:
-        OSError: it cannot be read.
-        SafetensorError: it is none, or truncated.
-        KeyError: it has a dtype that torch has not.
-    """
-    file = OpenFile.at(path) if isinstance(path, Path) else path
-    header, length, size = _header(file)
-    try:
-        rows = [
-            (*_span(row), name, str(row["dtype"]))
-            for name, row in header.items()
-            if name != _METADATA
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SafetensorError(f"its header is damaged: {error}") from error
-    found, end = {}, 0
-    for begin, stop, shape, name, stored in sorted(rows):
-        dtype = STORED[stored]
-        if (
-            begin != end
-            or stop - begin != shape.numel() * dtype.itemsize
-            or 8 + length + stop > size
-        ):
-            raise SafetensorError(f"{name} is not where its header says")
-        end = stop
-        found[name] = DeferredTensor(
-            shape, dtype, partial(_read, file, 8 + length + begin, shape, dtype)
-        )
-    return found
-
-
-def metadata(path: Path) -> Mapping[str, str]:
-    """The texts that a file holds beside its tensors.
-
-    Raises:
-        OSError: it cannot be read.
-        SafetensorError: it is none, or truncated.
-    """
-    found: Mapping[str, str] = _header(OpenFile.at(path))[0].get(_METADATA) or {}
-    return found
-
-
 _METADATA = "__metadata__"
 
 
-def _header(file: OpenFile) -> tuple[dict[str, Any], int, int]:
-    """A file's header, its length, and that of the file."""
-    size = file.size
+class _Entry(NamedTuple):
+    """An entry of the header: where the tensor lies in the data, and what it is."""
+
+    begin: int
+    end: int
+    shape: torch.Size
+    name: str
+    dtype_name: str
+
+
+def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
+    """Return the tensors of a safetensors file, each read when it is needed.
+
+    Only the bytes of that tensor are read. A memory map of the whole file would count against
+    `ulimit -v` at once. The file stays open, so a file that replaces it changes nothing.
+
+    Raises:
+        OSError: the file cannot be read.
+        SafetensorError: it is not a safetensors file, or it is truncated.
+        KeyError: it has a dtype that torch does not have.
+    """
+    file = OpenFile.at(path) if isinstance(path, Path) else path
+    header, data_start = _read_header(file)
+    header.pop(_METADATA, None)
+    try:
+        entries = sorted(_parse_entry(name, fields) for name, fields in header.items())
+    except (ValueError, KeyError, TypeError) as error:
+        raise SafetensorError(f"its header is damaged: {error}") from error
+    tensors: dict[str, DeferredTensor] = {}
+    previous_end = 0
+    data_size = file.size - data_start
+    for entry in entries:
+        dtype = STORED[entry.dtype_name]
+        size = entry.shape.numel() * dtype.itemsize
+        is_sound = entry.begin == previous_end and entry.end == entry.begin + size
+        if not is_sound or entry.end > data_size:
+            raise SafetensorError(f"{entry.name} is not where its header says")
+        previous_end = entry.end
+        start = data_start + entry.begin
+        tensors[entry.name] = _deferred(file, start, entry.shape, dtype)
+    return tensors
+
+
+def _parse_entry(name: str, fields: Mapping[str, Any]) -> _Entry:
+    begin, end = map(int, fields["data_offsets"])
+    shape = fields["shape"]
+    if any(size < 0 for size in shape):
+        raise ValueError(f"there is no shape {shape}")
+    return _Entry(begin, end, torch.Size(shape), name, str(fields["dtype"]))
+
+
+def _deferred(
+    file: OpenFile, start: int, shape: torch.Size, dtype: torch.dtype
+) -> DeferredTensor:
+    def load() -> Tensor:
+        return read_tensor(file.descriptor, start, shape, dtype)
+
+    return DeferredTensor(shape, dtype, load)
+
+
+def metadata(path: Path) -> Mapping[str, str]:
+    """Return the texts that a file holds beside its tensors.
+
+    Raises:
+        OSError: the file cannot be read.
+        SafetensorError: it is not a safetensors file, or it is truncated.
+    """
+    header, _ = _read_header(OpenFile.at(path))
+    return header.get(_METADATA) or {}
+
+
+def _read_header(file: OpenFile) -> tuple[dict[str, Any], int]:
+    """Return a file's header, and the position of the data behind it."""
     length = int.from_bytes(file.read(8, 0), "little")
-    if not 2 <= length <= size - 8:
+    if not 2 <= length <= file.size - 8:
         raise SafetensorError("the length of its header is beyond its end")
     try:
         header = json.loads(file.read(length, 8))
@@ -100,29 +120,17 @@ def _header(file: OpenFile) -> tuple[dict[str, Any], int, int]:
         raise SafetensorError(f"its header is damaged: {error}") from error
     if not isinstance(header, dict):
         raise SafetensorError("its header is damaged: it is no object")
-    return header, length, size
-
-
-def _span(row: Mapping[str, Any]) -> tuple[int, int, torch.Size]:
-    """Where a tensor begins and ends, and its shape."""
-    begin, stop = map(int, row["data_offsets"])
-    if any(size < 0 for size in row["shape"]):
-        raise ValueError(f"there is no shape {row['shape']}")
-    return begin, stop, torch.Size(row["shape"])
-
-
-def _read(file: OpenFile, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return read_tensor(file.descriptor, start, shape, dtype)
+    return header, 8 + length
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file; the library opens none whose name is not UTF-8, so that of such a
-    one it gets the bytes.
+    """Return the tensors of a file, all in memory.
 
     Raises:
-        OSError: it cannot be read.
-        SafetensorError: it is none, or damaged.
+        OSError: the file cannot be read.
+        SafetensorError: it is not a safetensors file, or it is damaged.
     """
+    # The library opens no file whose name is not UTF-8, but it parses bytes.
     try:
         os.fsencode(path).decode()
     except UnicodeDecodeError:
@@ -133,21 +141,22 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def safetensors_parts(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 ) -> Iterator[bytes]:
-    """Yield the parts of a file: a header of JSON, then the values.
+    """Yield the parts of a file: the header in JSON, then the values of each tensor.
 
-    The widest values come first, so that all are aligned.
+    The widest dtypes come first, so that all values are aligned.
 
-    Source: the format's description in the README of safetensors, which itself writes only what
-    is all in memory.
+    Source: the format's description in the README of safetensors. That library can only write
+    tensors that are all in memory.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = (
-        {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    )
+    header: dict[str, Any] = {}
+    if metadata:
+        header[_METADATA] = dict(sorted(metadata.items()))
     end = 0
     for name in names:
         tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin = end
+        end += tensor.nbytes
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),

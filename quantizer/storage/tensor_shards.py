@@ -1,26 +1,31 @@
-"""Tensors in one safetensors file or in several of bounded size, named and indexed as
-transformers does it.
+"""Tensors in one safetensors file, or in several of bounded size with an index. Their names are
+those that transformers uses.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from quantizer.storage.deferred_tensor import DeferredTensor
-from quantizer.storage.files import deferred_tensors, write_json, write_tensors
+from quantizer.storage.files import (
+    deferred_tensors,
+    write_json,
+    write_tensors,
+)
 from quantizer.storage.opened_files import OpenedFiles
 
-SHARD = 5 * 10**9
-"""Bytes of a shard at most; a tensor is never cut."""
+MAX_SHARD_BYTES = 5 * 10**9
+"""The most bytes of tensors in a file, except for a single tensor that has more."""
 
 
 def write_shards(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Write `path`, or where that would be larger than `SHARD`, its shards and an index; each
-    tensor by tensor.
+    """Write tensors to `path`, or to shards and an index if they exceed `MAX_SHARD_BYTES`.
 
     Returns:
         The sha256 of each file, by its name.
@@ -28,37 +33,41 @@ def write_shards(
     Raises:
         ResultError: the folder cannot be written or the disk is full.
     """
-    parts = list(_cut(tensors))
-    if len(parts) < 2:
-        return {path.name: write_tensors(path, tensors, metadata)}
-    names = [shard_name(path.name, number, len(parts)) for number in range(1, len(parts) + 1)]
-    shards = dict(zip(names, parts, strict=True))
-    files = {
-        name: write_tensors(path.with_name(name), own, metadata) for name, own in shards.items()
-    }
+    shards = _split(tensors)
+    if len(shards) == 1:
+        digest = write_tensors(path, tensors, metadata)
+        return {path.name: digest}
+    digests: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = shard_name(path.name, number, len(shards))
+        shard_path = path.with_name(name)
+        digests[name] = write_tensors(shard_path, shard, metadata)
+        weight_map |= dict.fromkeys(shard, name)
+    total_size = sum(tensor.nbytes for tensor in tensors.values())
     index = {
-        "metadata": {"total_size": sum(map(_size, tensors.values()))},
-        "weight_map": {tensor: name for name, own in shards.items() for tensor in own},
+        "metadata": {"total_size": total_size},
+        "weight_map": weight_map,
     }
-    return files | {_index(path).name: write_json(_index(path), index)}
+    index_path = path.with_name(_index_name(path.name))
+    digests[index_path.name] = write_json(index_path, index)
+    return digests
 
 
-def left_files(path: Path) -> list[str]:
-    """The names of all files that `write_shards` may have left of `path`."""
-    shards = shards_of(
-        path.name, (each.name for each in path.parent.glob("*-of-*.safetensors"))
-    )
-    return [path.name, *shards, _index(path).name]
+def shard_files(
+    name: str,
+    files: Iterable[str],
+) -> list[str]:
+    """Return the files of `write_shards` for `name`: those among `files`, and the index."""
+    shards = shards_of(name, files)
+    return [*shards, _index_name(name)]
 
 
-def shard_files(name: str, files: Collection[str]) -> list[str]:
-    """Those of `files` that `write_shards` wrote of the tensors of `name`."""
-    index = _index(Path(name)).name
-    return [*shards_of(name, files), *(file for file in files if file == index)]
-
-
-def deferred_shards(name: str, opened: OpenedFiles) -> dict[str, DeferredTensor]:
-    """What `write_shards` wrote to a file of this name, each tensor read when it is needed.
+def deferred_shards(
+    name: str,
+    opened: OpenedFiles,
+) -> dict[str, DeferredTensor]:
+    """Return the tensors that `write_shards` wrote for `name`, each read when it is needed.
 
     Raises:
         ResultError: a file is damaged.
@@ -69,29 +78,8 @@ def deferred_shards(name: str, opened: OpenedFiles) -> dict[str, DeferredTensor]
     return tensors
 
 
-def _index(path: Path) -> Path:
-    return path.with_name(f"{path.name}.index.json")
-
-
-def _cut(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """In the order of their names."""
-    part, filled = dict[str, Tensor](), 0
-    for name, tensor in sorted(tensors.items()):
-        if part and filled + _size(tensor) > SHARD:
-            yield part
-            part, filled = {}, 0
-        part[name] = tensor
-        filled += _size(tensor)
-    if part:
-        yield part
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def shard_name(name: str, number: int, count: int) -> str:
-    """What a part of the tensors of `name` is called, as transformers does it.
+    """Return the name of one of `count` shards of `name`, numbered from 1.
 
     >>> shard_name("weights.safetensors", 1, 12)
     'weights-00001-of-00012.safetensors'
@@ -101,8 +89,7 @@ def shard_name(name: str, number: int, count: int) -> str:
 
 
 def shards_of(name: str, files: Iterable[str]) -> list[str]:
-    """Those of `files` that hold the tensors of `name`: itself, its shards in their order, or
-    none.
+    """Return those of `files` that hold the tensors of `name`: itself, or its shards in order.
 
     >>> shards_of(
     ...     "a.safetensors",
@@ -110,7 +97,25 @@ def shards_of(name: str, files: Iterable[str]) -> list[str]:
     ... )
     ['a-00001-of-00002.safetensors', 'a-00002-of-00002.safetensors']
     """
-    stem, _, suffix = map(re.escape, name.rpartition("."))
-    return sorted(
-        file for file in files if re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}", file)
-    )
+    stem, _, suffix = name.rpartition(".")
+    before = re.escape(stem)
+    after = re.escape(f".{suffix}")
+    pattern = re.compile(before + r"(-\d{5}-of-\d{5})?" + after)
+    return sorted(filter(pattern.fullmatch, files))
+
+
+def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Distribute tensors over shards in the order of their names."""
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in sorted(tensors.items()):
+        if shards[-1] and filled + tensor.nbytes > MAX_SHARD_BYTES:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    return shards
+
+
+def _index_name(name: str) -> str:
+    return f"{name}.index.json"

@@ -68,10 +68,10 @@ def test_it_goes_from_the_plan_to_every_kind_of_storage(dtype: str, tmp_path: Pa
     write_results(
         tmp_path,
         traced("residual"),
-        config,
         calibration,
         observing.observed_solution(calibration),
-        digests,
+        config=config,
+        run=digests,
     )
     solution, generated = read_info(tmp_path).solution, imported(tmp_path / "Residual.py")
     with torch.no_grad():

@@ -117,10 +117,10 @@ def run(case: Case, original: Graph, config: Config, folder: Path) -> Found:
     write_results(
         folder,
         original,
-        config,
         calibration,
         observing.observed_solution(calibration),
-        fingerprint.model_digests(original),
+        config=config,
+        run=fingerprint.model_digests(original),
     )
     quantized = quantized_network(graph, read_info(folder).solution)
     reference = Network(run_passes(original, config.settings, device=False))

@@ -259,7 +259,7 @@ def test_calibrations_with_other_levels_are_not_merged(
         assert calib(model_file, folder, data) == 0
     assert levels(folders[0]) != levels(folders[1])
     assert merge(model_file, folders, tmp_path / "c") == 5
-    assert "their data have levelled channels by other factors" in capsys.readouterr().err
+    assert "their channels were levelled by different factors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

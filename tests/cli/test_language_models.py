@@ -242,8 +242,8 @@ def test_lengths_that_a_calibration_does_not_hold_for(
     assert run("test", "--data", "text.txt", "--seq_len", "24", model="branch.py") == 5
     said = capsys.readouterr().err
     assert (
-        "calibrated with inputs of the shape [b, 16], this run has [b, 24]: then layer "
-        "Net::Net/tanh is another" in said
+        "calibrated with inputs of the shape [b, 16]; this run has [b, 24], for which layer "
+        "Net::Net/tanh differs" in said
     )
     assert "help: give --seq_len 16" in said
 
@@ -272,7 +272,7 @@ def test_a_scale_for_each_position_fixes_the_length(
     assert run("test", "--data", "text.txt") == 0
     assert run("test", "--data", "text.txt", "--seq_len", "24") == 5
     assert (
-        "then input of layer Net::Net/Linear[head]/linear has 24 channels"
+        "for which input of layer Net::Net/Linear[head]/linear has 24 channels"
         in capsys.readouterr().err
     )
 

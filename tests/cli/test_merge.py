@@ -102,7 +102,7 @@ def test_calibrations_of_other_models_or_configs_are_refused(
     assert run_command(calib(net, config_file(tmp_path, "mse"), other, "-q")) == 0
     assert run_command(["merge", str(one), str(other)]) == 5
     assert (
-        f"{other} cannot be merged with {one}: the configs decide otherwise"
+        f"{other} cannot be merged with {one}: their configs quantize differently"
         in capsys.readouterr().err
     )
     Path(net).write_text(Path(net).read_text().replace("manual_seed(0)", "manual_seed(5)"))

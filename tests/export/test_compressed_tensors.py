@@ -301,7 +301,7 @@ def test_the_folder_keeps_what_the_model_came_with(
         "model.bin",
     ):
         (source / name).write_text("{}" if name.endswith("json") else name)
-    monkeypatch.setattr("quantizer.storage.tensor_shards.SHARD", 20_000)
+    monkeypatch.setattr("quantizer.storage.tensor_shards.MAX_SHARD_BYTES", 20_000)
     model = transformers.LlamaForCausalLM.from_pretrained(source)
     found = calibrated(config(INT4), model).export(TARGET, tmp_path / "out")
     assert (found.max_difference, found.remarks) == (0.0, ())

@@ -86,10 +86,10 @@ def written(folder: Path, name: str, settings: Config) -> Graph:
     write_results(
         folder,
         traced(name),
-        settings,
         calibration,
         observing.observed_solution(calibration),
-        fingerprint.model_digests(traced(name)),
+        config=settings,
+        run=fingerprint.model_digests(traced(name)),
     )
     return graph
 

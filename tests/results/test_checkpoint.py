@@ -19,6 +19,7 @@ from quantizer.errors import DataError, ResultError
 from quantizer.results import checkpoint
 from quantizer.results.checkpoint import Checkpoint, Checkpoints
 from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
+from quantizer.storage.opened_files import json_digest
 
 KEY = {"weights": "a", "seed": 0}
 
@@ -174,7 +175,7 @@ def test_a_snapshot_that_none_can_be_is_refused(change: dict[str, Any], tmp_path
     ((digest, *_),) = content["tensors"].values()
     content |= json.loads(json.dumps(change).replace("DIGEST", digest))
     rest = {key: content[key] for key in ("key", "state", "tensors")}
-    path.write_text(json.dumps(content | {"checksum": checkpoint._checksum(rest)}))
+    path.write_text(json.dumps(content | {"checksum": json_digest(rest)}))
     with pytest.raises(ResultError, match="is damaged"):
         Checkpoint(tmp_path, "stage", KEY).restore()
 

@@ -45,10 +45,10 @@ def written(folder: Path, calibration: Calibration, found: Solution) -> Solution
     write_results(
         folder,
         traced("residual"),
-        hierarchy({}),
         calibration,
         found,
-        fingerprint.model_digests(traced("residual")),
+        config=hierarchy({}),
+        run=fingerprint.model_digests(traced("residual")),
     )
     return read_info(folder).solution
 

@@ -69,10 +69,10 @@ def write(folder: Path, fields: Fields, **more: Any) -> dict[str, Any]:
     write_results(
         folder,
         traced("residual"),
-        config,
         calibration,
         observing.observed_solution(calibration),
-        digests,
+        config=config,
+        run=digests,
     )
     content: dict[str, Any] = json.loads((folder / INFO).read_text())
     return content
