@@ -30,15 +30,21 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests begin first, so that no worker is left with one at the end, and those on real
-    models together. Large ones run where `-m` names them.
+    models together. Large and real ones run where `-m` names them.
     """
-    if "large" not in config.option.markexpr:
-        config.hook.pytest_deselected(
-            items=[item for item in items if "large" in item.keywords]
-        )
-        items[:] = [item for item in items if "large" not in item.keywords]
+    unnamed = [mark for mark in ("large", "real") if mark not in config.option.markexpr]
+    run: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        is_left_out = any(item.get_closest_marker(mark) for mark in unnamed)
+        (left_out if is_left_out else run).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = run
     items.sort(
-        key=lambda item: ("slow" not in item.keywords, "examples" not in item.path.parts)
+        key=lambda item: (
+            "slow" not in item.keywords and "real" not in item.keywords,
+            "examples" not in item.path.parts,
+        )
     )
 
 
