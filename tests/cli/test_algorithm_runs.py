@@ -8,16 +8,16 @@ import filecmp
 import importlib.util
 import json
 import re
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import stand_ins
+from support import fresh_processes, stand_ins
 from support.configs import document
+from support.fresh_processes import QUANTIZER
 from support.runs import ROOT, calibrate, check
 
 from quantizer import GPTQConfig, SmoothQuantConfig
@@ -397,12 +397,12 @@ def test_a_process_that_is_killed_goes_on_with_its_last_block(
     ]
     words += ["--subset_len", "64"]
     assert calibrate(tmp_path / "whole", model=model, config=path) == 0
-    process = subprocess.Popen([sys.executable, "-m", "quantizer", *words], cwd=ROOT)
+    process = fresh_processes.FreshProcess(QUANTIZER, *words, cwd=ROOT)
     checkpoint = out / "checkpoint.algorithms.json"
-    while process.poll() is None and not checkpoint.exists():
+    while not process.has_ended() and not checkpoint.exists():
         time.sleep(0.001)
-    process.kill()
-    assert process.wait() == -9, "it was done before it could be killed"
+    process.send_signal(signal.SIGKILL)
+    assert process.finished().returncode == -9, "it was done before it could be killed"
     assert not (out / "quant_info.json").exists()
     assert calibrate(out, "--resume", model=model, config=path) == 0
     assert re.search(
