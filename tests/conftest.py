@@ -4,6 +4,7 @@ only in their values.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
+def pytest_collection_finish() -> None:
+    """Tests and modules stay to the end, so the garbage collector need not look at them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """A test draws the same numbers whichever tests ran before it in its process."""
@@ -81,6 +88,21 @@ def _shared_traces() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace, "_export", SharedTraces(trace._export))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_distributions() -> Iterator[None]:
+    """A report computes the figures of equal values once for all tests."""
+    if "torch" not in sys.modules or importlib.util.find_spec("numpy") is None:
+        yield
+        return
+    from support.shared_distributions import SharedDistributions
+
+    from quantizer.report import content
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(content, "_distributed", SharedDistributions(content._distributed))
         yield
 
 
