@@ -1,5 +1,5 @@
 # Three commands do everything: `make run` (a calibrated and tested model), `make test` (lint, types, the suite) and
-# `make test-real` (the tests on real models, and what the documentation shows).
+# `make test-real` (real models and engines, and what the documentation shows).
 PYTHON ?= python3
 CONFIG ?= configs/example.json
 # `make test-torch VERSION=2.8.0` alone reads VERSION, and has an environment of its own.
@@ -39,7 +39,7 @@ check: $(VENV)/.test
 test: check
 	$(PYTEST)
 
-# Real models, notebooks, the documentation's commands, and fuzzers for a few seconds each.
+# Real models, notebooks, the documentation's commands, other engines, and fuzzers for a few seconds each.
 test-real: $(VENV)/.test
 	$(PYTEST) -m real
 
