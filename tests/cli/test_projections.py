@@ -72,6 +72,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_commands(folder: Path) -> None:
     """Whether a command runs the model or reads the graph of the results."""
     calibration = ["--quant_mode", "calib"]
@@ -87,6 +88,7 @@ def test_commands(folder: Path) -> None:
         assert "mind the gap" in text, command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [TRACED, IN_PLACE], ids=["traced", "in place"])
 def test_python(step: str, folder: Path) -> None:
     text = said(folder, PYTHON.replace("STEP", step))

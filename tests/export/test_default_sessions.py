@@ -25,7 +25,7 @@ pytest.importorskip(
 )
 
 CASES = [
-    ("digits_mobile", "cpu_int8"),
+    pytest.param(("digits_mobile", "cpu_int8"), marks=pytest.mark.slow),
     *(
         pytest.param(("digits", config), marks=pytest.mark.real)
         for config in ("example", "cpu_int8", "gpu", "dpu", "default")

@@ -332,6 +332,7 @@ def test_attention_of_any_rank(masked: bool, tmp_path: Path) -> None:
     assert export("onnx", deployed, tmp_path / "net.onnx").max_difference < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [18, 20, 21, 23])
 def test_the_operator_set_of_the_config_is_written(opset: int, tmp_path: Path) -> None:
     found = export(
