@@ -1,4 +1,5 @@
-# Two commands do everything: `make run` (a calibrated and tested model) and `make test` (lint, types, the whole suite).
+# Three commands do everything: `make run` (a calibrated and tested model), `make test` (lint, types, the suite) and
+# `make test-real` (real models and engines, and what the documentation shows).
 PYTHON ?= python3
 CONFIG ?= configs/example.json
 # `make test-torch VERSION=2.8.0` alone reads VERSION, and has an environment of its own.
@@ -9,7 +10,7 @@ PINNED := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINNED)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: run test test-torch test-wheel check fuzz soak docs bench gpu clean
+.PHONY: run test test-real test-torch test-wheel check fuzz soak docs bench gpu clean
 
 $(PINNED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +38,10 @@ check: $(VENV)/.test
 
 test: check
 	$(PYTEST)
+
+# Real models, notebooks, the documentation's commands, other engines, and fuzzers for a few seconds each.
+test-real: $(VENV)/.test
+	$(PYTEST) -m real
 
 # The suite with another version of torch.
 test-torch: $(VENV)/.test

@@ -4,6 +4,7 @@ only in their values.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -30,16 +31,28 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests begin first, so that no worker is left with one at the end, and those on real
-    models together. Large ones run where `-m` names them.
+    models together. Large and real ones run where `-m` names them.
     """
-    if "large" not in config.option.markexpr:
-        config.hook.pytest_deselected(
-            items=[item for item in items if "large" in item.keywords]
-        )
-        items[:] = [item for item in items if "large" not in item.keywords]
+    unnamed = [mark for mark in ("large", "real") if mark not in config.option.markexpr]
+    run: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        is_left_out = any(item.get_closest_marker(mark) for mark in unnamed)
+        (left_out if is_left_out else run).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = run
     items.sort(
-        key=lambda item: ("slow" not in item.keywords, "examples" not in item.path.parts)
+        key=lambda item: (
+            "slow" not in item.keywords and "real" not in item.keywords,
+            "examples" not in item.path.parts,
+        )
     )
+
+
+def pytest_collection_finish() -> None:
+    """Tests and modules stay to the end, so the garbage collector need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +88,21 @@ def _shared_traces() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace, "_export", SharedTraces(trace._export))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_distributions() -> Iterator[None]:
+    """A report computes the figures of equal values once for all tests."""
+    if "torch" not in sys.modules or importlib.util.find_spec("numpy") is None:
+        yield
+        return
+    from support.shared_distributions import SharedDistributions
+
+    from quantizer.report import content
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(content, "_distributed", SharedDistributions(content._distributed))
         yield
 
 

@@ -53,7 +53,7 @@ def float_perplexity(count: int) -> float:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("bits", CLOSED)
 def test_most_of_the_gap_is_closed(bits: int) -> None:
     """All linear layers, symmetric per output channel."""

@@ -47,6 +47,7 @@ def walked(network: Network, data: list[Batch], budget: int | None) -> dict[str,
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 1000, None])
 @pytest.mark.parametrize("name", TOYS)
 def test_node_by_node_makes_the_values_of_a_pass(name: str, budget: int | None) -> None:

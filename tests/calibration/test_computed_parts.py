@@ -98,6 +98,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", COMPUTED.values(), ids=COMPUTED)
 def test_parts_keep_their_bits_behind_what_is_computed_of_them(body: Body) -> None:
     assert worst(body) > 38

@@ -227,6 +227,7 @@ def worst(body: Body, config: dict[str, Any] = CPU) -> float:
     return min(figures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", RETURNED.values(), ids=RETURNED)
 def test_each_part_of_what_is_returned_has_its_own_scale(body: Body) -> None:
     assert worst(body) > 40

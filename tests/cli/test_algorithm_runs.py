@@ -8,16 +8,16 @@ import filecmp
 import importlib.util
 import json
 import re
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import stand_ins
+from support import fresh_processes, stand_ins
 from support.configs import document
+from support.fresh_processes import QUANTIZER
 from support.runs import ROOT, calibrate, check
 
 from quantizer import GPTQConfig, SmoothQuantConfig
@@ -63,8 +63,13 @@ def calibration_data():
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SmoothQuantConfig, "run", "support.stand_ins:doubled")
-    monkeypatch.setattr(GPTQConfig, "run", "support.stand_ins:coarse")
+    put_stand_ins(monkeypatch)
+
+
+def put_stand_ins(patched: pytest.MonkeyPatch) -> None:
+    """Put quick algorithms in place of the real ones."""
+    patched.setattr(SmoothQuantConfig, "run", "support.stand_ins:doubled")
+    patched.setattr(GPTQConfig, "run", "support.stand_ins:coarse")
     stand_ins.SOLVED.clear()
 
 
@@ -204,12 +209,28 @@ def test_onnx_equals_test_mode(short: str, tmp_path: Path) -> None:
     assert row["equal"] > 0.95
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run to the end, and the layers that it solved."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    (place / "net.py").write_text(MODEL)
+    path = config(place, "smoothquant", "gptq")
+    with pytest.MonkeyPatch.context() as patched:
+        put_stand_ins(patched)
+        assert calibrate(place / "whole", model=str(place / "net.py"), config=path) == 0
+    return place / "whole", list(stand_ins.SOLVED)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [1, 4, 7, 11])
-@pytest.mark.parametrize("how", ["killed", "interrupted"])
+@pytest.mark.parametrize(
+    ("how", "after"),
+    # In the first block, at the end of one, inside the last one
+    [("killed", 1), ("killed", 4), ("killed", 11), ("interrupted", 1), ("interrupted", 7)],
+)
 def test_stopped_then_resumed_equals_undisturbed(
     how: str,
     after: int,
+    undisturbed: tuple[Path, list[str]],
     model: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -219,8 +240,7 @@ def test_stopped_then_resumed_equals_undisturbed(
     are not solved again.
     """
     path = config(tmp_path, "smoothquant", "gptq")
-    assert calibrate(tmp_path / "whole", model=model, config=path) == 0
-    layers = list(stand_ins.SOLVED)
+    whole, layers = undisturbed
     stand_ins.SOLVED.clear()
     original = Checkpoints.advanced
 
@@ -242,8 +262,8 @@ def test_stopped_then_resumed_equals_undisturbed(
     assert not (tmp_path / "out" / "quant_info.json").exists()
     before, stand_ins.SOLVED[:] = list(stand_ins.SOLVED), []
     assert calibrate(tmp_path / "out", "--resume", model=model, config=path) == 0
-    assert summary(tmp_path / "out") == summary(tmp_path / "whole")
-    assert not differing(tmp_path / "whole", tmp_path / "out")
+    assert summary(tmp_path / "out") == summary(whole)
+    assert not differing(whole, tmp_path / "out")
     assert layers[len(layers) - len(stand_ins.SOLVED) :] == stand_ins.SOLVED
     assert (len(stand_ins.SOLVED) < len(layers)) is (after > 1 or how == "interrupted")
     if how == "interrupted":
@@ -397,12 +417,12 @@ def test_a_process_that_is_killed_goes_on_with_its_last_block(
     ]
     words += ["--subset_len", "64"]
     assert calibrate(tmp_path / "whole", model=model, config=path) == 0
-    process = subprocess.Popen([sys.executable, "-m", "quantizer", *words], cwd=ROOT)
+    process = fresh_processes.FreshProcess(QUANTIZER, *words, cwd=ROOT)
     checkpoint = out / "checkpoint.algorithms.json"
-    while process.poll() is None and not checkpoint.exists():
+    while not process.has_ended() and not checkpoint.exists():
         time.sleep(0.001)
-    process.kill()
-    assert process.wait() == -9, "it was done before it could be killed"
+    process.send_signal(signal.SIGKILL)
+    assert process.finished().returncode == -9, "it was done before it could be killed"
     assert not (out / "quant_info.json").exists()
     assert calibrate(out, "--resume", model=model, config=path) == 0
     assert re.search(

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import filecmp
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import fresh_processes
 from support.configs import document
 from support.generated import imported
 from support.runs import calibrate, check
@@ -94,15 +93,15 @@ def test_the_generated_file_equals_test_mode_in_another_process(
     folder: Path, model: str, tmp_path: Path
 ) -> None:
     """And differs from what it is without the corrections."""
-    script = tmp_path / "again.py"
-    script.write_text(
+    script = (
         "import sys, torch\n"
         f"sys.path[:0] = [{str(folder)!r}, {str(Path(model).parent)!r}]\n"
         "from Sequential import Sequential\nfrom toy import calibration_data\n"
         "torch.save(torch.cat([Sequential()(x) for x in calibration_data()]), "
         f"{str(tmp_path / 'y.pt')!r})\n"
     )
-    subprocess.run([sys.executable, str(script)], check=True)
+    done = fresh_processes.run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     here = imported(folder / "Sequential.py")
     generator = torch.Generator().manual_seed(0)
     expected = torch.cat([here(torch.randn(8, 3, generator=generator)) for _ in range(4)])

@@ -12,7 +12,7 @@ from fuzz import checkpoints, configs, results, saved, soak
 
 from quantizer.results import checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 
 def test_edited_configs_are_planned_or_refused_with_a_sentence(tmp_path: Path) -> None:

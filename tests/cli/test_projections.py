@@ -4,13 +4,11 @@ are seen.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.runs import ROOT
+from support import fresh_processes
+from support.fresh_processes import QUANTIZER
 
 MODEL = """
 import warnings
@@ -61,17 +59,9 @@ IN_PLACE = (
 )
 
 
-def said(folder: Path, *words: str) -> str:
+def said(folder: Path, code: str, *words: str) -> str:
     """What a fresh process says on standard error, as torch warns once in each."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *words],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = fresh_processes.run(code, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -82,6 +72,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_commands(folder: Path) -> None:
     """Whether a command runs the model or reads the graph of the results."""
     calibration = ["--quant_mode", "calib"]
@@ -92,13 +83,14 @@ def test_commands(folder: Path) -> None:
         ["analyze"],
         ["plan"],
     ):
-        text = said(folder, "-m", "quantizer", *command, "--model", "net.py")
+        text = said(folder, QUANTIZER, *command, "--model", "net.py")
         assert "oneDNN" not in text, command
         assert "mind the gap" in text, command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [TRACED, IN_PLACE], ids=["traced", "in place"])
 def test_python(step: str, folder: Path) -> None:
-    text = said(folder, "-c", PYTHON.replace("STEP", step))
+    text = said(folder, PYTHON.replace("STEP", step))
     assert "oneDNN" not in text
     assert "mind the gap" in text

@@ -422,6 +422,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for(net: str, tmp_path: Path) -
     )
 
 
+@pytest.mark.real
 def test_torchrun_starts_them(net: str, tmp_path: Path) -> None:
     config = config_file(tmp_path, "maxmin")
     assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0

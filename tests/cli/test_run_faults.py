@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import fresh_processes
+from support.fresh_processes import QUANTIZER
 from support.runs import DIGITS, EXAMPLE, calibrate, check
 from torch import Tensor
 
@@ -495,21 +496,11 @@ def test_killed_at_every_write(
 @pytest.mark.slow
 def test_disk_full(toy: Toy, tmp_path: Path) -> None:
     """A file size limit stands for a full disk: the write fails with an OSError in the
-    middle.
+    middle. What the process prints is shorter.
     """
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
-
     model = toy(model="return torch.nn.Linear(3, 300)")
-    command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", model]
-    done = subprocess.run(
-        [*command, "--output_dir", str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        preexec_fn=limit,
-    )
+    command = ["--quant_mode", "calib", "--model", model, "--output_dir", str(tmp_path / "out")]
+    done = fresh_processes.run(QUANTIZER, *command, cwd=tmp_path, file_size=2000)
     assert done.returncode == 5, done.stderr
     assert "cannot write" in done.stderr
     assert "Traceback" not in done.stderr
@@ -528,21 +519,17 @@ def test_signals_in_a_real_process(
         "yield torch.ones(4, 3)\n"
         f"        if i == 9: pathlib.Path({str(started)!r}).touch()"
     )
-    command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", toy(data)]
-    process = subprocess.Popen(
-        [*command, "--output_dir", str(tmp_path / "out")],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # A job in the background ignores it
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    command = ["--quant_mode", "calib", "--model", toy(data)]
+    process = fresh_processes.FreshProcess(
+        QUANTIZER, *command, "--output_dir", str(tmp_path / "out"), cwd=tmp_path
     )
     deadline = time.monotonic() + 120
     while not started.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(sent)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == code, said
+    done = process.finished(30)
+    said = done.stderr
+    assert done.returncode == code, said
     assert "Traceback" not in said
     assert "--resume goes on from there" in said
     assert not (tmp_path / "out" / "quant_info.json").exists()
@@ -601,18 +588,9 @@ WORKER = """
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
 def test_a_worker_of_the_loader_that_ends_is_told(end: str, toy: Toy, tmp_path: Path) -> None:
     """torch raises that by a signal, wherever this process is just then."""
-    command = [
-        sys.executable,
-        "-m",
-        "quantizer",
-        "--quant_mode",
-        "calib",
-        "--model",
-        toy(WORKER.strip().replace("END", end)),
-    ]
-    done = subprocess.run(
-        [*command, "--output_dir", str(tmp_path / "out")], capture_output=True, text=True
-    )
+    model = toy(WORKER.strip().replace("END", end))
+    command = ["--quant_mode", "calib", "--model", model, "--output_dir", str(tmp_path / "out")]
+    done = fresh_processes.run(QUANTIZER, *command, cwd=tmp_path)
     assert done.returncode == 4, done.stderr
     assert "DataLoader worker (pid" in done.stderr
     assert "internal error" not in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import fresh_processes
+from support.fresh_processes import QUANTIZER
 
 from quantizer import __version__
 from quantizer.cli import main as entry
@@ -189,14 +190,8 @@ def test_a_limit_of_memory_ends_in_a_sentence(tmp_path: Path) -> None:
     model = "import torch\n\ndef model():\n    return torch.nn.Linear(8, 8)\n\n"
     data = "def calibration_data():\n    return [torch.zeros(1 << 29, 8)]\n"
     (tmp_path / "net.py").write_text(model + data)
-    command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", "net.py"]
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, preexec_fn=limited
-    )
+    command = ["--quant_mode", "calib", "--model", "net.py"]
+    done = fresh_processes.run(QUANTIZER, *command, cwd=tmp_path, memory=4 << 30)
     assert done.returncode == 6, done.stderr
     assert "error: out of memory" in done.stderr
     assert "Traceback" not in done.stderr

@@ -134,7 +134,14 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
 """Each with the step of the operations that it is stopped at."""
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # These take ten seconds each
+        pytest.param(name, marks=pytest.mark.real if name in ("onnx", "pt2") else ())
+        for name in COMMANDS
+    ],
+)
 def test_what_writes_beside_or_over_results_leaves_each_file_old_or_new(
     name: str, toy_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import fresh_processes
 from support.runs import DIGITS, EXAMPLE, ROOT, check
 
 from quantizer.cli.main import run_command
@@ -54,8 +52,5 @@ def test_test_mode_imports_no_tracer(calibrated: Path) -> None:
         "assert 'torch.export._trace' not in sys.modules\n"
     )
     given = ["--quant_mode", "test", "--model", DIGITS, "--output_dir", str(calibrated)]
-    subprocess.run(
-        [sys.executable, "-c", code, *given, "-q", "--subset_len", "64"],
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    done = fresh_processes.run(code, *given, "-q", "--subset_len", "64", cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -60,6 +60,7 @@ def test_a_file_read_back_equals_test_mode(target: str, name: str, exported: Exp
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", FILES)
 def test_a_file_holds_no_place_no_source_and_no_data(target: str, exported: Exported) -> None:
     needing(target)
@@ -77,6 +78,7 @@ def test_a_file_holds_no_place_no_source_and_no_data(target: str, exported: Expo
     assert bytes(sample.tolist()) not in stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", REPRODUCIBLE)
 def test_two_files_of_one_network_are_equal(
     target: str, exported: Exported, tmp_path: Path

@@ -109,6 +109,7 @@ def same(one, other):
     return torch.equal(one.scale, other.scale) and torch.equal(one.zero_point, other.zero_point)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", specs((2, 3, 4, 8, 16), ROUND_MODES), ids=label)
 def test_scale_and_zero_point_fit_the_grid_and_the_data(spec):
     x = batches(1)[0]

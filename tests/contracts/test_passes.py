@@ -63,6 +63,7 @@ def test_a_pass_leaves_the_traced_tensors_alone(rewrite: str, name: str) -> None
     assert leaves_equal(dict(traced(name).tensors), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
 def test_all_passes_together_keep_the_function(name: str) -> None:
     after = run_passes(traced(name), Settings(include_cle=True), device=False)

@@ -97,7 +97,7 @@ def test_a_config_alone_is_validated_at_its_lines_and_needs_no_torch(repository:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_workflow_of_the_page_gates_a_model_with_an_annotation(repository: Path) -> None:
     inputs = BLOCKS[1]["jobs"]["gate"]["steps"][2]["with"]
     found, actions = steps(**inputs), {"GITHUB_ACTIONS": "true"}
@@ -122,7 +122,7 @@ def test_the_workflow_of_the_page_gates_a_model_with_an_annotation(repository: P
     )
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_gitlab_s_script_and_the_comparison_run(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

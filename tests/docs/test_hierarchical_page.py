@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.partition("\n")[0][2:40])
 def test_commands_print_what_the_page_shows(
     block: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -64,7 +64,7 @@ def folder(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     sys.modules.pop("my_model", None)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("page", PAGES)
 def test_what_stands_under_here_runs(page: str, folder: Path) -> None:
     names: dict[str, Any] = {}

@@ -109,7 +109,7 @@ def test_a_schema_has_the_address_that_configs_and_the_page_on_editors_name(name
         assert schema["$id"] in (DOCS / "editors.md").read_text("utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_first_screen_of_the_readme_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +137,7 @@ def test_the_first_screen_of_the_readme_prints_what_it_shows(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_tutorial_runs_as_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ MODEL = re.findall(
     r"```python\n(# my_model\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL
 )[0]
 Capture = pytest.CaptureFixture[str]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 
 def commands(part: str) -> list[str]:

@@ -30,7 +30,7 @@ def test_it_changes_its_key_and_shows_an_effect(key: str) -> None:
     assert example["after"]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("key", EXAMPLES)
 def test_it_prints_what_its_page_says(key: str) -> None:
     """Words are equal; numbers may differ a little from machine to machine."""

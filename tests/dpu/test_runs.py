@@ -66,7 +66,7 @@ def test_corrected_biases_stay_exact(tmp_path: Path) -> None:
     assert check(tmp_path, "--exact", "--gate", "exact_equal>=1") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_efficientnet_lite_is_equal_code_for_code(tmp_path: Path) -> None:
     if any(importlib.util.find_spec(package) is None for package in PACKAGES):
         pytest.skip("needs the packages of examples/efficientnet_lite.py")

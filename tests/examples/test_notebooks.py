@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 
 def cells(name: str) -> list[dict[str, Any]]:

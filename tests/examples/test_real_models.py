@@ -34,7 +34,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize(("config", "photos"), RUNS)
 def test_efficientnet_lite_in_eight_bits(
     config: str | None, photos: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -68,7 +68,7 @@ def test_efficientnet_lite_in_eight_bits(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_commands_of_the_published_example(tmp_path: Path) -> None:
     """`python resnet18_quant.py --quant_mode calib|test --config_file …`, with our ResNet-18
     and an image folder.

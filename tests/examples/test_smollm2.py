@@ -38,7 +38,7 @@ WINDOWS = 3  # of the eight that the float model's figure takes
 # Of the eight that the example takes, to the same bars
 CALIBRATION_WINDOWS = {"awq": 2, "gptq": 2}
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,10 @@ pytest.importorskip(
     "sklearn", reason="the digits examples read scikit-learn's data (extra: examples)"
 )
 
-slow = pytest.mark.slow
 CASES = [
-    ("digits_mobile", "cpu_int8"),
+    pytest.param(("digits_mobile", "cpu_int8"), marks=pytest.mark.slow),
     *(
-        pytest.param(("digits", config), marks=slow)
+        pytest.param(("digits", config), marks=pytest.mark.real)
         for config in ("example", "cpu_int8", "gpu", "dpu", "default")
     ),
 ]

@@ -213,7 +213,7 @@ def sqnr_db(expected: Sequence[Tensor], outputs: Sequence[object]) -> list[float
     return figures
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("name", NETWORKS)
 def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> None:
     ov = pytest.importorskip("openvino", reason="one of them (extra: openvino)")

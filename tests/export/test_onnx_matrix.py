@@ -167,8 +167,15 @@ def _is_made(graph: Graph, node: Node) -> bool:
     return node.row.kind not in ("structural", "passthrough") and not cut
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("opset", [18, 20, 21, 23])
+@pytest.mark.parametrize(
+    "opset",
+    [
+        pytest.param(18, marks=pytest.mark.real),
+        pytest.param(20, marks=pytest.mark.slow),
+        pytest.param(21, marks=pytest.mark.slow),
+        pytest.param(23, marks=pytest.mark.real),
+    ],
+)
 def test_every_kind_is_test_modes_in_a_default_session(opset: int, tmp_path: Path) -> None:
     """Every second kind at 18 and 21, the others at 20 and 23: 21 is the set from which
     optimizers do otherwise.

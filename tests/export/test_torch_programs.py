@@ -306,7 +306,7 @@ def test_integers_that_no_consumer_takes_are_refused(tmp_path: Path) -> None:
     assert refused.value.help == "known are uint8, int8"
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.filterwarnings("ignore:.*")  # torch's compiler uses what torch has deprecated
 @pytest.mark.parametrize("bits", ["4 bits", "8 bits"])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs it")
@@ -334,7 +334,7 @@ def test_torch_compiles_it_to_kernels_of_integers(bits: str, tmp_path: Path) -> 
     assert (expected == found).float().mean() >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.filterwarnings("ignore:.*")
 def test_executorch_delegates_it(tmp_path: Path) -> None:
     exir = pytest.importorskip(

@@ -57,6 +57,7 @@ def model() -> nn.Module:
     return network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "target"), [*((kind, "onnx") for kind in WEIGHTS), ("uint8", "pt2")]
 )

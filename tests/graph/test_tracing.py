@@ -128,7 +128,9 @@ class Detector(nn.Module):
             maps.append(head(x))
         if self.shape != maps[0].shape:
             grids = [
-                torch.meshgrid(*(torch.arange(size) + 0.5 for size in each.shape[2:]))
+                torch.meshgrid(
+                    *(torch.arange(size) + 0.5 for size in each.shape[2:]), indexing="ij"
+                )
                 for each in maps
             ]
             self.cells = torch.cat([torch.stack(each).flatten(1) for each in grids], 1)

@@ -138,7 +138,10 @@ CASES: dict[str, tuple[Callable[[Net, Tensor], Any], Groups]] = {
     "tiled": (lambda n, x: n.b(n.a(x).tile(1, 1, 2, 2)), A | B),
     "a grid": (
         lambda n, x: n.b(
-            n.a(x) + torch.stack(torch.meshgrid(torch.arange(6.0), torch.arange(6.0))).sum(0)
+            n.a(x)
+            + torch.stack(
+                torch.meshgrid(torch.arange(6.0), torch.arange(6.0), indexing="ij")
+            ).sum(0)
         ),
         A | B | {"add": ("add",)},
     ),
