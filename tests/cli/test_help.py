@@ -46,7 +46,7 @@ def test_options_are_in_groups(
         for title, rows in sections.items()
     }
     assert of_group["Options"] == ["quant_mode", "config_file", "version", "help"]
-    for title in ("Model", "Data", "Algorithm", "Output", "Debugging"):
+    for title in ("Model", "Data", "Algorithm", "Debugging"):
         declared = [
             word_of(field.name)
             for field in fields(Options)
