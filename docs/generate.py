@@ -1,9 +1,11 @@
-"""Writes what follows from the schemas and from the table of algorithms: the part on algorithms
-in both schemas, the editor's rules in layered.schema.json, the range methods in
-quantization_spec.schema.json, docs/config and docs/rules.md.
+"""Write what follows from the schemas, from the table of algorithms and from that of formats.
 
-Run `python docs/generate.py` after a change to a rule, a description or a setting; a test fails
-while one is stale.
+These are: the part on algorithms in both schemas; the rules for editors in layered.schema.json;
+the options of method, round_mode and dtype in quantization_spec.schema.json; docs/config and
+docs/rules.md; the table of presets in docs/hierarchical.md.
+
+Run `python docs/generate.py` after a change to a rule, a description, a setting, a preset or a
+number format. A test fails while a file is stale.
 """
 
 from __future__ import annotations
@@ -15,16 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.config.algorithm_schema import form_schema
-from quantizer.config.forms.form import block_of
+from quantizer.config.conversion.convert import converted
+from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.layered import FIELDS
+from quantizer.config.forms.types import RoundType
+from quantizer.config.load import load_config
 from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.pages import key_names, key_page, rules_page
+from quantizer.config.resources import presets
 from quantizer.errors import QuantizerError
+from quantizer.numerics.formats import FLOAT_FORMATS
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"
 HIERARCHICAL = ROOT / "schemas" / "hierarchical.schema.json"
 SPEC = ROOT / "schemas" / "quantization_spec.schema.json"
+HIERARCHICAL_PAGE = ROOT / "docs" / "hierarchical.md"
+_PRESET_TABLE = """| preset | form | in the other form | why, or what may differ |
+|---|---|---|---|
+"""
 
 _WORDS = {field: word for word, field in FIELDS.items()}
 _TENSOR = "tensor_quantize_config"
@@ -39,16 +50,59 @@ def generated() -> dict[Path, str]:
     pages = {ROOT / "docs" / "config" / f"{key}.md": key_page(key) for key in key_names()}
     schemas = {HIERARCHICAL: text_of(form_schema("hierarchical")), LAYERED: layered_schema()}
     schemas[SPEC] = spec_schema()
+    pages[HIERARCHICAL_PAGE] = hierarchical_page()
     return {**schemas, **pages, ROOT / "docs" / "rules.md": rules_page()}
 
 
+def hierarchical_page() -> str:
+    """Return docs/hierarchical.md with a row for each preset in its table of conversions."""
+    text = HIERARCHICAL_PAGE.read_text("utf-8")
+    before, head, rest = text.partition(_PRESET_TABLE)
+    after = re.sub(r"\A(\|.*\n)*", "", rest)
+    rows = [f"{preset_row(name)}\n" for name in presets()]
+    return "".join([before, head, *rows, after])
+
+
+def preset_row(name: str) -> str:
+    """Return what converting a preset to the other form does, as a row of that table."""
+    config = load_config(ROOT / "configs" / f"{name}.json").require()
+    other: Form = "hierarchical" if config.form == "layered" else "layered"
+    findings = converted(config, other).findings
+    errors = [finding.message for finding in findings if finding.severity == "error"]
+    if not errors:
+        remarks = "; ".join(finding.message for finding in findings)
+        return f"| `{name}` | {config.form} | converts | {remarks} |"
+    reasons = []
+    for message in errors:
+        key, _, reason = message.partition(": ")
+        reasons.append(f"`{key}`: {reason}")
+    return f"| `{name}` | {config.form} | refused | {'; '.join(reasons)} |"
+
+
 def spec_schema() -> str:
-    """Return the spec schema with the range methods that the layered schema describes."""
-    methods = block_of("layered", "parameters")["properties"]["method"]["enum"]
-    before, _, after = re.split(
-        r'(?<="method": {"enum": )(\[.*?\])', SPEC.read_text("utf-8"), maxsplit=1
-    )
-    return before + json.dumps(methods) + after
+    """Return the spec schema with the words that the other schemas and the table of number
+    formats have for methods, rounding modes and number formats.
+    """
+    words = block_of("layered", "parameters")["properties"]
+    round_modes = list(words["round_mode"]["enum"])
+    for word in block_of("hierarchical", "spec")["properties"]["round_method"]["enum"]:
+        if word is None:
+            continue
+        mode = RoundType[word].value
+        if mode not in round_modes:
+            round_modes.append(mode)
+    scaled = [name for name in FLOAT_FORMATS if name not in CAST_ONLY]
+    casts = [word for word in words["datatype"]["enum"] if word in CAST_ONLY]
+    text = SPEC.read_text("utf-8")
+    text = _with_options(text, "dtype", ["int", *scaled, *casts])
+    text = _with_options(text, "round_mode", round_modes)
+    return _with_options(text, "method", words["method"]["enum"])
+
+
+def _with_options(text: str, field: str, options: Sequence[str]) -> str:
+    """Return the spec schema's text with other options for a field."""
+    pattern = rf'(?<="{field}": {{"enum": )\[.*?\]'
+    return re.sub(pattern, json.dumps(options), text, count=1)
 
 
 def layered_schema() -> str:

@@ -20,6 +20,8 @@ from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
 from quantizer.storage.deferred_tensor import Spool
 
+READS_DATA = [name for name, row in ALGORITHMS.items() if row.needs_data]
+FOR_WEIGHTS = [name for name in READS_DATA if not ALGORITHMS[name].eases_activations]
 WIDTH, TOKENS, BATCHES = 32, 256, 8
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 
@@ -104,7 +106,7 @@ def above(name: str, blocks: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smoothquant", "awq", "gptq", "gptaq", "qronos"])
+@pytest.mark.parametrize("name", READS_DATA)
 def test_no_more_than_two_blocks_activations_and_one_hessian(name: str) -> None:
     """What a block reads and what a group in it reads, of all batches; the rest is one batch
     inside a block, and a Hessian with its copies and factor. GPTAQ and Qronos run the float
@@ -117,7 +119,7 @@ def test_no_more_than_two_blocks_activations_and_one_hessian(name: str) -> None:
     assert few <= networks * (2 * activations + 2 * activations / BATCHES) + 12 * hessian
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "gptaq", "qronos"])
+@pytest.mark.parametrize("name", FOR_WEIGHTS)
 def test_values_in_files_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the budget of memory, which is nothing here, what goes from block to block lies on
     disk.

@@ -240,9 +240,11 @@ def test_generated_files_are_fresh() -> None:
 
 def test_an_option_without_a_description_is_reported_with_its_key() -> None:
     options = block_of("layered", "parameters")["properties"]["method"]["enum"]
+    described = len(options)
     options.append("median")
+    message = f"method has {described + 1} options and {described} descriptions"
     try:
-        with pytest.raises(QuantizerError, match="method has 7 options and 6 descriptions"):
+        with pytest.raises(QuantizerError, match=message):
             key_page("method")
     finally:
         options.remove("median")
