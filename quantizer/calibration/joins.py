@@ -114,9 +114,10 @@ def _possible(
     state: CalibrationState,
     wanted: Sequence[Scaling],
 ) -> Sequence[Scaling]:
-    """Return the scalings that need no tensor that calibration has not observed.
+    """Return the scalings after which calibration has observed every quantized tensor.
 
-    If that is not true of all together, scalings are added join by join, as long as it is.
+    If that is not true of all together, add them join by join and leave out those that break
+    it.
     """
     if not wanted or _is_seen(request, state, wanted):
         return wanted

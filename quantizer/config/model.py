@@ -69,9 +69,9 @@ class QuantizationSpec:
     Granularity: `ch_axis` goes with `qscheme`. It is the axis whose indices have a scale each
     ("per_channel"), the axis that groups of `group_size` values run along ("per_group"; the
     last group may be shorter in block formats only), or the axis that one row of values runs
-    along ("per_token"). A weight may be a stack of weights, such as those of experts, each of
-    which is `group_size` long in the first axis. "per_tensor" then gives each of them a scale,
-    and "per_channel" each of their channels.
+    along ("per_token"). A weight may be a stack of weights: those of experts, or of the groups
+    of a transposed convolution. Each is `group_size` long in the first axis. "per_tensor" then
+    gives each of them a scale, and "per_channel" each of their channels.
 
     Scale: `scale_type` is one of five.
 
