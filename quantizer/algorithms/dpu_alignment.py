@@ -1,7 +1,8 @@
-"""Move fix positions into the limits of the DPU's shifters. A position fp stands for the scale
-2^-fp. Sees no tensor.
+"""Move the positions of power-of-two scales into the limits of the DPU's shifters.
 
-The limits are those that are checked before a network goes to the DPU compiler.
+A tensor with position fp has the scale 2^-fp: a larger position is a finer scale. The positions
+alone are moved here; no tensor is rounded. The limits are those that are checked before a
+network goes to the DPU compiler.
 
 Source: pytorch_nndct 3.5 (Vitis AI).
 """
@@ -20,9 +21,11 @@ from quantizer.plan.groups import (
 from quantizer.plan.model import Key
 
 _MAX_SHIFT = 16
+"""The largest shift in bits, of products to the output and of the bias to the products."""
 _ACCUMULATOR_BITS = 24
-"""How much finer a bias may be than the products, minus the output's 8 bits and shift_cut."""
+_OUTPUT_BITS = 8
 _GATE_POSITION = 7
+"""The position of hardsigmoid's output, whose values are at most 1."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,15 @@ def align(
     """Return the positions of (layer, role) moved into the DPU's limits, and each move in
     order.
 
-    A tensor that is missing in `positions` has no power-of-two scale, and limits that involve
-    it are skipped. Inputs of concatenations and of average pooling get the output's position if
-    the two settings say so. Activations only become coarser, except that hardsigmoid and
-    hardswish have least positions.
+    Activations only become coarser, except that the inputs of hardsigmoid and hardswish and
+    the output of hardsigmoid have least positions.
+
+    Args:
+        graph: of the network.
+        positions: of the tensors that have a power-of-two scale. Limits that involve other
+            tensors are skipped.
+        change_concat_input_fix: give inputs of concatenations the position of the output.
+        change_pool_input_fix: give inputs of average pooling the position of the output.
     """
     aligner = _Aligner(graph, layout(graph, EVERY_JOIN), dict(positions))
     for node in reversed(graph.nodes):
@@ -69,7 +77,8 @@ def align(
             why = f"{node.name} reads it, change_pool_input_fix"
             aligner.tie(aligner.input(node), aligner.output(node.name), why)
     for round_ in range(3 * len(graph.nodes) + 3):
-        # Layers that are tied in a circle may coarsen each other forever; then move weights
+        # Layers that are tied in a circle may coarsen each other forever. After as many rounds
+        # as there are nodes, activations stay and weights and biases move instead
         aligner.is_frozen = round_ > len(graph.nodes)
         before = dict(aligner.positions)
         for node in graph.nodes:
@@ -101,7 +110,9 @@ class _Aligner:
     is_frozen: bool = False
 
     def output(self, name: str) -> Key | None:
-        """Return the tensor that has a node's values as codes."""
+        """Return the key of the tensor that a node's values are quantized as; None if that has
+        no position.
+        """
         point = quantization_point(self.graph, self.layout, name)
         if not point:
             return None
@@ -110,7 +121,9 @@ class _Aligner:
         return key if key in self.positions else None
 
     def input(self, node: Node) -> Key | None:
-        """Return the tensor that a layer reads: one of its own, or its producer's."""
+        """Return the key of the tensor that a layer reads: its own quantized input, or the
+        output of its producer.
+        """
         key = (node.name, "input")
         return key if key in self.positions else self.output(next(node.refs()))
 
@@ -120,7 +133,7 @@ class _Aligner:
         to: int,
         why: str,
     ) -> None:
-        """Give a tensor, and those tied to it, another position."""
+        """Give a tensor and those tied to it another position, and record each move."""
         for member in sorted(self.tied.get(key, {key})):
             before = self.positions[member]
             if before != to:
@@ -154,8 +167,11 @@ class _Aligner:
 
 
 def _limit_shifts(aligner: _Aligner, node: Node) -> None:
-    """Keep shift_cut = fw + fi - fo within [0, 16], and shift_bias = fw + fi - fb within what
-    the accumulator has left.
+    """Keep the two shifts of a linear layer or convolution within the DPU's limits.
+
+    With the positions fw of weights, fi of the input, fo of the output and fb of the bias,
+    products have the position fw + fi. They are shifted right by shift_cut = fw + fi - fo to
+    the output's position. The bias is shifted left by shift_bias = fw + fi - fb to theirs.
     """
     weights = (node.name, "weights")
     input_key = aligner.input(node)
@@ -163,12 +179,12 @@ def _limit_shifts(aligner: _Aligner, node: Node) -> None:
     positions = aligner.positions
     if weights not in positions or input_key is None or output is None:
         return
-    cut = positions[weights] + positions[input_key] - positions[output]
+    product = positions[weights] + positions[input_key]
+    cut = product - positions[output]
     why = f"shift_cut of {node.name} would be {cut}, and the DPU has 0 to {_MAX_SHIFT}"
-    coarser = positions[output] + cut
-    may_coarsen = not aligner.is_frozen and coarser >= aligner.least.get(output, coarser)
+    may_coarsen = not aligner.is_frozen and product >= aligner.least.get(output, product)
     if cut < 0 and output != input_key and may_coarsen:
-        aligner.move(output, coarser, why)
+        aligner.move(output, product, why)
     elif cut < 0:
         why = f"{why}; finer weights cut off their largest values"
         aligner.move(weights, positions[weights] - cut, why)
@@ -176,8 +192,8 @@ def _limit_shifts(aligner: _Aligner, node: Node) -> None:
         aligner.move(weights, positions[weights] - (cut - _MAX_SHIFT), why)
     bias = (node.name, "bias")
     if bias in positions:
-        product = positions[weights] + positions[input_key]
-        _limit_bias(aligner, node, product, positions[output])
+        moved_product = positions[weights] + positions[input_key]
+        _limit_bias(aligner, node, moved_product, positions[output])
 
 
 def _limit_bias(
@@ -186,10 +202,22 @@ def _limit_bias(
     product: int,
     output: int,
 ) -> None:
+    """Keep shift_bias within [least, 16].
+
+    A bias may be finer than the products by the bits that the accumulator has left after the
+    output's bits and shift_cut.
+
+    Args:
+        aligner: holds the positions.
+        node: the layer.
+        product: the position of the products.
+        output: the position of the output.
+    """
     weights = (node.name, "weights")
     bias = (node.name, "bias")
     positions = aligner.positions
-    least = min(0, 8 + product - output - _ACCUMULATOR_BITS)
+    cut = product - output
+    least = min(0, _OUTPUT_BITS + cut - _ACCUMULATOR_BITS)
     shift = product - positions[bias]
     why = f"shift_bias of {node.name} would be {shift}, and the DPU has {least} to {_MAX_SHIFT}"
     if shift < least:
@@ -201,6 +229,7 @@ def _limit_bias(
 
 
 def _limit_hardsigmoid(aligner: _Aligner, node: Node) -> None:
+    """Keep the positions of the input at 0 or finer, and those of the output at 7 or finer."""
     input_key = aligner.input(node)
     output = aligner.output(node.name)
     if input_key is not None:
@@ -212,6 +241,7 @@ def _limit_hardsigmoid(aligner: _Aligner, node: Node) -> None:
 
 
 def _limit_hardswish(aligner: _Aligner, node: Node) -> None:
+    """Keep the input's position at 0 or finer, and the output's at most 7 finer than that."""
     input_key = aligner.input(node)
     output = aligner.output(node.name)
     if input_key is None:

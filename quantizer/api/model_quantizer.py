@@ -21,8 +21,8 @@ class ModelQuantizer:
 
     It quantizes linear layers, convolutions, transposed convolutions, embeddings, recurrent
     layers, their subclasses, and the experts of transformers' mixtures. Other layers with
-    weights stay in float and are logged. The command line does the same to a traced copy of the
-    model.
+    weights stay in float and are logged. The command line and `calibrate` instead quantize a
+    traced copy of the model.
     """
 
     def __init__(self, config: AnyConfig) -> None:

@@ -1,5 +1,5 @@
-"""Defines the result of `calibrate` and `load`: a quantized network that can be tested, saved
-and exported.
+"""Defines the result of `calibrate` and of `load`: a quantized network that can be tested,
+saved and exported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PlanView:
     """A plan that a notebook shows as a table.
 
     Attributes:
-        plan: a `quantizer.plan.model.Plan`.
+        plan: the decisions themselves, a `quantizer.plan.model.Plan`.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -65,16 +65,17 @@ class Comparison:
     """The result of a test.
 
     Attributes:
-        metrics: by name: sqnr_db and cosine of the worst output or part, sqnr_db_pooled of all
-            together, and the metrics of the task. A metric X of the task has an `X_float`, and
-            an `X_drop`, the loss of quality, if the direction of X is known.
-        outputs: a row of figures for each output, and for each part that a join or a write
-            makes of one.
+        metrics: by name. `sqnr_db` and `cosine` are those of the worst output or part,
+            `sqnr_db_pooled` is that of all together. A metric X of the task has the value of
+            the float network, `X_float`, beside it. If it is known whether more or less of X is
+            better, it also has the loss of quality, `X_drop`.
+        outputs: a row of figures for each output, and for each part of an output that is joined
+            from several.
         warnings: about outputs that lose much more than the others, with the causes.
         layers: a row for each quantized tensor, the most damaged first, with local and
             accumulated SQNR in dB.
-        passes: the loss of passes that change the model's function, and of quantization, on one
-            batch; None if there are no such passes.
+        passes: the losses by passes that change the model's function and by quantization, on
+            one batch; None if there are no such passes.
     """
 
     def __init__(
@@ -90,15 +91,16 @@ class Comparison:
         self._stamp = stamp
 
     def require(self, **bounds: float) -> Comparison:
-        """Raise `GateError` if metrics are worse than their bounds, otherwise return itself.
+        """Raise `GateError` if metrics are worse than their bounds. Otherwise return this
+        comparison.
 
         A bound is a minimum, or a maximum for metrics of which less is better:
-        `require(sqnr_db=20, top1_drop=0.01)`. A metric of one output or part:
+        `require(sqnr_db=20, top1_drop=0.01)`. The metric of one output or part is written
         `require(**{"sqnr_db[0.scores]": 30})`.
 
         Raises:
-            GateError: naming the bounds that do not hold.
-            UsageError: there is no such metric, or its direction is unknown.
+            GateError: metrics are worse than their bounds. The message names these bounds.
+            UsageError: there is no such metric, or it is not known whether less is better.
         """
         metrics = self._scores.gated
         failed = []
@@ -235,11 +237,14 @@ class Result:
         return Comparison(scores, self._calibrated, batches.stamp)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the result folder. Its files are equal to those of the shell, byte for byte,
-        except that run.json, run.log and the commands in reports are missing.
+        """Write the result folder.
+
+        Its files are equal to those that the command line writes, byte for byte. Only run.json,
+        run.log and the commands in reports are missing.
 
         Raises:
-            ResultError: it cannot be written, is in use, or holds results of another model.
+            ResultError: the folder cannot be written, is in use, or holds results of another
+                model.
         """
         place = Path(folder)
         with locked(place):
@@ -251,7 +256,7 @@ class Result:
             write_report(open_written(place, READ))
 
     def _is_in(self, place: Path) -> bool:
-        """Return whether the folder is the loaded one, with unchanged results."""
+        """Return whether the folder is the one that was loaded and has not changed since."""
         opened = self._opened
         if opened is None or opened.folder.resolve() != place.resolve():
             return False
@@ -332,7 +337,7 @@ class Result:
         return export(target, deployment, Path(path), self._events, total=batches.total)
 
     def _batches_of(self, data: Any) -> Batches:
-        """Return the batches of some data; of None, those of `calibrate` or `load`."""
+        """Return the batches of `data`, or those of `calibrate` or `load` if it is None."""
         if data is not None:
             return load_batches(data, module=self._model)
         if self._batches.stands_in:

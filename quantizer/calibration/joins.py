@@ -29,21 +29,25 @@ _FAR = {
     "scaled": "parts are multiplied with powers of two, which the weights that read them take "
     "back",
 }
-"""What is reported of joins whose ranges are far apart, by the scale that was decided."""
+"""What is logged about joins whose parts' ranges are far apart, by `JoinDecision.scale`."""
 
 
 def decide_joins(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-    """Decide on all joins of the plan; bring the parts to one range that would lose too much on
-    one scale.
+    """Decide on all joins of the plan.
+
+    Parts that would lose too much on one scale are brought to one range, if that is possible.
     """
     open_plan = state.plan
-    first = _decisions(state.calibration)
-    state, scaled = _scale_parts(request, state, first)
-    decisions = _decisions(state.calibration) if scaled else first
+    unscaled_decisions = _decisions(state.calibration)
+    state, scaled = _scale_parts(request, state, unscaled_decisions)
+    decisions = unscaled_decisions
+    if scaled:
+        decisions = _decisions(state.calibration)
     for name in scaled:
-        after = decisions.get(name)
-        left = () if after is None else after.left
-        decisions[name] = replace(first[name], scale="scaled", left=left)
+        # The report shows the losses before scaling; scaling decides which tensors are dropped
+        decision = decisions.get(name)
+        left = () if decision is None else decision.left
+        decisions[name] = replace(unscaled_decisions[name], scale="scaled", left=left)
     for level, text in join_remarks(open_plan, decisions):
         request.events.message(level, text)
     plan = joins.with_decisions(state.calibration.plan, decisions)
@@ -52,9 +56,7 @@ def decide_joins(request: CalibrationRequest, state: CalibrationState) -> Calibr
 
 
 def with_decided_joins(calibration: Calibration) -> Calibration:
-    """Return the calibration with the joins of its plan decided, as far as that changes no
-    weights.
-    """
+    """Return the calibration with the joins of its plan decided; no parts are scaled."""
     decisions = _decisions(calibration)
     plan = joins.with_decisions(calibration.plan, decisions)
     return replace(calibration, plan=plan)
@@ -112,8 +114,10 @@ def _possible(
     state: CalibrationState,
     wanted: Sequence[Scaling],
 ) -> Sequence[Scaling]:
-    """Return the scalings for which calibration has seen enough: all, or those of some
-    joins.
+    """Return the scalings after which calibration has observed every quantized tensor.
+
+    If that is not true of all together, add them join by join and leave out those that break
+    it.
     """
     if not wanted or _is_seen(request, state, wanted):
         return wanted
@@ -132,7 +136,9 @@ def _is_seen(
     state: CalibrationState,
     scalings: Sequence[Scaling],
 ) -> bool:
-    """Return whether calibration has seen all that is quantized after these scalings."""
+    """Return whether calibration has observed every tensor that is quantized after these
+    scalings.
+    """
     adjustment = scaled_joins.scaling_adjustment(state.plan.graph, scalings)
     target = state.target.adjusted(adjustment)
     plan = target.plan(request.config)
@@ -142,11 +148,11 @@ def _is_seen(
 def join_remarks(
     plan: Plan, decisions: Mapping[str, JoinDecision]
 ) -> Iterator[tuple[int, str]]:
-    """Yield what the user should know about joins, with levels of `logging`.
+    """Yield messages about joins, each after its level of `logging`.
 
     Args:
-        plan: with the joins open.
-        decisions: on these.
+        plan: the plan before the decisions.
+        decisions: on its joins, by name.
     """
     for scale, text in _FAR.items():
         names = []
@@ -169,7 +175,7 @@ def join_remarks(
 
 
 def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
-    """Return a sentence on a part that one scale leaves few bits to, and the remedy."""
+    """Return a sentence about a part that has few bits left on one scale, and the remedy."""
     if plan.settings.target_device == "DPU":
         remedy = (
             "return its parts one by one, or bring them to one range before they are joined"
@@ -183,9 +189,9 @@ def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
 
 
 def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, float]:
-    """Return the width of the range of each tensor of a join, in the units of its values.
+    """Return the width of the range of each tensor of a join: scale * 2^bit_width.
 
-    The width goes from the lowest code to the highest, of the widest channel.
+    The scale is the largest one of the tensor. Tensors of zeros alone have no width.
     """
     widths = {}
     whole = join.single or join.inputs[0]
@@ -204,9 +210,13 @@ def decide_joins_again(
     stored: Mapping[str, JoinDecision],
     widths: Mapping[Key, float],
 ) -> dict[str, JoinDecision]:
-    """Return how joins are quantized where the ranges have changed and the weights cannot.
+    """Return how joins are quantized with new ranges, if weights must stay as they are.
 
-    Parts that are scaled stay so.
+    Parts that are scaled stay scaled.
+
+    Args:
+        stored: the earlier decisions, by join.
+        widths: of the new ranges, by tensor.
 
     Raises:
         ResultError: parts would have to be scaled now.
@@ -228,10 +238,11 @@ def decide_joins_again(
 
 
 def _gains(join: JoinPlan, graph: Graph) -> dict[str, dict[str, float]]:
-    """Return how much the squared error of each part weighs in each layer that reads it.
+    """Return by layer that reads the join, and by part, the factor of the part's squared error
+    in the layer's output.
 
-    The gain is the sum of the squared weights that the part is multiplied with. Where there is
-    no such weight, all parts count alike.
+    The factor is the sum of the squared weights that the part is multiplied by. In layers
+    without such a weight, it is 1 for all parts.
     """
     equal = {part_name(key): 1.0 for key in join.sources}
     layers: Iterable[str] = join.parts

@@ -1,5 +1,5 @@
 """Runs the float network over the calibration data and shows each planned tensor to its
-observer; keeps no values.
+observer. Observers keep statistics, and nothing keeps the values.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Calibration:
     Args:
         plan: whose tensors are observed.
         observers: by (layer, role).
-        histograms: the distribution of a source's values over all batches, if its observers
-            have none.
+        histograms: the distribution of a tensor's values over all batches, by
+            `TensorPlan.place`, for tensors whose observers have no histogram.
         means: by layer.
         batches: how many batches were observed.
     """
@@ -85,7 +85,7 @@ class Calibration:
         """Load the statistics that `state_dict` has returned.
 
         Raises:
-            ResultError: they are of other tensors.
+            ResultError: the statistics are of other tensors.
         """
         states: dict[Key, dict[str, Tensor]] = {}
         for name, tensor in state.items():
@@ -113,7 +113,7 @@ class Calibration:
             return
         shape = self.plan.graph.by_name[tensor.source].shape
         if shape is not None:
-            # Open sizes, such as that of the batch, count as 1
+            # Dynamic sizes, such as that of the batch, count as 1
             sizes = [1 if size is None else size for size in shape]
             observer.expect(tuple(sizes))
 
@@ -129,30 +129,35 @@ class Calibration:
         self.batches += other.batches
 
     def fresh(self) -> Calibration:
-        """Return a calibration of activations and means alone that has observed nothing."""
+        """Return a calibration that has observed nothing and has no parameters.
+
+        It has new observers of activations and new means. Tensors that share an observer still
+        share one.
+        """
         new = {id(observer): Observer(observer.spec) for observer in self.calibrated.values()}
         observers = {}
         for key, observer in self.observers.items():
             if id(observer) in new:
                 observers[key] = new[id(observer)]
         histograms = {}
-        for source, observer in self.histograms.items():
-            histograms[source] = new[id(observer)]
+        for place, observer in self.histograms.items():
+            histograms[place] = new[id(observer)]
         means = {}
         for layer, mean in self.means.items():
             means[layer] = ChannelMean(mean.ch_axis)
         return Calibration(self.plan, observers, histograms, means)
 
     def unseen(self) -> Calibration:
-        """Return the calibration before the first batch: the same with `fresh` observers of
-        activations.
+        """Return the calibration as it was before the first batch.
+
+        It has the `fresh` observers of activations, and the observers of parameters.
         """
         fresh = self.fresh()
         observers = {**self.observers, **fresh.observers}
         return replace(fresh, observers=observers)
 
     def forget_after(self, batches: int) -> None:
-        """Drop the statistics of a batch that failed after the first `batches`."""
+        """Drop the statistics of a batch that failed, and keep those of the first `batches`."""
         for (_, role), part in self._parts().items():
             if not is_parameter(role):
                 part.forget_after(batches)
@@ -160,21 +165,21 @@ class Calibration:
     def without(self, layers: Collection[str]) -> Calibration:
         """Return the calibration without the activations of these layers, which stay float."""
         tensors = {}
-        sources = set()
+        places = set()
         for key, tensor in self.plan.tensors.items():
             if tensor.is_calibrated and key[0] in layers:
                 continue
             tensors[key] = tensor
             if tensor.is_calibrated:
-                sources.add(tensor.place)
+                places.add(tensor.place)
         observers = {}
         for key, observer in self.observers.items():
             if key in tensors:
                 observers[key] = observer
         histograms = {}
-        for source, observer in self.histograms.items():
-            if source in sources:
-                histograms[source] = observer
+        for place, observer in self.histograms.items():
+            if place in places:
+                histograms[place] = observer
         plan = replace(self.plan, tensors=tensors)
         return replace(self, plan=plan, observers=observers, histograms=histograms)
 
@@ -188,9 +193,10 @@ class Calibration:
         return {**observers, **self._histograms()}
 
     def _parts(self) -> dict[Key, Observer | ChannelMean]:
-        """Return what has statistics to store, each once.
+        """Return the observers and means whose statistics are stored, each once.
 
-        Groups of weights have too many scales to store; they are observed again.
+        Groups of weights have too many scales to store: they are observed again when a
+        calibration is resumed.
         """
         parts: dict[Key, Observer | ChannelMean] = {}
         for key, observer in self._unique_observers().items():
@@ -209,13 +215,13 @@ class Calibration:
         return {key: self.observers[key] for key in keys.values()}
 
     def _histograms(self) -> dict[Key, Observer]:
-        return {(source, "histogram"): observer for source, observer in self.histograms.items()}
+        return {(place, "histogram"): observer for place, observer in self.histograms.items()}
 
 
 def create_observers(plan: Plan) -> Calibration:
     """Return the observers of all tensors of the plan with static scales.
 
-    Those of weights and biases have observed their values.
+    The observers of weights and biases have already observed the values.
 
     Raises:
         ModelError: NaN or Inf in a weight or a bias, whatever its format (layer and tensor are
@@ -257,6 +263,7 @@ def _parameter_observer(parameter: Tensor, spec: QuantizationSpec) -> Observer |
         return None
     observer = Observer(spec)
     observer.observe(parameter)
+    # The statistics of a parameter that is on disk go to disk, too
     observer.set_aside(partial(beside, parameter))
     return observer
 
@@ -280,7 +287,7 @@ def _warn_of_saturation(plan: Plan) -> None:
 
 
 def _warn_of_zeros(observers: Mapping[Key, Observer]) -> None:
-    """Warn of weights with scales, per tensor or per channel, of zeros alone."""
+    """Warn of weight tensors or channels that are all zero, which have the scale 1."""
     layers = []
     for (layer, role), observer in observers.items():
         if role == "weights" and observer.spec.qscheme in ("per_tensor", "per_channel"):
@@ -315,6 +322,7 @@ def observe_batches(
             find_ranges(calibration.calibrated.values())
             calibration.batches += 1
         except BaseException as error:
+            # Ctrl-C as well: what is stored then must end with a whole batch
             calibration.forget_after(calibration.batches)
             if isinstance(error, DataError):
                 text = f"batch {calibration.batches}: {error.message}"
@@ -334,10 +342,10 @@ def require_batches(calibration: Calibration) -> None:
 
 
 def require_finite(value: Tensor) -> None:
-    """Refuse NaN and infinity.
+    """Raise an error if there is NaN or infinity.
 
     Raises:
-        NonFiniteError: how many there are.
+        NonFiniteError: there is. It counts both.
     """
     if not value.is_floating_point() or not value.numel():
         return
@@ -395,6 +403,7 @@ def _show(
     mean: ChannelMean | None,
     value: Tensor,
 ) -> None:
+    """Show a node's value to all who watch it, and to the mean of its channels."""
     for tensor, watch in watches:
         with _located(tensor, DataError):
             watch(value)
@@ -427,6 +436,7 @@ def observed_solution(calibration: Calibration) -> Solution:
         if observer is not None:
             tensor = tensor.at(observer.qparams())
         if is_parameter(key[1]) and planned.spec.qscheme == "per_group":
+            # The scales of groups are large: those of a parameter on disk go to disk, too
             parameter = plan.parameter(key)
             tensor = tensor.mapped(partial(beside, parameter))
         tensors[key] = tensor

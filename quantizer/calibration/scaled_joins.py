@@ -1,9 +1,9 @@
 """Brings the parts of a join to one range where one scale would lose too many bits.
 
-Parts are multiplied with powers of two, and the weights that read them are divided by these. If
-a layer reads boxes in pixels and scores below 1, it gets the scores times 512, and weights for
-them that are 512 times smaller: then both have 8 bits on one scale, and so have their weights.
-Powers of two change no float value.
+Parts are multiplied by powers of two, and the weights that read them are divided by the same
+powers. If a layer reads boxes in pixels and scores below 1, the scores are multiplied by 512
+and their weights are divided by 512. Then boxes and scores both have 8 bits on one scale.
+Multiplying by powers of two is exact, so that the float network's outputs stay the same.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ScaledPart:
     """A run of channels of a join.
 
     Args:
-        key: the tensor that they come from.
-        channels: how many they are.
-        factor: what they are multiplied with.
+        key: the tensor that the channels come from.
+        channels: how many channels there are.
+        factor: the power of two that they are multiplied by.
     """
 
     key: Key
@@ -47,10 +47,10 @@ class Scaling:
     """Factors for a joined value.
 
     Attributes:
-        join: the layer that joins it.
-        value: the layer whose value is multiplied: the join, or what follows it.
-        readers: the layers that read the product instead.
-        parts: the runs of their input channels, in order.
+        join: the layer that joins the parts.
+        value: the layer whose value is multiplied: the join, or a layer that follows it.
+        readers: the layers that read the product instead of the value.
+        parts: the runs of the readers' input channels, in order.
     """
 
     join: str
@@ -83,7 +83,7 @@ def scalings(
     for join in joins:
         free = [layer for layer in join.scalable if layer not in fixed]
         has_fixed = len(free) < len(join.scalable)
-        # The fixed layers would read a value that is not quantized
+        # Fixed layers go on reading the join itself, which has no quantizer of its own here
         if has_fixed and join.is_of_channels and not join.inputs:
             continue
         by_value: dict[str, list[str]] = {}
@@ -100,14 +100,16 @@ def scalings(
 
 def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[ScaledPart, ...]:
     """Return the parts of a layer's input, with factors that give all of them about the range
-    of the widest; none if a part was not observed with the spec of the whole.
+    of the widest.
+
+    Return no parts if one is constant, or was observed with another spec than the whole join.
     """
     plan = calibration.plan
-    whole = plan.tensors[join.single or join.inputs[0]].spec
+    whole_spec = plan.tensors[join.single or join.inputs[0]].spec
     runs = []
     for key, channels in join.parts[layer]:
         observer = None if key is None else calibration.observers.get(key)
-        if key is None or observer is None or observer.spec != whole:
+        if key is None or observer is None or observer.spec != whole_spec:
             return ()
         runs.append((key, channels, _largest(observer)))
     widest = max(size for _, _, size in runs)
@@ -116,6 +118,7 @@ def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[Scaled
     max_exponent = -math.log2(torch.finfo(dtype).tiny)
     parts = []
     for key, channels, size in runs:
+        # A part of zeros alone has no range to widen
         exponent = 0
         if size:
             exponent = round(math.log2(widest / size))
@@ -135,7 +138,7 @@ def _largest(observer: Observer) -> float:
 
 
 def scaling_adjustment(graph: Graph, scalings: Iterable[Scaling]) -> Adjustment:
-    """Return the layers to insert and the weights that are divided by their factors."""
+    """Return an adjustment that inserts the multiplications and divides the weights."""
     changes = Adjustment()
     names = {*graph.by_name}
     for scaling in scalings:
@@ -186,10 +189,16 @@ def is_seen(
     scalings: Iterable[Scaling],
     inserted: Iterable[Insertion],
 ) -> bool:
-    """Return whether a calibration has observed all that a plan for the scaled graph needs.
+    """Return whether a calibration has the statistics of all tensors of a later plan.
 
-    An entry of the config may apply to the scaled value and not to its parts. Then they were
-    observed with another spec.
+    It may lack some, because an entry of the config may apply to the scaled value and not to
+    its parts. Then the parts were observed with another spec.
+
+    Args:
+        before: the calibration of the graph without scalings.
+        plan: for the graph with the scalings.
+        scalings: of the joins.
+        inserted: the layer that multiplies, for each scaling.
     """
     parts = _parts_by_insertion(scalings, inserted)
     for key, tensor in plan.tensors.items():
@@ -200,6 +209,7 @@ def is_seen(
             if observer is None or observer.spec != tensor.spec:
                 return False
             continue
+        # Ranges of parts can be united to one range, and not to ranges of channels
         if not tensor.spec.has_one_scale or tensor.channels is not None:
             return False
         for part in parts[tensor.source]:
@@ -227,8 +237,10 @@ def taken_over(
     scalings: Iterable[Scaling],
     inserted: Iterable[Insertion],
 ) -> Calibration:
-    """Return a calibration of the plan for the scaled graph with the statistics of the one
-    before. It must be `is_seen`.
+    """Return a calibration of a later plan, with the statistics of the calibration before.
+
+    The range of a scaled value is computed from the ranges of its parts. The arguments are
+    those of `is_seen`, which must be true of them.
     """
     parts = _parts_by_insertion(scalings, inserted)
     after = observing.create_observers(plan)

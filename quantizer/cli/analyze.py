@@ -52,6 +52,7 @@ from quantizer.storage.files import write_json
 MAX_MEASURED = 200
 """With more weights, noise is predicted from gradients unless --passes is given."""
 _FLOATS = tuple(sorted(CAST_ONLY - {"float32"}))
+"""The float formats that --choices may name."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class AnalyzeOptions(Options):
 
 
 BUDGETS = ("budget", "size", "max_mb")
+"""The options that limit the size. At most one may be given."""
 
 
 @command()
@@ -122,8 +124,8 @@ def analyze(options: AnalyzeOptions) -> None:
     """
     widths = parse_choices(options.choices)
     budget = parse_budget(options)
-    changes = options.metric or budget
-    _require_fitting(options, budget)
+    changes_config = bool(options.metric or budget)
+    _require_consistent(options, budget)
     reported = read_info(Path(options.report)) if options.report else None
     with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
         subject = _subject(options, reported)
@@ -139,16 +141,16 @@ def analyze(options: AnalyzeOptions) -> None:
     if options.json:
         click.echo(json_text(result.content))
         return
-    prints_config = bool(changes) and file is None
+    prints_config = changes_config and file is None
     _print(result, options, stderr=prints_config)
     if prints_config:
         click.echo(result.text, nl=False)
 
 
-def _require_fitting(options: AnalyzeOptions, budget: Budget | None) -> None:
-    """Raise `UsageError` if options do not fit each other."""
-    changes = options.metric or budget
-    if options.config_file is None and (changes or options.tensors):
+def _require_consistent(options: AnalyzeOptions, budget: Budget | None) -> None:
+    """Raise `UsageError` if options exclude each other, or one needs another."""
+    changes_config = bool(options.metric or budget)
+    if options.config_file is None and (changes_config or options.tensors):
         raise UsageError(
             "Missing option '--config_file'", help="give the config to measure or change"
         )
@@ -156,7 +158,7 @@ def _require_fitting(options: AnalyzeOptions, budget: Budget | None) -> None:
         raise UsageError(
             "--metric and a budget of size exclude each other", help="give one of them"
         )
-    if options.apply and (not changes or options.output):
+    if options.apply and (not changes_config or options.output):
         raise UsageError(
             "--apply writes a changed config",
             help="give --metric or a budget of size, and no -o",
@@ -175,12 +177,12 @@ class AnalysisResult:
     """The result of a command.
 
     Attributes:
-        graph: that was analysed.
-        content: printed with --json.
-        text: of the config that is written.
-        analysis: of the widths, if they were analysed.
-        choice: of widths, if there is a budget.
-        lines: printed below the tables.
+        graph: the graph that was analysed.
+        content: the figures, as --json prints them.
+        text: the text that is written to a file: the changed config, or else the figures.
+        analysis: the loss of each weight at each width, if it was measured.
+        choice: the chosen widths, if there is a budget.
+        lines: the lines below the tables.
         tensors: the effects of all tensors, if they were measured.
     """
 
@@ -205,7 +207,7 @@ def _print(result: AnalysisResult, options: AnalyzeOptions, *, stderr: bool) -> 
         console.print(sensitivity.table(result.analysis, result.choice, view))
         lines += sensitivity.kept_lines(result.analysis, view)
     for line in (*lines, *result.lines):
-        # A path is not markup, and stays on one line.
+        # A path is not markup, and stays on one line
         console.print(Text(one_line(line)), soft_wrap=True)
 
 
@@ -267,8 +269,10 @@ def parse_budget(options: AnalyzeOptions) -> Budget | None:
 
 
 def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
-    """Open config, model and data. If results are added to the report of a calibration, check
-    that it has the same model and plan.
+    """Open config, model and data.
+
+    If results are added to the report of a calibration, check that model and plan are the same
+    there.
     """
     seed_everything(options.seed)
     read = session.read_config_file(options.config_file)
@@ -300,10 +304,10 @@ def _search_floats(subject: Subject, metric: str) -> AnalysisResult:
 
 
 def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
-    """Write the results into the folder of a calibration, and its report again.
+    """Write the results into the folder of a calibration, and write its report again.
 
     Raises:
-        ResultError: the folder holds another calibration meanwhile.
+        ResultError: another calibration was written to the folder meanwhile.
     """
     folder = reported.folder
     with locked_as_opened(reported.files):
@@ -320,10 +324,11 @@ def _analyze_widths(
     """Measure all widths, and with a budget choose the best."""
     read = subject.read
     batches = subject.batches
-    record = absorption.decide_absorption(
+    # The graph must be the one that calibration would quantize
+    absorption_record = absorption.decide_absorption(
         subject.original, read.config.settings, session.on_device(options, batches)
     )
-    refused = absorption.refused(record)
+    refused = absorption.refused(absorption_record)
     graph = run_passes(subject.original, read.config.settings, refused=refused)
     plan = session.resolved_plan(read, subject.original, quiet=options.json, graph=graph)
     tensors = measured_tensors(subject)[0] if options.tensors else None
@@ -349,7 +354,9 @@ def _choose(
     budget: Budget,
     tensors: Ablation | None,
 ) -> AnalysisResult:
-    """Choose the better one of mixed widths and a uniform width, measured on some batches."""
+    """Choose mixed widths or one uniform width: those with less noise, measured on some
+    batches.
+    """
     choices = {"mixed": engine.best_choice(analysis, budget)}
     uniform = engine.uniform_choice(analysis, budget)
     if uniform is not None:
@@ -359,7 +366,7 @@ def _choose(
         noise[label] = engine.measured_noise(
             plan, analysis, choice, lambda: session.on_device(options, subject.batches)
         )
-    # The first one, if both are equally good.
+    # The mixed widths, if both are equally good
     best = min(noise, key=noise.__getitem__)
     changes = chosen_specs(plan, analysis, choices[best])
     config = patched(subject.read.config.document, changes)
@@ -396,7 +403,7 @@ def _choose(
 def _measure(
     options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches
 ) -> Analysis:
-    """Measure what each width costs each weight."""
+    """Measure the loss of each weight at each width."""
     count = len(engine.width_candidates(plan)[0])
     passes = options.passes
     if passes is None:
@@ -418,7 +425,7 @@ def _require_exact(
     changes: WidthChanges,
     config: dict[str, Any],
 ) -> None:
-    """Check that a changed config has exactly the chosen widths.
+    """Check that a changed config gives each weight the chosen width and changes nothing else.
 
     Raises:
         ConfigError: it is not valid, for example because the device lacks a width.

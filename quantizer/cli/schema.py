@@ -1,15 +1,15 @@
-"""`quantizer schema`: prints the JSON Schemas, for editors. Imports no torch."""
+"""`quantizer schema`: prints the JSON Schemas, for editors, without importing torch."""
 
 import click
 
 from quantizer.cli.options import command
 from quantizer.config.resources import resource
 
-_NAMES = ("layered", "hierarchical", "quantization_spec")
+_SCHEMA_NAMES = ("layered", "hierarchical", "quantization_spec")
 
 
 @command()
-@click.argument("name", type=click.Choice(_NAMES), default="layered")
+@click.argument("name", type=click.Choice(_SCHEMA_NAMES), default="layered")
 @click.option(
     "--print/--path", "as_text", default=True, help="Print the schema, or the path of its file."
 )

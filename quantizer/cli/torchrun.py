@@ -1,5 +1,5 @@
-"""Joins the ranks that torchrun has started. Only rank 0 prints. Imports torch.distributed only
-if torchrun is used.
+"""Joins the ranks that torchrun has started, of which only rank 0 prints. torch.distributed is
+imported only if torchrun is used.
 """
 
 import os
@@ -17,24 +17,25 @@ if TYPE_CHECKING:
     from quantizer.distributed.process_group import ProcessGroup
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""torchrun sets them for each process."""
+"""The environment variables that torchrun sets for each process."""
 _URL = "env://"
 _joined: list["ProcessGroup"] = []
+"""The group of this process, which it leaves at the end."""
 
 
 class Watched(Events):
-    """Checks the other ranks after each unit of work."""
+    """Checks after each unit of work whether another rank has stopped."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def advanced(self, stage: RunStage) -> None:
-        """Stop if another rank has stopped."""
+        """Raise an error if another rank has stopped."""
         self._ranks.check()
 
 
 def is_used() -> bool:
-    """Return whether this process is one of several."""
+    """Return whether torchrun has started this process as one of several."""
     if not all(os.environ.get(name) for name in _VARIABLES):
         return False
     return int(os.environ["WORLD_SIZE"]) > 1
@@ -45,11 +46,11 @@ def joined_ranks(options: Options) -> Iterator[tuple[Ranks, Options]]:
     """Join the other ranks.
 
     Yields:
-        The ranks, and the options of this one: with its own GPU, and quiet unless it is the
-        first.
+        The ranks, and the options of this one. They name its own GPU, and ranks other than the
+        first are quiet.
 
     Raises:
-        RankError: not all of them start.
+        RankError: not all ranks start.
     """
     if not is_used():
         yield ALONE, options
@@ -78,8 +79,9 @@ def joined_ranks(options: Options) -> Iterator[tuple[Ranks, Options]]:
 
 @contextmanager
 def one_voice(arguments: list[str]) -> Iterator[None]:
-    """Let only the first rank print, unless --debug is given. No rank ends before the first has
-    printed everything.
+    """Let only the first rank print, unless --debug is given.
+
+    At the end, the other ranks wait until the first has printed everything.
     """
     with ExitStack() as stack:
         if is_used() and os.environ["RANK"] != "0" and "--debug" not in arguments:

@@ -1,4 +1,4 @@
-"""Measures the error of a network's outputs, of each by itself and of each part, over batches.
+"""Measures the error of each output of a network, and of each part of it, over batches.
 
 The worst part counts, so that a large part cannot hide the error of a small one.
 """
@@ -26,7 +26,7 @@ ROWS_KEPT = "rows_kept"
 values."""
 NOT_FINITE = "the float model's output is not finite"
 MIN_VALUES = 4
-"""Fewer values may be equal by chance."""
+"""With fewer values, nothing is said of values that become equal: that may be chance."""
 _FLAT = 1e-3
 """Values that differ by less than this share of the largest count as one value."""
 
@@ -69,14 +69,14 @@ class PartFigures:
 
     Args:
         name: of the output or part.
-        index: another name of a part, if it has one.
-        layer: computes it.
-        is_fixed: whether it follows from constants alone.
-        pooled: the number of sources that it stands for.
-        is_float: whether it has floating-point values.
-        count: of its values.
-        equal: how many of them are the same in both networks.
-        noise: of its floating-point values.
+        index: another name of a part that is a range of indices, such as `0[4:7]`.
+        layer: the layer that computes the values.
+        is_fixed: whether the values follow from constants alone. They get no noise.
+        pooled: the number of sources whose values are counted together.
+        is_float: whether the values are floating-point numbers.
+        count: how many values there are.
+        equal: how many values are the same in both networks.
+        noise: the error of floating-point values.
         reference: the range of the float network's values.
         other: the range of the quantized network's values.
     """
@@ -140,7 +140,7 @@ class PartFigures:
 
     @property
     def sqnr_db(self) -> float | None:
-        """Return the SQNR in dB; None for what is constant, integer or empty."""
+        """Return the SQNR in dB; None for constant, integer or no values."""
         return self.noise.sqnr_db if self.kind == "float" else None
 
     @property
@@ -155,14 +155,18 @@ class PartFigures:
 
     @property
     def collapses(self) -> bool:
-        """Return whether different float values become one value by quantization."""
+        """Return whether the float network's values differ and the quantized network's are all
+        equal.
+        """
         if self.kind != "float" or self.count < MIN_VALUES:
             return False
         return self.other.is_constant and not is_flat(self.reference)
 
     @property
     def appears(self) -> bool:
-        """Return whether one float value becomes different values by quantization."""
+        """Return whether the float network's values are all equal and the quantized network's
+        differ.
+        """
         is_one = self.kind == "constant" and not self.is_fixed
         return is_one and not self.other.is_constant
 
@@ -226,7 +230,7 @@ class ChannelExtents:
         return reference, other
 
     def merged(self, other: ChannelExtents) -> ChannelExtents | None:
-        """Return those of both; None if they do not have the same channels."""
+        """Return the ranges over both; None if the numbers of channels differ."""
         if self.low.shape != other.low.shape:
             return None
         return ChannelExtents(
@@ -240,7 +244,9 @@ class ChannelExtents:
 
     @property
     def collapsed(self) -> list[int]:
-        """Return the channels whose different float values become one value."""
+        """Return the channels whose values differ in the float network and are all equal in the
+        quantized one.
+        """
         if self.count < MIN_VALUES or len(self.low) < 2:
             return []
         spread = self.high - self.low
@@ -265,10 +271,10 @@ class RowCounts:
     """Counts of the rows that the float network selects.
 
     Args:
-        rows: those that can be followed back to where they were.
-        moved: those of them that the quantized network has in another place.
-        exchanged: those of them that the quantized network does not select.
-        unmatched: those that cannot be followed back.
+        rows: the rows whose origin, before the operator that selects, is known.
+        moved: those of `rows` that the quantized network has in another place.
+        exchanged: those of `rows` that the quantized network does not select.
+        unmatched: the rows whose origin is not known.
     """
 
     rows: int = 0
@@ -301,8 +307,8 @@ class OutputFigures:
     """The figures of one output.
 
     Args:
-        whole: of all its values.
-        parts: of its parts, if there are several.
+        whole: the figures of all its values.
+        parts: the figures of its parts, if there are several.
         channels: the ranges of its channels, if it has channels.
         order: counts of rows, if an operator puts rows in an order that depends on values.
     """
@@ -320,8 +326,8 @@ class OutputFigures:
             channels = other.channels
             self.channels = None if channels is None else self.channels.merged(channels)
         self.whole.merge(other.whole)
-        for part, its in zip(self.parts, other.parts, strict=True):
-            part.merge(its)
+        for part, other_part in zip(self.parts, other.parts, strict=True):
+            part.merge(other_part)
         if other.order is not None:
             self.order = self.order or RowCounts()
             self.order.merge(other.order)
@@ -338,7 +344,7 @@ class OutputFigures:
 
 
 def leaves(outputs: Sequence[OutputFigures]) -> Iterator[PartFigures]:
-    """Yield the smallest things that have figures: parts, and outputs without parts."""
+    """Yield the figures of all parts, and of outputs that have no parts."""
     for output in outputs:
         yield from output.leaves
 
@@ -368,8 +374,9 @@ def pooled_noise(outputs: Sequence[OutputFigures]) -> Noise:
 
 
 def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
-    """Return the figures of each output and part by the names that gates have for them:
-    `sqnr_db[0.boxes]`."""
+    """Return the figures of each output and part, by the names that gates use for them, such as
+    `sqnr_db[0.boxes]`.
+    """
     metrics = {}
     for output in outputs:
         for row in output.rows:
@@ -390,7 +397,7 @@ def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
 def metric_names(outputs: Sequence[Output]) -> set[str]:
     """Return the names of metrics that a network's outputs and parts will have.
 
-    What is integer, or follows from constants alone, has only a share of equal values.
+    Integers and values that follow from constants alone have only a share of equal values.
     """
     names = set()
     for output in outputs:

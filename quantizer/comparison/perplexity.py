@@ -12,14 +12,16 @@ from quantizer.sources.batches import Batch
 from quantizer.sources.text import UNSCORED
 
 _CHUNK_LOGITS = 1 << 22
-"""Logits that are in float32 at a time, as a vocabulary is long."""
+"""How many logits are converted to float32 at a time, which limits the memory."""
+_MAX_MEAN_LOSS = 700
+"""The exponential function of more than about 709 overflows in float64."""
 
 
 def next_tokens(batch: Batch) -> Tensor | None:
     """Return the token that follows each position, if the targets of a batch are tokens.
 
-    Targets may be the input's tokens, as the labels of transformers, or the input's tokens
-    moved by one, as in (x, y) pairs. Positions with -100 are not scored.
+    Two kinds of targets are read: the input's tokens, like labels for transformers, and the
+    input's tokens shifted left by one, as in (x, y) pairs. Positions with -100 are not scored.
 
     Returns:
         [b, s] tokens, -100 for positions that are not scored; None for other targets.
@@ -27,19 +29,17 @@ def next_tokens(batch: Batch) -> Tensor | None:
     target = batch.target
     if target is None or target.dim() != 2 or target.is_floating_point():
         return None
-    for _, tensor in batch.tensors():
-        if tensor.shape == target.shape:
-            ids = tensor
-            break
-    else:
+    alike = [tensor for _, tensor in batch.tensors() if tensor.shape == target.shape]
+    # The first input of the target's shape holds the tokens; others are masks or positions
+    if not alike or alike[0].is_floating_point():
         return None
-    if ids.is_floating_point():
-        return None
+    ids = alike[0]
     if _agree(target, ids):
+        # No token is known that follows the last position
         unscored = torch.full_like(target[:, :1], UNSCORED)
         return torch.cat([target[:, 1:], unscored], 1)
-    is_moved = target.shape[1] > 1 and _agree(target[:, :-1], ids[:, 1:])
-    return target if is_moved else None
+    is_shifted = target.shape[1] > 1 and _agree(target[:, :-1], ids[:, 1:])
+    return target if is_shifted else None
 
 
 @dataclass
@@ -89,9 +89,10 @@ class TokenLoss:
         8.0
         """
         mean = self.nll / self.tokens
-        return math.exp(mean) if mean < 700 else math.inf
+        return math.exp(mean) if mean < _MAX_MEAN_LOSS else math.inf
 
 
 def _agree(target: Tensor, ids: Tensor) -> bool:
+    """Return whether all scored targets are equal to the ids."""
     is_equal = (target == ids) | (target == UNSCORED)
     return bool(is_equal.all())

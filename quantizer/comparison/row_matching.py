@@ -1,5 +1,7 @@
-"""Matches the rows of an output of two networks, where an operator puts rows in an order that
-depends on values.
+"""Matches rows of the same output in two networks, if an operator such as a sort puts them in
+an order that depends on values.
+
+A place is an index into the flattened output.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from quantizer.graph.row_order import RowOrder, matched_rows, places_of_rows
 
 @dataclass(frozen=True)
 class SeenOutput:
-    """The value of an output in one run, and what was recorded of the run."""
+    """The value of an output in one run, and the shapes and values recorded in that run."""
 
     value: Tensor
     seen: Seen
@@ -24,10 +26,10 @@ class SeenOutput:
 
 @dataclass(frozen=True)
 class MatchedRows:
-    """The place of each value of the float network's output in that of the quantized network.
+    """Where the values of the float network's output are in the quantized network's output.
 
     Args:
-        places: [values] places.
+        places: [values] the place of each value in the quantized network's output.
         is_there: [values] whether the quantized network has the row of the value.
         counts: of rows.
     """
@@ -42,9 +44,9 @@ class MatchedRows:
         y: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return the values of rows that both networks have, side by side."""
-        others = self.places[self.is_there]
+        y_places = self.places[self.is_there]
         x = x.reshape(-1)[self.is_there.to(x.device)]
-        y = y.reshape(-1)[others.to(y.device)]
+        y = y.reshape(-1)[y_places.to(y.device)]
         return x, y
 
 
@@ -53,8 +55,14 @@ def match_rows(
     reference: SeenOutput,
     quantized: SeenOutput,
 ) -> MatchedRows | None:
-    """Return which values belong together; None if the rows of a network cannot be followed
-    from where they were at first to its output.
+    """Match the rows of both networks that had the same origin before they were ordered.
+
+    Return None if the origins of a network's rows are not known.
+
+    Args:
+        order: the operator that orders rows, and the way from it to the output.
+        reference: the output of the float network.
+        quantized: the output of the quantized network.
     """
     x_rows = _rows(order, reference)
     y_rows = _rows(order, quantized)
@@ -64,6 +72,7 @@ def match_rows(
         return None
     if x_rows.outside.shape != y_rows.outside.shape:
         return None
+    # For each row of the float network the row of the quantized one, -1 if it has none
     matches = matched_rows(x_rows.origins, y_rows.origins, order.axis)
     matches = matches.reshape(-1)
     is_shared = matches >= 0
@@ -71,6 +80,7 @@ def match_rows(
     y_places = y_rows.values[matches[is_shared]].reshape(-1)
     size = reference.value.numel()
     places = torch.zeros(size, dtype=torch.int64)
+    # Values that are in no row correspond by their order
     places[x_rows.outside] = y_rows.outside
     places[x_places] = y_places
     is_there = torch.zeros(size, dtype=torch.bool)
@@ -88,9 +98,9 @@ class _Rows:
     """The rows of an output.
 
     Args:
-        values: [rows, values] places of the values of each row.
-        outside: places of values that are in no row.
-        origins: where each row was at first.
+        values: [rows, values] the places of each row's values.
+        outside: the places of values that are in no row.
+        origins: the index that each row had before it was ordered.
     """
 
     values: Tensor
@@ -99,7 +109,7 @@ class _Rows:
 
 
 def _rows(order: RowOrder, run: SeenOutput) -> _Rows | None:
-    """Return the rows of an output; None if they cannot be followed."""
+    """Return the rows of an output; None if their origins are not known."""
     seen = run.seen
     if order.node not in seen.values:
         return None
@@ -114,14 +124,16 @@ def _rows(order: RowOrder, run: SeenOutput) -> _Rows | None:
 
 
 def count_unmatched(order: RowOrder, seen: Seen) -> RowCounts | None:
-    """Return the counts of rows that were compared by place.
+    """Return the counts of rows that were not matched, and were compared by place.
 
-    They are None if the rows may have been reduced, so that their order makes no difference.
+    Return None if a later operator may have reduced the rows: then their order makes no
+    difference.
     """
     if order.is_reduced:
         return None
-    positions = seen.values.get(order.node)
+    indices = seen.values.get(order.node)
+    # Without the indices, the number of rows is not known; one row stands for them
     unmatched = 1
-    if isinstance(positions, Tensor):
-        unmatched = positions.numel()
+    if isinstance(indices, Tensor):
+        unmatched = indices.numel()
     return RowCounts(unmatched=unmatched)

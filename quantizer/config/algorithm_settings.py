@@ -1,5 +1,5 @@
-"""Declare an algorithm's settings: a dataclass is the one definition that file keys, defaults,
-schema, pages and the Python API come from. `algorithms.py` is the table of algorithms.
+"""Declare the settings of algorithms. Each algorithm has one dataclass, from which its keys in
+files, defaults, schema, pages and Python API are generated. `algorithms.py` has them all.
 """
 
 import dataclasses
@@ -15,14 +15,17 @@ _AlgoConfigT = TypeVar("_AlgoConfigT", bound="AlgoConfig")
 
 @dataclass
 class AlgoConfig:
-    """Settings of an algorithm that changes weights. It finds codes or ranges of weights unless
-    the class is a `PreQuantOptConfig`, too.
+    """Settings of an algorithm that changes weights.
+
+    Subclasses of `PreQuantOptConfig` are for algorithms that change float weights. Other
+    algorithms find codes or ranges of weights.
 
     Attributes:
-        name: the algorithm in files.
-        stage: whether it rescales weights (the float function stays) or rounds them.
+        name: the algorithm's name in files.
+        stage: "rescale" if it keeps the network's float function, "round" if it rounds weights.
         run: its function, as "module:function".
-        switch: instead of `run`, the setting that has a pass over the graph do it.
+        switch: the global setting that turns on a pass over the graph, for an algorithm that is
+            a pass and has no `run`.
         needs_data: whether it reads the calibration data.
         matrices: how many float32 matrices of inputs x inputs of the deepest layer it has in
             memory at its peak.
@@ -43,8 +46,8 @@ class AlgoConfig:
 
 @dataclass
 class PreQuantOptConfig(AlgoConfig):
-    """Settings of an algorithm that changes weights before they are quantized; both lists of a
-    config take it.
+    """Settings of an algorithm that changes weights before they are quantized. It may be in
+    either list of algorithms of a config.
     """
 
 
@@ -57,10 +60,10 @@ class Setting:
         needs: a switch that has to be on for this one to be on.
         decided_by: the field of the weights' specification that decides instead of it.
         unread: why nothing reads it, if nothing does.
-        is_part: whether it switches a part of the algorithm, which does nothing with all its
-            parts off.
-        is_searched: whether any value other than a number is chosen by the error of outputs,
-            which includes the error of weights.
+        is_part: whether it switches a part of the algorithm. An algorithm whose parts are all
+            off does nothing.
+        is_searched: whether a value that is no number starts a search for the value with the
+            smallest error of outputs. The error of weights is part of that.
         keywords: of its entry in the schema, such as `minimum`.
     """
 
@@ -80,8 +83,8 @@ ALIASES: dict[str, str] = {}
 """Other spellings of these names."""
 
 SHARED_SETTINGS: dict[str, Setting] = {}
-"""Settings that several algorithms have, by name. A field without a description is one of
-them.
+"""Settings that several algorithms have, by name. A field that is not declared with `setting`
+must be one of them.
 """
 
 
@@ -119,8 +122,8 @@ def algorithm(
     networks: int = 1,
     eases_activations: bool = False,
 ) -> Callable[[type[_AlgoConfigT]], type[_AlgoConfigT]]:
-    """Return a decorator that enters the settings of an algorithm into `ALGORITHMS`, under the
-    default of their `name`.
+    """Return a decorator that registers a class of settings in `ALGORITHMS`, by the default of
+    its field `name`.
 
     Args:
         run: "module:function", imported when the algorithm runs.
@@ -174,13 +177,13 @@ def settings_of(kind: type[AlgoConfig]) -> dict[str, Setting]:
 
 
 def read_keys(kind: type[AlgoConfig]) -> list[str]:
-    """Return the settings that something reads."""
+    """Return the keys of the settings that the algorithm reads."""
     settings = settings_of(kind).items()
     return [key for key, setting in settings if not setting.unread and not setting.decided_by]
 
 
 def finds_codes(kind: type[AlgoConfig]) -> bool:
-    """Return whether the algorithm finds codes or ranges of weights, and so does nothing where
-    no weights are quantized.
+    """Return whether the algorithm finds codes or ranges of weights. It does nothing if no
+    weights are quantized.
     """
     return not issubclass(kind, PreQuantOptConfig)

@@ -42,9 +42,7 @@ AUTO_METHOD: Literal["auto"] = "auto"
 """The method that reads one histogram of all batches, whatever the statistic."""
 
 POOLED: Literal["pooled"] = "pooled"
-"""The statistic of observers that see all batches as one, as those of the hierarchical form
-do.
-"""
+"""The statistic that finds one range over the values of all batches."""
 
 PAIR = 2
 """Values that share a microexponent."""
@@ -55,13 +53,13 @@ CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """How one tensor is quantized; every axis is independent of the others.
+    """How one tensor is quantized. The choices below are independent of each other.
 
-    Number format: `dtype` is "int", whose codes `bit_width`, `signed`, `symmetric` and
-    `narrow_range` give, or the name of a floating-point format. Formats with a scale are
-    "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6" and "mx9";
-    `CAST_ONLY` have none ("float32" = left alone). Formats may be registered at run time, so it
-    is any string.
+    Number format: `dtype` is "int" or the name of another format. The codes of "int" follow
+    from `bit_width`, `signed`, `symmetric` and `narrow_range`. Other formats with a scale are
+    "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6" and "mx9".
+    Those in `CAST_ONLY` have no scale, and "float32" leaves a tensor as it is. `dtype` may be
+    any string, because formats may be registered at run time.
 
     Range: `method` finds the range, and only the percentile method reads `percentage`.
     `statistic` reduces the batches' ranges to one. "pooled" finds one range for all batches, as
@@ -71,16 +69,23 @@ class QuantizationSpec:
     Granularity: `ch_axis` goes with `qscheme`. It is the axis whose indices have a scale each
     ("per_channel"), the axis that groups of `group_size` values run along ("per_group"; the
     last group may be shorter in block formats only), or the axis that one row of values runs
-    along ("per_token"). A stack of tensors, each `group_size` long in the first axis, has a
-    scale for each of them ("per_tensor"), or for each of their channels ("per_channel").
+    along ("per_token"). A weight may be a stack of weights: those of experts, or of the groups
+    of a transposed convolution. Each is `group_size` long in the first axis. "per_tensor" then
+    gives each of them a scale, and "per_channel" each of their channels.
 
-    Scale: `scale_type` is "float", "poweroftwo", or "e8m0", the shared exponent of a block
-    format, found by `scale_mode` ("floor", "even" or "ceil"). Powers of two are at least
-    2^-`finest_position` where the device asks for that. Two more types are for groups only:
-    "e4m3" is a number of fp8_e4m3 times one float of the tensor, and "microexponent" a shared
-    exponent that is one less for some pairs of values. `symmetric_scale` is the divisor of the
-    largest magnitude for symmetric integers whose scale is no power of two: "quant_max", or
-    "half_range", (quant_max - quant_min) / 2, which clips half a step.
+    Scale: `scale_type` is one of five.
+
+    - "float": any float.
+    - "poweroftwo": a power of two, at least 2^-`finest_position` if the device requires that.
+    - "e8m0": the shared exponent of a block, rounded by `scale_mode` ("floor", "even" or
+      "ceil").
+    - "e4m3", for groups only: a number of fp8_e4m3 times one float of the tensor.
+    - "microexponent", for groups only: a shared exponent that is one less for some pairs of
+      values.
+
+    Symmetric integers with a "float" or "e4m3" scale divide the largest magnitude by
+    `symmetric_scale`: "quant_max", or "half_range", which is (quant_max - quant_min) / 2 and
+    clips half a step.
     """
 
     dtype: str = "int"
@@ -147,8 +152,8 @@ class QuantizationSpec:
 
     @property
     def cut(self) -> tuple[str, int | None, int | None, int]:
-        """Return where one scale ends and the next begins, as `numerics.granularity` takes
-        it.
+        """Return which values share a scale, as the arguments of `numerics.granularity`:
+        qscheme, ch_axis, group_size and scales_per_group.
         """
         return self.qscheme, self.ch_axis, self.group_size, self.scales_per_group
 
@@ -212,13 +217,16 @@ class Selector:
 
 @dataclass(frozen=True)
 class ConfigRule:
-    """A block of a config: which roles of the selected layers are quantized, and which spec
-    fields are set.
+    """A block of a config: which roles of the selected layers are quantized, and how.
 
-    `label` is the block's path in the file (`layer_quantize_config[1]`). `roles` is None where
-    the block does not state them. `adds` are roles that it quantizes besides those of wider
-    blocks. `fields[role][field]` uses the field names of `QuantizationSpec`. It has `ch_axis`
-    only where the file has it: a layer knows the axis of its output channels.
+    Attributes:
+        selector: selects the layers.
+        label: the block's path in the file, such as `layer_quantize_config[1]`.
+        roles: the roles to quantize; None if the block does not state them.
+        roles_place: where the file states them.
+        fields: by role, fields of `QuantizationSpec`. There is a `ch_axis` only if the file
+            states it. Otherwise the layer's axis of output channels is used.
+        adds: roles to quantize in addition to those of wider blocks.
     """
 
     selector: Selector
@@ -231,11 +239,15 @@ class ConfigRule:
 
 @dataclass(frozen=True)
 class ScalingLayer:
-    """An entry of `scaling_layers`: layers that read one value and are scaled together. Names
-    are relative to a block.
+    """An entry of `scaling_layers`: layers that read one value and are scaled together.
 
-    `prev_op` computes that value, `inp` is one of the layers whose input it is. What has an
-    empty name is found on the graph.
+    Names are relative to a block. A layer with an empty name is found on the graph.
+
+    Attributes:
+        layers: the layers that are scaled.
+        prev_op: the layer that computes the value.
+        inp: one of the layers that read it.
+        place: of the entry in the file.
     """
 
     layers: tuple[str, ...]
@@ -261,7 +273,7 @@ class StructureNames:
     places: Mapping[str, Place] = field(default_factory=dict, compare=False)
 
 
-_NAMES: Mapping[str, str] = {
+_STRUCTURE_FIELDS: Mapping[str, str] = {
     "model_decoder_layers": "blocks",
     "inside_layer_modules": "inside",
     "scaling_layers": "scaling",
@@ -293,7 +305,7 @@ class Algorithm:
 
     @property
     def stage(self) -> AlgorithmStage:
-        """Return whether it rescales or rounds weights."""
+        """Return "rescale" or "round"."""
         return self.kind.stage
 
     @property
@@ -313,8 +325,10 @@ class Algorithm:
 
     @property
     def settings(self) -> AlgoConfig:
-        """Return the settings that run: all that are read, with switches off whose
-        prerequisite is off.
+        """Return the settings that the algorithm runs with.
+
+        Settings that nothing reads have their default. A switch is off if the switch that it
+        needs is off.
         """
         values = {key: self.value(key) for key in read_keys(self.kind)}
         switches = dict(values)
@@ -328,7 +342,7 @@ class Algorithm:
         """Return the parts of the model that it names."""
         values: JsonObject = {}
         places: dict[str, Place] = {}
-        for key, name in _NAMES.items():
+        for key, name in _STRUCTURE_FIELDS.items():
             sourced = self.stated.get(key)
             if sourced is None:
                 continue

@@ -34,18 +34,18 @@ from quantizer.sources.batches import Batch, naming_batch
 from quantizer.storage.deferred_tensor import loaded
 
 _BATCHES_BETWEEN_EXCHANGES = 16
-"""Batches of a rank."""
+"""After so many batches of each rank, the ranks exchange their results."""
 
 
 @dataclass
 class LayerNoise:
     """The noise of one quantized tensor.
 
-    Values far outside the range of the others are left out, unless the tensor is the output of
-    a function that saturates.
+    Values far outside the range of the others, such as the large negative ones of a mask, are
+    left out. The output of a function that saturates has none, so all its values count.
 
     Attributes:
-        layer: its name.
+        layer: the layer's name.
         role: of the tensor in the layer.
         local: the noise when only this tensor is quantized.
         accumulated: the noise when the whole network is quantized; None for weights and biases.
@@ -76,7 +76,7 @@ class LayerNoise:
             self.accumulated.add(x, accumulated)
 
     def merge(self, other: LayerNoise) -> None:
-        """Add the batches of another one."""
+        """Add other batches of the same tensor."""
         self.local.merge(other.local)
         if self.accumulated is not None and other.accumulated is not None:
             self.accumulated.merge(other.accumulated)
@@ -102,7 +102,7 @@ class Score:
             self.loss.add(output, following)
 
     def merge(self, other: Score) -> None:
-        """Add the batches of another one."""
+        """Add other batches."""
         self.labelled += other.labelled
         self.correct += other.correct
         self.loss.nll += other.loss.nll
@@ -125,13 +125,14 @@ class NetworkComparison:
     Attributes:
         layers: the noise of each quantized tensor.
         outputs: the figures of each output and of its parts.
-        quantization: the same against the float network that was quantized, if `outputs` are
-            compared with the user's model instead.
-        spoiled: the first batch where only the quantized network gives NaN or infinity.
-        batches: how many were compared.
-        samples: how many were ranked by both networks.
-        agreeing: on how many of them both rank the same class first.
-        rankable: whether the first output has classes in all batches.
+        quantization: empty if passes keep the float function. Otherwise `outputs` has the
+            comparison with the user's model, and `quantization` that with the float network
+            after passes.
+        spoiled: the first batch where only the quantized network outputs NaN or infinity.
+        batches: how many batches were compared.
+        samples: how many samples have an output with classes.
+        agreeing: for how many samples both networks rank the same class first.
+        rankable: whether the first floating-point output has classes in all batches.
         float_score: how well the float network predicts the targets.
         quantized_score: how well the quantized network does.
     """
@@ -196,12 +197,12 @@ class NetworkComparison:
         return metrics
 
     def named_metrics(self) -> dict[str, float]:
-        """Return the figures of each output and part, as `sqnr_db[0.boxes]`."""
+        """Return the figures of each output and part, by names such as `sqnr_db[0.boxes]`."""
         return named_metrics(self.outputs)
 
     @property
     def losses(self) -> list[OutputFigures]:
-        """Return what quantization costs each output, without what passes have changed."""
+        """Return the figures of the loss by quantization alone, without that of passes."""
         return self.quantization or self.outputs
 
     @property
@@ -211,7 +212,9 @@ class NetworkComparison:
 
     @property
     def first_spoiled(self) -> str | None:
-        """Return the first layer that quantization makes NaN or infinity; None if unknown."""
+        """Return the first layer whose values are NaN or infinity after quantization; None if
+        no quantized tensor shows it.
+        """
         for row in self.layers:
             if row.accumulated is not None and not math.isfinite(row.accumulated.error):
                 return row.layer
@@ -263,7 +266,7 @@ def over_batches(
             number of batches so far.
 
     Raises:
-        DataError: there is no batch; or `run` raises it, and the batch is named.
+        DataError: there is no batch, or `run` raised it. Then the message names the batch.
     """
     count = 0
     with torch.no_grad():
@@ -294,16 +297,15 @@ def compare(
 
     Args:
         reference: the float network, with the nodes of the quantized one.
-        quantized: what is compared with it.
+        quantized: the network that is compared with it.
         batches: of data, on the networks' device.
         ranks: who share the batches.
-        user: the user's model, if `reference` computes another function; outputs are compared
-            with it then.
-        outputs: the names of the outputs that are compared; those of the graph if None.
+        user: the user's model, for the outputs, if `reference` computes another function.
+        outputs: the outputs that are compared; those of the graph if None.
 
     Raises:
-        DataError: no batch at all, or an output that is not finite.
-        ModelError: the networks make tensors of other sizes.
+        DataError: there is no batch, or an output of the float network is not finite.
+        ModelError: a tensor has different shapes in the two networks.
         RankError: the ranks do not have the same batches.
     """
     no_noise, taps = _taps(quantized)
@@ -314,7 +316,7 @@ def compare(
         return NetworkComparison(deepcopy(no_noise), *compared.empty())
 
     def run(batch: Batch) -> None:
-        # Both networks run in step, so that each pair of values is compared while it exists.
+        # Both networks run in step, so that each pair of values is compared while it exists
         result = empty()
         float_run = reference.start(batch.args, batch.kwargs)
         quantized_run = quantized.start(batch.args, batch.kwargs)
@@ -326,15 +328,15 @@ def compare(
             for quantizer, index in taps.get(name, ()):
                 require_same_shape(name, x, y)
                 noise = result.layers[index]
-                # A layer quantizes its input itself, after the value that both networks have.
+                # The quantized network has not applied a quantizer of a layer's input yet
                 is_output = noise.layer == name
                 accumulated = y if is_output else quantizer(y.clone())
-                # A quantizer may overwrite its input.
+                # A quantizer may overwrite its input
                 noise.add(x, quantizer(x.clone()), accumulated)
         expected, result.outputs, result.quantization = compared.figures(
             (float_run, quantized_run), recorders, batch
         )
-        _rank_classes(result, batch, expected, quantized_run.outputs())
+        _record_predictions(result, batch, expected, quantized_run.outputs())
         results.append(result)
 
     total = empty()
@@ -351,11 +353,15 @@ def compare(
 
 
 _Taps = dict[str, list[tuple[nn.Module, int]]]
-"""For each node whose value is quantized, the quantizers with the index of their row."""
+"""For each node whose value is quantized, its quantizers, each with the index of its
+`LayerNoise` in a list.
+"""
 
 
 def _taps(quantized: Network) -> tuple[list[LayerNoise], _Taps]:
-    """Return a row for each activation that a network quantizes, and where their values are."""
+    """Return an empty `LayerNoise` for each activation that a network quantizes, and the nodes
+    that have the values.
+    """
     rows: list[LayerNoise] = []
     taps: _Taps = {}
     for name, role, quantizer in quantized.quantizers():
@@ -364,7 +370,7 @@ def _taps(quantized: Network) -> tuple[list[LayerNoise], _Taps]:
         node = quantized.graph.by_name[name]
         source = name
         if role != "activation" and node.op != "input":
-            # The input of a layer is the value of another node.
+            # The input of a layer is the value of another node
             source = node.input_roles()[role]
         tap = (quantizer, len(rows))
         taps.setdefault(source, []).append(tap)
@@ -395,14 +401,16 @@ def _parameter_noise(reference: Network, quantized: Network) -> list[LayerNoise]
     return rows
 
 
-def _rank_classes(
+def _record_predictions(
     result: NetworkComparison,
     batch: Batch,
     reference: Sequence[Tensor],
     quantized: Sequence[Tensor],
 ) -> None:
-    """Compare the classes of one batch that the first floating-point output ranks first, and
-    note whether the quantized outputs are finite.
+    """Record three things about one batch: whether the quantized outputs are finite, whether
+    both networks rank the same class first, and how well they predict the targets.
+
+    Classes and predictions are those of the first floating-point output.
     """
     result.batches = 1
     for part in leaves(result.outputs):

@@ -1,6 +1,8 @@
-"""Runs a calibrated network in the DPU's integers and compares each code with the simulation.
+"""Runs a calibrated network in integers, as the DPU does, and compares each code with the
+simulation.
 
-Integers are codes, int32 accumulators, and shifts that round as each tensor's spec says.
+Codes are multiplied and summed in int32 accumulators. Shifts move the sums to the output's
+position, rounded by the rule of the output's spec.
 """
 
 from collections.abc import Collection, Iterable
@@ -29,12 +31,12 @@ class LayerCodes:
     """How the codes of one tensor differ from those of the simulation.
 
     Attributes:
-        layer: its name.
+        layer: the layer's name.
         role: of the tensor in the layer.
-        position: the fix position of the DPU's codes.
-        codes: how many were compared.
-        differing: how many differ.
-        most_steps: the largest difference.
+        position: fp, if the scale of the codes is 2^-fp.
+        codes: how many codes were compared.
+        differing: how many codes differ.
+        most_steps: the largest difference of two codes.
     """
 
     layer: str
@@ -50,7 +52,7 @@ class LayerCodes:
         return _equal_share(self.codes, self.differing)
 
     def add(self, codes: Tensor, simulated: Tensor) -> None:
-        """Add one batch of codes; both tensors hold integers."""
+        """Add one batch of codes. Both tensors hold integers."""
         distance = (codes - simulated).abs()
         self.codes += distance.numel()
         self.differing += int(distance.count_nonzero())
@@ -85,6 +87,7 @@ class ExactComparison:
 
 
 def _equal_share(codes: int, differing: int) -> float:
+    """Return the share of codes that do not differ; 1 if there are none."""
     return 1 - differing / codes if codes else 1.0
 
 
@@ -107,6 +110,7 @@ def compare_exact(
             rows[name] = LayerCodes(name, role, position)
 
     def run(batch: Batch) -> None:
+        """Run one batch in step in integers and in simulation, and compare the codes."""
         inputs = network.simulation.inputs(batch.args, batch.kwargs)
         integer_run = Execution(network, inputs)
         simulated_run = Execution(network.simulation, inputs)
@@ -128,7 +132,8 @@ def compare_exact(
 def require_wide(graph: Graph, solution: Solution) -> None:
     """Raise `UsageError` if a quantized layer computes in half precision.
 
-    It rounds a sum to 11 or 8 bits before the quantizer does, so integers cannot follow.
+    Such a layer rounds its sums to 11 or 8 bits before its quantizer rounds them. A run in
+    integers does not.
     """
     for name, _ in solution.tensors:
         dtype = graph.by_name[name].dtype
@@ -142,7 +147,7 @@ def require_wide(graph: Graph, solution: Solution) -> None:
 
 
 def _output_key(node: Node) -> Key:
-    """Return the key of the tensor that a node's value is."""
+    """Return the key of the tensor that a node outputs."""
     return node.name, "input" if node.op == "input" else "activation"
 
 
@@ -150,9 +155,13 @@ class _IntegerNetwork:
     """A graph that runs in integers where it can, and otherwise in simulation.
 
     Attributes:
-        plain: the layers that compute on codes in float64.
-        simulation: the layers that run what has no integer form.
-        result: which layers ran in float, or overflowed.
+        plain: layers without quantizers whose weights are codes. They compute in float64, in
+            which sums of products of codes are exact.
+        simulation: the quantized network, which runs layers that have no integer form.
+        positions: of the tensors whose scale is a single power of two.
+        biases: the codes of biases, by layer.
+        batch: the number of the current batch.
+        result: the layers that ran in float or overflowed, so far.
     """
 
     def __init__(self, graph: Graph, solution: Solution) -> None:
@@ -177,8 +186,10 @@ class _IntegerNetwork:
         parameter: str,
         position: int,
     ) -> None:
-        """Put the codes of a weight into the plain layer. A bias is kept apart, because it is
-        added at another position.
+        """Set the codes of a weight as the weight of the plain layer.
+
+        A bias is removed from the layer and stored apart, because its codes have another
+        position than the products.
         """
         values = self.simulation.layers[name].get_parameter(parameter)
         fixed = Fixed.of(values.detach(), position)
@@ -191,7 +202,11 @@ class _IntegerNetwork:
             layer.register_parameter(parameter, codes)
 
     def run_node(self, node: Node, values: LayerArguments) -> Any:
-        """Return the value of a node: `Fixed` if it has codes, floats otherwise."""
+        """Return the value of a node: `Fixed` if it has codes, floats otherwise.
+
+        The node runs in integers if it can and its inputs have codes. Otherwise its inputs are
+        converted to floats, and the simulation runs it.
+        """
         output = _output_key(node)
         if node.op == "input":
             value = self.simulation.run_node(node, values)
@@ -214,7 +229,9 @@ class _IntegerNetwork:
         return self._to_codes(output, value)
 
     def _run_in_integers(self, node: Node, values: LayerArguments) -> Any:
-        """Return the wide result of a node; None if its inputs have no codes."""
+        """Return a node's result before it is shifted to the output's position; None if the
+        inputs have no codes.
+        """
         inputs = layer_arguments(node, values)
         call = IntegerCall(
             node,
@@ -235,15 +252,15 @@ class _IntegerNetwork:
         if integer_rule(node) is None:
             return f"{node.op} has no integer form here"
         if node.row.weight:
-            is_fixed = "weight" not in node.inputs and "bias" not in node.inputs
+            # Weights may also be outputs of other nodes
+            have_positions = "weight" not in node.inputs and "bias" not in node.inputs
             for parameter in node.params:
                 key = (node.name, parameter_role(parameter))
-                is_fixed = is_fixed and key in self.positions
-            if not is_fixed:
+                have_positions = have_positions and key in self.positions
+            if not have_positions:
                 return "its parameters have no single power-of-two scale"
         output = (node.name, "activation")
-        is_fixed = output in self.positions
-        if output in self.solution.tensors and not is_fixed:
+        if output in self.solution.tensors and output not in self.positions:
             return "its output has no single power-of-two scale"
         return ""
 
@@ -260,7 +277,7 @@ class _IntegerNetwork:
         return inputs
 
     def _shift(self, wide: Fixed, key: Key) -> Fixed:
-        """Return a result with the codes of a tensor."""
+        """Return a result shifted to the position of a tensor, and clipped to its codes."""
         spec = self.solution.tensors[key].spec
         position = self.positions[key]
         codes = requantize(
@@ -273,7 +290,9 @@ class _IntegerNetwork:
         return Fixed(codes, position)
 
     def _to_codes(self, key: Key, value: Any) -> Any:
-        """Return the codes of a value that a quantizer of the simulation has rounded."""
+        """Return the codes of a value that the simulation has quantized, or the value itself if
+        it has no position.
+        """
         position = self.positions.get(key)
         if position is None:
             return value
@@ -281,7 +300,7 @@ class _IntegerNetwork:
 
 
 def _to_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return the value of a node, or its several values, as the simulation has them."""
+    """Return the output of a node, which may be several tensors, with codes as floats."""
 
     def to_float(leaf: Any) -> Any:
         if isinstance(leaf, Fixed):

@@ -1,4 +1,6 @@
-"""Measures the loss of passes that change the float function, apart from quantization's."""
+"""Measures the loss by passes that change the float function, separately from the loss by
+quantization.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,18 @@ from quantizer.sources.batches import Batch
 _NOT_COMPARABLE_DB = -999.0
 """The SQNR of outputs that are not finite or have other shapes."""
 _SAME_DB = 100.0
-"""At a higher SQNR the function is the same, except for the rounding of floats."""
+"""From this SQNR on, differences are those of rounding floats, and the function is the same."""
 _FIGURES = ("passes_db", "quantization_db", "together_db")
 """The names of the figures in files."""
 
 
 @dataclass(frozen=True)
 class WorstOutput:
-    """The output or part that a change costs most.
+    """The output or part with the lowest SQNR after a change.
 
     Attributes:
         db: its SQNR; infinite if there is no difference.
-        name: None if there is only one, or no difference.
+        name: its name; None if there is only one output, or no difference.
     """
 
     db: float
@@ -47,7 +49,7 @@ class WorstOutput:
 
 @dataclass(frozen=True)
 class PassLoss:
-    """The loss of passes and of quantization on one batch.
+    """The loss by passes and by quantization on one batch.
 
     Attributes:
         names: the passes that have changed the function.
@@ -83,7 +85,7 @@ class PassLoss:
 
 
 def pass_loss_line(figures: Mapping[str, Any]) -> str:
-    """Return one line on the figures of report.json.
+    """Return one line about the figures of report.json.
 
     >>> figures = {
     ...     "names": ["a_pass"],
@@ -112,7 +114,7 @@ def pass_loss_line(figures: Mapping[str, Any]) -> str:
 
 
 def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassLoss | None:
-    """Return the loss of passes; None if no pass changes the function on the batch.
+    """Return the loss by passes; None if no pass changes the function on the batch.
 
     Args:
         calibrated: the model with its graph after passes.
@@ -125,19 +127,21 @@ def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassL
     user_outputs = parts_named_as(calibrated.original, calibrated.original)
     passed_outputs = parts_named_as(graph, calibrated.original)
     watched = [*user_outputs, *passed_outputs]
-    user = _Run(Network(calibrated.original), batch, watched)
-    passed = _Run(Network(graph), batch, watched)
-    rounded = _Run(quantized, batch, watched)
-    of_passes = _compared(user_outputs, user, passed)
-    worst_of_passes = _worst(of_passes)
+    user_run = _Run(Network(calibrated.original), batch, watched)
+    passed_run = _Run(Network(graph), batch, watched)
+    quantized_run = _Run(quantized, batch, watched)
+    passes_figures = _compare_runs(user_outputs, user_run, passed_run)
+    worst_of_passes = _worst_output(passes_figures)
     if worst_of_passes.db >= _SAME_DB:
         return None
+    quantization_figures = _compare_runs(passed_outputs, passed_run, quantized_run)
+    together_figures = _compare_runs(user_outputs, user_run, quantized_run)
     return PassLoss(
         graph.deviations,
         passes=worst_of_passes,
-        quantization=_worst(_compared(passed_outputs, passed, rounded)),
-        together=_worst(_compared(user_outputs, user, rounded)),
-        by_output=_by_output(of_passes, user_outputs),
+        quantization=_worst_output(quantization_figures),
+        together=_worst_output(together_figures),
+        by_output=_by_output(passes_figures, user_outputs),
     )
 
 
@@ -153,7 +157,7 @@ class _Run:
         self.outputs: list[Tensor] = execution.outputs()
 
 
-def _compared(
+def _compare_runs(
     outputs: Sequence[Output], reference: _Run, other: _Run
 ) -> list[OutputFigures] | None:
     """Return the figures of outputs; None if they are not finite or have other shapes."""
@@ -166,9 +170,11 @@ def _compared(
         return None
 
 
-def _worst(figures: Sequence[OutputFigures] | None) -> WorstOutput:
-    """Return the output or part with the lowest SQNR. If all are constant in float, return
-    their common SQNR.
+def _worst_output(figures: Sequence[OutputFigures] | None) -> WorstOutput:
+    """Return the output or part with the lowest SQNR.
+
+    Constant outputs have no SQNR of their own. If all are constant, return that of all
+    together.
     """
     if figures is None:
         return WorstOutput(_NOT_COMPARABLE_DB)
@@ -184,7 +190,9 @@ def _worst(figures: Sequence[OutputFigures] | None) -> WorstOutput:
 def _by_output(
     figures: Sequence[OutputFigures] | None, outputs: Sequence[Output]
 ) -> dict[str, float]:
-    """Return the SQNR of each output and part. An output with parts has that of its best."""
+    """Return the SQNR of each output and part. An output with parts has that of its best
+    part.
+    """
     if figures is None:
         names = [output.name for output in outputs]
         for output in outputs:
@@ -204,4 +212,5 @@ def _by_output(
 
 
 def _in_words(ratio: float | None) -> str:
+    """Return an SQNR with its unit, or "no loss"."""
     return "no loss" if ratio is None else f"{ratio:.1f} dB"

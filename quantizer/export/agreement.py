@@ -1,4 +1,4 @@
-"""Measures how far what a file computes is from test mode, over any number of batches."""
+"""Compares the outputs of an exported file with those of test mode, over many batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from quantizer.graph.output_parts import Output
 
 @dataclass(frozen=True)
 class Kernels:
-    """The layers whose products a runtime computes in integers, and why not the others."""
+    """The layers that a runtime multiplies in integers, and by layer that it multiplies in
+    float, the reason.
+    """
 
     integer: tuple[str, ...]
     floating: dict[str, str]
@@ -33,12 +35,12 @@ class Kernels:
 
     @property
     def share(self) -> float:
-        """Return the share in integers; 1 if there are no multiplications."""
+        """Return the share of multiplications in integers; 1 if there are none."""
         return len(self.integer) / self.count if self.count else 1.0
 
     @property
     def lines(self) -> list[str]:
-        """Return a sentence on all multiplications, and one for each reason."""
+        """Return a sentence about all multiplications, and one for each reason."""
         layers_by_reason: dict[str, list[str]] = {}
         for layer, why in self.floating.items():
             layers_by_reason.setdefault(why, []).append(layer)
@@ -59,21 +61,23 @@ class Verification:
     Differences are absolute. Shares go from 0 to 1.
 
     Attributes:
-        compared: what is compared.
+        compared: what is compared, for sentences.
         equal: the share of equal values.
-        within_step: the share of values at most one step of their scale away; None unless all
-            have a scale or are integers.
-        sqnr_db: of the worst floating-point tensor or part, infinite without a difference;
-            None without such tensors. `sqnr_db_pooled` is of all together.
+        within_step: the share of values that differ by at most one step of their scale; None
+            unless all have a scale or are integers.
+        sqnr_db: the SQNR of the worst floating-point tensor or part, infinite without a
+            difference; None without such tensors. `sqnr_db_pooled` is of all together.
         top1_agreement: the share of samples with the same class; None if the first tensor has
             no row of classes for each sample.
-        float_sqnr_db: of the file against the float network, where that decides.
-        default_session: the figures of a runtime as its users start it; the others are without
-            optimizations. It has `kernels`, `layers` and `speed`.
+        float_sqnr_db: the SQNR of the file against the float network, if the file is accepted
+            because of that.
+        default_session: the figures of a runtime in its default settings, with `kernels`,
+            `layers` and `speed`. All other figures are those of the runtime without
+            optimizations.
         layers: the codes of layers, each computed from the same codes as in test mode.
-        speed: against the float network; None if it was not measured.
-        remarks: on how the file is read.
-        engines: other installed engines that may read it.
+        speed: in comparison with the float network; None if it was not measured.
+        remarks: about the file, for the user.
+        engines: the checks by other engines that are installed.
     """
 
     compared: str
@@ -94,9 +98,9 @@ class Verification:
     parts: tuple[PartAgreement, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures without the speed, which differs from run to run.
+        """Return the figures except the speed, which differs from run to run.
 
-        Infinite figures are left out: without a difference there is no ratio to it.
+        JSON has no infinity, so an infinite SQNR is left out.
         """
         content: dict[str, Any] = {}
         for name, value in vars(self).items():
@@ -133,7 +137,7 @@ class Verification:
 
     @property
     def lines(self) -> list[str]:
-        """Return sentences on the kernels and the layers."""
+        """Return sentences about the kernels and the layers."""
         lines: list[str] = []
         if self.kernels is not None:
             lines += self.kernels.lines
@@ -181,14 +185,16 @@ class EngineCheck:
     """How another engine reads a file.
 
     Attributes:
-        agrees: whether its figures, and those by default settings, differ by no more than
-            quantization costs.
-        figures: against test mode over one call, computed in float32 wherever nothing is
-            quantized; None if it cannot run the file.
+        engine: its name.
+        agrees: whether the differences, in float32 and in default settings, are at most those
+            that quantization makes.
+        figures: the comparison with test mode over one call, with all that is not quantized in
+            float32; None if the engine cannot run the file.
         failure: why it cannot.
-        layer: the first that differs, if that is known.
-        defaults: the figures with the engine's default settings, which may be coarser.
-        reads: whether `figures` differ by no more than rounding.
+        layer: the first layer that differs, if that is known.
+        defaults: the comparison in the engine's default settings, which may compute less
+            precisely.
+        reads: whether the differences in float32 are at most those of rounding.
     """
 
     engine: str
@@ -201,7 +207,7 @@ class EngineCheck:
 
     @property
     def line(self) -> str:
-        """Return a sentence on it."""
+        """Return a sentence about the check."""
         if self.figures is None:
             return f"{self.engine} cannot run it: {self.failure}"
         figures = self.figures.figures()
@@ -220,7 +226,7 @@ class EngineCheck:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all that is known."""
+        """Return the fields that are known."""
         content: dict[str, Any] = {"engine": self.engine, "agrees": self.agrees}
         if self.failure:
             content["failure"] = self.failure
@@ -239,7 +245,7 @@ class Agreement:
     Args:
         compared: what is compared.
         outputs: the tensors by name, with their parts; numbered if they are not given.
-        steps: the distance of two codes for each output and part that has a scale, by name.
+        steps: by name, the distance between two codes of each output and part with a scale.
     """
 
     def __init__(
@@ -257,7 +263,9 @@ class Agreement:
         self._comparison = OutputComparison(outputs)
 
     def recorder(self) -> Recorder:
-        """Return what has to watch the expected network to separate the parts of tensors."""
+        """Return a recorder for the expected network. With its record, the parts of tensors are
+        told apart.
+        """
         return Recorder(self.outputs)
 
     def add(
@@ -266,9 +274,9 @@ class Agreement:
         actual: Sequence[Tensor],
         recorder: Recorder | None = None,
     ) -> None:
-        """Add one batch, pairwise.
+        """Add one batch: pairs of an expected and an actual tensor.
 
-        NaN and infinity equal themselves, complex numbers are pairs of reals.
+        NaN and infinity equal themselves. Complex numbers are pairs of reals.
 
         Raises:
             ValueError: the number of tensors or a shape differs.
@@ -289,10 +297,12 @@ class Agreement:
             output = self.outputs[index]
             our_pieces = self._comparison.pieces(output, ours, recorder)
             their_pieces = self._comparison.pieces(output, theirs, recorder)
-            for (part, ours), (_, theirs) in zip(our_pieces, their_pieces, strict=True):
-                self._part(part.name, part.index).add(ours, theirs)
+            pieces = zip(our_pieces, their_pieces, strict=True)
+            for (part, our_piece), (_, their_piece) in pieces:
+                self._part(part.name, part.index).add(our_piece, their_piece)
 
     def _part(self, name: str, index: str | None) -> PartAgreement:
+        """Return the sums of a part, which are new for the first batch."""
         if name not in self.parts:
             self.parts[name] = PartAgreement(name, index, self.steps.get(name))
         return self.parts[name]

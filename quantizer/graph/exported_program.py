@@ -1,5 +1,5 @@
-"""Convert an exported program to a graph: canonical operators, arguments by name, in-place
-operators made functional.
+"""Convert an exported program to a graph: operators get canonical names, arguments are passed
+by name, and in-place operators become functional.
 """
 
 import itertools
@@ -37,10 +37,10 @@ from quantizer.graph.stored import as_floats, constants_of_code, with_output
 
 @dataclass
 class _Arguments:
-    """The arguments of a node.
+    """The arguments of a node by name, in three groups.
 
     Args:
-        inputs: what other nodes make.
+        inputs: references to the outputs of other nodes.
         attrs: constants.
         params: paths of tensors that the layer owns.
     """
@@ -54,13 +54,14 @@ class Converter:
     """Converts one program in a walk over its nodes.
 
     Attributes:
-        nodes: of the graph, so far.
-        values: for each node of the program what stands for it in the graph.
-        paths: for each placeholder of a tensor its path.
-        tensors: by path.
+        nodes: the nodes of the graph, so far.
+        values: by node of the program, its value in the graph: a Ref, a constant, or a list of
+            these.
+        paths: by placeholder of a parameter, buffer or constant, the tensor's path.
+        tensors: the parameters, buffers and constants by path.
         learned: the paths of parameters.
-        tensor_nodes: the nodes that give tensors, by path.
-        sizes: the values of torch's symbols in the example.
+        tensor_nodes: by path, the node that outputs the tensor.
+        sizes: the values of torch's symbolic sizes in the example call.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Converter:
 
         Args:
             input_paths: where each input stands in the call.
-            shapes: those of the call's leaves, which give open lengths their size in the graph.
+            shapes: of the tensors in the example call. Dynamic sizes have these values in the
+                graph.
 
         Raises:
             ModelError: the program calls other programs.
@@ -135,6 +137,7 @@ class Converter:
         return graph.replaced(nodes=_alive(self.nodes, graph.output))
 
     def _placeholder(self, node: fx.Node) -> None:
+        """Add an input of the network, or a tensor of the module."""
         spec = self._specs[node.name]
         if spec.kind != InputKind.USER_INPUT:
             path = self._tensor(node, spec.target or node.name)
@@ -147,7 +150,7 @@ class Converter:
         attrs: dict[str, Any] = {"index": index}
         self.values[node] = Ref(name)
         if not isinstance(value, Tensor):
-            # torch makes constants of plain numbers
+            # torch.export treats numbers in the call as constants
             attrs["value"] = value
             self.values[node] = value
         self.nodes.append(Node(name, "input", "input", attrs=attrs, **self._kind(value)))
@@ -168,8 +171,10 @@ class Converter:
         return path
 
     def _value(self, argument: Any) -> Any:
-        """Return what stands for an argument in the graph: a Ref, a constant, or a list of
-        these.
+        """Return the graph's value for an argument: a Ref, a constant, or a list of these.
+
+        A tensor of the module that is read gets a node, for expressions such as
+        `x + self.shift`.
         """
         if isinstance(argument, (list, tuple)):
             return [self._value(item) for item in argument]
@@ -183,16 +188,14 @@ class Converter:
         return Ref(self.tensor_nodes[path])
 
     def _add_tensor_node(self, path: str) -> str:
-        """Add a node that gives a parameter or a constant, and return its name.
-
-        An expression such as `x + self.shift` reads it.
-        """
+        """Add a node that outputs a parameter or a constant, and return its name."""
         owner, _, attribute = path.rpartition(".")
         scope = self.namer.canonical(owner)
         name = self.namer.name(scope, attribute)
         tensor = self.tensors[path]
         is_complex = tensor.is_complex()
-        if is_complex:  # files contain floats only
+        # Files contain floats only
+        if is_complex:
             tensor = as_floats(tensor)
             self.tensors[path] = tensor
         op = "parameter" if path in self.learned and not is_complex else "constant"
@@ -205,19 +208,18 @@ class Converter:
         inputs = {"input": Ref(name)}
         return self._add(scope, "aten.view_as_complex.default", inputs, numbers).name
 
-    def _call(
-        self,
-        node: fx.Node,
-    ) -> None:
-        """Add a call, and rename what an in-place operator writes to.
+    def _call(self, node: fx.Node) -> None:
+        """Add a call, unless it only passes a value on.
 
-        After `y = x.add_(1)`, all readers of x read y.
+        An in-place operator gives its first argument a new value: after `y = x.add_(1)`, all
+        readers of x read y.
         """
         if self._returns_first(node):
             first = node.args[0] if node.args else None
             self.values[node] = self._value(first)
             return
         if writes_all(node):
+            # The second argument replaces all of the first one
             self.values[node] = self._value(node.args[1])
             return
         self.values[node] = self._converted(node)
@@ -245,12 +247,14 @@ class Converter:
         self,
         node: fx.Node,
     ) -> str | None:
-        """Return the operator of the stub in which a mark ran."""
+        """Return the operator of the QuantStub or DeQuantStub in which a `MARK` ran; None if it
+        ran elsewhere.
+        """
         scope = self.namer.canonical(module_path(node))
         return STUB_OPERATORS.get(self.namer.class_name(scope))
 
     def _converted(self, node: fx.Node) -> Any:
-        """Return what stands for the result of a call, and add the nodes that compute it."""
+        """Add the nodes that compute a call, and return the graph's value for its result."""
         target = targets.target_name(node)
         scope = self.namer.canonical(module_path(node))
         if targets.is_copy(target):
@@ -280,10 +284,10 @@ class Converter:
 
         Args:
             scope: the path of its module.
-            target: how torch calls the operator.
+            target: torch's name of the operator.
             arguments: of the call, by name.
-            value: what the node makes, as torch knows it.
-            op: the operator's name, where that does not follow from `target`.
+            value: torch's example of the output, which has its shape and dtype.
+            op: our name of the operator, if it does not follow from `target`.
         """
         if op is None:
             row = find_op(targets.packet(target))
@@ -309,7 +313,7 @@ class Converter:
         arguments: dict[str, Any],
         value: Any,
     ) -> Ref:
-        """Add what `F.linear` computes with a vector for a weight.
+        """Add a matmul, and an add if there is a bias, for `F.linear` with a vector as weight.
 
         Such a product has no output channels, so it is no linear layer.
         """
@@ -325,10 +329,13 @@ class Converter:
         node: fx.Node,
         scope: str,
     ) -> Any:
-        """Return what stands for a copy or a fill: a number or another tensor, in the dtype and
-        the sizes of the first argument.
+        """Add the nodes for `copy`, `fill` or `zero`, and return the result.
+
+        The result is the second argument, a number or a tensor, with the dtype and the shape of
+        the first.
         """
         result = node.meta["val"]
+        # `zero` has no second argument
         written = node.args[1] if len(node.args) > 1 else 0
         if not isinstance(written, fx.Node):
             arguments = {
@@ -356,9 +363,10 @@ class Converter:
         node: fx.Node,
         scope: str,
     ) -> list[Any]:
-        """Return the sizes of what a node makes.
+        """Return the sizes of a node's output.
 
-        Open sizes are read from an input of the network that has them.
+        Dynamic sizes are read from an input of the network that has them, or else from the
+        node's first argument.
         """
         sizes: list[Any] = []
         for axis, size in enumerate(node.meta["val"].shape):
@@ -370,10 +378,7 @@ class Converter:
             sizes.append(size)
         return sizes
 
-    def _input_with_size(
-        self,
-        size: Any,
-    ) -> tuple[fx.Node, int] | None:
+    def _input_with_size(self, size: Any) -> tuple[fx.Node, int] | None:
         """Return the first input that has a size, and the axis; None if no input has it."""
         for node in self.program.graph.find_nodes(op="placeholder"):
             value = node.meta.get("val")
@@ -387,36 +392,37 @@ class Converter:
         op: str,
         arguments: Mapping[str, Any],
     ) -> _Arguments:
-        """Return arguments as what other nodes make, constants, and tensors of the layer."""
+        """Split arguments into outputs of other nodes, constants, and tensors of the layer."""
         split = _Arguments()
-        owns = op in OPS and (OPS[op].weight or OPS[op].owns)
+        owns_tensors = op in OPS and (OPS[op].weight or OPS[op].owns)
         for key, argument in arguments.items():
             if key == "params" and all(item in self.paths for item in argument):
                 # The weights of a recurrent layer
                 names = targets.parameter_names(arguments)
                 for name, item in zip(names, argument, strict=True):
                     split.params[name] = self.paths[item]
-            elif owns and key not in ("input", "indices") and self._is_own(argument):
+            elif owns_tensors and key not in ("input", "indices") and self._is_own(argument):
                 split.params[key] = self.paths[argument]
             else:
                 value = self._value(argument)
-                group = split.inputs if any(references(value)) else split.attrs
-                group[key] = value
+                if any(references(value)):
+                    split.inputs[key] = value
+                else:
+                    split.attrs[key] = value
         return split
 
     def _is_own(self, argument: Any) -> bool:
-        """Return whether an argument is a tensor that a layer can own, which complex tensors
-        are not.
+        """Return whether an argument is a tensor of the module that a layer can own. Complex
+        tensors are none.
         """
         if not isinstance(argument, fx.Node) or argument not in self.paths:
             return False
         return not argument.meta["val"].is_complex()
 
-    def _kind(
-        self,
-        value: Any,
-    ) -> dict[str, Any]:
-        """Return the fields of a node that describe its tensor."""
+    def _kind(self, value: Any) -> dict[str, Any]:
+        """Return a node's fields "shape", "dtype" and "open_axes"; none if `value` is no
+        tensor.
+        """
         if not isinstance(value, Tensor):
             return {}
         shape: list[int | None] = []
@@ -432,7 +438,9 @@ def _alive(
     nodes: Sequence[Node],
     output: Any,
 ) -> tuple[Node, ...]:
-    """Return the nodes that something reads, and all inputs, because the call has them."""
+    """Return the nodes that something reads, and all inputs: calls pass those that nothing
+    reads, too.
+    """
     read = set(references(output))
     alive: list[Node] = []
     for node in reversed(nodes):

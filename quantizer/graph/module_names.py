@@ -1,5 +1,5 @@
-"""Names by which users know the parts of a traced model: modules and layers by dotted paths,
-also relative to a decoder block.
+"""Names of the modules and layers of a traced model, as users know them: dotted paths, of the
+whole model or relative to a decoder block.
 """
 
 from collections import Counter, defaultdict
@@ -10,7 +10,7 @@ from quantizer.graph.names import around
 
 
 def module_of(graph: Graph, name: str) -> str:
-    """Return the path of the module in which a node ran; of a tensor that of its owner."""
+    """Return the path of the module that ran a node, or that owns a tensor."""
     node = graph.by_name[name]
     if node.is_tensor:
         return node.params["weight"].rpartition(".")[0]
@@ -18,10 +18,9 @@ def module_of(graph: Graph, name: str) -> str:
 
 
 def layer_path(node: Node) -> str:
-    """Return the path that names a multiplying layer.
+    """Return the path of a layer that multiplies: that of its module.
 
-    It is the path of the layer's module. A module of experts has several layers, which have the
-    paths of their tensors.
+    A module of experts has several such layers. There the layer's own name is appended.
     """
     return call_paths(node.name, node.scope)[0] if node.row.experts else node.scope
 
@@ -41,10 +40,11 @@ def module_paths(graph: Graph) -> frozenset[str]:
 def path_names(graph: Graph) -> dict[str, str]:
     """Return the name under which users know each node, by the node's own name.
 
-    The name is the module's path. The operator follows it where the module runs several kinds
-    of operators; of these, the only one with weights has the path alone. Later calls of a
-    module keep their number (`layer1.0.relu.1`). Nodes that would have the same name keep their
-    own.
+    - If a module runs one kind of operator, the name is the module's path (`conv1`).
+    - If it runs several kinds or contains modules, the operator follows (`layer1.0.add`).
+      Operators with weights need that only if there are several weights.
+    - Later calls of a module keep their number (`layer1.0.relu.1`).
+    - Nodes for which the same name results keep their own name.
     """
     paths: dict[str, str] = {}
     weights: dict[str, str] = {}
@@ -62,11 +62,11 @@ def path_names(graph: Graph) -> dict[str, str]:
             weights_of_module[path].add(weight)
     names: dict[str, str] = {}
     for name, path in paths.items():
-        with_operator, alone = call_paths(name, path)
-        is_alone = len(operators[path]) == 1 and path not in parents
+        with_operator, without_operator = call_paths(name, path)
+        is_unique = len(operators[path]) == 1 and path not in parents
         if name in weights:
-            is_alone = len(weights_of_module[path]) == 1
-        names[name] = alone if path and is_alone else with_operator
+            is_unique = len(weights_of_module[path]) == 1
+        names[name] = without_operator if path and is_unique else with_operator
     counts = Counter(names.values())
     for name, path in names.items():
         if counts[path] > 1:
@@ -75,7 +75,7 @@ def path_names(graph: Graph) -> dict[str, str]:
 
 
 def _weight(node: Node) -> str | None:
-    """Return the path of the first weight with which a layer computes, None for a tensor."""
+    """Return the path of a layer's first weight; None for a node that only outputs a tensor."""
     for key, path in node.params.items():
         if key.startswith("weight") and not node.is_tensor:
             return path
@@ -105,8 +105,8 @@ def last_part(name: str) -> str:
 class BlockNames:
     """Resolves names relative to the block at `path`.
 
-    A name that is no path in the block is taken as the end of several paths, as for the layers
-    of experts.
+    A name that is no path in the block stands for all layers whose path ends with it. So one
+    name stands for the same layer of all experts.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class BlockNames:
         self,
         name: str,
     ) -> dict[str, list[str]]:
-        """Return the layers called `name`, by the path of the module to which that is relative:
-        the block, or an expert.
+        """Return the layers called `name`, by the path of the module that `name` is relative
+        to: the block, or an expert.
         """
         exact = f"{self._path}.{name}"
         if exact in self._layers:
@@ -156,12 +156,12 @@ class BlockNames:
         self,
         names: Sequence[str],
     ) -> dict[str, list[str]]:
-        """Return the layers of several names, as `layers` does for one."""
-        sets: dict[str, list[str]] = {}
+        """Return the layers of several names together, by the same paths as `layers`."""
+        by_prefix: dict[str, list[str]] = {}
         for name in names:
             for prefix, layers in self.layers(name).items():
-                sets.setdefault(prefix, []).extend(layers)
-        return sets
+                by_prefix.setdefault(prefix, []).extend(layers)
+        return by_prefix
 
     def modules(
         self,
@@ -170,7 +170,8 @@ class BlockNames:
     ) -> list[str]:
         """Return the paths of the modules called `name`.
 
-        The expert at `prefix` comes first, then the block, then all modules inside the block.
+        It is the module inside the expert at `prefix`. If there is none, it is the one inside
+        the block, and otherwise all whose path ends with `name`.
         """
         if not name:
             return []

@@ -1,8 +1,8 @@
-"""Find which rows of an output an operator has ordered by their values (`topk`, `sort`, `nms`),
-and match them with those of another network.
+"""Match rows of an output in two networks, if an operator such as `topk`, `sort` or `nms`
+orders them by their values.
 
-Two networks may choose the same rows in different orders. Then rows are compared by where they
-were before.
+Two networks may select the same rows in different orders. So each row is followed back to its
+index before that operator, and rows with the same index are compared.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class RowOrder:
     """An operator that orders the rows of an output.
 
     Attributes:
-        node: the operator; its last result is the former place of each row.
-        axis: of that result, along which rows lie.
-        operand: what it orders.
-        replay: leads from its results to the output.
-        is_pair: whether the operator returns values and positions.
+        node: the operator. Its last result has the indices of the selected rows.
+        axis: the axis of that result along which rows lie.
+        operand: the value that the operator orders.
+        replay: the nodes from the operator's results to the output.
+        is_pair: whether the operator returns values and indices.
         unordered: values that are joined with ordered ones and are not in that order.
-        before: what had ordered the rows of the operand before; None if nothing had.
-        is_traced: whether that is known.
-        is_reduced: whether an axis, which may be that of rows, is reduced on the way to the
-            output.
+        before: the operator that ordered the rows of the operand; None if none did.
+        is_traced: whether `before` is known.
+        is_reduced: whether an axis is reduced between the operator and the output. It may be
+            the axis of rows.
     """
 
     node: str
@@ -63,13 +63,13 @@ class RowOrder:
 
     @property
     def kept(self) -> frozenset[str]:
-        """Return the nodes of which a run has to keep values."""
+        """Return the nodes whose values a run has to record."""
         earlier = frozenset[str]() if self.before is None else self.before.kept
         return self.replay.steering | {self.node} | earlier
 
     @property
     def watched(self) -> frozenset[str]:
-        """Return the nodes of which a run has to keep the shape or the values."""
+        """Return the nodes whose values or shapes a run has to record."""
         earlier = frozenset[str]() if self.before is None else self.before.watched
         return self.replay.shaped | self.kept | {self.operand} | earlier
 
@@ -78,19 +78,20 @@ class RowOrder:
         seen: Seen,
         shape: torch.Size,
     ) -> Tensor:
-        """Return for each value of the output the number of its row, -1 without an order.
+        """Return for each value of the output the number of its row; -1 for values in no row.
+
+        Rows have numbers in the order in which the operator's results lie in memory. The nodes
+        after it run on these numbers instead of values.
 
         Args:
-            seen: what a run has shown; rows are numbered as the operator's results lie in
-                memory.
+            seen: the values and shapes that a run has recorded.
             shape: of the output.
 
         Raises:
-            ValueError: the output has another shape, or a value that leads to it cannot be
-                followed.
+            ValueError: the numbers do not reach the output, or not with its shape.
         """
-        ordered = seen.shapes.get(self.node, torch.Size())
-        numbers = torch.arange(ordered.numel(), dtype=torch.float32).view(ordered)
+        result_shape = seen.shapes.get(self.node, torch.Size())
+        numbers = torch.arange(result_shape.numel(), dtype=torch.float32).view(result_shape)
         labels = {name: filled_labels(seen.shapes[name], UNWRITTEN) for name in self.unordered}
         results = (numbers, numbers) if self.is_pair else numbers
         try:
@@ -103,10 +104,11 @@ class RowOrder:
         return rows.to(torch.int64)
 
     def places(self, seen: Seen) -> Tensor:
-        """Return for each row a number that says where it was before anything ordered it.
+        """Return a number for each row that is the same in two networks if the row had the same
+        index before any operator ordered it.
 
         Raises:
-            ValueError: that is not known.
+            ValueError: the index is not known.
         """
         return self._places(seen)[0]
 
@@ -114,16 +116,20 @@ class RowOrder:
         self,
         seen: Seen,
     ) -> tuple[Tensor, int]:
-        """Return the places, and a number above all possible ones."""
+        """Return the numbers of `places`, and the first number above all that are possible.
+
+        If another operator ordered the operand before, a value of the operand has the number of
+        its row there, times the values in a row, plus its place in the row.
+        """
         is_seen = self.node in seen.values and self.operand in seen.shapes
         if not self.is_traced or not is_seen:
             raise ValueError(f"the rows of {self.operand} are not known")
-        positions: Tensor = seen.values[self.node]
+        indices: Tensor = seen.values[self.node]
         shape = seen.shapes[self.operand]
-        if positions.dim() != len(shape) or not shape:
+        if indices.dim() != len(shape) or not shape:
             raise ValueError(f"{self.node} selects no rows of {self.operand}")
         if self.before is None:
-            places = _unique_places(positions, self.axis, shape[self.axis])
+            places = _unique_places(indices, self.axis, shape[self.axis])
             return places, shape.numel()
         earlier, end = self.before._places(seen)
         table = places_of_rows(self.before.rows(seen, shape).reshape(-1), earlier.numel())
@@ -134,49 +140,54 @@ class RowOrder:
         end *= width
         numbers = torch.empty(shape.numel(), dtype=torch.int64)
         numbers[of_rows] = earlier.reshape(-1, 1) * width + torch.arange(width)
+        # Values in no row get numbers that no row has
         numbers[outside] = end + torch.arange(len(outside))
-        places = numbers.view(shape).gather(self.axis, positions)
+        places = numbers.view(shape).gather(self.axis, indices)
         return places, end + len(outside)
 
 
 def _unique_places(
-    positions: Tensor,
+    indices: Tensor,
     axis: int,
     length: int,
 ) -> Tensor:
-    """Return positions along an axis so that those of no two lines are the same number."""
-    lines = list(positions.shape)
-    lines[axis] = 1
-    starts = torch.arange(torch.Size(lines).numel()).view(lines)
-    return positions + starts * length
+    """Return indices along an axis, plus `length` times the number of their line, so that they
+    differ between lines. A line is all that differs in this axis only.
+    """
+    line_shape = list(indices.shape)
+    line_shape[axis] = 1
+    line_numbers = torch.arange(torch.Size(line_shape).numel()).view(line_shape)
+    return indices + line_numbers * length
 
 
 def places_of_rows(
     rows: Tensor,
     count: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the places of each row's values, [rows, values], and those of what is in no
-    row; None if rows have different numbers of values.
+    """Return the places of each row's values, [rows, values], and those of values in no row.
+
+    Return None if rows have different numbers of values.
 
     Args:
-        rows: the number of the row of each value, -1 for none.
+        rows: the number of the row of each value; -1 for values in no row.
         count: how many rows there are.
     """
     order = rows.argsort(stable=True)
-    outside = int((rows < 0).sum())
-    if not count or (len(rows) - outside) % count:
+    # Values in no row are sorted before all others
+    outside_count = int((rows < 0).sum())
+    if not count or (len(rows) - outside_count) % count:
         return None
     counts = torch.bincount(rows[rows >= 0], minlength=count)
     if bool((counts != counts[0]).any()):
         return None
-    return order[outside:].view(count, -1), order[:outside]
+    return order[outside_count:].view(count, -1), order[:outside_count]
 
 
 def row_order(
     graph: Graph,
     end: str,
 ) -> RowOrder | None:
-    """Return what orders the rows of a node's value, None if nothing does."""
+    """Return the operator that orders the rows of a node's value; None if none does."""
     return _row_order(graph, end, _orders(graph))
 
 
@@ -185,15 +196,19 @@ def _row_order(
     end: str,
     orders: _Orders,
 ) -> RowOrder | None:
-    leads = orders.leads
-    first = leads[end]
-    if first is None:
+    """Return the operator that orders the rows of the value of `end`.
+
+    Walk from `end` back to that operator, along operands whose rows it has ordered as well.
+    """
+    nearest = orders.nearest
+    operator_name = nearest[end]
+    if operator_name is None:
         return None
     carriers: dict[str, str] = {}
     unordered: dict[str, None] = {}
     is_reduced = False
     pending = [end]
-    visited = {first}
+    visited = {operator_name}
     while pending:
         name = pending.pop()
         if name in visited:
@@ -201,25 +216,26 @@ def _row_order(
         visited.add(name)
         node = graph.by_name[name]
         operands = list(_row_operands(graph, node))
-        ordered = [operand for operand in operands if leads[operand] == first]
+        ordered = [operand for operand in operands if nearest[operand] == operator_name]
         if _is_moving(node):
             pending += ordered
-            unordered |= dict.fromkeys(name for name in operands if name not in ordered)
+            others = [operand for operand in operands if operand not in ordered]
+            unordered |= dict.fromkeys(others)
         else:
             is_reduced |= node.row.axes is REDUCED
             carriers[name] = _carrier(graph, node, ordered, orders.reduced)
             pending.append(carriers[name])
-    operator = graph.by_name[first]
+    operator = graph.by_name[operator_name]
     operand = _ordered_operand(operator)
     axis = 0 if operator.rank == 1 else operator.attrs.get("dim", -1)
     return RowOrder(
-        node=first,
+        node=operator_name,
         axis=axis,
         operand=operand,
         replay=Replay(
             graph,
             end,
-            [first, *unordered],
+            [operator_name, *unordered],
             carriers,
             spread=_spread,
         ),
@@ -232,7 +248,7 @@ def _row_order(
 
 
 def _ordered_operand(operator: Node) -> str:
-    """Return what an operator orders; for boxes and scores, the scores."""
+    """Return the operand that an operator orders; of boxes and scores, the scores."""
     scores = list(references(operator.inputs.get("scores")))
     return scores[0] if scores else next(iter(operator.refs()))
 
@@ -259,36 +275,37 @@ class _Orders:
     """The order of the rows of each node.
 
     Attributes:
-        leads: for each node the nearest operator before it that orders its rows.
+        nearest: for each node the nearest operator before it that orders its rows.
         mixed: the nodes that depend on ordered rows and whose own order is not known.
-        reduced: the nodes whose rows may each be made of several.
+        reduced: the nodes whose rows may each be computed from several ordered rows.
     """
 
-    leads: dict[str, str | None]
+    nearest: dict[str, str | None]
     mixed: set[str]
     reduced: set[str]
 
 
 def _orders(graph: Graph) -> _Orders:
     """Return the order of the rows of each node."""
-    leads: dict[str, str | None] = {}
+    nearest: dict[str, str | None] = {}
     mixed: set[str] = set()
     reduced: set[str] = set()
     for node in graph.nodes:
         operands = list(_row_operands(graph, node))
-        ordered = [name for name in operands if leads[name] is not None]
-        leads[node.name] = leads[ordered[0]] if ordered else None
+        ordered = [name for name in operands if nearest[name] is not None]
+        nearest[node.name] = nearest[ordered[0]] if ordered else None
         if node.row.orders:
-            leads[node.name] = node.name
+            nearest[node.name] = node.name
+        # With one operand that is not reduced, the rows are followed through that one
         if node.row.axes is REDUCED or (ordered and reduced.issuperset(ordered)):
             reduced.add(node.name)
-        if leads[node.name] is None and node.row.reads_values:
+        if nearest[node.name] is None and node.row.reads_values:
             sources = list(node.refs())
             if _keeps_first_rows(node):
                 sources = sources[:1]
-            if any(leads[name] is not None or name in mixed for name in sources):
+            if any(nearest[name] is not None or name in mixed for name in sources):
                 mixed.add(node.name)
-    return _Orders(leads, mixed, reduced)
+    return _Orders(nearest, mixed, reduced)
 
 
 def _is_moving(node: Node) -> bool:
@@ -297,7 +314,7 @@ def _is_moving(node: Node) -> bool:
 
 
 def _keeps_first_rows(node: Node) -> bool:
-    """Return whether rows of what a node makes are those of its first operand."""
+    """Return whether the rows of a node's output are those of its first operand."""
     return node.row.axes in _PRODUCTS or node.row.spatial == 0
 
 
@@ -314,7 +331,7 @@ def _row_operands(
     graph: Graph,
     node: Node,
 ) -> Iterator[str]:
-    """Yield the operands whose rows are in the order of those that a node makes."""
+    """Yield the operands whose rows are in the same order as those of the node's output."""
     if _indices(node):
         yield from _indices(node)
     elif _is_moving(node):
@@ -334,10 +351,15 @@ def _spread(
     labels: Tensor,
     shape: torch.Size,
 ) -> Tensor:
-    """Return the rows of what a node computes, from those of the operand whose rows it keeps.
+    """Return the row numbers of a node's output.
+
+    Args:
+        node: the node.
+        labels: the row numbers of the operand whose rows it keeps.
+        shape: of the output.
 
     Raises:
-        ValueError: it mixes rows.
+        ValueError: the node mixes rows.
     """
     if _keeps_first_rows(node):
         return _along_last(labels).expand(shape)
@@ -346,13 +368,13 @@ def _spread(
     if node.row.looks_up:
         return labels.unsqueeze(-1).expand(shape)
     if node.row.axes is INDEXED:
-        before = _leading(node.inputs["indices"])
+        axes_before = _leading(node.inputs["indices"])
     elif node.row.axes is PICKED and labels.dim() < len(shape):
-        before = node.attrs["dim"] % len(shape)
+        axes_before = node.attrs["dim"] % len(shape)
     else:
         return labels.expand(shape)
-    after = len(shape) - before - labels.dim()
-    sizes = [*[1] * before, *labels.shape, *[1] * after]
+    axes_after = len(shape) - axes_before - labels.dim()
+    sizes = [*[1] * axes_before, *labels.shape, *[1] * axes_after]
     return labels.reshape(sizes).expand(shape)
 
 
@@ -403,12 +425,12 @@ def matched_rows(
     other: Tensor,
     axis: int,
 ) -> Tensor:
-    """Return for each row of `reference` the number of the row of `other` that was in the
-    same place; -1 for none.
+    """Return for each row of `reference` the number of the row of `other` that came from the
+    same place; -1 if there is none.
 
     Args:
-        reference: where each row was before it was ordered.
-        other: the same of another network.
+        reference: the place of each row before it was ordered, as `RowOrder.places` returns it.
+        other: the places in another network.
         axis: along which the rows lie.
 
     >>> matched_rows(torch.tensor([[5, 2, 9]]), torch.tensor([[2, 5, 7]]), 1)

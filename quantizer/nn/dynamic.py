@@ -1,4 +1,4 @@
-"""Dynamic quantization: the range is that of the tensor itself, or of each of its rows."""
+"""Dynamic quantization: the range is found at run time, from the tensor or each of its rows."""
 
 import math
 from collections.abc import Callable
@@ -14,20 +14,24 @@ from quantizer.numerics.qparams import CodeRange, QParams, qparams_from_range
 from quantizer.observers import ObservationError, check_has_codes, code_range_of, kernel_of
 from quantizer.observers.observed_batch import as_rows, extremes
 
-# The ranges of so many values are computed before they are quantized: blocks share that work
 VALUES_AT_ONCE = 4 * BLOCK_SIZE
+"""How many values are read for their ranges before they are quantized. They stay in the cache,
+and several blocks share the cost of computing scales.
+"""
 
 
 def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
-    """Return scale and zero point for the least and greatest values of `x`, of `scale_shape`.
+    """Return scale and zero point for the least and greatest values of `x`.
+
+    Both have the shape that `scale_shape` returns.
 
     Raises:
-        ObservationError: there is NaN, infinity or a negative value without a code. A program
-            that torch traces has no errors of its own.
+        ObservationError: there is NaN, infinity or a negative value without a code. While torch
+            traces, that is not checked.
     """
     rows = as_rows(x, spec.cut)
     code_range = code_range_of(spec)
-    # True of exports as well
+    # While torch compiles or exports, values are not known
     if torch.compiler.is_compiling():
         low = rows.amin(1)
         high = rows.amax(1)
@@ -46,13 +50,19 @@ def quantize_each_row(
     *,
     inplace: bool,
 ) -> Tensor:
-    """Return each of `rows` quantized with the scale of its own range. A block is quantized
-    while it is in the cache.
+    """Return each of `rows` quantized with the scale of its own range.
 
-    The values are those that `dynamic_qparams` gives, if scales do not depend on each other.
+    Several rows at a time are read for their ranges and then quantized, while they are in the
+    cache. The values are the same as with `dynamic_qparams`, unless the scales of rows depend
+    on each other.
+
+    Args:
+        rows: [rows, values].
+        spec: how they are quantized.
+        inplace: overwrite `rows`.
 
     Raises:
-        ObservationError: as in `dynamic_qparams`, possibly after writing.
+        ObservationError: as in `dynamic_qparams`. `rows` may be overwritten by then.
     """
     code_range = code_range_of(spec)
     kernel = kernel_of(spec)
@@ -70,6 +80,7 @@ def quantize_each_row(
             broken += _not_finite(low, high)
         least = min(least, part_least)
         qparams = qparams_from_range(low, high, code_range)
+        # Without a conversion, the values go straight to the output
         target = wide if inplace or out.dtype != work else out_part
         fill(
             target,
@@ -90,11 +101,11 @@ def quantize_once(
     spec: QuantizationSpec,
     quantize: Callable[[], Tensor],
 ) -> Tensor:
-    """Return the result of `quantize` for `x`, which modules that read one value with one spec
-    share, as query, key and value do.
+    """Return the result of `quantize()`, the quantized `x`, from a cache if it is there.
 
-    It is stored with the value for as long as that lives, and computed again if either was
-    written to.
+    Modules that read one value with one spec, such as query, key and value projections, share
+    the result. It is stored as an attribute of `x`. If `x` or the result was written to since,
+    it is computed again.
     """
     if type(x) is not Tensor or torch.compiler.is_compiling() or x.is_inference():
         return quantize()
@@ -118,8 +129,13 @@ def _check(
     least: float,
     code_range: CodeRange,
 ) -> None:
-    """Raise `ObservationError` if no scale exists for `broken` of the rows, or for `least`, the
-    least of all values.
+    """Raise `ObservationError` if values have no scale or no code.
+
+    Args:
+        broken: how many rows have a value that is not finite.
+        rows: how many rows there are.
+        least: the least of all values.
+        code_range: the codes.
     """
     if broken:
         where = "this tensor holds"

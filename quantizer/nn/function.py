@@ -15,8 +15,8 @@ from quantizer.nn.layer import Layer
 
 
 def _view(input: Tensor, size: Sequence[int]) -> Tensor:  # noqa: A002 - as torch's schemas name it, but for "self"
-    """Return a view if possible, otherwise a copy: a view refuses orders of memory other than
-    the traced one.
+    """Return a view if possible, otherwise a copy. `Tensor.view` would fail if the input is not
+    laid out in memory as it was in the trace.
     """
     return input.reshape(size)
 
@@ -29,9 +29,9 @@ def topk(
     *,
     sorted: bool = True,  # noqa: A002
 ) -> tuple[Tensor, Tensor]:
-    """Return the `k` largest values, of equal ones the first, as ONNX defines TopK.
+    """Return the `k` largest values. Of equal values the first ones are returned, as in ONNX.
 
-    Torch leaves the order of equal values open, and codes are often equal.
+    `torch.topk` may return any of equal values, and quantized values are often equal.
     """
     values, indices = input.sort(dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
@@ -45,11 +45,15 @@ _CALLS: dict[str, Callable[..., Any]] = {"aten.view.default": _view, _TOPK: topk
 class Function(Layer):
     """A layer that calls one torch function.
 
-    It is `Function("aten.mean.default")`, or a subclass that fixes the target:
-    `Mean(dim=[2, 3])`.
+    It is created by target, `Function("aten.mean.default", dim=[2, 3])`, or as an instance of a
+    subclass with a fixed target, `Mean(dim=[2, 3])`.
 
-    `params` gives the shapes of parameters that the function reads (a normalization's weight).
-    `inplace` lets it overwrite its input.
+    Args:
+        target: torch's name of the function.
+        params: the shapes of parameters that the function reads, such as a normalization's
+            weight.
+        inplace: let the function overwrite its input.
+        constants: arguments that are the same in all calls.
     """
 
     target: ClassVar[str] = ""
@@ -68,7 +72,7 @@ class Function(Layer):
         if self._target in _CALLS:
             self._bind(_CALLS[self._target])
         elif inplace:
-            # aten.relu_.default for aten.relu.default
+            # aten.relu.default becomes aten.relu_.default
             self._bind(resolve_target("_.".join(self._target.rsplit(".", 1))))
         else:
             self._bind(resolve_target(self._target))
@@ -79,13 +83,18 @@ class Function(Layer):
             self.register_parameter(name, value)
 
     def _bind(self, call: Callable[..., Any]) -> None:
+        """Set the function to call, and how it takes its arguments.
+
+        Python's own operators have no schema. They take their arguments by position, and the
+        graph calls these a, b and c.
+        """
         self._call = call
         self._renames_self = takes_self(call)
-        self._positional = self._target not in _CALLS and not hasattr(call, "_schema")
+        self._is_positional = self._target not in _CALLS and not hasattr(call, "_schema")
 
     def leave_ties_open(self) -> None:
-        """Run torch's `topk`, if that is the function. ONNX, to which it is translated, picks
-        the first of equal values anyway.
+        """Call torch's own `topk`, if that is the function, for an export to ONNX. The exported
+        TopK returns the first of equal values anyway.
         """
         if self._target == _TOPK:
             self._bind(resolve_target(_TOPK))
@@ -100,7 +109,7 @@ class Function(Layer):
             inputs = channels_first(inputs)
         if self.quantizers:
             args, inputs = self.quantize_inputs(args, inputs)
-        if self._positional:
+        if self._is_positional:
             named = {**self._constants, **inputs}
             sorted_values = [named[name] for name in sorted(named)]
             return self.finish(self._call(*args, *sorted_values))
@@ -118,7 +127,7 @@ class Function(Layer):
 
 
 class Input(Layer):
-    """Where one of the network's inputs enters."""
+    """A layer that returns one of the network's inputs, quantized."""
 
     def forward(self, input: Any) -> Any:  # noqa: A002 - the seed's spelling of the call
         return self.quantize_input(input)
@@ -136,8 +145,8 @@ class DeQuantStub(Layer):
 
 
 class Constant(Layer):
-    """A tensor that an expression reads and that was not trained, as a mask, an index or a
-    buffer. It is never quantized.
+    """An untrained tensor in an expression, such as a mask, an index or a buffer. It is never
+    quantized.
     """
 
     weight: Tensor
@@ -156,4 +165,4 @@ class Constant(Layer):
 
 
 class Parameter(Constant):
-    """A trained tensor that an expression reads (`x + self.shift`)."""
+    """A trained tensor in an expression, such as `self.shift` in `x + self.shift`."""

@@ -1,4 +1,4 @@
-"""Quantize modules in place: the object stays, and its class becomes a subclass of its class.
+"""Quantize modules in place: an object gets a subclass of its class as its new class.
 
 The quantized layers of traced graphs are in `weighted`.
 """
@@ -25,10 +25,11 @@ Watcher = Callable[[Tensor], None]
 class InPlace(Layer):
     """A base class of quantized modules, which quantizes the first argument and the output.
 
-    The parameters are quantized already. A tuple (of a recurrent layer) passes unchanged.
-    Before the first argument is quantized, it passes the `input_layers` that algorithms
-    inserted. If a ReLU follows, `rectifies_output` makes the module apply it before its output
-    is quantized. The ReLU itself then changes nothing.
+    Parameters are not quantized here: they hold quantized values already. Before the first
+    argument is quantized, it passes the `input_layers` that algorithms inserted. An output that
+    is a tuple, such as that of a recurrent layer, stays as it is. If a ReLU follows,
+    `rectifies_output` makes the module apply it before its output is quantized. The ReLU itself
+    then changes nothing.
     """
 
     float_class: ClassVar[type[nn.Module]]
@@ -67,8 +68,8 @@ class InPlace(Layer):
             ) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return how copy and pickle rebuild it: they cannot import a class that is created
-        while a program runs.
+        """Return how copy and pickle rebuild the module: from its float class. They cannot
+        import a class that is created while a program runs.
         """
         reduced: Any = super().__reduce_ex__(2)
         return (_blank, (self.float_class,), *reduced[2:])
@@ -76,7 +77,7 @@ class InPlace(Layer):
 
 @cache
 def quantized_class(cls: Any) -> type[InPlace]:
-    """Return the class that modules of class `cls` get. It has the same name."""
+    """Return the subclass that quantized modules of class `cls` get. It has the same name."""
     metaclass: Any = type(cls)
     members = {
         "__module__": cls.__module__,
@@ -88,11 +89,14 @@ def quantized_class(cls: Any) -> type[InPlace]:
     return subclass
 
 
-_OUR_NAMES = {*dir(InPlace), "float_class", "quantizers", "input_layers"} - {*dir(nn.Module)}
+_RESERVED_NAMES = {*dir(InPlace), "float_class", "quantizers", "input_layers"} - {
+    *dir(nn.Module)
+}
 """The attributes that only quantized layers have."""
 
 
 def _blank(cls: Any) -> InPlace:
+    """Return an empty module of the quantized class of `cls`; pickle then sets its state."""
     subclass = quantized_class(cls)
     return subclass.__new__(subclass)
 
@@ -101,7 +105,7 @@ def check_float(model: Any, *, traced: bool = False) -> None:
     """Check that the layers of `model` can be changed in place and that none is quantized.
 
     Args:
-        traced: whether the model is only traced, which compiled parts allow.
+        traced: whether the model is only traced. Then it may have compiled parts.
 
     Raises:
         ModelError: it is no module, compiled by torch.jit, or quantized already.
@@ -129,13 +133,14 @@ def check_quantizable(
     where: str,
     roles: Collection[str],
 ) -> None:
-    """Check that quantizers in these roles can work. `where` names the module in errors.
+    """Check that a module can have quantizers in these roles. `where` names it in errors.
 
     Raises:
-        ModelError: it has attributes with our names, rewrites its weight, or has a forward of
-            its own instead of its class's, which calls the quantizers.
+        ModelError: the module has an attribute with a name that we need, or changes its weight
+            in calls, or its `forward` was replaced on the object, so that the class's forward,
+            which calls the quantizers, would not run.
     """
-    taken = [name for name in sorted(_OUR_NAMES) if hasattr(module, name)]
+    taken = [name for name in sorted(_RESERVED_NAMES) if hasattr(module, name)]
     if taken:
         raise ModelError(
             f"{where} is {a_kind(module)} with an attribute {taken[0]!r} of its own, a name "
@@ -160,8 +165,8 @@ def check_quantizable(
 
 
 def make_quantizable(module: nn.Module, path: str) -> InPlace:
-    """Make the module at `path` an `InPlace`, which computes the same until it gets
-    quantizers.
+    """Make the module at `path` an `InPlace`. Until it gets quantizers, its outputs stay the
+    same.
     """
     if not isinstance(module, InPlace):
         cls: Any = type(module)
@@ -182,7 +187,7 @@ def insert_before(
     path: str,
     layer: nn.Module,
 ) -> None:
-    """Make the module at `path` pass its first argument through one more layer, after those
+    """Insert a layer that the first argument of the module at `path` passes, after the layers
     that were inserted before.
     """
     module = make_quantizable(module, path)
@@ -194,12 +199,12 @@ def insert_before(
 
 
 def lacks_bias(module: nn.Module) -> bool:
-    """Return whether it is a layer that could have a bias and has none."""
+    """Return whether the module could have a bias and has none."""
     return "bias" in module._parameters and module._parameters["bias"] is None
 
 
 def add_bias(module: nn.Module, value: Tensor) -> None:
-    """Give a layer that lacks a bias this one, and mark it with `has_added_bias`."""
+    """Add a bias to a layer that has none, and mark the layer with `has_added_bias`."""
     weight = next(module.parameters())
     device = "cpu" if weight.is_meta else weight.device
     bias = value.detach().to(device, weight.dtype).clone()
@@ -224,6 +229,9 @@ def on_first(
 
 
 def _applied(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return `function` of a floating-point tensor or a packed sequence, and others as they
+    are.
+    """
     if isinstance(value, PackedSequence):
         return PackedSequence(function(value.data), *value[1:])
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -232,10 +240,16 @@ def _applied(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 class ModuleTree:
-    """The layers of a module graph by name, which can be watched while the model runs.
+    """A model that runs as it is, while watchers see the values of its layers.
 
-    `reached` has the layers that ran. Watchers see the outputs of layers in `rectified` after a
-    ReLU.
+    Watchers see the outputs of the layers in `rectified` after a ReLU.
+
+    Attributes:
+        model: the model.
+        layers: its layers with parameters, by the graph's names.
+        readers: by node whose value a layer reads, that layer. It shows the value, because the
+            node itself may be no module.
+        reached: the layers that have run.
     """
 
     def __init__(
@@ -266,7 +280,7 @@ class ModuleTree:
 
         Raises:
             DataError: the model cannot run on these arguments.
-            ModelError: it would end the process.
+            ModelError: the model raised an exception that would end the process.
         """
         with ExitStack() as hooks, torch.no_grad():
             # torch's fused attention bypasses the layers
@@ -303,7 +317,7 @@ class ModuleTree:
         layer: str,
         watcher: Watcher,
     ) -> Callable[..., None]:
-        """Return a hook that shows the input of a layer, without quantizing it."""
+        """Return a hook that shows the input of a layer as it is before it is quantized."""
 
         def hook(
             module: nn.Module,

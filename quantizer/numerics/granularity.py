@@ -1,5 +1,6 @@
-"""One row per scale: where a tensor is cut for per_tensor, per_channel, per_group and
-per_token.
+"""Which values of a tensor share a scale, for per_tensor, per_channel, per_group and per_token.
+
+`to_rows` turns a tensor into a matrix with one row per scale.
 """
 
 import torch
@@ -15,11 +16,15 @@ def scale_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the scale of a tensor of `shape`.
 
-    () per tensor and (C,) per channel. With a group size these two cut a stack of T tensors,
-    each as long as the group in the first axis, into (T,) and (T * C,): the weight of a
-    transposed convolution with T groups is such a stack. Per group the other axes in order and
-    then the number of groups along the channel axis, times the scales per group. Per token the
-    axes but the channel axis.
+    - "per_tensor": (); with a group size (T,).
+    - "per_channel": (C,), for C channels; with a group size (T * C,).
+    - "per_group": the other axes in order, and then the number of groups along the channel
+      axis, times the scales per group.
+    - "per_token": all axes except the channel axis.
+
+    With a group size, "per_tensor" and "per_channel" are for a stack of T tensors, each as long
+    as the group in the first axis. The weight of a transposed convolution with T groups is such
+    a stack.
 
     >>> scale_shape((8, 64), ("per_group", 1, 16, 1))
     (8, 4)
@@ -55,10 +60,10 @@ def to_rows(
     x: Tensor,
     cut: Cut,
 ) -> Tensor:
-    """Return `x` as a matrix with one row per scale, in the order of `scale_shape`. It is a
-    view if memory allows it.
+    """Return `x` as a matrix with one row per scale, in the order of `scale_shape`.
 
-    A last group that is shorter is filled up with zeros.
+    It is a view if the layout in memory allows that. A last group that is shorter is padded
+    with zeros.
 
     >>> to_rows(torch.arange(6.0).view(2, 3), ("per_group", 1, 2, 1)).tolist()
     [[0.0, 1.0], [2.0, 0.0], [3.0, 4.0], [5.0, 0.0]]
@@ -111,7 +116,7 @@ def from_rows(
     if qscheme == "per_channel":
         if group_size is None:
             return rows.view(length, *others).movedim(0, axis)
-        # Of one channel of one tensor of the stack
+        # The shape of one channel in one tensor of the stack
         channel_shape = (group_size, *others[1:])
         stack = rows.view(
             -1,

@@ -1,5 +1,7 @@
-"""Orthogonal matrices with entries of nearly equal size, as products of two small factors. No
-matrix is stored.
+"""Rotate channels by orthogonal matrices whose entries have nearly equal size.
+
+A matrix for n = a * b channels is the Kronecker product of two small factors, [a, a] and
+[b, b], and is never built itself.
 """
 
 import math
@@ -16,12 +18,16 @@ def rotated(
     left: Tensor,
     right: Tensor,
 ) -> Tensor:
-    """Return each row along the last axis times a fixed orthogonal matrix: signs, then the two
-    factors.
+    """Return each row along the last axis times a fixed orthogonal matrix.
 
-    `signs` has +1 or -1 for each of the n = a * b channels, `left` [a, a] and `right` [b, b]
-    are `factors(n)` in the dtype of `values`. Costs n * (a + b) products a row, which is less
-    time than log2(n) passes of additions.
+    The matrix multiplies by the signs, and then by both factors. That takes n * (a + b)
+    products a row. It is faster than the log2(n) passes of additions of a fast Hadamard
+    transform.
+
+    Args:
+        values: [..., n].
+        signs: [n], +1 or -1 for each of the n = a * b channels.
+        left, right: [a, a] and [b, b], which are `factors(n)` in the dtype of `values`.
 
     >>> n = 12
     >>> left, right = factors(n)
@@ -35,7 +41,7 @@ def rotated(
         len(left),
         len(right),
     )
-    # The result is left transposed: its order is as good as any.
+    # The product stays transposed, because any fixed order of channels is as good
     transposed = (table @ right).transpose(-1, -2)
     return torch.matmul(transposed, left.T).flatten(-2)
 
@@ -44,29 +50,34 @@ def factors(channels: int) -> tuple[Tensor, Tensor]:
     """Return orthogonal float64 matrices [a, a] and [b, b] with a * b = `channels`, close in
     size, for `rotated`.
 
-    The second is Sylvester's Hadamard matrix. The first is one times `odd_factor`, for channels
-    that are no power of two.
+    The second is Sylvester's Hadamard matrix. The first is the Kronecker product of another
+    one and `odd_factor`, which is needed if the number of channels is no power of two.
     """
     odd = channels
     while odd % 2 == 0:
         odd //= 2
     kernel = odd_factor(odd, channels // odd)
-    powers = channels // len(kernel)
+    # The rest is a power of two, which both matrices share so that they are close in size
+    power_of_two = channels // len(kernel)
     left = 1
-    while left < powers and len(kernel) * left * left < powers:
+    while left < power_of_two and len(kernel) * left * left < power_of_two:
         left *= 2
-    return torch.kron(_sylvester(left), kernel), _sylvester(powers // left)
+    return torch.kron(_sylvester(left), kernel), _sylvester(power_of_two // left)
 
 
 def odd_factor(
     odd: int,
     powers: int,
 ) -> Tensor:
-    """Return an orthogonal float64 matrix [odd * 2^j, odd * 2^j], 2^j a divisor of `powers`.
+    """Return an orthogonal float64 matrix whose order is `odd` times a power of two.
 
-    If odd * 2^j - 1 is a prime that is 3 modulo 4, it is Paley's Hadamard matrix (Paley 1933),
-    whose entries are all of one size. Otherwise it is the discrete Hartley transform of order
-    `odd`, whose entries are at most sqrt(2 / odd).
+    If some order n = odd * 2^j with j >= 2 has a prime n - 1, it is Paley's Hadamard matrix
+    (Paley 1933), whose entries are all of one size. Otherwise it is the discrete Hartley
+    transform of order `odd`, whose entries are at most sqrt(2 / odd).
+
+    Args:
+        odd: an odd number.
+        powers: a power of two. 2^j must divide it.
 
     >>> [len(odd_factor(*sizes)) for sizes in ((3, 512), (5, 4), (43, 256), (1, 64))]
     [12, 20, 43, 1]
@@ -86,10 +97,13 @@ def _is_prime(number: int) -> bool:
 
 
 def _paley(order: int) -> Tensor:
-    """Return I + S, where the skew S has the quadratic residues modulo the prime order - 1,
-    scaled to be orthogonal.
+    """Return Paley's Hadamard matrix, scaled to be orthogonal.
+
+    It is I + S. The skew-symmetric S has +1 at [i, j] if i - j is a quadratic residue modulo
+    the prime order - 1, and else -1, bordered by a row of 1 and a column of -1.
     """
     prime = order - 1
+    # 1 for quadratic residues, -1 for other numbers, and 0 for 0
     character = -torch.ones(prime, dtype=torch.float64)
     character[torch.arange(1, prime) ** 2 % prime] = 1
     character[0] = 0

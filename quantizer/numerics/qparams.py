@@ -22,22 +22,28 @@ SHARED_EXPONENTS = ("e8m0", "microexponent")
 POWERS_OF_TWO = ("poweroftwo", *SHARED_EXPONENTS)
 SCALE_MODES = ("floor", "even", "ceil")
 SYMMETRIC_SCALES = ("quant_max", "half_range")
-# Two steps below infinity, for the rounding of the scale itself to float32
 _LARGEST_VALUE = 2.0**128 - 2.0**105
-# Of the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
+"""The limit of a code times its scale. It is one step less than the largest float32, because
+the scale may be rounded up to float32.
+"""
 _SMALLEST_SHARED = 2.0**-127
+"""The smallest scale that the eight bits of a shared exponent hold (OCP MX v1.0, 5.4.1)."""
 _FLOAT64_MANTISSA = (1 << 52) - 1
 _FLOAT32_EXPONENT = 0x7F800000
 
 
 @dataclass(frozen=True)
 class IntegerRange:
-    """The integer codes of a tensor, and what its scale may be.
+    """The integer codes of a tensor, and the scales that it may have.
 
-    `scale_type` is "float", "e4m3" (a number of fp8_e4m3 times the tensor's own float) or
-    "poweroftwo", the latter at least 2^-`finest_position` if a device requires that.
-    `symmetric_scale` says what the largest magnitude is divided by for a symmetric float scale:
-    "quant_max", or "half_range", (quant_max - quant_min) / 2, if codes have both signs.
+    Attributes:
+        quant_min, quant_max: the smallest and the largest code.
+        symmetric: whether the zero point is 0.
+        scale_type: "float", "e4m3" (a number of fp8_e4m3 times one float of the tensor) or
+            "poweroftwo".
+        finest_position: if a device has one, powers of two are at least 2^-finest_position.
+        symmetric_scale: the divisor of the largest magnitude for a symmetric float scale. It is
+            "quant_max", or "half_range", (quant_max - quant_min) / 2, if codes have both signs.
 
     Raises:
         ValueError: no code is above zero, or a word is not known.
@@ -96,13 +102,20 @@ class IntegerRange:
 class FloatRange:
     """A floating-point format whose values are scaled; `dtype` is its name in FLOAT_FORMATS.
 
-    `scale_type` is "float", "e4m3" (a number of fp8_e4m3 times the tensor's own float),
-    "poweroftwo" (the smallest that cuts nothing off), or "e8m0": 2^(e - emax) with e the
-    exponent of the largest magnitude, rounded as `scale_mode` says. "floor" takes e as it is
-    (OCP MX v1.0, 6.3), so that values may be cut off; "even" rounds the magnitude to the
-    format's mantissa first, ties up; "ceil" takes the next exponent unless the magnitude is a
-    power of two. "microexponent" is "e8m0" with at least half of the largest scale of a block,
-    whose rows follow each other.
+    The scale types are:
+
+    - "float": any float32.
+    - "e4m3": a number of fp8_e4m3 times one float of the tensor.
+    - "poweroftwo": the smallest power of two that clips nothing.
+    - "e8m0": 2^(e - emax), with e the exponent of the largest magnitude.
+    - "microexponent": like "e8m0" for each pair of values, but at least half of the largest
+      scale of the pair's block. The pairs of a block follow each other.
+
+    The scale modes decide the exponent e of a shared exponent:
+
+    - "floor" takes it as it is, so that values may be clipped (OCP MX v1.0, 6.3).
+    - "even" first rounds the magnitude to the format's mantissa, ties up.
+    - "ceil" takes the next exponent unless the magnitude is a power of two.
 
     Raises:
         ValueError: it is another scale type or mode, or there is no such format.
@@ -161,12 +174,14 @@ class QParams:
 
 
 def power_of_two(step: Tensor) -> Tensor:
-    """Return the smallest power of two that is not below each `step` (float64, normal or 0; 0
-    stays 0).
+    """Return the smallest power of two that is at least each `step`; 0 stays 0.
+
+    `step` is float64, and each value is 0 or normal.
 
     >>> power_of_two(torch.tensor([0.0, 0.25, 0.26, 3.0], dtype=torch.float64)).tolist()
     [0.0, 0.25, 0.5, 4.0]
     """
+    # Adding the largest mantissa carries into the exponent unless the mantissa is 0
     return _truncate_(step.clone(), _FLOAT64_MANTISSA)
 
 
@@ -175,14 +190,16 @@ def step_from_range(
     high: Tensor,
     code_range: CodeRange,
 ) -> Tensor:
-    """Return the distance of two codes, float64, that makes [low, high] fit the codes. It is 0
-    for an empty range.
+    """Return the distance between two codes, float64, that makes [low, high] fit the codes.
 
-    The range is first extended to contain 0. A float step puts the largest magnitude on
-    quant_max (symmetric; half a step above it with the rule "half_range") or the ends of the
-    range on the least and the greatest code. A symmetric power-of-two step is the finest one
-    that cuts off at most half a step: 2^-fp >= max(low / (quant_min - 0.5), high / (quant_max +
-    0.5)). For a FloatRange see its docstring.
+    The range is first extended to contain 0. The step is 0 for a range of 0 alone.
+
+    - Symmetric float step: it puts the largest magnitude on quant_max, or half a step above it
+      with the rule "half_range".
+    - Asymmetric step: it puts the ends of the range on the least and the greatest code.
+    - Symmetric power-of-two step: it is the finest one that clips at most half a step, with
+      2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)).
+    - For a FloatRange see its docstring.
 
     Source: the fix position of pytorch_nndct 3.5.
 
@@ -213,7 +230,7 @@ def step_from_range(
 
 
 def symmetric_step(amax: Tensor, code_range: CodeRange) -> Tensor:
-    """Return the distance of two codes, as a float, for values of at most `amax`.
+    """Return the distance between two codes, as a float, for magnitudes of at most `amax`.
 
     >>> code_range = IntegerRange(-8, 7, symmetric_scale="half_range")
     >>> symmetric_step(torch.tensor(7.5), code_range).item()
@@ -223,10 +240,10 @@ def symmetric_step(amax: Tensor, code_range: CodeRange) -> Tensor:
 
 
 def uncut(code_range: CodeRange) -> float:
-    """Return the scale that cuts nothing off as a multiple of the one that the symmetric rule
-    gives, at least 1.
+    """Return the factor from the scale of the symmetric rule to the scale that clips nothing.
 
-    It is more than 1 with the rule "half_range" only. Searches try it as well.
+    It is at least 1, and more than 1 only with the rule "half_range". Searches try that scale
+    as well.
 
     >>> uncut(IntegerRange(-2, 1, symmetric_scale="half_range")), uncut(IntegerRange(-2, 1))
     (1.5, 1.0)
@@ -242,15 +259,19 @@ def qparams_from_step(
     low: Tensor,
     code_range: CodeRange,
 ) -> QParams:
-    """Return the scale next to `step` that float32 and the codes allow, and the zero point for
-    `low` to be quant_min.
+    """Return the scale for `step` and the zero point that puts `low` on quant_min.
 
-    `step` and `low` are float64 of one shape. A step of 0 (nothing but zeros) gives scale 1, or
-    the finest power of two that is allowed. Other scales are kept in [2^-126, largest float32 /
-    largest code], so that neither 1 / scale nor any code times scale is infinite; shared
-    exponents are at least -127. Scales of type e4m3 have to be those of all groups of one
-    tensor. The zero point is rounded to even and clipped to the codes. It is 0 for symmetric
-    codes.
+    A scale is the step itself, or if it must be a power of two, the smallest that is no less.
+    Scales are in [2^-126, largest float32 / largest code], so that neither 1 / scale nor a code
+    times the scale is infinite. Shared exponents are at least -127. A step of 0 means that all
+    values are 0. It gives the scale 1, or the finest power of two if a device limits that.
+
+    The zero point is rounded to even and clipped to the codes. It is 0 for symmetric codes.
+
+    Args:
+        step: float64. For scales of type "e4m3", the steps of all groups of one tensor.
+        low: float64 of the same shape.
+        code_range: the codes.
     """
     if code_range.scale_type in POWERS_OF_TWO:
         step = power_of_two(step)
@@ -288,19 +309,21 @@ def _amax(low: Tensor, high: Tensor) -> Tensor:
 
 
 def _carry(code_range: FloatRange, bits: int) -> int:
-    """Return what to add to a mantissa of `bits` bits so that it carries into the exponent as
-    the scale mode says.
+    """Return the number to add to a mantissa of `bits` bits. It carries into the exponent if
+    the scale mode rounds up.
     """
     if code_range.scale_mode == "ceil":
         return (1 << bits) - 1
     if code_range.scale_mode == "floor" or code_range.row.mantissa is None:
         return 0
+    # Half of the last bit of the format's own mantissa
     return 1 << (bits - 1 - code_range.row.mantissa)
 
 
 def _truncate_(x: Tensor, carry: int) -> Tensor:
-    """Add `carry` to the mantissa of `x` (float64, normal or 0), drop it, and return `x`, now
-    powers of two.
+    """Turn `x` into powers of two in place: add `carry` to the mantissa, then set that to 0.
+
+    `x` is float64, and each value is 0 or normal.
     """
     x.view(torch.int64).add_(carry).bitwise_and_(~_FLOAT64_MANTISSA)
     return x
@@ -311,6 +334,7 @@ def _scale_bounds(code_range: CodeRange) -> tuple[float, float]:
     largest = _LARGEST_VALUE / code_range.span
     if code_range.scale_type not in POWERS_OF_TWO:
         return SMALLEST_SCALE, largest
+    # The largest power of two below `largest`
     mantissa, exponent = math.frexp(largest)
     return code_range.finest, 2.0 ** (exponent - 1 - (mantissa == 0.5))
 
@@ -327,7 +351,7 @@ def qparams_from_range(
     >>> round(qparams.scale.item(), 6), qparams.zero_point.item()
     (0.01, 100)
     """
-    # A trace must not depend on how many scales there are
+    # The branches below depend on how many scales there are, which a trace must not
     is_traced = torch.compiler.is_compiling()
     if (
         isinstance(code_range, FloatRange)
@@ -350,10 +374,10 @@ def qparams_from_range(
 
 
 def _fits_float32(dtype: torch.dtype, code_range: FloatRange) -> bool:
-    """Return whether the bits of float32 give the scale that float64 would.
+    """Return whether the scale can be computed from the bits of float32, as from float64.
 
-    Below the normal numbers no bits hold the exponent. There the scale is the least one, if
-    emax > 0 or nothing carries.
+    Float32 numbers below the normal ones have no exponent in their bits. Their scale is the
+    least one in both ways, if emax > 0 or nothing carries into the exponent.
     """
     carries = code_range.row.emax <= 0 and code_range.scale_mode != "floor"
     return dtype == torch.float32 and code_range.scale_type == "e8m0" and not carries
@@ -364,10 +388,10 @@ def _shared_scale(
     high: Tensor,
     code_range: FloatRange,
 ) -> QParams:
-    """Return the qparams of `_qparams`, computed in the memory of the scale, in a fifth of the
-    time.
+    """Return the same as `_qparams`, in a fifth of the time: all steps work on the bits of one
+    float32 tensor.
     """
-    # Not negative, as low <= high
+    # The larger of -low and high is not negative, because low <= high
     scale = torch.neg(low)
     torch.maximum(scale, high, out=scale)
     zeros = _zeros(scale)
@@ -381,8 +405,9 @@ def _shared_scale(
 
 
 def _zeros(amax: Tensor) -> Tensor | None:
-    """Return where `amax`, which is not negative, is 0. None means nowhere, as masks cost more
-    than all the rest.
+    """Return a mask of the zeros in `amax`, which has no negative values.
+
+    Return None if there are no zeros: applying a mask takes longer than all the rest.
     """
     if not torch.compiler.is_compiling() and amax.numel() and bool(amax.min() > 0):
         return None

@@ -1,5 +1,5 @@
-"""What an observer keeps of the batches: the range of each, or one histogram of all of them. It
-keeps no values.
+"""Stores what an observer has seen: the range of each batch, or one histogram of all batches.
+The values themselves are not stored.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from quantizer.observers.observed_batch import (
     slices,
 )
 
-# Histograms of 4096 bins of each take 32 MB, the candidates of diffs 84 MB
 _ROWS_AT_ONCE = 1 << 10
-# The ranges of so few rows can wait until the batch has passed all layers
+"""How many rows get their ranges in one call. Their histograms of 4096 bins take 32 MB, and the
+candidates of the method "diffs" 84 MB.
+"""
 _ROWS_TO_DELAY = 16
+"""With at most so many rows, the range is computed after the batch has passed all layers, for
+many tensors together.
+"""
 _FIRST_CAPACITY = 16
+"""For how many batches a buffer of few rows has room at first."""
 
 
 def memory_of(spec: QuantizationSpec) -> Memory:
@@ -103,7 +108,7 @@ class Memory(ABC):
             beside: a memory of the same values that may have a histogram.
 
         Raises:
-            LookupError: `other` does not have the needed values; which ones.
+            LookupError: `other` lacks statistics that are needed. The message names them.
         """
 
     @abstractmethod
@@ -111,22 +116,24 @@ class Memory(ABC):
         """Fill an empty memory as if it had seen the values of all parts in one tensor.
 
         Args:
-            parts: memories of this spec that saw the same batches, and the powers of two that
-                their values are multiplied with.
+            parts: memories of this spec that saw the same batches, each with the power of two
+                that its values are multiplied by.
         """
 
     @abstractmethod
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
-        """Replace tensors that grow with the rows by what `keep` returns for them."""
+        """Replace each tensor whose size grows with the rows by `keep` of it, which may move it
+        to disk.
+        """
 
 
 class RangeMemory(Memory):
-    """Memory of each batch's range by the method, low and high, and of its least and greatest
-    value, each (R,).
+    """Stores four values of each batch and row: low and high of the method's range, the least
+    value and the greatest.
 
-    They are in one tensor (B, 4, R) with room for more batches. A few small tensors for each
-    batch would lie between the large activations of a forward pass and keep the C library from
-    using their memory again, which took three times as much.
+    They are in one tensor (B, 4, R) with room for more batches. Small tensors for each batch
+    would lie between the large activations of a forward pass and fragment the memory. That took
+    three times as much memory.
     """
 
     def __init__(self, spec: QuantizationSpec) -> None:
@@ -168,16 +175,16 @@ class RangeMemory(Memory):
             self._set_last_range(torch.cat(lows), torch.cat(highs))
 
     def _grow(self, rows: int) -> None:
-        """Make room for as many batches as there are."""
+        """Double the buffer, so that adding a batch takes constant time on average."""
         first_capacity = _FIRST_CAPACITY if rows < _ROWS_AT_ONCE else 1
         capacity = max(self._count, first_capacity)
         new = torch.empty(capacity, 4, rows, dtype=torch.float64)
         self._buffer = torch.cat([self._buffer, new]) if self._count else new
 
     def _delay(self, batch: ObservedBatch) -> None:
-        """Keep the counts of a batch until its range is needed.
+        """Store the counts of a batch until its range is needed.
 
-        They stay in one place, as new small tensors for each batch would fragment the memory.
+        All batches use the same tensor: new small tensors for each would fragment the memory.
         """
         counted = batch.counted()
         if self._pending_counts is None or self._pending_counts.shape != counted.counts.shape:
@@ -191,6 +198,7 @@ class RangeMemory(Memory):
         low: Tensor,
         high: Tensor,
     ) -> None:
+        """Set the method's range of the last batch."""
         self._pending = None
         self._buffer[self._count - 1, 0] = low
         self._buffer[self._count - 1, 1] = high
@@ -226,8 +234,11 @@ class RangeMemory(Memory):
         other: Memory,
         beside: Memory | None,
     ) -> None:
-        """Fill the memory from one of any kind. The extremes of each batch are always kept. Of
-        a histogram only the extremes of all batches are known.
+        """Fill the memory from one of any kind.
+
+        From ranges of the same method, all is taken over. From other ranges, the method
+        "maxmin" can use the extremes of each batch. From a histogram, it can use the extremes
+        of all batches together, if the statistic is "max".
         """
         spec = self.spec
         if isinstance(other, RangeMemory):
@@ -235,6 +246,7 @@ class RangeMemory(Memory):
             if replace(other.spec, statistic=spec.statistic) == spec:
                 self._replace(batches.clone())
             elif spec.method == "maxmin":
+                # The least and the greatest value are the range, too
                 self._replace(batches[:, [2, 3, 2, 3]])
             else:
                 raise LookupError(
@@ -249,7 +261,7 @@ class RangeMemory(Memory):
             raise LookupError(f"{needs}, and one histogram is kept")
 
     def combine_parts(self, parts: Sequence[tuple[Memory, float]]) -> None:
-        """Take the outermost ends that any part has, batch by batch."""
+        """Take the lowest low and the highest high of all parts, batch by batch."""
         scaled_parts = []
         for part, factor in parts:
             assert isinstance(part, RangeMemory)
@@ -290,10 +302,10 @@ class RangeMemory(Memory):
 
 
 def compute_pending_ranges(memories: Iterable[Memory]) -> None:
-    """Compute the ranges of the last batches that are still pending.
+    """Compute the ranges of last batches that are not computed yet.
 
-    Every use of a memory computes them. Those of many tensors with one spec together take a
-    fraction of the time.
+    Each use of a memory computes its own. To compute those of many tensors with one spec
+    together takes a fraction of the time.
     """
     by_spec: dict[QuantizationSpec, list[RangeMemory]] = {}
     for memory in memories:
@@ -310,8 +322,8 @@ def compute_pending_ranges(memories: Iterable[Memory]) -> None:
 
 
 class PooledMemory(Memory):
-    """One histogram of all batches but the last, which may still be dropped, and one of the
-    last.
+    """Stores one histogram of all batches except the last, and one of the last batch, which may
+    still be dropped.
     """
 
     def __init__(self, spec: QuantizationSpec) -> None:
@@ -329,6 +341,7 @@ class PooledMemory(Memory):
         x: Tensor,
         batch: ObservedBatch,
     ) -> None:
+        # In a sample, each value counts for `weight` values
         rows, weight = batch.rows, 1
         if self.spec.has_one_scale:
             rows, weight = slices(x)
@@ -428,4 +441,5 @@ class PooledMemory(Memory):
 
 
 def _at_least_float32(rows: Tensor) -> Tensor:
+    """Return rows of half precision as float32, and others as they are."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()

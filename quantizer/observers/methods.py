@@ -24,13 +24,12 @@ from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedV
 
 RANGE_METHODS: dict[str, Callable[[ObservedValues, QuantizationSpec], LowHigh]] = {}
 MICROEXPONENT_GROUP = PAIRS * PAIR
+"""How many values share an exponent in formats with microexponents."""
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
-"""Methods that need integer codes: they merge bins into levels, or try positions of a binary
-point.
-"""
+"""Methods that need integer codes."""
 WITHOUT_HISTOGRAM = frozenset({"maxmin", "diffs"})
-"""Methods that read no histogram. All others read nothing else of a batch, so they can process
-many batches at once.
+"""Methods that read no histogram. All others read only histogram and extremes, so that they can
+process many batches at once.
 """
 CENTRES = (
     torch.arange(
@@ -40,16 +39,16 @@ CENTRES = (
     )
     + 0.5
 )
-# Every value is quantized five times, and the candidates lie far apart
 _DIFFS_SAMPLE_SIZE = 1 << 15
-# The scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
+"""A small sample: every value is quantized five times, and the candidates are far apart."""
 _DIFFS_CANDIDATES = 5
-# Values of one intermediate tensor
+"""The scale that clips nothing, and 1/2, 1/4, 1/8 and 1/16 of it, as in pytorch_nndct."""
 _ENTROPY_AT_ONCE = 1 << 20
+"""How many values an intermediate tensor of "entropy" has at most."""
 
 
 def code_range_of(spec: QuantizationSpec) -> CodeRange:
-    """Return the codes that `spec` scales to.
+    """Return the range of codes of a spec.
 
     Raises:
         ValueError: the format has no scale.
@@ -79,7 +78,7 @@ def code_range_of(spec: QuantizationSpec) -> CodeRange:
 
 
 def kernel_of(spec: QuantizationSpec) -> Kernel:
-    """Return the kernel that makes codes of `spec` of x / scale.
+    """Return the function that rounds x / scale to codes of a spec.
 
     >>> kernel_of(QuantizationSpec(bit_width=4))(0)(torch.tensor([-9.0, 0.6])).tolist()
     [-8.0, 1.0]
@@ -94,7 +93,7 @@ def kernel_of(spec: QuantizationSpec) -> Kernel:
 
 
 def axis_of(spec: QuantizationSpec) -> int | None:
-    """Return the axis that scales go with, or None for one scale.
+    """Return the spec's `ch_axis`; None if the tensor has one scale.
 
     Raises:
         ValueError: the axis is missing, or microexponents have no groups.
@@ -126,14 +125,15 @@ def percentile(
     values: ObservedValues,
     spec: QuantizationSpec,
 ) -> LowHigh:
-    """Return the range cut at the magnitude below which `spec.percentage` percent of the values
-    lie.
+    """Return the range clipped to the percentile `spec.percentage` of the magnitudes.
 
-    The magnitude is the left edge of the histogram's bin where the cumulative share reaches the
-    percentage (of the first bin the right edge, so that the range is never empty). 100 percent
-    is the maximum itself. An asymmetric range is cut at the same magnitude on both sides. So
-    (100 - percentage) percent is cut off in all, shared by the two tails as the data has them,
-    and one-sided data such as a ReLU's is treated as symmetric.
+    The limit is the left edge of the histogram's bin where the cumulative share reaches the
+    percentage. For the first bin it is the right edge, so that the range is never empty. 100
+    percent is the maximum itself.
+
+    An asymmetric range is clipped at the same magnitude on both sides. So both tails together
+    have (100 - percentage) percent of the values, and the outputs of a ReLU get the same upper
+    limit as with a symmetric range.
     """
     if spec.percentage >= 100:
         return values.low, values.high
@@ -152,10 +152,10 @@ def diffs(
     values: ObservedValues,
     spec: QuantizationSpec,
 ) -> LowHigh:
-    """Return the range halved as often (0 to 4 times) as the squared error falls. Of equal
-    errors it takes the widest range.
+    """Return the range with the least squared error: the whole one, or 1/2, 1/4, 1/8 or 1/16 of
+    it. If several have the same error, return the widest.
     """
-    # An observer of all batches together refuses the method
+    # `Observer` refuses this method for all batches together
     assert isinstance(values, ObservedBatch)
     sample = values.sample(_DIFFS_SAMPLE_SIZE)
     factors = 0.5 ** torch.arange(_DIFFS_CANDIDATES, dtype=torch.float64)
@@ -182,13 +182,14 @@ def entropy(
     values: ObservedValues,
     spec: QuantizationSpec,
 ) -> LowHigh:
-    """Return the range cut at the clip of the least Kullback-Leibler divergence. Of equal clips
-    it takes the largest.
+    """Return the range clipped where the Kullback-Leibler divergence is least. If several clips
+    have the same divergence, take the largest.
 
-    For the first i bins of the magnitudes, i in 128, 160, ... 1536, 1552, ... 2048, the
-    reference P is these bins with all that is beyond added to the last one. The candidate Q is
-    the same bins merged into quant_max + 1 groups, each group's count spread evenly over its
-    occupied bins. The first bin, where a ReLU's zeros are, counts as much as the second.
+    A clip keeps the first i bins of the magnitudes, with i in 128, 160, ... 1536, 1552, ...
+    2048. The reference P has these bins, and the counts of all later bins are added to the last
+    one. The candidate Q has the same bins in quant_max + 1 groups, with each group's count
+    spread evenly over its occupied bins. The first bin, where a ReLU's zeros are, gets the
+    count of the second.
 
     Source: S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
     """
@@ -221,6 +222,7 @@ def entropy(
             for part in parts
         ]
     )
+    # The last of several minima
     last_minimum = len(clips) - 1 - divergence.flip(1).argmin(1)
     return values.clipped(values.width * clips[last_minimum])
 
@@ -230,12 +232,12 @@ def _divergence(
     clips: Tensor,
     levels: int,
 ) -> Tensor:
-    """Return KL(P || Q) per row of `counts` (R, BINS) and clip, (R, clips). It is infinite if Q
-    lacks a bin of P.
+    """Return KL(P || Q) for each row of `counts` (R, BINS) and each clip, (R, clips).
 
-    With c the counts, P' = c plus the tail at bin i - 1, and m the mean of a bin's group,
-    running sums give every term of KL = (sum P' log P' - sum P' log m) / sum c - log sum c +
-    log sum_{j<i} c_j.
+    It is infinite if Q has no counts in a bin of P. Let c be the counts, P' the first i counts
+    with the tail added to the last, and m the mean of a bin's group. Then KL = (sum P' log P' -
+    sum P' log m) / sum c - log sum c + log sum_{j<i} c_j, and each term is a difference of
+    running sums.
     """
     edges = -(-clips[:, None] * torch.arange(levels + 1) // levels)
     totals = _running(counts)
@@ -263,13 +265,13 @@ def _divergence(
 
 
 def _running(x: Tensor) -> Tensor:
-    """Return the sums of the first 0, 1, ... values of each row."""
+    """Return the running sums of each row, beginning with 0."""
     return torch.nn.functional.pad(x.cumsum(1), (1, 0))
 
 
 def modal(values: list[float]) -> float:
-    """Return the most frequent value. Of equally frequent ones it is the largest, the coarser
-    scale, which clips least.
+    """Return the most frequent value. Of equally frequent ones, return the largest: the largest
+    scale clips least.
 
     >>> modal([0.25, 0.5, 0.5, 0.25, 0.125])
     0.5

@@ -1,9 +1,9 @@
-"""What a range method may read, of one batch or of all together: exact extremes, a histogram.
+"""The values that range methods read: exact extremes and a histogram, of one batch or of all.
 
-A tensor is a matrix here: one row, or one row per channel or group. Everything but the extremes
-is read from a regular sample of at most 2^17 values of all rows together, or 2^12 of each if
-that is more. Smaller tensors are read whole. The sample's stride has no divisor in common with
-the row's length, so it cannot run along one column of an image.
+A tensor is a matrix here, with one row, or one row per channel or group. Histograms are those
+of a sample: of every n-th value, at most 2^17 of all rows together, or 2^12 of each row if that
+is more. Smaller tensors are read whole. The stride n has no divisor in common with the length
+of a row. So a sample does not consist of one column of an image.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from quantizer.numerics.granularity import Cut, to_rows
 from quantizer.numerics.histogram import BINS, Histogram
 
 SAMPLE_SIZE = 1 << 17
+"""How many values a sample has at most."""
 SAMPLE_PER_ROW = 1 << 12
+"""How many values of each row a sample may have in any case."""
 SLICE_SIZE = 1 << 13
-"""Values of one index of the first axis that a histogram of all batches counts."""
+"""How many values a histogram of all batches counts for each index of the first axis, at
+most.
+"""
 
-# Rows so long are read one by one, each by all threads
 _LONG_ROW = 1 << 17
+"""Rows of at least this length are read one by one, each by all threads."""
 _NARROW_ROW = 16
-# Nothing is written, so twice as much as else stays in the cache
+"""Up to this length, torch reduces rows slowly."""
 _VALUES_AT_ONCE = 2 * BLOCK_SIZE
+"""How many values stay in the cache: twice a block, because nothing is written."""
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 LowHigh = tuple[Tensor, Tensor]
@@ -40,8 +45,9 @@ def as_rows(
     x: Tensor,
     cut: Cut = ("per_tensor", None, None, 1),
 ) -> Tensor:
-    """Return `x` as a matrix of one row per scale, a view if memory allows. A single row is in
-    memory order.
+    """Return `x` as a matrix with one row per scale. A single row is in memory order.
+
+    It is a view if the layout in memory allows that.
 
     >>> as_rows(torch.zeros(4, 3, 5, 5), ("per_channel", 1, None, 1)).shape
     torch.Size([3, 100])
@@ -53,13 +59,15 @@ def as_rows(
 
 
 def extremes(rows: Tensor) -> LowHigh:
-    """Return the least and the greatest value of each row, in its dtype. If a row has NaN, at
-    least its least value is NaN.
+    """Return the least and the greatest value of each row, in its dtype.
 
-    Long rows are read by `aminmax`, one by one. Along a dimension two reductions of a block in
-    the cache are many times faster. Values that are not negative have the order of their bits.
-    Comparing those as integers is three times as fast again, as none of them is NaN (one with
-    the sign bit may go unseen). Rows without such a value are read once more.
+    If a row has NaN, its least value is NaN. Its greatest may be NaN or not.
+
+    `aminmax` is fast for whole tensors, and so for long rows one by one. Shorter rows are
+    reduced in blocks that stay in the cache. The greatest value is found by comparing the bits
+    of floats as integers, which is three times as fast. That is right for a row with some value
+    that is not negative, because such values have the order of their bits and negative ones are
+    below. If a row has none, all rows are reduced once more, as floats.
     """
     count, length = rows.shape
     if count == 1 or (rows.is_cpu and length >= _LONG_ROW):
@@ -86,8 +94,10 @@ def _folded(
     rows: Tensor,
     pick: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Fold rows that are too narrow for torch's fast reduction with its fast elementwise
-    operators.
+    """Shorten narrow rows of even length: `pick` combines the two halves of each, again and
+    again.
+
+    Torch reduces narrow rows slowly, and its elementwise operators are fast.
     """
     while rows.shape[1] <= _NARROW_ROW and rows.shape[1] % 2 == 0:
         half = rows.shape[1] // 2
@@ -99,8 +109,8 @@ def stride_for(
     length: int,
     limit: int,
 ) -> int:
-    """Return the smallest step that leaves at most `limit` of `length` values and shares no
-    divisor with `length`.
+    """Return the smallest stride that takes at most `limit` of `length` values and has no
+    divisor in common with `length`.
 
     >>> stride_for(1000, 1000), stride_for(112 * 112, 1000)
     (1, 13)
@@ -117,18 +127,19 @@ def is_sampled(x: Tensor) -> bool:
 
 
 def by_index(x: Tensor) -> Tensor:
-    """Return `x` as one row for each index of its first axis, in memory order. It is a view if
-    memory allows.
+    """Return `x` as one row for each index of its first axis, in memory order.
+
+    It is a view if the layout in memory allows that.
     """
     inner_axes = [axis + 1 for axis in memory_order(x[0])]
     return x.permute(0, *inner_axes).reshape(len(x), -1)
 
 
 def slices(x: Tensor) -> tuple[Tensor, int]:
-    """Return `x` as one row that does not depend on how its first axis was cut into batches, up
-    to the order, and how many values of `x` each of the row stands for.
+    """Return a sample of `x` as one row, and how many values of `x` each value stands for.
 
-    The row has at most SLICE_SIZE values of each index of that axis, evenly spaced in memory.
+    The row has at most SLICE_SIZE values for each index of the first axis, evenly spaced in
+    memory. So the same values are sampled, however samples are divided into batches.
 
     >>> row, stride = slices(torch.zeros(10, 64, 112, 112))
     >>> row.shape, stride
@@ -142,8 +153,8 @@ def slices(x: Tensor) -> tuple[Tensor, int]:
 
 
 class ObservedValues(ABC):
-    """Values in rows as range methods read them: the extremes `low` and `high` (R,), and counts
-    in bins.
+    """Values in R rows, as range methods read them: the extremes `low` and `high` (R,), and a
+    histogram.
     """
 
     low: Tensor
@@ -173,7 +184,7 @@ class ObservedValues(ABC):
         self,
         clip: Tensor,
     ) -> LowHigh:
-        """Return the range cut to magnitudes of at most `clip` (R,)."""
+        """Return the range clipped to magnitudes of at most `clip` (R,)."""
         return torch.maximum(self.low, -clip), torch.minimum(self.high, clip)
 
 
@@ -201,8 +212,9 @@ class PooledBatches(ObservedValues):
 
 @dataclass(frozen=True)
 class CountedBatches(ObservedValues):
-    """The extremes and `counts` (R, 2 * BINS) of rows of batches, of one tensor or of several,
-    without their values.
+    """The extremes and the histogram `counts` (R, 2 * BINS) of rows, without their values.
+
+    The rows may be those of several batches or tensors.
     """
 
     low: Tensor
@@ -229,10 +241,13 @@ class CountedBatches(ObservedValues):
 
 @dataclass(frozen=True)
 class ObservedBatch(ObservedValues):
-    """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), in
-    its dtype, on the CPU.
+    """The values of one batch, with their exact extremes.
 
-    `outermost` (1, 2 * B) are the extremes of each of B samples, if `slices` leaves out values.
+    Attributes:
+        rows: (R, N) the values.
+        low, high: (R,) the extremes of each row, in the same dtype, on the CPU.
+        outermost: (1, 2 * B) the extremes of each index of the first axis, if `slices` leaves
+            out values; otherwise None.
     """
 
     rows: Tensor
@@ -246,7 +261,7 @@ class ObservedBatch(ObservedValues):
         x: Tensor,
         cut: Cut = ("per_tensor", None, None, 1),
     ) -> ObservedBatch:
-        """Read a tensor once. NaN and infinity show in the extremes."""
+        """Read a tensor once. If it has NaN or infinity, so have the extremes."""
         rows = as_rows(x, cut)
         if len(rows) > 1 or not is_sampled(x):
             low, high = extremes(rows)
@@ -280,8 +295,9 @@ class ObservedBatch(ObservedValues):
         self,
         limit: int = SAMPLE_SIZE,
     ) -> Tensor:
-        """Return at most `limit` values, or SAMPLE_PER_ROW of each row, (R, n), as float32 or
-        float64.
+        """Return every n-th value of each row, (R, n), as float32 or float64.
+
+        There are at most `limit` values, or SAMPLE_PER_ROW of each row if that is more.
         """
         dtype = torch.promote_types(self.rows.dtype, torch.float32)
         per_row = max(limit // len(self.rows), SAMPLE_PER_ROW)
@@ -289,8 +305,8 @@ class ObservedBatch(ObservedValues):
         return self.rows[:, ::stride].to(dtype).contiguous()
 
     def counted(self) -> CountedBatches:
-        """Return the counts of the sample over [-amax, amax] in 2 * BINS equal bins, of each
-        row int64 on the CPU.
+        """Return the histogram of each row's sample: 2 * BINS equal bins over [-amax, amax], as
+        int64 on the CPU.
         """
         sample = self.sample()
         rows = len(sample)
@@ -298,6 +314,7 @@ class ObservedBatch(ObservedValues):
         amax = torch.where(self.amax == 0, 1.0, self.amax).to(sample)
         position = (sample / amax[:, None]).mul_(BINS).add_(BINS)
         index = position.clamp_(0, bins - 1).to(torch.int32)
+        # One bincount for all rows: each row has its own bins
         if rows > 1:
             first_bins = torch.arange(
                 0,

@@ -1,5 +1,5 @@
-"""Findings about a config that show only with a model, each at the place in the file that
-causes it.
+"""Checks of a config that need a model. Each finding has the place in the file that causes
+it.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -30,8 +30,9 @@ def unmatched(
     rules: Sequence[MatchedRule],
     original: Graph,
 ) -> Iterator[Diagnostic]:
-    """Yield an error for each selector that matches nothing, with the closest names, and a note
-    for each that was not taken literally.
+    """Yield an error, with the closest names, for each selector that matches no layer.
+
+    Yield a note for each selector that matched by another spelling of its text.
     """
     for row in rules:
         selector = row.rule.selector
@@ -68,9 +69,8 @@ def unmatched(
 
 
 def overridden(rules: Sequence[MatchedRule]) -> Iterator[Diagnostic]:
-    """Yield a warning for each two equally specific rules of which the later one wins for some
-    layer.
-    """
+    """Yield a warning for each rule that overrides an equally specific one for some layer."""
+    # The last rule so far, by rank and layer
     owner: dict[tuple[int, str], int] = {}
     for index, row in enumerate(rules):
         if not row.found.rank:
@@ -100,7 +100,7 @@ def embeddings(
     graph: Graph,
     planned: Container[Key],
 ) -> Iterator[Diagnostic]:
-    """Yield a note on embeddings that only the global block selects: other tools leave them
+    """Yield a note about embeddings that only the global block selects. Other tools leave them
     float.
     """
     global_rules = []
@@ -153,11 +153,15 @@ def conflicting(
     config: Config,
     rules: Sequence[ConfigRule],
 ) -> Iterator[Diagnostic]:
-    """Yield what the rule book says about a merged spec whose values a file set. The built-in
-    default is exempt.
+    """Yield findings about fields of a merged spec that conflict.
 
-    `rules` are sorted by strength, weakest first: the strongest value in conflict is the one to
-    change.
+    Conflicts between built-in defaults alone are left out. A finding is at the value that was
+    set by the strongest rule, because that is the one to change.
+
+    Args:
+        tensor: has the merged spec.
+        config: of the file.
+        rules: that set fields of the spec, weakest first.
     """
     role = base_role(tensor.role)
     strengths: dict[Place | None, int] = {}
@@ -187,8 +191,8 @@ def under_float(
     spec: QuantizationSpec,
     rules: Sequence[ConfigRule],
 ) -> Iterator[Diagnostic]:
-    """Yield an error for each rule that sets fields of integers and inherits a floating-point
-    datatype from a weaker one. `rules` are sorted weakest first.
+    """Yield an error for each rule that sets fields of integer formats, and inherits a
+    floating-point dtype from a weaker rule. `rules` are sorted weakest first.
     """
     if spec.dtype == "int":
         return

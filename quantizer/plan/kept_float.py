@@ -1,5 +1,5 @@
-"""Layers that stay float though the config does not name them: by a global switch, or as part
-of a residual stream.
+"""Finds layers that stay float without an entry in the config: because of a global switch, or
+because they are in a transformer's residual stream.
 """
 
 from quantizer.config.model import Config
@@ -15,23 +15,26 @@ def residual(
     graph: Graph,
     rules: list[MatchedRule],
 ) -> set[str]:
-    """Return the layers of the residual stream, which only normalizations read, except for
-    those that the config selects.
+    """Return the layers of the residual stream, which only normalizations read.
 
-    The DPU has no memory other than integers, and the hierarchical form itself says which
-    outputs it means. There are none for these.
+    Layers that the config selects by type or name are not among them. For the DPU, which stores
+    integers only, and in the hierarchical form, which states the outputs to quantize, return no
+    layers.
     """
     if config.form == "hierarchical" or config.settings.target_device == "DPU":
         return set()
     layers = before_norms(graph)
     for rule in rules:
+        # Only the selector "all" has rank 0
         if rule.found.rank:
             layers.difference_update(rule.found.layers)
     return layers
 
 
 def layers_kept_float(config: Config, graph: Graph) -> dict[str, str]:
-    """Return the layers that a global switch keeps in float, with the switch's name."""
+    """Return the layers that a global switch or the model's stubs keep in float, with the
+    reason.
+    """
     reasons = dict.fromkeys(outside_stubs(graph), OUTSIDE)
     if config.settings.keep_first_last_layer_accuracy:
         weighted = []

@@ -44,8 +44,10 @@ _NO_VALUES = {
     "constant": "a constant",
     "module": "a module without weights that can be quantized",
 }
-# By default they follow from the layer and from the device
 _DERIVED_FIELDS = ("ch_axis", "finest_position")
+"""Fields whose default depends on the layer or on the device, so that their origin is not
+"default".
+"""
 
 
 def resolve_plan(
@@ -53,17 +55,30 @@ def resolve_plan(
     graph: Graph,
     original: Graph,
 ) -> Plan:
-    """Return the plan of `config` for `graph`. `original` is the graph before passes, whose
-    names users may write too.
+    """Return the plan of `config` for `graph`.
 
-    The plan's `diagnostics` contain errors as well: selectors that match nothing and conflicts
-    that show only after merging.
+    The plan's `diagnostics` contain errors as well: selectors that match nothing, and conflicts
+    between merged entries. Users may also write names of the `original` graph before passes.
     """
     return _Resolver(config, graph, original).plan()
 
 
 class _Resolver:
-    """The inputs of one resolution and its decisions so far."""
+    """Resolves one config and graph, and holds the decisions so far.
+
+    Attributes:
+        joins: the joins on which calibration decides, by the layer where they are quantized.
+        products: the joins that each multiplying layer reads.
+        watched: parts of joins that are observed and not quantized on their own.
+        kept_float: the layers that a switch or stubs keep float, with the reason.
+        tensors: the quantized tensors.
+        floats: the layers whose output stays float, with the reason.
+        off: the tensors that an entry sets to float32, with its place.
+        stated: the layers' own inputs that an entry for a type or name asks to quantize.
+        ungrouped: the parameters that stay float because no group size fits, with the reason.
+        findings: diagnostics.
+        misfits: the tensors whose group size does not fit, which is an error.
+    """
 
     def __init__(
         self,
@@ -101,6 +116,7 @@ class _Resolver:
         planner = JoinPlanner(self.layout, self.graph, self.tensors, stated=self.stated)
         observed = planner.unplanned_parts()
         self.tensors |= observed
+        # A value that would be quantized at another layer stays float for that layer's reason
         for name, point in self.layout.served.items():
             is_planned = (name, "activation") in self.tensors
             if point in self.layout.groups and point in self.floats and not is_planned:
@@ -122,29 +138,26 @@ class _Resolver:
         )
         return joins.decided_unseen(plan)
 
-    def _plan_parameters(
-        self,
-        node: Node,
-    ) -> None:
-        """Plan the weights and biases of a layer. Single numbers, and parameters that only
-        float operators read, stay float.
+    def _plan_parameters(self, node: Node) -> None:
+        """Plan the weights and biases of a layer.
+
+        Of trained tensors in expressions, single numbers and those that only float operators
+        read stay float.
         """
         if not node.row.weight or node.name in self.kept_float:
             return
         if node.op == "parameter":
-            stays = not node.is_float or node.name in self.layout.floats
-            if stays or self.graph.weight(node).numel() <= 1:
+            stays_float = not node.is_float or node.name in self.layout.floats
+            if stays_float or self.graph.weight(node).numel() <= 1:
                 return
+        # Weights first, then biases
         for key in sorted(node.params, key=lambda name: name.startswith("bias")):
             role = parameter_role(key)
             view = axes.parameter_view(self.graph, node, role)
             self._add(node.name, role, Group(node.name, (node.name,)), view)
 
-    def _plan_activation(
-        self,
-        node: Node,
-    ) -> None:
-        """Plan the layer's output, if it is the one of its group that is quantized."""
+    def _plan_activation(self, node: Node) -> None:
+        """Plan the layer's output if its group is quantized there, or note why it is not."""
         group = self._group_of(node)
         if self.kept_float.get(node.name) == OUTSIDE:
             self.floats[node.name] = OUTSIDE
@@ -160,10 +173,7 @@ class _Resolver:
                     if RANKS[rule.found.rank] == "exclude":
                         self.floats[node.name] = EXCLUDED
 
-    def _group_of(
-        self,
-        node: Node,
-    ) -> Group | None:
+    def _group_of(self, node: Node) -> Group | None:
         """Return the group that is quantized at the layer's output, if any."""
         if node.name in self.layout.arguments:
             return Group(node.name, (node.name,))
@@ -194,8 +204,8 @@ class _Resolver:
         self,
         group: Group,
     ) -> TensorView:
-        """Return the view of the value at the group's point. Its features are those of the
-        group's first layer.
+        """Return the view that the group's first layer has of the value that is quantized at
+        the group's point.
         """
         first = self.graph.by_name[group.members[0]]
         return axes.activation_view(self.graph, first, group.point)
@@ -204,18 +214,15 @@ class _Resolver:
         self,
         group: Group,
     ) -> bool:
-        """Return whether its values are cast to a shorter float, in which large values cost
-        small ones nothing.
+        """Return whether the group's values are cast to a float format. Then large values do
+        not make small ones less precise.
         """
         spec, _ = self._merge(self._rules_for(group.members), "activation")
         return spec is not None and spec.dtype in CAST_ONLY
 
-    def _has_quantized_rows(
-        self,
-        node: Node,
-    ) -> bool:
-        """Return whether the output consists of rows of weights that have one scale. Rounding
-        them again would change nothing.
+    def _has_quantized_rows(self, node: Node) -> bool:
+        """Return whether the output consists of rows of weights that have one scale, as that of
+        an embedding does. Rounding these rows again would change nothing.
         """
         if not node.row.looks_up:
             return False
@@ -227,16 +234,14 @@ class _Resolver:
             return False
         return weights.spec.bit_width <= spec.bit_width
 
-    def _why_float(
-        self,
-        node: Node,
-    ) -> str:
+    def _why_float(self, node: Node) -> str:
         """Return why no group is quantized at the layer's output, for `inspect` and
         plan.json.
         """
         served = self.layout.served.get(node.name)
         if served:
             return f"quantized at {served}"
+        # No layer has to quantize it
         if served == "":
             is_output = self.graph.consumers[node.name] == ("",)
             if node.name in self.layout.runs and not is_output:
@@ -262,17 +267,17 @@ class _Resolver:
             return "not an activation"
         return "not a floating-point tensor"
 
-    def _plan_inputs(
-        self,
-        node: Node,
-    ) -> None:
-        """Plan the layer's own quantization of its inputs, if a rule for it differs from the
-        quantization of their producers.
+    def _plan_inputs(self, node: Node) -> None:
+        """Plan the layer's own quantization of its inputs.
+
+        It has one if a rule about inputs selects the layer, and the inputs' producers do not
+        quantize them with the same spec.
         """
         if node.row.kind not in ("mac", "compute") or node.name in self.kept_float:
             return
         rules = self._rules_for((node.name,))
         ranks = [row.found.rank for row in rules if row.speaks_of("input")]
+        # Rank 0 is that of rules for all layers
         if not any(ranks):
             return
         is_stated = any(RANKS[rank] not in ("all", "weighted") for rank in ranks)
@@ -288,12 +293,11 @@ class _Resolver:
             else:
                 self._add(node.name, role, Group(name, (node.name,)), view)
 
-    def _plan_joined_inputs(
-        self,
-        node: Node,
-    ) -> None:
-        """Plan to quantize what the layer multiplies of joins again as a whole, in case that
-        their parts keep their own scales.
+    def _plan_joined_inputs(self, node: Node) -> None:
+        """Plan a quantizer at the layer's input for each join that it multiplies.
+
+        It quantizes the join as a whole, and is used if calibration decides that the parts keep
+        their own scales.
         """
         for join, product in self.products.get(node.name, ()):
             if join.is_single:
@@ -306,9 +310,7 @@ class _Resolver:
             self._plan_input_like(whole, node.name, role, source)
 
     def _plan_argument_inputs(self) -> None:
-        """Plan to quantize what layers multiply of an argument at their inputs. The argument
-        itself stays float.
-        """
+        """Move the quantizer of an argument that stays float to the layers that multiply it."""
         for name, products in self.layout.arguments.items():
             whole = self.tensors.pop((name, output_role(self.graph.by_name[name])), None)
             if whole is None:
@@ -340,8 +342,10 @@ class _Resolver:
         name: str,
         spec: QuantizationSpec,
     ) -> bool:
-        """Return whether values come from a quantizer with this spec already. Values that were
-        moved keep only one scale for all.
+        """Return whether the values of a node are quantized with this spec already.
+
+        If operators have moved the values since they were quantized, that is true only of a
+        single static scale.
         """
         point = quantization_point(self.graph, self.layout, name) or name
         producer = self.tensors.get((point, output_role(self.graph.by_name[point])))
@@ -375,6 +379,7 @@ class _Resolver:
         misfit = axes.misfit(tensor)
         count_effects(rules, base)
         if misfit is not None:
+            # Depthwise kernels and position embeddings stay float; for others it is an error
             if is_parameter(role) and is_apart(self.graph, self.graph.by_name[layer]):
                 reason = f"groups of {misfit.group_size} do not divide {misfit.length}"
                 self.ungrouped[layer, role] = reason
@@ -404,7 +409,7 @@ class _Resolver:
         tensor: PlannedTensor,
         rules: list[MatchedRule],
     ) -> bool:
-        """Record the findings about a tensor, and return whether one is an error."""
+        """Record the new findings about a tensor, and return whether one is an error."""
         weakest_first = [row.rule for row in rules]
         findings = [
             *checks.conflicting(tensor, self.config, weakest_first),
@@ -418,12 +423,9 @@ class _Resolver:
                 self.findings.append(finding)
         return any(finding.severity == "error" for finding in findings)
 
-    def _rules_for(
-        self,
-        members: Iterable[str],
-    ) -> list[MatchedRule]:
-        """Return the rules for any of the layers, weakest first. Equal ranks are in the file's
-        order.
+    def _rules_for(self, members: Iterable[str]) -> list[MatchedRule]:
+        """Return the rules for any of the layers, weakest first, and in the file's order if
+        they are equally strong.
         """
         layers = set(members)
         rules = [row for row in self.rules if not layers.isdisjoint(row.found.layers)]

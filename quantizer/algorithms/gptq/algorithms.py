@@ -1,8 +1,8 @@
-"""Run GPTQ, GPTAQ and Qronos on a network, group of layers by group of layers.
+"""Run GPTQ, GPTAQ and Qronos on a network, one group of layers after the other.
 
-For each group, the network runs up to the value that the group reads, the products of that
-value are summed up, and the group's weights are rounded. `layers` does the rounding, and
-`target` has the differences between the three.
+The layers of a group read one value x. For each group, the network runs up to that value, the
+products x x^T are summed up, and the group's weights are rounded. `layers` does the rounding,
+and `target` has the differences between the three.
 
 Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323); Li et al. 2025, "GPTAQ" (arXiv
 2504.02692); Zhang et al. 2025, "Qronos" (arXiv 2505.11695).
@@ -66,6 +66,7 @@ from quantizer.observers import ObservationError
 from quantizer.storage.deferred_tensor import held
 
 _NumberedGroup = tuple[int, InputGroup]
+"""A group of layers, and its number in execution order."""
 
 
 def gptq(
@@ -93,8 +94,10 @@ def gptaq(
     settings: GPTAQConfig,
     adjustment: Adjustment,
 ) -> Adjustment:
-    """Round like `gptq`, with the float network run beside the rounded one. Errors are those to
-    the target weight.
+    """Round like `gptq`, toward the outputs of the float network on its own inputs.
+
+    The float network runs beside the rounded one. The reported errors are those against the
+    target weight, which stands for these outputs on the rounded network's inputs.
     """
     return _round_in_order(task, adjustment, GptaqTarget(settings))
 
@@ -113,20 +116,29 @@ def _round_in_order(
     adjustment: Adjustment,
     target: GptqTarget,
 ) -> Adjustment:
+    """Round group after group, or all groups of a block at once without `true_sequential`."""
     rounding = _SequentialRounding(task, adjustment, target)
-    numbered = enumerate(task.structure.groups)
-    for block, members in itertools.groupby(numbered, lambda row: row[1].block):
+    numbered_groups = enumerate(task.structure.groups)
+    by_block = itertools.groupby(numbered_groups, lambda numbered: numbered[1].block)
+    for block, block_groups in by_block:
         if target.settings.true_sequential or block is None:
-            for member in members:
-                rounding.process([member])
+            for numbered_group in block_groups:
+                rounding.process([numbered_group])
         else:
-            rounding.process([*members])
+            rounding.process([*block_groups])
     return rounding.adjustment
 
 
 @dataclass(frozen=True)
 class _GatheredLayers:
-    """Holds layers that multiply one value alike, and the sums of that value."""
+    """Holds layers that multiply the same patches of one value, and the sums over these.
+
+    Attributes:
+        names: the layers.
+        gram: the sum of x x^T, with x in the quantized network.
+        drift: the sum of (f - x) x^T, with f in the float network; None if the target does not
+            need it.
+    """
 
     names: list[str]
     gram: Gram
@@ -187,15 +199,15 @@ class _SequentialRounding:
     def process(self, chunk: Sequence[_NumberedGroup]) -> None:
         """Sum up the inputs of all these groups, and then round their layers.
 
-        Groups that an interrupted run has done get the weights that it found.
+        Groups that were rounded before an interruption get their weights from the adjustment.
         """
-        fresh = [number for number, _ in chunk if number >= self.task.done]
+        pending = [number for number, _ in chunk if number >= self.task.done]
         gathered: list[tuple[int, _GatheredLayers]] = []
         runner = self.runner
         for number, group in chunk:
-            if number not in fresh:
+            if number not in pending:
                 continue
-            if number != fresh[0] and runner is self.runner:
+            if number != pending[0] and runner is self.runner:
                 # The runner stays at the first group, as its weights change now
                 runner = self.runner.branch()
             for layers in self._gather(runner, quantized_layers(self.task, group)):
@@ -207,34 +219,37 @@ class _SequentialRounding:
                 self.adjustment = self.adjustment.with_remarks(*result.remarks)
             for name in quantized_layers(self.task, group):
                 self._set_weight(name, self._quantized_weight(name))
-            if number in fresh:
+            if number in pending:
                 self.task.after_group(self.adjustment, number + 1)
 
     def _gather(self, runner: SequentialRunner, names: Sequence[str]) -> list[_GatheredLayers]:
         """Run up to the values that the layers read, and sum up their products."""
         network = runner.network
+        # Layers with the same inputs and geometry multiply the same patches
         by_patches: dict[tuple[Any, ...], list[str]] = {}
         for name in names:
             sources = network.graph.by_name[name].operands.values()
-            key = (*sources, *geometry(network.layers[name]))
-            by_patches.setdefault(key, []).append(name)
+            patches = (*sources, *geometry(network.layers[name]))
+            by_patches.setdefault(patches, []).append(name)
         gathered = []
         for alike in by_patches.values():
-            if deepest(network, alike[:1]) > DEEPEST:
+            first_name = alike[0]
+            if deepest(network, [first_name]) > DEEPEST:
                 remarks = [Remark(name, TOO_DEEP) for name in alike]
                 self.adjustment = self.adjustment.with_remarks(*remarks)
                 continue
-            layer = network.layers[alike[0]]
+            layer = network.layers[first_name]
             drift = Drift(layer) if self.float_runner else None
             layers = _GatheredLayers(alike, Gram(layer), drift)
-            runner.advance(*watching(network, alike[0], self._watcher(layers)))
+            runner.advance(*watching(network, first_name, self._watcher(layers)))
             gathered.append(layers)
         return gathered
 
     def _watcher(self, gathered: _GatheredLayers) -> Callable[..., None]:
-        """Return what takes in each batch, beside that of the float network.
+        """Return a function that adds a layer's input to the sums, batch by batch.
 
-        Experts have no drift, as the float network routes other tokens to them.
+        For the drift, it reads the same batch of the float network. Experts have no drift,
+        because the float network routes other tokens to them.
         """
         float_values: Iterator[Any] = iter(())
         if self.float_runner is not None and not gathered.gram.is_routed:
@@ -266,7 +281,7 @@ class _SequentialRounding:
             number, layers = gathered.pop(0)
             result = RoundedLayers()
             if owner == ranks.rank:
-                result = self._solve(layers)
+                result = self._round(layers)
             solved.append((number, f"{layers.names[0]}, rounded", result))
         results: dict[int, list[RoundedLayers]] = {}
         for (number, place, result), owner in zip(solved, owners, strict=True):
@@ -274,15 +289,17 @@ class _SequentialRounding:
             results.setdefault(number, []).append(result)
         return results
 
-    def _solve(self, gathered: _GatheredLayers) -> RoundedLayers:
+    def _round(self, gathered: _GatheredLayers) -> RoundedLayers:
+        """Round layers, whose weights are read once if they are on disk."""
         if gathered.gram.tokens == 0:
             return RoundedLayers({}, [Remark(name, UNREACHED) for name in gathered.names])
         network = self.runner.network
         weights = [network.layers[name].get_parameter("weight") for name in gathered.names]
         with held(weights):
-            return self._rounded(gathered)
+            return self._round_loaded(gathered)
 
-    def _rounded(self, gathered: _GatheredLayers) -> RoundedLayers:
+    def _round_loaded(self, gathered: _GatheredLayers) -> RoundedLayers:
+        """Round layers, which are all experts or all other layers."""
         layers = {name: self.runner.network.layers[name] for name in gathered.names}
         specs = {name: self.task.specs[name, "weights"] for name in gathered.names}
         fixed = self.adjustment.qparams

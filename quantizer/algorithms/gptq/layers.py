@@ -1,7 +1,7 @@
 """Round the weights of layers that read one value, by GPTQ, GPTAQ or Qronos.
 
-All rows of the layers are solved together. A layer stays at round-to-nearest (RTN) where the
-data say nothing about it or nothing is gained; remarks name those layers.
+All rows of the layers are solved together. A layer stays at round-to-nearest (RTN) if the data
+say nothing about it, or if the result is not better. Remarks name such layers.
 """
 
 from __future__ import annotations
@@ -9,11 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import (
-    dataclass,
-    field,
-    replace,
-)
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +40,11 @@ from quantizer.numerics.two_level import nearest_group_scale
 from quantizer.observers import code_range_of, kernel_of
 
 _COMPARED_ROWS = 128
-"""Evenly strided rows of a layer that show a clear gain; between one and two times as many."""
+"""RTN's error is estimated from so many evenly strided rows, or up to twice as many."""
 _MAX_SOLVED_TWICE = 1 << 23
+"""On the CPU, layers with so many weights at most are solved with two scales in one call."""
 _MAX_SOLVED_TWICE_ON_A_DEVICE = 1 << 27
-"""Values of layers that are solved with both ranges in one call: on the CPU, and elsewhere.
-Small layers are limited by the number of calls, larger ones by memory.
-"""
+"""The same on other devices."""
 NO_GAIN = (
     "the algorithm promises no smaller errors than round-to-nearest on other data; it stays "
     "at round-to-nearest"
@@ -62,10 +57,10 @@ class Member:
     """Holds a layer to round, with the scales of its weight.
 
     Attributes:
-        qparams: of the weight's range, or fixed by an earlier algorithm.
-        is_fixed: whether they are fixed.
-        weight: float32 matrix [groups, rows, depth].
-        rtn: the same, rounded to nearest.
+        qparams: scales that an earlier algorithm has fixed, or those of the weight's range.
+        is_fixed: whether an earlier algorithm has fixed the scales.
+        weight: the float weight as a float32 matrix [groups, rows, depth].
+        rtn: the weight rounded to nearest, in the same shape.
     """
 
     name: str
@@ -83,7 +78,7 @@ class Member:
         spec: QuantizationSpec,
         fixed: QParams | None,
     ) -> Member:
-        """Create one with fixed scales, or with those of the weight's range.
+        """Create a member with the `fixed` scales, or with those of the weight's range.
 
         Raises:
             DataError: there is NaN or infinity in the weight.
@@ -107,8 +102,8 @@ class Member:
 
     @property
     def may_have_dynamic_groups(self) -> bool:
-        """Check whether groups are runs of columns, whose scale can be found once the columns
-        before them are rounded.
+        """Check whether groups are runs of columns whose scales are not fixed. Then a group's
+        scale can be found when the columns before it are rounded.
         """
         is_grouped = (self.spec.qscheme, self.spec.ch_axis) == ("per_group", 1)
         return isinstance(self.layer, nn.Linear) and is_grouped and not self.is_fixed
@@ -137,22 +132,24 @@ class GptqSolution:
 
     @property
     def error(self) -> float:
-        """Return the sum over rows."""
+        """Return the sum of the rows' errors."""
         return float(self.errors.sum())
 
     def best_of(self, other: GptqSolution, spec: QuantizationSpec) -> GptqSolution:
-        """Return each row of the solution with the smaller error there. Rows that share scales
-        come from one solution.
+        """Return for each row the better one of two solutions with different symmetric scales.
+        Rows that share scales all come from the solution with the smaller sum of errors.
         """
         scale = self.qparams.scale
         is_better = other.errors < self.errors
         has_row_scales = spec.qscheme == "per_channel"
+        # Groups that run along a row: the scale is [rows, groups]
         if scale.dim() == 2 and spec.ch_axis in (1, -1):
             has_row_scales = True
         if not has_row_scales or scale.shape[0] != is_better.numel():
             return other if other.error < self.error else self
         by_scale = is_better.flatten().view(-1, *(1,) * (scale.dim() - 1))
         best_scale = torch.where(by_scale, other.qparams.scale, scale)
+        # Both are symmetric, so that all zero points are 0
         return replace(
             self,
             weight=torch.where(is_better[..., None], other.weight, self.weight),
@@ -175,11 +172,11 @@ def round_layers(
     tokens: int,
     target: GptqTarget,
 ) -> RoundedLayers:
-    """Round the weights of layers that multiply one input alike.
+    """Round the weights of layers that multiply the same patches of one input.
 
-    A result must beat RTN by more than `depth` choices gain by chance on so few tokens: the
-    error on other data is about 1 + depth / tokens times as large (Akaike 1969, "Fitting
-    autoregressive models for prediction").
+    Each row fits `depth` values to the tokens of the calibration data. Its error on other data
+    is about 1 + depth / tokens times as large (Akaike 1969, "Fitting autoregressive models for
+    prediction"). A result is used if it is better than RTN even after that factor.
 
     Args:
         members: the layers.
@@ -203,9 +200,10 @@ def round_layers(
         if len(solvable) == len(hessians):
             solutions = _solve_ranges(alike, solvable, products, target, is_dynamic=is_dynamic)
         else:
-            unknown = gram.new_full((1, 1), math.inf)
+            # A group of channels has no solution, and so the layers stay at RTN
+            infinite = gram.new_full((1, 1), math.inf)
             solutions = [
-                GptqSolution(member.rtn, member.weight, unknown, member.qparams)
+                GptqSolution(member.rtn, member.weight, infinite, member.qparams)
                 for member in alike
             ]
         for member, solution in zip(alike, solutions, strict=True):
@@ -224,7 +222,7 @@ def _data_problems(
     tokens: int,
     target: GptqTarget,
 ) -> list[str]:
-    """Return what the inputs lacked, in sentences."""
+    """Return sentences about inputs of zeros, a Hessian that needed damping, few tokens."""
     problems = []
     dead = sum(int((sums.gram.diagonal() == 0).sum()) for sums in products)
     if dead:
@@ -274,6 +272,7 @@ def _add_better(
         rounded = Rounded(weight, solution.qparams, error_rtn, max(error, 0.0))
     else:
         rounded = Rounded(rtn, member.qparams, error_rtn, max(error_rtn, 0.0))
+        # An infinite error has a remark of its own; with an error of 0, RTN has none either
         if not is_rtn and math.isfinite(error) and error:
             result.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
     if is_stable(rounded, member.spec):
@@ -291,18 +290,17 @@ def _relative_errors(
 ) -> tuple[float, float]:
     """Return the errors of RTN and of the solution as shares of the outputs' energy.
 
-    Where the solution is clearly better, the error of RTN and the energy are estimated from
-    some rows.
+    Both are computed from some rows if these show that the solution is clearly better.
     """
-    lost = solution.target - member.rtn
+    rtn_difference = solution.target - member.rtn
     stride = member.weight.shape[1] // _COMPARED_ROWS
     if stride > 1:
-        error_rtn = estimated_error(gram, lost, stride)
+        error_rtn = estimated_error(gram, rtn_difference, stride)
         if 2 * solution.error * optimism < error_rtn:
             energy = estimated_error(gram, member.weight, stride) or 1.0
             return error_rtn / energy, solution.error / energy
     energy = output_error(gram, member.weight) or 1.0
-    return output_error(gram, lost) / energy, solution.error / energy
+    return output_error(gram, rtn_difference) / energy, solution.error / energy
 
 
 def _solve_ranges(
@@ -313,8 +311,10 @@ def _solve_ranges(
     *,
     is_dynamic: bool,
 ) -> list[GptqSolution]:
-    """Round layers with one spec. Where its symmetric scale cuts off the largest value, try the
-    scale that does not as well, and take the better one.
+    """Round layers with one spec.
+
+    The symmetric scale "half_range" clips the largest value. Then the layers are also rounded
+    with the larger scale "quant_max", which clips nothing, and the better result is returned.
     """
     spec = members[0].spec
     is_fixed = any(member.is_fixed for member in members)
@@ -322,15 +322,15 @@ def _solve_ranges(
         return _solve(members, hessians, products, target, is_dynamic=is_dynamic)
     uncut_spec = replace(spec, symmetric_scale="quant_max")
     uncut_members = [member.with_spec(uncut_spec) for member in members]
-    calls = [[*members], uncut_members]
-    most = _MAX_SOLVED_TWICE_ON_A_DEVICE
+    solved_together = [[*members], uncut_members]
+    max_values = _MAX_SOLVED_TWICE_ON_A_DEVICE
     if members[0].weight.device.type == "cpu":
-        most = _MAX_SOLVED_TWICE
-    if sum(member.weight.numel() for member in members) <= most:
-        calls = [[*members, *uncut_members]]
+        max_values = _MAX_SOLVED_TWICE
+    if sum(member.weight.numel() for member in members) <= max_values:
+        solved_together = [[*members, *uncut_members]]
     solutions: list[GptqSolution] = []
-    for call in calls:
-        solutions += _solve(call, hessians, products, target, is_dynamic=is_dynamic)
+    for batch in solved_together:
+        solutions += _solve(batch, hessians, products, target, is_dynamic=is_dynamic)
     count = len(members)
     pairs = zip(solutions[:count], solutions[count:], strict=True)
     return [solution.best_of(other, spec) for solution, other in pairs]
@@ -350,8 +350,9 @@ def _solve(
         members: the layers.
         hessians, products: of each group of channels.
         target: what to approximate.
-        is_dynamic: find the scales of a group of columns when its first one is rounded, from
-            the weights as they are then. Otherwise the members' scales stay.
+        is_dynamic: find the scales of a group of columns just before its first column is
+            rounded, from the weights that GPTQ has updated until then. Otherwise the members'
+            scales stay.
     """
     layers = [member.layer for member in members]
     rows = [member.weight.shape[1] for member in members]
@@ -360,7 +361,7 @@ def _solve(
     for group, (hessian, sums) in enumerate(zip(hessians, products, strict=True)):
         float_weight = torch.cat([member.weight[group] for member in members])
         W = hessian.permuted(float_weight.T)  # noqa: N806 - the paper's letter
-        goal, first = target.target(W, hessian, sums)
+        goal, first_column = target.target(W, hessian, sums)
         if is_dynamic:
             groups = _DynamicGroups(members, W)
             rounded, error = round_columns(
@@ -369,7 +370,7 @@ def _solve(
                 groups.columns,
                 block_size=groups.size,
                 begin=groups.begin,
-                first=first,
+                first=first_column,
             )
             qparams = groups.qparams(rows)
         else:
@@ -379,10 +380,11 @@ def _solve(
                 hessian.factor,
                 replace(columns, index=hessian.permuted(columns.index)),
                 block_size=target.settings.block_size,
-                first=first,
+                first=first_column,
             )
-        # The error without the damping's part
-        errors.append(error - (hessian.damping @ (goal - rounded).square_()).double())
+        # `error` is that of the damped Hessian; the outputs' error has no damping
+        damping_error = hessian.damping @ (goal - rounded).square_()
+        errors.append(error - damping_error.double())
         weights.append(hessian.restored(rounded).T)
         restored_goal = float_weight if goal is W else hessian.restored(goal).T
         targets.append(restored_goal)
@@ -391,7 +393,7 @@ def _solve(
 
 
 def _stacked(groups: Sequence[Tensor]) -> Tensor:
-    """Stack the groups, without a copy of a single one."""
+    """Stack the groups; a single group is not copied."""
     if len(groups) == 1:
         return groups[0][None]
     return torch.stack([*groups])
@@ -415,20 +417,23 @@ class _DynamicGroups:
             self._parts.append((part_spec, part, full_scale))
 
     def begin(self, start: int, block: Tensor) -> None:
-        """Find the scales of the group that begins at column `start` from its weights."""
+        """Find the scales of the group that begins at column `start`. `block` has its weights
+        [columns, rows], updated by the columns before it.
+        """
         group = start // self.size
         scales = slice(group * self._scales_per_group, (group + 1) * self._scales_per_group)
         for spec, rows, full_scale in self._parts:
-            free_spec = spec
+            block_spec = spec
             if spec.scale_type == "e4m3":
-                free_spec = replace(spec, scale_type="float")
-            qparams = nearest_qparams(free_spec, block[:, rows].T)
+                # The tensor's float factor is known, and below only codes are rounded to it
+                block_spec = replace(spec, scale_type="float")
+            qparams = nearest_qparams(block_spec, block[:, rows].T)
             scale = nearest_group_scale(qparams.scale, full_scale, spec.scale_type)
             self.columns.scale[scales, rows] = scale.T
             self.columns.zero_point[scales, rows] = qparams.zero_point.T.float()
 
     def qparams(self, rows: list[int]) -> list[QParams]:
-        """Return the scales of each member, which has so many rows."""
+        """Return the scales of each member; `rows` has their numbers of rows."""
         scales = torch.split(self.columns.scale.T, rows)
         zero_points = torch.split(self.columns.zero_point.T.int(), rows)
         pairs = zip(scales, zero_points, strict=True)
@@ -436,7 +441,7 @@ class _DynamicGroups:
 
 
 def _rows_by_spec(members: Sequence[Member]) -> Iterator[tuple[QuantizationSpec, slice]]:
-    """Yield each spec, and which rows of the members' stacked matrices have it."""
+    """Yield each spec with the rows of the members' stacked matrices that have it."""
     start = 0
     for spec, alike in itertools.groupby(members, lambda member: member.spec):
         stop = start + sum(member.weight.shape[1] for member in alike)

@@ -44,15 +44,15 @@ OBSERVER_METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "PerBlockMXObserver": ("maxmin", ("per_group",)),
     "PerBlockBFPObserver": ("maxmin", ("per_group",)),
 }
-"""Each observer's method, and the schemes that it supports; the first is meant where the file
-names none.
+"""The method of each observer, and the granularities that it supports. The first one is the
+default.
 """
 
 PARAMETERS = frozenset({"weights", "bias"})
 
 _FULL_BITS = 8
-"""From so many bits on, the largest magnitude has a code of its own unless the file says
-otherwise.
+"""Symmetric integers with at least so many bits have the default scale "quant_max", which clips
+nothing; shorter ones have "half_range".
 """
 
 _FORMAT_KEYS = frozenset(
@@ -65,13 +65,15 @@ _FORMAT_KEYS = frozenset(
         "scale_format",
     }
 )
-"""Keys that mean something for integers only, or for floating-point formats only, or not the
-same for both.
+"""Keys that are not inherited from an integer format by a floating-point format, nor the other
+way round. They apply to one of both only, or differ in meaning.
 """
 
 
 def observer_word(spec: QuantizationSpec) -> str | None:
-    """Return the observer that stands for a method and a granularity, if there is one."""
+    """Return the observer with the spec's method whose default is the spec's granularity; None
+    if there is none.
+    """
     for name, (method, schemes) in OBSERVER_METHODS.items():
         if (method, schemes[0]) == (spec.method, spec.qscheme):
             return name
@@ -107,8 +109,8 @@ def specification(spec: QuantizationSpec) -> JsonObject:
 
 @dataclass(frozen=True)
 class Words:
-    """A spec of one role in the form's words: what a level states, or what holds where levels
-    are merged.
+    """A spec of one role in the form's words: as one level of the file states it, or merged
+    over several levels.
     """
 
     role: Role
@@ -184,8 +186,8 @@ class Words:
         fields |= self._granularity()
         fields |= self._range()
         if self.dtype in INTEGERS:
-            usual = usual_symmetric_scale(QuantizationSpec.of(fields))
-            implied = _mapped(self.raw["dtype"], usual)
+            default_scale = usual_symmetric_scale(QuantizationSpec.of(fields))
+            implied = _mapped(self.raw["dtype"], default_scale)
             fields["symmetric_scale"] = self.raw.get("symmetric_scale", implied)
         return fields
 
@@ -226,6 +228,7 @@ class Words:
         return {}
 
     def _shared_exponent(self) -> dict[str, Sourced]:
+        """Return the fields of the scale of a block format."""
         is_block_dtype = self.dtype in BLOCK_FORMATS
         source = self.raw["dtype" if is_block_dtype else "scale_format"]
         usual = BlockFormat(GROUP_SIZES["e8m0"])
@@ -255,10 +258,10 @@ class Words:
             fields["qscheme"] = _mapped(source, scheme)
         if scheme in ("per_channel", "per_group") and "ch_axis" in self.raw:
             axis = self.raw["ch_axis"]
-            across = None
+            group_axis = None
             if scheme == "per_group" and self.is_channel_axis:
-                across = turned(axis, self.role)
-            fields["ch_axis"] = across or axis
+                group_axis = turned(axis, self.role)
+            fields["ch_axis"] = group_axis or axis
         if scheme == "per_group":
             usual = GROUP_SIZES.get(self.value("scale_format"))
             if self.dtype in BLOCK_FORMATS:
@@ -290,10 +293,11 @@ class Words:
         return fields
 
     def over(self, wider: Words) -> Words:
-        """Return what holds where a level states these words, key by key over a wider one.
+        """Return these words merged over those of a wider level, key by key.
 
-        Words about another kind of format are not inherited. An inherited axis stays the axis
-        that the wider level means, whatever `ch_axis` names in this one.
+        Keys that apply to another kind of format are not inherited. An inherited `ch_axis` goes
+        on naming the same axis of the tensor. So it is changed if this level's granularity
+        gives `ch_axis` the other meaning.
         """
         united = Words(self.role, {**wider.raw, **self.raw})
         foreign: frozenset[str] = frozenset()
@@ -301,8 +305,8 @@ class Words:
             foreign = _FORMAT_KEYS
         if wider.observer == "PlaceholderObserver" and united.dtype not in CAST_ONLY:
             foreign |= {"observer_cls"}
-        shared = [key for key in united.raw if key in self.raw or key not in foreign]
-        merged = {key: united.raw[key] for key in shared}
+        inherited = [key for key in united.raw if key in self.raw or key not in foreign]
+        merged = {key: united.raw[key] for key in inherited}
         if "ch_axis" in wider.raw and "ch_axis" not in self.raw:
             wider_meaning = wider._axis
             meaning = Words(self.role, merged)._axis
@@ -327,8 +331,9 @@ class Words:
 
 
 def usual_symmetric_scale(spec: QuantizationSpec) -> SymmetricScale:
-    """Return the symmetric scale of a spec whose file states none. With few bits clipping half
-    a step costs less than a larger scale.
+    """Return the symmetric scale of a spec whose file states none.
+
+    With few bits, clipping half a step costs less than a larger scale.
 
     >>> usual_symmetric_scale(QuantizationSpec(bit_width=4))
     'half_range'
@@ -340,8 +345,9 @@ def usual_symmetric_scale(spec: QuantizationSpec) -> SymmetricScale:
 
 
 def usual_statistic(method: str) -> str:
-    """Return what the observers of activations do with several batches: those that need counts
-    see all batches as one.
+    """Return the statistic of activations for a range method.
+
+    Methods other than "maxmin" need the distribution of all batches together.
 
     >>> usual_statistic("percentile"), usual_statistic("maxmin")
     ('pooled', 'max')
@@ -363,8 +369,10 @@ def is_foreign(dtype: str | None, other: str | None) -> bool:
 
 
 def turned(axis: Sourced, role: Role) -> Sourced | None:
-    """Return for the channel axis of a weight the axis along which its groups run, and the
-    other way round; None where that is open.
+    """Return the other one of a weight's first two axes.
+
+    Groups of a channel run along the other axis than the channels. Return None for other axes
+    and roles, of which it is not known.
     """
     if role != "weights" or axis.value not in (0, 1):
         return None

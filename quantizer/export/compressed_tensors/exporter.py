@@ -33,7 +33,7 @@ from quantizer.storage.files import cannot_write, read_json
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A folder that was written, and what it holds; `name` stands for it in messages."""
+    """A folder that was written, with its checkpoint. Messages call it `name`."""
 
     path: Path
     name: str
@@ -42,24 +42,25 @@ class CheckpointFolder:
 
 
 class CompressedTensorsExporter(Exporter[CheckpointFolder]):
-    """Writes a folder as `save_pretrained` does, with weights as the calibration's codes.
+    """Writes a folder like `save_pretrained`, with the calibration's codes as weights.
 
-    It has config.json with `quantization_config`, shards, tokenizer and generation settings.
+    The folder has config.json with `quantization_config`, shards, tokenizer and generation
+    settings.
     """
 
     def refusals(
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
     ) -> tuple[Refusal, ...]:
-        """Return what checkpoints have no place for."""
+        """Return the tensors and specs that checkpoints cannot express."""
         return place_codes(graph, specs).refusals
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[CheckpointFolder]:
-        """Write the folder; transformers runs it on all calls before it is published.
+        """Write the folder, and move it to `path` when the caller has verified it.
 
         Raises:
-            UsageError: the format cannot say what the config asks for, the model has no config
-                of transformers, or `path` is something else than an earlier export.
+            UsageError: the format cannot express the config, the model has no config of
+                transformers, or something else than an earlier export is at `path`.
             ResultError: the folder cannot be written.
         """
         model = model_of(deployment, TARGET_NAME)
@@ -68,7 +69,7 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
             yield folder
 
     def verify(self, deployment: Deployment, written: CheckpointFolder) -> Verification:
-        """Compare what transformers computes with test mode."""
+        """Compare the outputs of transformers with those of test mode."""
         calls = expected_calls(deployment, deployment.network())
         return verified_folder(written, calls, deployment.sqnr_db)
 
@@ -82,10 +83,11 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
 def written_folder(
     checkpoint: CompressedCheckpoint, model: nn.Module, path: Path
 ) -> Iterator[CheckpointFolder]:
-    """Write a checkpoint with the config of `model`, and publish it at `path` at the end.
+    """Write a checkpoint with the config of `model`, and move it to `path` at the end of the
+    `with` block.
 
     Raises:
-        UsageError: `path` is something else than an earlier export.
+        UsageError: something else than an earlier export is at `path`.
         ResultError: the folder cannot be written.
     """
     if path.exists() and not _is_earlier_export(path, model):
@@ -103,10 +105,15 @@ def written_folder(
 def verified_folder(
     written: CheckpointFolder, calls: Iterable[ExpectedCall], sqnr_db: float = math.inf
 ) -> Verification:
-    """Compare what transformers computes from a folder with the calls' outputs.
+    """Compare the outputs of transformers, which runs a folder, with those of test mode.
+
+    Args:
+        written: the folder.
+        calls: inputs with the outputs of test mode.
+        sqnr_db: the SQNR of the quantized network, as in `Deployment`.
 
     Raises:
-        VerificationError: it computes something else.
+        VerificationError: the outputs differ.
     """
     verification = verify_folder(
         written.path, written.checkpoint, calls, sqnr_db=sqnr_db, name=written.name

@@ -1,6 +1,6 @@
-"""The blocks of a GGUF file: the type that holds a weight, scales as halfs, codes as bytes.
+"""Stores a weight in the blocks of a GGUF file: scales as float16 ("halfs"), codes as bytes.
 
-Source: ggml's block_q4_0 to block_q8_0, measured against the package gguf.
+Source: ggml's block_q4_0 to block_q8_0; tests compare with the package gguf.
 """
 
 from dataclasses import dataclass, replace
@@ -15,20 +15,22 @@ from quantizer.numerics.codes import pack_bits
 from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams
 
-# Consecutive inputs that share a scale.
 GGUF_BLOCK = 32
-# A half has 11 significant bits, is a multiple of 2^-24, and is at most 65504.
+"""How many consecutive inputs share a scale."""
 _HALF_BITS = 11
+"""The significant bits of a half."""
 _HALF_EXPONENT = 24
+"""Halfs are multiples of 2^-24."""
 _LARGEST_HALF = 65504.0
 _NIBBLE = 4
+"""The bits of half a byte."""
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of blocks by its name in ggml, with codes of so many bits.
+    """A type of blocks by its name in ggml, with codes of `bits` bits.
 
-    A value is code * scale, or code * scale + minimum.
+    A value is code * scale, or code * scale + minimum if it `has_minimum`.
     """
 
     name: str
@@ -46,7 +48,8 @@ BLOCK_TYPES = (
 
 
 def block_type(spec: QuantizationSpec) -> BlockType | None:
-    """Return the smallest type that holds these codes; None if none does.
+    """Return the type with the fewest bits that can hold the codes of a spec; None if there is
+    none.
 
     >>> block_type(QuantizationSpec(bit_width=3)).name
     'Q4_0'
@@ -65,7 +68,9 @@ def block_refusal(
     spec: QuantizationSpec,
     inputs: int,
 ) -> Reason | None:
-    """Return why the weight of a layer with so many inputs cannot be blocks; None if it can."""
+    """Return why the weight of a layer with `inputs` inputs cannot be stored in blocks; None if
+    it can.
+    """
     if inputs % GGUF_BLOCK:
         return (
             f"has {inputs} inputs, and blocks {GGUF_BLOCK} each",
@@ -103,13 +108,14 @@ def block_refusal(
 
 
 def halved(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Return the tensor with a scale that blocks hold.
+    """Return the tensor with a scale that is a half.
 
-    It is a half. With a zero point, scale * zero_point is a half, too, so that a block's
-    minimum is exactly that of the codes. Codes only change where no half is near the scale.
+    With a zero point, scale * zero_point is a half as well, so that the block's minimum is
+    exact. Codes are rounded again for the new scale. They change only if it differs much from
+    the old one.
 
     Raises:
-        ValueError: it has no codes.
+        ValueError: the tensor has no codes.
     """
     spec, codes = tensor.spec, tensor.codes
     if codes is None:
@@ -131,10 +137,11 @@ def short_scale(
     scale: Tensor,
     zero_point: Tensor,
 ) -> Tensor:
-    """Return the nearest scales that are halfs, and still are if multiplied by the zero point.
+    """Return the nearest scales that are halfs and whose products with the zero point are
+    halfs.
 
-    The zero point is 0 to 31. Its odd factor takes some of a half's 11 significant bits. The
-    scale may have the others.
+    The zero point, 0 to 31, is an odd number times a power of two. If the odd number has n
+    bits, the scale may have 11 - n significant bits, so that the product has at most 11.
 
     >>> short_scale(torch.tensor([0.1, 1e-9, 1e9]), torch.tensor(0)).tolist() == [
     ...     0.0999755859375,
@@ -145,7 +152,7 @@ def short_scale(
     >>> 1024 * float(short_scale(torch.tensor(0.1), torch.tensor(13)))  # 0.1 in 7 bits
     102.0
     """
-    # x & -x is the largest power of two that divides x.
+    # x & -x is the largest power of two that divides x
     odd = zero_point // (zero_point & -zero_point).clamp(min=1)
     bits = _HALF_BITS - torch.where(odd > 1, torch.frexp(odd.float()).exponent, 0)
     exponent = (torch.frexp(scale).exponent - bits).clamp(min=-_HALF_EXPONENT)
@@ -159,11 +166,12 @@ def short_scale(
 def packed_blocks(tensor: QuantizedTensor) -> Tensor:
     """Return the rows of a weight as blocks, uint8 [outputs, bytes].
 
-    A block has the scale, the minimum if there is one, the fifth bits, and the nibbles. A
-    nibble holds code j of a block in its low half and code j + 16 in its high half.
+    A block has the scale, the minimum if there is one, then the fifth bits of 5-bit codes, and
+    the other four bits. A byte has those of code j in its low half, and those of code j + 16 in
+    its high half. 8-bit codes are bytes of their own.
 
     Raises:
-        ValueError: it has no codes, or no type holds them.
+        ValueError: the weight has no codes, or no type can hold them.
     """
     kind = block_type(tensor.spec)
     if tensor.codes is None or kind is None:
@@ -175,8 +183,9 @@ def packed_blocks(tensor: QuantizedTensor) -> Tensor:
         parts.append(_half_bytes(-scale * _by_block(tensor.zero_point, codes)))
     if kind.bits == 8:
         return torch.cat([*parts, codes.view(torch.uint8)], -1).flatten(1)
-    middle = 0 if kind.has_minimum else 1 << (kind.bits - 1)
-    unsigned = (codes.int() + middle).to(torch.uint8)
+    # Symmetric codes are stored with an offset that makes them unsigned
+    offset = 0 if kind.has_minimum else 1 << (kind.bits - 1)
+    unsigned = (codes.int() + offset).to(torch.uint8)
     if kind.bits > _NIBBLE:
         parts.append(pack_bits(unsigned >> _NIBBLE, 1))
     low, high = torch.split(unsigned & 15, GGUF_BLOCK // 2, -1)
