@@ -102,7 +102,7 @@ def _shared_distributions() -> Iterator[None]:
     from quantizer.report import content
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(content, "_distributed", SharedDistributions(content._distributed))
+        patched.setattr(content, "_distribution", SharedDistributions(content._distribution))
         yield
 
 

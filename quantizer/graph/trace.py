@@ -41,10 +41,9 @@ _EXAMPLE_BATCH = 2
 """Samples in the example: torch takes a batch of one for a constant."""
 _UNUSUAL_BATCH = 7
 """Samples in the second example: a size that the model has probably not cached."""
-_BATCH = Dim("batch", min=1, max=65535)
-"""Any batch. On a GPU, torch promises batch normalization for no larger ones; graphs have no
-such limit.
-"""
+_BATCH = Dim("batch", min=1)
+_BATCH_OF_A_DEVICE = Dim("batch", min=1, max=65535)
+"""On a GPU, torch promises batch normalization for no larger batches. Graphs have no limit."""
 _WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 _NO_STACK_TRACES = "do_not_emit_stack_traces"
 _NOT_USER_CODE = ("/torch/", "/quantizer/graph/", "contextlib")
@@ -116,18 +115,20 @@ def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, E
         the call that was traced, and its program.
     """
     example = _with_batch(call, size, _EXAMPLE_BATCH)
-    program = _export_with_lengths(module, example)
-    if program is not None:
-        return example, program
-    try:
-        return example, _export(module, *example, batch=_BATCH)
-    except _SameForAllExamplesError:
-        raise
-    except ModelError:
-        # Models that cache something per batch size compare the batch with the cached size.
-        # torch accepts such a comparison only with `Dim.AUTO`.
-        example = _with_batch(call, size, _UNUSUAL_BATCH)
-        program = _try_export(module, example, batch=Dim.AUTO)
+    for batch in _batch_dimensions(example):
+        program = _export_with_lengths(module, example, batch)
+        if program is not None:
+            return example, program
+        try:
+            return example, _export(module, *example, batch=batch)
+        except _SameForAllExamplesError:
+            raise
+        except ModelError as error:
+            logger.debug("no open batch: %s", error)
+    # Models that cache something per batch size compare the batch with the cached size.
+    # torch accepts such a comparison only with `Dim.AUTO`.
+    example = _with_batch(call, size, _UNUSUAL_BATCH)
+    program = _try_export(module, example, batch=Dim.AUTO)
     if program is not None and excludes_single_batches(program):
         return example, program
     program = _export(module, *call, batch=None)
@@ -161,14 +162,24 @@ def _undeclared_arguments(module: nn.Module, call: _Call) -> str:
     return f"; name the arguments in forward() instead of taking **{catch_all[0]}"
 
 
-def _export_with_lengths(module: nn.Module, example: _Call) -> ExportedProgram | None:
+def _batch_dimensions(call: _Call) -> list[Dim]:
+    """Return the open batches to try."""
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [_BATCH]
+    return [_BATCH, _BATCH_OF_A_DEVICE]
+
+
+def _export_with_lengths(
+    module: nn.Module, example: _Call, batch: Dim
+) -> ExportedProgram | None:
     """Return the program with those lengths open that the model leaves open, None if the
     example has no lengths or torch fails.
     """
     axes = length_axes(example)
     if not any(axes):
         return None
-    program = _try_export(module, example, batch=_BATCH, lengths=axes)
+    program = _try_export(module, example, batch=batch, lengths=axes)
     if program is None or open_lengths(program):
         return program
     # A table of positions that is read whole looks like a fixed length. It is none if the model
@@ -178,7 +189,7 @@ def _export_with_lengths(module: nn.Module, example: _Call) -> ExportedProgram |
     shorter = shortened_lengths(example)
     if shorter is None:
         return program
-    shorter_program = _try_export(module, shorter, batch=_BATCH, lengths=axes)
+    shorter_program = _try_export(module, shorter, batch=batch, lengths=axes)
     if shorter_program is None:
         return program
     open_leaves: set[int] = set()
