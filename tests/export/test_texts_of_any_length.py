@@ -95,10 +95,7 @@ def test_an_onnx_file_takes_any_length_in_a_default_session(case: Case, tmp_path
     session = ort.InferenceSession(str(tmp_path / "model.onnx"))
     assert {tuple(given.shape) for given in session.get_inputs()} == {("batch", "sequence")}
     for size in OTHERS:
-        feed = {
-            f"input_{at}": tensor.numpy()
-            for at, tensor in enumerate(case.batch(*size).values())
-        }
+        feed = {name: tensor.numpy() for name, tensor in case.batch(*size).items()}
         found, expected = torch.from_numpy(session.run(None, feed)[0]), case.expected(*size)
         assert float((found == expected).float().mean()) >= 0.999
 
