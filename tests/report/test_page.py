@@ -22,6 +22,7 @@ from quantizer.evaluation.scores import Scores
 from quantizer.report import tables
 from quantizer.report.files import report_of
 from quantizer.report.page.page import SECTIONS, page
+from quantizer.report.page.sections import coverage
 from quantizer.results.folder import open_results
 
 ABSENT = ("outputs", "depth", "algorithms", "sensitivity", "config")
@@ -252,3 +253,9 @@ def test_a_page_of_little_is_a_page() -> None:
     }
     nothing["weight_bytes"] = {"float": 0, "quantized": 0}
     assert "0 tensors" in page(nothing)
+
+
+def test_the_page_lists_float_layers_and_not_those_that_others_quantize() -> None:
+    floats = {"Net::a": "excluded by layer name", "Net::b": "quantized at Net::relu"}
+    values = {"layers": [], "floats": floats, "paths": {"Net::a": "block.a"}}
+    assert coverage(values)["in float"] == ["block.a: excluded by layer name"]

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -241,3 +242,15 @@ def test_freed_memory_is_given_back_once_the_process_has_grown_by_as_much(
         give_back(100)
         found.append(len(trims))
     assert found == [1, 2, 2, 2, 2, 3]
+
+
+def test_the_peak_is_in_bytes_where_the_system_has_no_files_of_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """getrusage counts kilobytes, but bytes on macOS."""
+    monkeypatch.setattr(process_memory, "_numbers", lambda path: {})
+    kilobytes = pytest.importorskip("resource").getrusage(0).ru_maxrss
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert process_memory.peak() == pytest.approx(kilobytes * 1024, rel=0.1)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert process_memory.peak() == pytest.approx(kilobytes, rel=0.1)
