@@ -15,6 +15,18 @@ def pip_line(extra: str) -> str:
     return f"pip install 'quantizer-torch[{extra}]'"
 
 
+DAMAGE_ERRORS = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    ArithmeticError,
+    AssertionError,
+)
+"""What code raises that reads results which were changed or cut off."""
+
+
 class QuantizerError(Exception):
     """An error with a message for the user: what happened and where. Its help, of one line or
     several, is what to do.

@@ -418,7 +418,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         # `addmm_` writes to a part of a matrix, `baddbmm_` to a copy
         total.addmm_(left, right)
     else:
-        # A product of two values of 16 bits is exact in float32, and so is the sum's precision
+        # Products of 16-bit values are exact in float32, and are summed up there
         total.add_(torch.mm(left, right, out_dtype=torch.float32))
 
 

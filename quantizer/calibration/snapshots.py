@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from quantizer.calibration.events import Snapshot
 from quantizer.config.typed_fields import fits
 from quantizer.distributed import Ranks
-from quantizer.errors import ResultError
+from quantizer.errors import DAMAGE_ERRORS, ResultError
 from quantizer.storage.files import damaged
 
 _AGAIN = "run without --resume"
@@ -116,15 +116,7 @@ def reporting_damage(what: str) -> Iterator[None]:
     """Raise `ResultError` for errors that only a damaged checkpoint `what` leads to."""
     try:
         yield
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-        AssertionError,
-    ) as error:
+    except DAMAGE_ERRORS as error:
         raise ResultError(
             f"{what} is damaged: {type(error).__name__}: {error}", help=_AGAIN
         ) from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.errors import ResultError
+from quantizer.errors import DAMAGE_ERRORS, ResultError
 from quantizer.report.content import content
 from quantizer.report.page.page import page
 from quantizer.results.folder import ALGORITHMS, PLAN, REPORT, STATISTICS, OpenedResults
@@ -39,14 +39,7 @@ def report_of(
         # The same values as those who read the file get.
         values: JsonObject = json.loads(text)
         return values, page(values)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-    ) as error:
+    except DAMAGE_ERRORS as error:
         why = (
             f"{opened.folder} has no results that a report can be made of: "
             f"{type(error).__name__}: {error}"

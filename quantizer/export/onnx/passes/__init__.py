@@ -1,5 +1,6 @@
 """The passes from a translated network with marks to the network of the file."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import onnx_ir as ir
@@ -43,9 +44,32 @@ ONNX_PASSES: tuple[_Pass, ...] = (
 
 
 def lower_marks(model: ir.Model, lowering: Lowering) -> None:
-    """Run all passes, and remove initializers that nothing reads."""
+    """Run all passes, give values names of their own, and remove initializers that nothing
+    reads.
+    """
     for run_pass in ONNX_PASSES:
         run_pass(model, lowering)
+    _make_names_unique(model.graph)
     for name, value in list(model.graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del model.graph.initializers[name]
+
+
+def _make_names_unique(graph: ir.Graph) -> None:
+    """Number nodes and values with the name of an earlier one: two passes may add to the same
+    layer.
+    """
+    node_names: Counter[str] = Counter()
+    value_names: Counter[str] = Counter()
+    for node in graph.all_nodes():
+        node.name = _numbered(node.name, node_names)
+        for value in node.outputs:
+            value.name = _numbered(value.name, value_names)
+
+
+def _numbered(name: str | None, counts: Counter[str]) -> str | None:
+    """Return a name, with its number if it was counted before."""
+    if not name:
+        return name
+    counts[name] += 1
+    return name if counts[name] == 1 else f"{name}.{counts[name]}"

@@ -29,8 +29,7 @@ def hide_float_biases(
             count = _sizes(node.inputs[2])[0]
         if count is None:
             continue
-        # `write_sum_biases` names what it adds after the bias
-        builder = NodeBuilder(f"{node.name}.hidden_bias", node)
+        builder = NodeBuilder(f"{node.name}.bias", node)
         codes = builder.constant(
             "zeros",
             torch.zeros(count),
