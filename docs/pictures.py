@@ -146,7 +146,7 @@ def fast_finetune() -> Markup:
             )
             content = json.loads((folder / "report.json").read_text())
         found.append(
-            torch.tensor([row["accumulated_sqnr_db"] for row in figures.measured(content)])
+            torch.tensor([row["accumulated_sqnr_db"] for row in figures.measured_rows(content)])
         )
     return compared(
         "SQNR of each layer's output in dB, round-to-nearest",

@@ -1,4 +1,4 @@
-"""Make texts from elsewhere, such as names of files and layers, safe to print: they cannot
+"""Escape texts of users, such as names of files and layers, before they are printed: they must not
 control a terminal or a CI log.
 """
 
@@ -7,9 +7,13 @@ import re
 from typing import Any
 
 _COMMAND = re.compile(r"^(\s*):(?=:)")
-"""The beginning of a workflow command of GitHub, at the beginning of a line."""
+"""Matches the first colon of a GitHub workflow command, such as `::error::`, at the beginning of a
+line.
+"""
 _OLD_COMMAND = re.compile(r"#(?=#\w*\[)")
-"""The beginning of a command anywhere: `##[error]`, `##vso[...]`, `##teamcity[...]`."""
+"""Matches the first `#` of a CI command anywhere in a line: `##[error]`, `##vso[...]`,
+`##teamcity[...]`.
+"""
 
 
 def one_line(text: str) -> str:
@@ -29,17 +33,15 @@ def one_line(text: str) -> str:
     return _OLD_COMMAND.sub(r"\\x23", text)
 
 
-def lines(text: str) -> str:
-    """Return a text of several lines, such as a traceback, with each line as `one_line` returns
-    it.
-    """
+def printable_lines(text: str) -> str:
+    """Return a text of several lines, such as a traceback, with `one_line` applied to each."""
     parts = map(one_line, text.split("\n"))
     return "\n".join(parts)
 
 
 def json_text(value: Any) -> str:
-    r"""Return sorted, indented JSON that can be printed safely. JSON escapes stand for the same
-    characters.
+    r"""Return sorted, indented JSON that can be printed safely. It has the same value: characters
+    that are not printable become escapes of JSON.
 
     >>> print(json_text("a\u202eb"))
     "a\u202eb"
@@ -50,19 +52,21 @@ def json_text(value: Any) -> str:
         sort_keys=True,
         ensure_ascii=False,
     )
-    # All other line ends are in strings, where they are escaped
+    # Line ends inside strings are escaped already, so these are between tokens
     parts = [_escape_as_json(line) for line in text.split("\n")]
     text = "\n".join(parts)
     return _OLD_COMMAND.sub(r"\\u0023", text)
 
 
 def _escape(character: str) -> str:
+    """Return a character, or its Python escape if it is not printable."""
     if character.isprintable():
         return character
     return character.encode("unicode_escape").decode()
 
 
 def _escape_as_json(line: str) -> str:
+    """Return a line with JSON escapes for characters that are not printable."""
     if line.isprintable():
         return line
     parts: list[str] = []

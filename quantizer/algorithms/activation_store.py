@@ -23,7 +23,7 @@ def half_of_what_is_free(device: torch.device = CPU) -> int:
     """Return the default budget for what is on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    free = process_memory.available()
+    free = process_memory.available_bytes()
     return _BYTES_IF_UNKNOWN if free is None else free // 2
 
 
@@ -67,6 +67,6 @@ class ActivationStore:
             budget = half_of_what_is_free(device) if self.budget is None else self.budget
             self._left[device] = budget
         if leaf.nbytes > self._left[device] and leaf.numel():
-            return self._spool.put(leaf).at(device)
+            return self._spool.put(leaf).on_device(device)
         self._left[device] -= leaf.nbytes
         return leaf

@@ -28,7 +28,7 @@ from quantizer.graph.structure import Structure
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
-from quantizer.storage.deferred_tensor import beside
+from quantizer.storage.deferred_tensor import deferred_like
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Rounded:
 
     def beside(self, source: Tensor) -> Rounded:
         """Return the same, in a file if the float weight `source` is in one."""
-        scale = beside(source, self.qparams.scale)
-        zero_point = beside(source, self.qparams.zero_point)
-        weight = beside(source, self.weight)
+        scale = deferred_like(source, self.qparams.scale)
+        zero_point = deferred_like(source, self.qparams.zero_point)
+        weight = deferred_like(source, self.weight)
         return replace(self, weight=weight, qparams=QParams(scale, zero_point))
 
 

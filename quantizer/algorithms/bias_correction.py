@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.distributed import in_turn
+from quantizer.distributed import merge_in_batch_order
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 
@@ -180,7 +180,7 @@ def _correct(
     outputs = runner.store(observed_outputs())
     quantized_mean = ChannelMean(ch_axis)
     place = f"bias correction of {node.name}"
-    for batch_mean in in_turn(runner.ranks.gather(batch_means, place)):
+    for batch_mean in merge_in_batch_order(runner.ranks.gather(batch_means, place)):
         quantized_mean.merge(batch_mean)
     weight = layer.get_parameter("weight")
     correction = (float_mean.mean() - quantized_mean.mean()).to(weight)

@@ -26,7 +26,7 @@ from quantizer.graph.structure import (
     Fold,
     InputGroup,
 )
-from quantizer.storage.deferred_tensor import beside
+from quantizer.storage.deferred_tensor import deferred_like
 
 SCALE_OP = "input_scale"
 
@@ -53,7 +53,7 @@ def fold_factors(
     for layer in _multiplied(group, fold):
         weight = parameter(graph, adjustment, layer)
         scaled = rescaled(graph.by_name[layer], weight, inputs=factors)
-        adjustment = adjustment.with_parameters(layer, weight=beside(weight, scaled))
+        adjustment = adjustment.with_parameters(layer, weight=deferred_like(weight, scaled))
     if fold is None:
         return _divided_by_layer(group, factors, adjustment)
     return _divided_in_fold(graph, fold, factors, adjustment)
@@ -252,7 +252,7 @@ def _divided_in_fold(
     for key, value in _divided_parameters(graph, fold, adjustment).items():
         if key == "weight" and node.is_multiplying:
             inverse = 1 / _by_origin(fold, factors, channels_of(node, value)[0])
-            values[key] = beside(value, rescaled(node, value, outputs=inverse))
+            values[key] = deferred_like(value, rescaled(node, value, outputs=inverse))
         else:
             inverse = 1 / _by_origin(fold, factors, value.numel()).view(value.shape)
             offset = fold.offset if key == "weight" else 0.0

@@ -24,7 +24,7 @@ from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import energy
-from quantizer.sources.batches import Batch, naming_batch
+from quantizer.sources.batches import Batch, prefix_batch_errors
 
 PROJECTIONS = 8
 """Of each batch. With four batches, a noise is found to a quarter of itself, 1 dB."""
@@ -62,7 +62,7 @@ def predicted_noise(
     count = 0
     with _adding_products(network, candidates, widths, products):
         for batch in batches:
-            with naming_batch(count), torch.enable_grad():
+            with prefix_batch_errors(count), torch.enable_grad():
                 execution = network.start(batch.args, batch.kwargs)
                 outputs = outputs_of(execution.advance())
             signal += sum(energy(output.detach()) for output in outputs)

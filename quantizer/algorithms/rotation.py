@@ -53,7 +53,7 @@ from quantizer.numerics.hadamard import (
     factors,
     rotated,
 )
-from quantizer.storage.deferred_tensor import beside
+from quantizer.storage.deferred_tensor import deferred_like
 
 Rotation = Callable[[Tensor], Tensor]
 """Multiplies the last axis by an orthogonal matrix."""
@@ -133,7 +133,7 @@ class _RotatedNetwork:
         params = self.graph.by_name[layer].params
         path = params.get(key, params.get("weight", ""))
         before = self.graph.tensors[path]
-        after = beside(before, value.to(before.dtype))
+        after = deferred_like(before, value.to(before.dtype))
         self.adjustment = self.adjustment.with_parameters(layer, **{key: after})
 
     def is_quantized(self, layers: Iterable[str]) -> bool:

@@ -34,7 +34,7 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import energy
-from quantizer.sources.batches import Batch, naming_batch
+from quantizer.sources.batches import Batch, prefix_batch_errors
 
 Width = int | str
 """The bits of an integer, or the name of a format without a scale."""
@@ -93,7 +93,7 @@ def weight_quantizers(
         tensor = QuantizedTensor(candidate.with_width(spec, width))
         if tensor.spec.is_scaled:
             weight = network.layers[name].get_parameter("weight")
-            tensor = tensor.at(nearest_qparams(tensor.spec, weight))
+            tensor = tensor.with_qparams(nearest_qparams(tensor.spec, weight))
         quantizers[name] = TensorQuantizer.of(tensor)
     return quantizers
 
@@ -183,7 +183,7 @@ def output_noise(
     count = 0
     with torch.no_grad():
         for batch in batches:
-            with naming_batch(count):
+            with prefix_batch_errors(count):
                 execution = network.start(batch.args, batch.kwargs)
                 reference = outputs_of(execution.branch().advance())
             signal += math.fsum(map(energy, reference))

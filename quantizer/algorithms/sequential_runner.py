@@ -34,12 +34,12 @@ from quantizer.nn.execution import (
 from quantizer.nn.network import Network
 from quantizer.sources.batches import (
     Batch,
-    naming,
-    naming_batch,
-    not_finite,
+    count_not_finite,
+    prefix_batch_errors,
+    prefix_errors,
 )
-from quantizer.storage.allocator import GROWTH, give_back
-from quantizer.storage.deferred_tensor import CPU, DeferredTensor, held, loaded
+from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
+from quantizer.storage.deferred_tensor import CPU, DeferredTensor, keep_loaded, loaded
 
 _JOINED_IDS = 1024
 _JOINED_IDS_OF_A_DEVICE = 8192
@@ -114,7 +114,7 @@ class SequentialRunner:
             if self.ranks.owns(number):
                 # All inputs are stored, and a loader may refill those of the last batch
                 stable = batch.stable()
-                with naming_batch(number):
+                with prefix_batch_errors(number):
                     inputs = self.network.inputs(stable.args, stable.kwargs)
                 yield number, inputs
         if number < 0:
@@ -158,7 +158,7 @@ class SequentialRunner:
                 for name, value in execution.values.items():
                     if before.get(name) is not value:
                         execution.values[name] = self._store.keep(value)
-                give_back(GROWTH)
+                trim_heap(TRIM_AFTER_GROWTH)
 
     def calls(self, node: Node) -> list[dict[str, Any]]:
         """Return the arguments of the next node's layer, batch by batch."""
@@ -199,7 +199,7 @@ class SequentialRunner:
             before = dict(run.execution.values)
             run.execution.put(value)
             self._free(before, run.execution)
-        give_back(GROWTH)
+        trim_heap(TRIM_AFTER_GROWTH)
 
     def finish(self, node: Node) -> None:
         """Compute the next node, store its values, and go on to the one after it."""
@@ -217,7 +217,7 @@ class SequentialRunner:
         """
         graph = self.network.graph
         if graph.device == CPU or len(self._runs) < 2:
-            return held([])
+            return keep_loaded([])
         start = self._runs[0].execution.position
         weights = []
         for node in graph.nodes[start:stop]:
@@ -227,8 +227,8 @@ class SequentialRunner:
                     weights.append(tensor)
         size = sum(tensor.nbytes for tensor in weights)
         if size > half_of_what_is_free(graph.device):
-            return held([])
-        return held(weights)
+            return keep_loaded([])
+        return keep_loaded(weights)
 
     @contextmanager
     def _naming(
@@ -249,9 +249,9 @@ class SequentialRunner:
                 place = f"batches {numbers[0]} to {numbers[-1]}"
                 refusing = dict.fromkeys(watch, partial(_refuse, error))
                 for number, inputs in run.parts:
-                    with naming_batch(number):
+                    with prefix_batch_errors(number):
                         Execution(self.network, inputs).advance(stop, refusing)
-            with naming(f"{place}: "):
+            with prefix_errors(f"{place}: "):
                 raise
 
     def _free(self, before: dict[str, Any], execution: Execution) -> None:
@@ -297,7 +297,7 @@ def _reads_ids(network: Network) -> bool:
 
 def _refuse(error: DataError, value: Tensor) -> None:
     """Raise the error that several batches had together, if this value is not finite."""
-    if not_finite(value):
+    if count_not_finite(value):
         raise error
 
 

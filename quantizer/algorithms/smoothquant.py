@@ -76,7 +76,7 @@ from quantizer.observers import (
     NonFiniteError,
     code_range_of,
 )
-from quantizer.sources.batches import naming_batch
+from quantizer.sources.batches import prefix_batch_errors
 
 _SAMPLED_INPUTS = 512
 """Inputs of a layer that the search for alpha looks at: rows, or patches of a convolution."""
@@ -169,7 +169,7 @@ def _observed(
     number = -1
     for number, batch in enumerate(task.batches()):
         if ranks.owns(number):
-            with naming_batch(number), torch.no_grad():
+            with prefix_batch_errors(number), torch.no_grad():
                 network.observe(batch.args, batch.kwargs, watch)
     if number < 0:
         raise no_batches()

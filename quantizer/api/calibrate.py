@@ -25,10 +25,10 @@ from quantizer.plan.resolve import resolve_plan
 from quantizer.results.calibrated import (
     Calibrated,
     example_batch,
-    recalled,
-    reopened,
+    reopen_calibration,
+    reuse_or_trace,
     stored_config,
-    traced,
+    trace_module,
 )
 from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.folder import QuantInfo, read_info
@@ -40,7 +40,7 @@ from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.hugging_face import without_cache
 from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
-from quantizer.storage.process_memory import parsed
+from quantizer.storage.process_memory import parse_size
 
 CalibrationData = str | Iterable[Any] | Callable[[], Any]
 
@@ -143,7 +143,7 @@ def _budget(memory: int | str | None) -> int | None:
     try:
         if memory is None or (isinstance(memory, int) and memory >= 0):
             return memory
-        return parsed(str(memory))
+        return parse_size(str(memory))
     except ValueError:
         raise UsageError(
             f"memory={memory!r} is not a size", help='give bytes, or a text such as "8GB"'
@@ -172,8 +172,8 @@ def load(
         batches = _batches(model, data, seed=info.header["seed"])
     batch = _first_batch(model, batches)
     with evaluating(model), without_cache(model):
-        original = recalled(model, batch, info)
-        calibrated = reopened(model, batch, original, info)
+        original = reuse_or_trace(model, batch, info)
+        calibrated = reopen_calibration(model, batch, original, info)
     rules = stored_config(info)
     plan = check_plan(info, rules, resolve_plan(rules, calibrated.graph, original))
     return Result(model, calibrated, plan, batches, events=follower(), opened=info)
@@ -212,7 +212,7 @@ def _traced(model: nn.Module, batches: Batches) -> Graph:
     check_finite(model)
     batch = _first_batch(model, batches)
     with evaluating(model), without_cache(model):
-        return traced(model, batch, compared=True)
+        return trace_module(model, batch, compared=True)
 
 
 def _first_batch(model: nn.Module, batches: Batches) -> Batch:

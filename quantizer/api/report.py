@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quantizer.report.files import report_of
+from quantizer.report.files import make_report
 from quantizer.report.page.html import element
 from quantizer.report.plots import write_events, write_plots
 from quantizer.results.folder import OpenedResults
@@ -22,7 +22,7 @@ class Report:
     """
 
     def __init__(self, opened: OpenedResults, tested: dict[str, Any]) -> None:
-        self.values, self.html = report_of(opened, tested)
+        self.values, self.html = make_report(opened, tested)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page.

@@ -26,9 +26,9 @@ from quantizer.export.choices import require_choices
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import tables
-from quantizer.report.files import READ, write_report
+from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.page.html import element
-from quantizer.report.view import View
+from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults, open_written
 from quantizer.results.result_set import locked
@@ -58,7 +58,7 @@ class PlanView:
 
     def _repr_html_(self) -> str:
         rules = html_table(tables.rule_table(self.plan))
-        return rules + html_table(tables.plan_table(self.plan, View()))
+        return rules + html_table(tables.plan_table(self.plan, TableView()))
 
 
 class Comparison:
@@ -149,7 +149,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the part of report.json about the test."""
-        return tables.report(self._scores, self.layers, self._stamp)
+        return tables.report_values(self._scores, self.layers, self._stamp)
 
     def __repr__(self) -> str:
         metrics = [f"{name}={value:.6g}" for name, value in self.metrics.items()]
@@ -162,8 +162,8 @@ class Comparison:
         if self._scores.pairs:
             html += html_table(tables.metric_table(self._scores.pairs))
         if len(self.outputs) > 1:
-            html += html_table(tables.output_table(self.outputs, View()))
-        return html + html_table(tables.damage_table(self.layers, View()))
+            html += html_table(tables.output_table(self.outputs, TableView()))
+        return html + html_table(tables.damage_table(self.layers, TableView()))
 
 
 class Result:
@@ -253,7 +253,7 @@ class Result:
                 self._write(place)
             elif self._opened is not None and not self._is_in(place):
                 write_copy(place, self._opened)
-            write_report(open_written(place, READ))
+            write_report(open_written(place, REPORT_INPUTS))
 
     def _is_in(self, place: Path) -> bool:
         """Return whether the folder is the one that was loaded and has not changed since."""
@@ -277,7 +277,7 @@ class Result:
         with TemporaryDirectory() as place:
             if self._write is not None:
                 self._write(Path(place))
-            opened = self._opened or open_written(Path(place), READ)
+            opened = self._opened or open_written(Path(place), REPORT_INPUTS)
             values = tested.to_json() if tested else {}
             report = Report(opened, values)
         if path is not None:

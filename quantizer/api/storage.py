@@ -37,7 +37,7 @@ from quantizer.nn.inplace import (
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.numerics.codes import pack
-from quantizer.results.result_set import locked, replaced_set
+from quantizer.results.result_set import locked, replace_set
 from quantizer.storage.files import write_json, write_tensors
 from quantizer.storage.opened_files import json_digest
 
@@ -87,7 +87,7 @@ def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             "the model has no quantized layer",
             help="call ModelQuantizer(config).quantize_model first",
         )
-    with locked(place), replaced_set(place) as new:
+    with locked(place), replace_set(place) as new:
         description = {
             "format": SAVED_FORMAT,
             "model": type(model).__name__,

@@ -29,14 +29,14 @@ from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
 from quantizer.results.validation import checked_json, spec_fault
 from quantizer.storage.files import damaged, read_json, read_tensors
-from quantizer.storage.opened_files import OpenFile, SetKind, json_digest, open_files
+from quantizer.storage.opened_files import FileSetKind, OpenFile, json_digest, open_files
 
 SAVED_FORMAT = 6  # 6: quantizer.json has the structure of the model
 SAVED_TENSORS = "model.safetensors"
 DESCRIPTION = "quantizer.json"
 _AGAIN = "save the model again with ModelQuantizer.save"
 _CHANGED = "checksum mismatch: the file changed after it was saved"
-_KIND = SetKind(
+_KIND = FileSetKind(
     DESCRIPTION,
     changed=f"is damaged: {_CHANGED}",
     missing="ModelQuantizer.save(model, folder) writes it",

@@ -25,7 +25,7 @@ from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import decibel, energy
-from quantizer.sources.batches import Batch, naming_batch
+from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
 
 _MAX_BATCHES = 4
@@ -88,7 +88,7 @@ def decide_absorption(original: Graph, settings: Settings, batches: Iterable[Bat
     count = 0
     with torch.no_grad():
         for batch in islice(batches, _MAX_BATCHES):
-            with naming_batch(count):
+            with prefix_batch_errors(count):
                 execution = network.start(batch.args, batch.kwargs)
                 for absorption, energies in pairs:
                     first = absorption.pair.first.name

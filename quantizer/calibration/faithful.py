@@ -24,7 +24,7 @@ from quantizer.nn.function import topk
 from quantizer.nn.network import Network
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
-from quantizer.sources.module_state import ModuleState, left_alone
+from quantizer.sources.module_state import ModuleState, preserve_module_state
 from quantizer.sources.user_code import user_exits
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
         return
     call = _small(graph, batch)
     user_code = user_exits("running the model on the first batch again", ModelError)
-    with torch.no_grad(), left_alone(module) as state, evaluating(module), user_code:
+    with torch.no_grad(), preserve_module_state(module) as state, evaluating(module), user_code:
         try:
             first = _output(module, call, seed=1)
             again = _output(module, call, seed=2)

@@ -22,8 +22,8 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.equalization import LayerPair, find_pairs
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
-from quantizer.sources.batches import Batch, naming_batch
-from quantizer.storage.deferred_tensor import beside, loaded
+from quantizer.sources.batches import Batch, prefix_batch_errors
+from quantizer.storage.deferred_tensor import deferred_like, loaded
 
 _MAX_BATCHES = 4
 """How many of the first calibration batches are read for the ranges of channels."""
@@ -208,7 +208,7 @@ def _channel_ranges(
     network = Network(graph)
     first_batches = islice(batches, _MAX_BATCHES)
     for number, batch in enumerate(first_batches):
-        with naming_batch(number), torch.no_grad():
+        with prefix_batch_errors(number), torch.no_grad():
             network.observe(batch.args, batch.kwargs, watchers)
     return ranges
 
@@ -270,7 +270,7 @@ def level_adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
         factors = factors.to(graph.device)
         weight = _parameter(graph, changes, first, "weight")
         scaled = rescaled(first, loaded(weight), outputs=factors)
-        scaled = beside(weight, scaled)
+        scaled = deferred_like(weight, scaled)
         changes = changes.with_parameters(first.name, weight=scaled)
         if "bias" in first.params:
             bias = _parameter(graph, changes, first, "bias")
@@ -280,7 +280,7 @@ def level_adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
         weight = _parameter(graph, changes, second, "weight")
         inverse = 1 / factors[list(pair.channels)]
         scaled = rescaled(second, loaded(weight), inputs=inverse)
-        scaled = beside(weight, scaled)
+        scaled = deferred_like(weight, scaled)
         changes = changes.with_parameters(second.name, weight=scaled)
     return changes
 

@@ -18,7 +18,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
 from quantizer.storage import process_memory
-from quantizer.storage.allocator import give_back
+from quantizer.storage.allocator import trim_heap
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 logger = logging.getLogger(__name__)
@@ -132,8 +132,8 @@ class ProcessMemory(NamedTuple):
     @staticmethod
     def now() -> ProcessMemory:
         """Return those of this process, without memory that is freed already."""
-        give_back()
-        return ProcessMemory(process_memory.resident(), process_memory.peak())
+        trim_heap()
+        return ProcessMemory(process_memory.resident_bytes(), process_memory.peak_bytes())
 
 
 def peak_with(more: int, base: ProcessMemory | None = None) -> int | None:
@@ -162,12 +162,12 @@ def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
             at all.
     """
     peak = peak_with(more)
-    free = process_memory.available()
-    total = process_memory.total()
+    free = process_memory.available_bytes()
+    total = process_memory.total_bytes()
     if peak is None or free is None or total is None or more <= free:
         return
     remedy = "; or ".join(remedies)
-    in_words = process_memory.in_words
+    in_words = process_memory.size_text
     if peak > SURE * total:
         text = (
             f"{mode} would need about {in_words(peak)} of memory, and the machine has "

@@ -36,7 +36,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import MUCH, left_float, share_left, ungrouped
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
-from quantizer.sources.module_state import left_alone
+from quantizer.sources.module_state import preserve_module_state
 from quantizer.sources.weights import check_finite
 
 NEEDS_TRACE = {
@@ -243,7 +243,7 @@ class ModuleTarget(Target):
 
     @contextmanager
     def observed(self) -> Iterator[Observable]:
-        with evaluating(self.model), left_alone(self.model):
+        with evaluating(self.model), preserve_module_state(self.model):
             yield self.tree
 
     def unreached(self) -> Collection[str]:

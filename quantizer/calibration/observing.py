@@ -33,7 +33,7 @@ from quantizer.observers import (
 )
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.sources.batches import Batch
-from quantizer.storage.deferred_tensor import beside
+from quantizer.storage.deferred_tensor import deferred_like
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ def _parameter_observer(parameter: Tensor, spec: QuantizationSpec) -> Observer |
     observer = Observer(spec)
     observer.observe(parameter)
     # The statistics of a parameter that is on disk go to disk, too
-    observer.set_aside(partial(beside, parameter))
+    observer.set_aside(partial(deferred_like, parameter))
     return observer
 
 
@@ -434,10 +434,10 @@ def observed_solution(calibration: Calibration) -> Solution:
         tensor = QuantizedTensor(planned.spec)
         observer = calibration.observers.get(key)
         if observer is not None:
-            tensor = tensor.at(observer.qparams())
+            tensor = tensor.with_qparams(observer.qparams())
         if is_parameter(key[1]) and planned.spec.qscheme == "per_group":
             # The scales of groups are large: those of a parameter on disk go to disk, too
             parameter = plan.parameter(key)
-            tensor = tensor.mapped(partial(beside, parameter))
+            tensor = tensor.mapped(partial(deferred_like, parameter))
         tensors[key] = tensor
     return Solution(tensors)

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 from quantizer.algorithms.bias_correction import ChannelMean
 from quantizer.calibration.observing import Calibration, Observable, watchers
-from quantizer.distributed import Ranks, in_turn
+from quantizer.distributed import Ranks, merge_in_batch_order
 from quantizer.nn.execution import Watchers
 from quantizer.observers import find_ranges
-from quantizer.sources.batches import Batch, naming_batch
+from quantizer.sources.batches import Batch, prefix_batch_errors
 
 _EXCHANGE_S = 15.0
 """Seconds between exchanges. A stopped run loses what it has observed since the last one."""
@@ -42,7 +42,7 @@ def observe_share(
     since = 0
     for number, batch in enumerate(batches):
         if ranks.owns(number):
-            with naming_batch(first + number):
+            with prefix_batch_errors(first + number):
                 shard.observe(network, batch)
         since += 1
         if since == batches_per_rank * ranks.world_size:
@@ -79,7 +79,7 @@ class _Shard:
         shards = ranks.gather((self._part.calibrated, self._means), place)
         for key, observer in whole.calibrated.items():
             observer.merge(*(observers[key] for observers, _ in shards))
-        for means in in_turn(means for _, means in shards):
+        for means in merge_in_batch_order(means for _, means in shards):
             for layer, mean in means.items():
                 whole.means[layer].merge(mean)
         whole.batches += batches

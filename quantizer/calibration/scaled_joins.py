@@ -24,7 +24,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.observers import Observer
 from quantizer.plan.groups import PART_SCALE
 from quantizer.plan.model import JoinPlan, Key, Plan
-from quantizer.storage.deferred_tensor import beside, loaded
+from quantizer.storage.deferred_tensor import deferred_like, loaded
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def scaling_adjustment(graph: Graph, scalings: Iterable[Scaling]) -> Adjustment:
             node = graph.by_name[layer]
             weight = graph.weight(node)
             divided = _divided(node, loaded(weight), factors)
-            changes = changes.with_parameters(layer, weight=beside(weight, divided))
+            changes = changes.with_parameters(layer, weight=deferred_like(weight, divided))
         path, _, _ = scaling.value.rpartition("/")
         name = _free_name(f"{path}/{PART_SCALE}", names)
         names.add(name)

@@ -22,7 +22,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import JoinDecision, Key
-from quantizer.storage.deferred_tensor import beside, loaded
+from quantizer.storage.deferred_tensor import deferred_like, loaded
 
 _Parameters = Mapping[str, Mapping[str, Tensor]]
 """Parameters by layer and name."""
@@ -135,7 +135,7 @@ class Solution:
         tensors = dict(self.tensors)
         for layer, values in qparams.items():
             key = (layer, "weights")
-            tensors[key] = tensors[key].at(values)
+            tensors[key] = tensors[key].with_qparams(values)
         return replace(self, tensors=tensors)
 
     def with_rounded(
@@ -196,7 +196,7 @@ def encoded(
         tensor = tensor.encoded(quantized)
         # A rounded weight may be on the GPU, where codes are not
         float_value = float_graph.tensors[float_graph.by_name[name].params[key]]
-        tensor = tensor.mapped(partial(beside, float_value))
+        tensor = tensor.mapped(partial(deferred_like, float_value))
         tensors[name, role] = tensor
         if tensor.codes is not None and name in weights:
             weights[name].pop(key, None)

@@ -32,7 +32,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
-from quantizer.storage.allocator import GROWTH, give_back
+from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 
 _CHECKPOINT = "the checkpoint of calibration"
 
@@ -414,5 +414,5 @@ def run_calibration(request: CalibrationRequest) -> CalibrationState:
     for step in STEPS:
         if step.when(request, state):
             state = step.run(request, state)
-            give_back(GROWTH)
+            trim_heap(TRIM_AFTER_GROWTH)
     return state

@@ -41,8 +41,8 @@ from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.printable import json_text, one_line
 from quantizer.report import sensitivity
-from quantizer.report.files import READ, write_report
-from quantizer.results.folder import ANALYSIS, QuantInfo, open_written, read_info
+from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.results.folder import ANALYSIS_FILE, QuantInfo, open_written, read_info
 from quantizer.results.result_set import locked_as_opened
 from quantizer.results.same_calibration import check_model, check_plan
 from quantizer.seeding import seed_everything
@@ -204,8 +204,8 @@ def _print(result: AnalysisResult, options: AnalyzeOptions, *, stderr: bool) -> 
         console.print(sensitivity.ablation_table(result.tensors, view))
         lines.append(sensitivity.ablation_line(result.tensors))
     if result.analysis is not None:
-        console.print(sensitivity.table(result.analysis, result.choice, view))
-        lines += sensitivity.kept_lines(result.analysis, view)
+        console.print(sensitivity.analysis_table(result.analysis, result.choice, view))
+        lines += sensitivity.unanalysed_lines(result.analysis, view)
     for line in (*lines, *result.lines):
         # A path is not markup, and stays on one line
         console.print(Text(one_line(line)), soft_wrap=True)
@@ -311,8 +311,8 @@ def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
     """
     folder = reported.folder
     with locked_as_opened(reported.files):
-        write_json(folder / ANALYSIS, reported.sealed(content))
-        write_report(open_written(folder, READ))
+        write_json(folder / ANALYSIS_FILE, reported.sealed(content))
+        write_report(open_written(folder, REPORT_INPUTS))
 
 
 def _analyze_widths(

@@ -24,7 +24,7 @@ from quantizer.export import planned_refusals, refuse
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
-from quantizer.report.files import READ, write_report
+from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.checkpoint import Checkpoints, check_checkpoint
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked
@@ -91,7 +91,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
                 config=request.config,
                 run=header,
             )
-            opened = open_written(folder, READ)
+            opened = open_written(folder, REPORT_INPUTS)
             write_report(opened, commands=remember(opened, "calib", words_of(options)))
             checkpoints.remove()
     return _outcome(request, state, folder)

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from quantizer.errors import ResultError
-from quantizer.storage.opened_files import SetKind, open_files
+from quantizer.storage.opened_files import FileSetKind, open_files
 
-_PLAN = SetKind(
+_PLAN = FileSetKind(
     "plan.json",
     changed="",
     missing="",

@@ -15,11 +15,11 @@ from quantizer.printable import json_text
 from quantizer.report.difference import (
     Difference,
     Side,
-    difference,
+    compare_sides,
     difference_table,
     figure_lines,
-    of_folder,
-    of_plan,
+    side_of_folder,
+    side_of_plan,
 )
 
 
@@ -30,7 +30,7 @@ def of_folders(first: str, second: str, options: Options) -> Difference:
         ResultError: one is incomplete, or was changed.
         UsageError: they are of different models.
     """
-    return _show(of_folder(Path(first)), of_folder(Path(second)), options)
+    return _show(side_of_folder(Path(first)), side_of_folder(Path(second)), options)
 
 
 def of_configs(first: str, second: str, options: Options) -> Difference:
@@ -46,7 +46,7 @@ def of_configs(first: str, second: str, options: Options) -> Difference:
     paths: dict[str, str] = {}
     for plan in plans:
         paths |= path_names(plan.graph)
-    before, after = (of_plan(plan, paths) for plan in plans)
+    before, after = (side_of_plan(plan, paths) for plan in plans)
     return _show(before, after, options)
 
 
@@ -56,7 +56,7 @@ def _show(first: Side, second: Side, options: Options) -> Difference:
             f"the first is of {first.model}, the second of {second.model}",
             help="give results of one model",
         )
-    result = difference(first, second)
+    result = compare_sides(first, second)
     if options.json:
         click.echo(json_text(result.to_json()))
         return result

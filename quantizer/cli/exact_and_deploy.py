@@ -18,7 +18,7 @@ from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.report.dpu_tables import exact_table
-from quantizer.report.view import View
+from quantizer.report.view import TableView
 from quantizer.results.folder import QuantInfo
 from quantizer.sources.data import Batches
 from quantizer.storage.files import write_json
@@ -163,7 +163,7 @@ def deploy(
     )
 
 
-def _lines_of_file(path: Path, verified: Verification, view: View) -> list[str]:
+def _lines_of_file(path: Path, verified: Verification, view: TableView) -> list[str]:
     """Return the lines that are shown for a deployed file."""
     size = f"{size_on_disk(path) / 1024:.0f} kB"
     lines = [f"deployed: {path}, {size}; against test mode, {verified.figures()}"]

@@ -24,7 +24,7 @@ from quantizer.plan.remarks import plan_remarks
 from quantizer.printable import json_text
 from quantizer.report import dpu_tables, tables
 from quantizer.report.structure import structure_tables
-from quantizer.report.view import Listing, View
+from quantizer.report.view import Listing, TableView
 from quantizer.storage.files import write_text
 
 _COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
@@ -179,7 +179,7 @@ def _show_support(
     graph: Graph,
     verdict_of: dict[str, Verdict],
     reference: Graph,
-    view: View,
+    view: TableView,
 ) -> None:
     """Print the table, the approximations, the sources of limits, and the counts."""
     session.console().print(dpu_tables.support_table(graph, verdict_of, view))

@@ -46,7 +46,7 @@ from quantizer.errors import (
     pip_line,
 )
 from quantizer.printable import one_line
-from quantizer.sources.user_code import imported_once, raised
+from quantizer.sources.user_code import imported_once, user_error
 from quantizer.storage import process_memory
 from quantizer.storage.atomic_write import replace_file
 
@@ -284,7 +284,7 @@ def _run(arguments: list[str]) -> int:
             # click ends so after printing completions.
             raise
         # A property or hook of the model called exit().
-        failure = raised("the model", error, ModelError)
+        failure = user_error("the model", error, ModelError)
         _show(failure.message, failure.help)
         return failure.exit_code
     return code if isinstance(code, int) else 0
@@ -302,9 +302,9 @@ def _call(arguments: list[str]) -> Any:
         if isinstance(error, OutOfMemoryError) or not lacks_memory(error):
             raise
         message = "out of memory"
-        peak = process_memory.peak()
+        peak = process_memory.peak_bytes()
         if peak:
-            message += f"; this process used up to {process_memory.in_words(peak)}"
+            message += f"; this process used up to {process_memory.size_text(peak)}"
         remedy = (
             "use a smaller --batch_size or --memory; `quantizer plan` with the same options "
             "predicts the memory of a run"
@@ -322,7 +322,7 @@ def _show_usage(error: click.ClickException) -> None:
     """Print click's message about a wrong command line, without control characters."""
     text = io.StringIO()
     error.show(text)
-    click.echo(printable.lines(text.getvalue()), err=True, nl=False)
+    click.echo(printable.printable_lines(text.getvalue()), err=True, nl=False)
 
 
 def _show(message: str, help_text: str | None) -> None:
@@ -335,7 +335,7 @@ def _internal_error(error: Exception, arguments: list[str]) -> int:
     """Print the error. Its traceback goes to run.log in the result folder, or with --debug to
     the screen.
     """
-    details = printable.lines("".join(traceback.format_exception(error)))
+    details = printable.printable_lines("".join(traceback.format_exception(error)))
     where = "run it again with --debug to see the traceback"
     folder = _output_dir(arguments)
     if "--debug" in arguments:

@@ -15,9 +15,9 @@ from quantizer.cli.reproduction import remember, words_of_merge
 from quantizer.cli.session import Outcome
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
-from quantizer.report.files import READ, write_report
-from quantizer.results.calibrated import example_batch, recalled, stored_config
-from quantizer.results.folder import ORIGINS, QuantInfo, open_written, read_info
+from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.results.calibrated import example_batch, reuse_or_trace, stored_config
+from quantizer.results.folder import ORIGIN_FILES, QuantInfo, open_written, read_info
 from quantizer.results.merge import merged_data, require_mergeable, statistics_of
 from quantizer.results.result_set import locked
 from quantizer.results.same_calibration import check_model
@@ -65,13 +65,13 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
     first = infos[0]
     config = stored_config(first)
     # The places of settings in the user's config are those of the first calibration.
-    origins = {name: first.files[name].content() for name in ORIGINS}
+    origins = {name: first.files[name].content() for name in ORIGIN_FILES}
     require_mergeable(infos, config)
     seed_everything(infos[0].header["seed"])
     loaded = session.open_model(options)
     batch = example_batch(infos[0].header)
     with locked(folder), runlog.run_logged(folder, options):
-        original = recalled(loaded.module, batch, first)
+        original = reuse_or_trace(loaded.module, batch, first)
         check_model(infos[0], original)
         check_owner(folder, original.model, overwrite=options.overwrite)
         batches = Batches(
@@ -101,7 +101,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             run=header,
             origins=origins,
         )
-        opened = open_written(folder, READ)
+        opened = open_written(folder, REPORT_INPUTS)
         commands = remember(opened, "merge", words_of_merge(options, places))
         write_report(opened, commands=commands)
     tensors = len(state.plan.tensors)

@@ -22,7 +22,7 @@ from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.printable import json_text
 from quantizer.report import tables
-from quantizer.report.view import View
+from quantizer.report.view import TableView
 from quantizer.storage import process_memory
 from quantizer.storage.files import write_json
 
@@ -121,7 +121,7 @@ def peaks_of(
     }
 
 
-def _show_refused(refused: dict[str, list[Refusal]], model: str, view: View) -> None:
+def _show_refused(refused: dict[str, list[Refusal]], model: str, view: TableView) -> None:
     """Print for each target the tensors that it cannot express.
 
     Args:
@@ -142,7 +142,7 @@ def _show_refused(refused: dict[str, list[Refusal]], model: str, view: View) -> 
 
 def _show(
     plan: Plan,
-    view: View,
+    view: TableView,
     content: dict[str, Any],
     algorithms: Sequence[Algorithm],
 ) -> None:
@@ -172,6 +172,6 @@ def _show(
     peaks = []
     for mode, peak in content["peak_memory_bytes"].items():
         if peak is not None:
-            peaks.append(f"{mode} {process_memory.in_words(peak)}")
+            peaks.append(f"{mode} {process_memory.size_text(peak)}")
     if peaks:
         click.echo(f"peak memory: {', '.join(peaks)}")

@@ -9,8 +9,8 @@ from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.typed import refuse_typed
 from quantizer.printable import json_text, one_line
-from quantizer.report.files import PAGE, write_report
-from quantizer.report.plots import KINDS, write_events, write_plots
+from quantizer.report.files import REPORT_PAGE, write_report
+from quantizer.report.plots import PLOT_WRITERS, write_events, write_plots
 from quantizer.results.folder import read_info
 from quantizer.results.result_set import locked_as_opened
 
@@ -25,7 +25,7 @@ class ReportOptions(Options):
     plots_as: str = option(
         "Type of the files of --plots; png needs the extra plots.",
         default="svg",
-        type=click.Choice(list(KINDS)),
+        type=click.Choice(list(PLOT_WRITERS)),
     )
     tensorboard: str | None = option(
         "Also write figures and histograms for TensorBoard to DIR.",
@@ -61,4 +61,4 @@ def report_command(folder: str, options: ReportOptions) -> None:
     if options.json:
         click.echo(json_text(content))
     else:
-        click.echo(one_line(str(place / PAGE)))
+        click.echo(one_line(str(place / REPORT_PAGE)))

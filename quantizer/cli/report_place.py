@@ -10,7 +10,7 @@ from quantizer.cli import runlog
 from quantizer.cli.options import Options
 from quantizer.distributed import Ranks
 from quantizer.errors import ResultError
-from quantizer.results.folder import INFO, OpenedResults
+from quantizer.results.folder import INFO_FILE, OpenedResults
 from quantizer.results.result_set import ReadOnlyError, locked, locked_as_opened
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def report_place(
 
 def _require_no_results(place: Path) -> None:
     """Raise `ResultError` if a folder holds the results of another calibration."""
-    if (place / INFO).exists():
+    if (place / INFO_FILE).exists():
         raise ResultError(
             f"{place} holds the results of a calibration", help="choose another --report_dir"
         )

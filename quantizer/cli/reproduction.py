@@ -14,7 +14,7 @@ from typing import Any
 
 from quantizer.cli.options import RUN, Options, word_of
 from quantizer.errors import ResultError
-from quantizer.results.folder import COMMANDS, RUN_FILE, OpenedResults
+from quantizer.results.folder import COMMANDS_KEY, RUN_FILE, OpenedResults
 from quantizer.storage.files import read_json, write_json
 
 WITHOUT_EFFECT = frozenset(
@@ -118,7 +118,7 @@ def remember(
     commands = {**opened.commands, mode: list(words)}
     folder = place or opened.folder
     facts = _facts(folder)
-    facts[COMMANDS] = opened.sealed(commands)
+    facts[COMMANDS_KEY] = opened.sealed(commands)
     write_json(folder / RUN_FILE, facts)
     return commands
 
@@ -137,9 +137,9 @@ def with_config(words: Sequence[str], name: str) -> list[str]:
 def remembered(folder: Path) -> dict[str, Any]:
     """Return the commands in run.json as its part, empty if there are none."""
     facts = _facts(folder)
-    if COMMANDS not in facts:
+    if COMMANDS_KEY not in facts:
         return {}
-    return {COMMANDS: facts[COMMANDS]}
+    return {COMMANDS_KEY: facts[COMMANDS_KEY]}
 
 
 def _facts(folder: Path) -> dict[str, Any]:

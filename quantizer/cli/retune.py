@@ -17,11 +17,11 @@ from quantizer.config.wording import closest_word, counted
 from quantizer.errors import UsageError
 from quantizer.observers import BATCH_STATISTICS, RANGE_METHODS
 from quantizer.printable import json_text, one_line
-from quantizer.report.files import READ, write_report
+from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.calibrated_folder import CalibratedFolder
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, locked_as_opened
-from quantizer.results.retune import Change, Retuned, retuned
+from quantizer.results.retune import Change, Retuned, retune_activations
 from quantizer.results.write import check_owner
 
 
@@ -97,7 +97,7 @@ def retune(folder: str, options: RetuneOptions) -> None:
     place = Path(folder)
     before = CalibratedFolder(place)
     layers = _layers(options.layer, before) if options.layer else None
-    result = retuned(before, change, layers)
+    result = retune_activations(before, change, layers)
     target = Path(options.output_dir or place)
     if not options.dry_run:
         _write(before, result, target, overwrite=options.overwrite)
@@ -128,7 +128,7 @@ def _write(before: CalibratedFolder, result: Retuned, target: Path, *, overwrite
     with lock:
         check_owner(target, before.header["model"], overwrite=overwrite)
         result.write(target)
-        opened = open_written(target, READ)
+        opened = open_written(target, REPORT_INPUTS)
         commands = None
         calib_command = before.opened.commands.get("calib")
         if calib_command is not None:

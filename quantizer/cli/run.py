@@ -74,9 +74,9 @@ def run(options: Options) -> int:
         return 0
     session.show(outcome, options)
     is_silent = options.json or options.quiet or options.quant_mode == "float"
-    peak = process_memory.peak()
+    peak = process_memory.peak_bytes()
     if peak and not is_silent:
-        print(f"peak memory {process_memory.in_words(peak)}")
+        print(f"peak memory {process_memory.size_text(peak)}")
     if not options.json:
         for line in met(gates, outcome.metrics):
             print(line)

@@ -25,7 +25,7 @@ from quantizer.results.folder import RUN_FILE
 from quantizer.storage import process_memory
 from quantizer.storage.files import write_json, write_text
 
-_IMPORTS = process_memory.peak()
+_IMPORTS = process_memory.peak_bytes()
 """The memory that torch and the modules of a run take, in bytes."""
 
 
@@ -54,7 +54,7 @@ def run_logged(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[
         raise
     finally:
         logging.getLogger("quantizer").removeHandler(messages)
-        peak = process_memory.peak()
+        peak = process_memory.peak_bytes()
         over_imports = peak - _IMPORTS if peak and _IMPORTS else None
         facts = {
             "options": {word_of(name): getattr(options, name) for name in RUN},
@@ -77,5 +77,5 @@ def run_logged(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[
         text = one_line(f"{facts['started']} quantizer {' '.join(sys.argv[1:])}") + "\n"
         for record in messages.buffer:
             text += one_line(record.getMessage()) + "\n"
-        text += printable.lines(log) + one_line(outcome) + "\n"
+        text += printable.printable_lines(log) + one_line(outcome) + "\n"
         write_text(folder / "run.log", text)

@@ -29,7 +29,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan
 from quantizer.printable import json_text, one_line
-from quantizer.results.calibrated import recalled, traced
+from quantizer.results.calibrated import reuse_or_trace, trace_module
 from quantizer.results.folder import OpenedResults
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, TEXTS, Batches, find_files, load_batches
@@ -236,7 +236,7 @@ def trace_model(
     first = batches.first().to(device_of(options))
     # torch.export imports it.
     with process_memory.importing("torch._dynamo"):
-        return traced(loaded.module, first, compared=compared)
+        return trace_module(loaded.module, first, compared=compared)
 
 
 def recall_graph(
@@ -246,7 +246,7 @@ def recall_graph(
     stored one.
     """
     first = batches.first().to(device_of(options))
-    return recalled(loaded.module, first, info)
+    return reuse_or_trace(loaded.module, first, info)
 
 
 def resolved_plan(

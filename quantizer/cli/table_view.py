@@ -14,13 +14,13 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.plan.match import advice, match
 from quantizer.report.tables import layer_table
-from quantizer.report.view import View
+from quantizer.report.view import TableView
 
 _TERMINAL_ROWS = 15
 """Rows of a table of layers on a terminal, without `--top`."""
 
 
-def table_view(options: Options, graph: Graph, *, stderr: bool = False) -> View:
+def table_view(options: Options, graph: Graph, *, stderr: bool = False) -> TableView:
     """Return the view of a graph's layers that `--names` and `--top` ask for."""
     return view_of(options, path_names(graph), stderr=stderr)
 
@@ -30,7 +30,7 @@ def view_of(
     paths: Mapping[str, str],
     *,
     stderr: bool = False,
-) -> View:
+) -> TableView:
     """Return the view that `--names` and `--top` ask for.
 
     By default a terminal gets module paths and few rows, a pipe or file exact names and all
@@ -47,10 +47,10 @@ def view_of(
     rows = None if isinstance(top, str) else top
     if not by_path:
         paths = {}
-    return View(paths, rows)
+    return TableView(paths, rows)
 
 
-def filtered_view(options: Options, graph: Graph, original: Graph) -> View:
+def filtered_view(options: Options, graph: Graph, original: Graph) -> TableView:
     """Return the view of a graph's layers, only those of `--filter` if it is given.
 
     Raises:

@@ -42,9 +42,9 @@ from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables
-from quantizer.report.files import report_of, write_report
-from quantizer.report.view import View
-from quantizer.results.calibrated import Calibrated, reopened, window_length
+from quantizer.report.files import make_report, write_report
+from quantizer.report.view import TableView
+from quantizer.results.calibrated import Calibrated, reopen_calibration, window_length
 from quantizer.results.folder import QuantInfo, read_info
 from quantizer.results.same_calibration import check_plan
 from quantizer.sources.batches import Batch
@@ -82,7 +82,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if not ranks.is_alone:
             _require_alike(ranks, info, original)
         first = batches.first().to(session.device_of(options))
-        calibrated = reopened(loaded.module, first, original, info)
+        calibrated = reopen_calibration(loaded.module, first, original, info)
         info = replace(info, solution=calibrated.solution)
         graph = calibrated.graph
         if read is not None:
@@ -233,7 +233,7 @@ def _noted(scores: Scores) -> dict[str, Any]:
 
 
 def _report(
-    view: View,
+    view: TableView,
     info: QuantInfo,
     scores: Scores,
     stamp: str | None,
@@ -249,12 +249,12 @@ def _report(
     specs = {key: tensor.spec for key, tensor in info.solution.tensors.items()}
     rows = tables.layer_rows(compared, specs)
     stamp = stamp or info.header.get("stamp")
-    report = tables.report(scores, rows, stamp)
+    report = tables.report_values(scores, rows, stamp)
     if gates:
         report["gates"] = gates
     shown: list[RenderableType] = [tables.damage_table(rows, view)]
     if place is None:
-        values, _ = report_of(info, report, commands)
+        values, _ = make_report(info, report, commands)
     else:
         values = write_report(info, report, place, commands=commands)
         write_text(place / "layers.csv", tables.as_csv(rows))

@@ -2,7 +2,7 @@
 
 import click
 
-from quantizer.storage.process_memory import parsed
+from quantizer.storage.process_memory import parse_size
 
 
 def rows_shown(text: str) -> int | str:
@@ -25,7 +25,7 @@ def memory_size(text: str) -> int:
         BadParameter: it is no size.
     """
     try:
-        return parsed(text)
+        return parse_size(text)
     except ValueError:
         raise click.BadParameter(
             f"{text!r} is no size of memory; write 8GB or 512MB, for example."

@@ -4,12 +4,12 @@ from quantizer.distributed.alike import require_alike
 from quantizer.distributed.ranks import (
     ALONE,
     Ranks,
-    in_turn,
+    merge_in_batch_order,
 )
 
 __all__ = [
     "ALONE",
     "Ranks",
-    "in_turn",
+    "merge_in_batch_order",
     "require_alike",
 ]

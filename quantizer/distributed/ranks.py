@@ -105,7 +105,7 @@ ALONE = Ranks()
 """A run of one process."""
 
 
-def in_turn(lists: Iterable[Iterable[_T]]) -> list[_T]:
+def merge_in_batch_order(lists: Iterable[Iterable[_T]]) -> list[_T]:
     """Merge lists of each rank's batches into one list in the order of batches.
 
     >>> in_turn([["0", "3", "6"], ["1", "4"], ["2", "5"]])

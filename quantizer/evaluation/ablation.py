@@ -21,7 +21,7 @@ from quantizer.nn.layer import Layer
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import decibel
 from quantizer.plan.model import Key
-from quantizer.sources.batches import Batch, naming_batch
+from quantizer.sources.batches import Batch, prefix_batch_errors
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def ablate(
         reference_measure = measure.of(parts_named_as(reference.graph, user.graph))
     with torch.no_grad():
         for batch in batches:
-            with naming_batch(len(signal)):
+            with prefix_batch_errors(len(signal)):
                 float_run = reference.start(batch.args, batch.kwargs)
                 quantized_run = quantized.start(batch.args, batch.kwargs)
                 signal.append(reference_measure.expect(float_run.branch()))

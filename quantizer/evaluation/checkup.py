@@ -77,10 +77,10 @@ def check_machine(device: str, folder: Path) -> Iterator[CheckResult]:
     if torch.cuda.is_available() and device == "cpu":
         text = "there is a GPU, but this run would use the CPU"
         yield CheckResult("machine", "note", text, "add --device cuda")
-    memory = process_memory.available()
+    memory = process_memory.available_bytes()
     if memory is not None:
         yield CheckResult(
-            "machine", "ok", f"{process_memory.in_words(memory)} of memory are free"
+            "machine", "ok", f"{process_memory.size_text(memory)} of memory are free"
         )
     yield from _check_disk(folder.absolute())
     for extra, packages in EXTRAS.items():
@@ -98,7 +98,7 @@ def _check_disk(folder: Path) -> Iterator[CheckResult]:
             "machine", "error", f"{folder} is not writable", "choose another --output_dir"
         )
     free = shutil.disk_usage(folder).free
-    text = f"{process_memory.in_words(free)} of disk are free at {folder}"
+    text = f"{process_memory.size_text(free)} of disk are free at {folder}"
     if free < MIN_DISK:
         remedy = "free some space: results and temporary files are written here and to TMPDIR"
         yield CheckResult("machine", "warning", text, remedy)
@@ -225,15 +225,15 @@ def _channel_ratio(plan: Plan, name: str) -> float:
 
 def check_memory(peaks: Iterable[tuple[str, int | None]]) -> Iterator[CheckResult]:
     """Check whether the free memory is enough for the predicted peaks, in bytes."""
-    free = process_memory.available()
-    used = process_memory.resident() or 0
+    free = process_memory.available_bytes()
+    used = process_memory.resident_bytes() or 0
     for mode, peak in peaks:
         if peak is None or free is None:
             continue
-        text = f"{mode} mode takes about {process_memory.in_words(peak)}"
+        text = f"{mode} mode takes about {process_memory.size_text(peak)}"
         if peak - used <= free:
             yield CheckResult("memory", "ok", text)
         else:
-            text += f", but only {process_memory.in_words(free)} are free"
+            text += f", but only {process_memory.size_text(free)} are free"
             remedy = "use a smaller --batch_size, or limit it with --memory"
             yield CheckResult("memory", "error", text, remedy)

@@ -27,10 +27,10 @@ from quantizer.comparison.output_figures import (
 )
 from quantizer.comparison.perplexity import TokenLoss, next_tokens
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.distributed import ALONE, Ranks, in_turn
+from quantizer.distributed import ALONE, Ranks, merge_in_batch_order
 from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
-from quantizer.sources.batches import Batch, naming_batch
+from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
 
 _BATCHES_BETWEEN_EXCHANGES = 16
@@ -272,7 +272,7 @@ def over_batches(
     with torch.no_grad():
         for count, batch in enumerate(batches, 1):
             if ranks.owns(count - 1):
-                with naming_batch(count - 1):
+                with prefix_batch_errors(count - 1):
                     run(batch)
             if count % (_BATCHES_BETWEEN_EXCHANGES * ranks.world_size) == 0:
                 exchange(count)
@@ -343,7 +343,7 @@ def compare(
 
     def exchange(count: int) -> None:
         gathered = ranks.gather(results, f"the comparison of {count} batches")
-        for result in in_turn(gathered):
+        for result in merge_in_batch_order(gathered):
             total.merge(result)
         results.clear()
 

@@ -27,7 +27,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.output_names import unused_names
 from quantizer.graph.output_parts import Output, output_parts, parts_named_as
 from quantizer.nn.network import Network
-from quantizer.results.calibrated import Calibrated, call_of_shapes
+from quantizer.results.calibrated import Calibrated, call_with_shapes
 from quantizer.sources.batches import Batch
 
 
@@ -226,7 +226,7 @@ class Deployment:
                 sizes = shapes[index]
                 assert sizes is not None
                 sizes[axis] = length.traced
-        call = call_of_shapes(self.args, self.kwargs, shapes)
+        call = call_with_shapes(self.args, self.kwargs, shapes)
         # The call has the inputs of the graph.
         assert call is not None
         return call

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
-from quantizer.sources.deferred_checkpoint import WEIGHTS
-from quantizer.sources.hugging_face import CONFIG
+from quantizer.sources.deferred_checkpoint import CHECKPOINT_FILE
+from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG
 from quantizer.storage.files import read_json, write_json
 from quantizer.storage.tensor_shards import write_shards
 
@@ -42,7 +42,7 @@ def source_folder(model: nn.Module) -> Path | None:
     if not isinstance(name, str) or not name:
         return None
     folder = Path(name)
-    return folder if (folder / CONFIG).is_file() else None
+    return folder if (folder / HUGGING_FACE_CONFIG).is_file() else None
 
 
 def model_config(model: nn.Module) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     folder = source_folder(model)
     config: Any = getattr(model, "config", None)
     if folder is not None:
-        content = read_json(folder / CONFIG)
+        content = read_json(folder / HUGGING_FACE_CONFIG)
     elif hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
     else:
@@ -91,8 +91,8 @@ def write_folder(
         UsageError: the model has no config of transformers.
         ResultError: the folder cannot be written.
     """
-    write_json(folder / CONFIG, model_config(model) | {QUANTIZATION: quantization})
-    write_shards(folder / WEIGHTS, tensors, {"format": "pt"})
+    write_json(folder / HUGGING_FACE_CONFIG, model_config(model) | {QUANTIZATION: quantization})
+    write_shards(folder / CHECKPOINT_FILE, tensors, {"format": "pt"})
     source = source_folder(model)
     if source is not None:
         for name in COPIED_FILES:

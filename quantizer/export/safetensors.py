@@ -22,7 +22,7 @@ from quantizer.nn.network import Network
 from quantizer.numerics.codes import decode
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 from quantizer.storage.files import deferred_tensors, write_tensors
-from quantizer.storage.safetensors_file import metadata
+from quantizer.storage.safetensors_file import read_metadata
 
 _FORMAT = 2
 _CORRECTION = ".bias_correction"
@@ -101,7 +101,7 @@ def load(path: Path) -> dict[str, Tensor]:
 def _decoded(path: Path) -> dict[str, DeferredTensor]:
     """Return the parameters of a file, each decoded when it is needed."""
     tensors = deferred_tensors(path)
-    description = json.loads(metadata(path).get(_METADATA_KEY, "{}"))
+    description = json.loads(read_metadata(path).get(_METADATA_KEY, "{}"))
     if description.get("format") != _FORMAT:
         raise ResultError(
             f"{path} is not a deployed network of this version",

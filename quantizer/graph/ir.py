@@ -260,7 +260,7 @@ class Graph:
         tensors = dict(self.tensors)
         for path, tensor in tensors.items():
             if isinstance(tensor, DeferredTensor):
-                tensors[path] = tensor.at(device)
+                tensors[path] = tensor.on_device(device)
             else:
                 tensors[path] = tensor.to(device)
         nodes = tuple(node.on(device) for node in self.nodes)

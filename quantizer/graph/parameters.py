@@ -60,7 +60,7 @@ def placed(
             if isinstance(tensor, DeferredTensor):
                 deferred.append((parameters, name, tensor))
                 moved[id(tensor)] = nn.Parameter(
-                    tensor.at(device), requires_grad=tensor.requires_grad
+                    tensor.on_device(device), requires_grad=tensor.requires_grad
                 )
     for parameters, name, _ in deferred:
         parameters[name] = None  # `to` would read it

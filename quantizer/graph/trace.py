@@ -31,7 +31,7 @@ from quantizer.graph.lengths import (
 from quantizer.graph.names import check_names
 from quantizer.graph.parameters import without_values
 from quantizer.graph.program_nodes import marked
-from quantizer.storage.process_memory import uncollected
+from quantizer.storage.process_memory import pause_garbage_collection
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ def _export(
             shapes = _dynamic_shapes(module, (args, kwargs), batch, lengths)
         with (
             quiet(),
-            uncollected(),
+            pause_garbage_collection(),
             torch.no_grad(),
             marked(module),
             _recurrent_weights_restored(module),

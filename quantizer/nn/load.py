@@ -22,14 +22,14 @@ from quantizer.numerics.codes import packed_shape, storage_dtype, unpack
 from quantizer.numerics.two_level import unpack_scales
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import (
+    FileSetKind,
     OpenedFiles,
     OpenFile,
-    SetKind,
     json_digest,
     open_files,
 )
 from quantizer.storage.safetensors_file import deferred_file
-from quantizer.storage.tensor_shards import shards_of
+from quantizer.storage.tensor_shards import tensor_files_of
 
 WEIGHTS_FILE = "weights.safetensors"
 CORRECTIONS = "bias_corr.safetensors"
@@ -39,10 +39,10 @@ GROUP_SCALES = "qparams.safetensors"
 Scales are float32, or packed to fewer bits by `numerics.two_level`, and then may have a
 `.global_scale`.
 """
-INFO = "quant_info.json"
+INFO_FILE = "quant_info.json"
 _FILES_OF_TENSORS = (WEIGHTS_FILE, CORRECTIONS, GROUP_SCALES)
-_KIND = SetKind(
-    INFO,
+_KIND = FileSetKind(
+    INFO_FILE,
     changed="was changed after calibration",
     missing="run --quant_mode calib first",
     again="run --quant_mode calib again",
@@ -56,7 +56,7 @@ def load(network: nn.Module, file: str) -> None:
         ResultError: the folder of `file` has no calibration, or a file of it was changed.
     """
     opened = open_files(Path(file).parent, _KIND, _digests)
-    info = _info(opened[INFO])
+    info = _info(opened[INFO_FILE])
     weights = _load_tensors(opened, WEIGHTS_FILE)
     stored = weights | _load_tensors(opened, GROUP_SCALES)
     corrections = _load_tensors(opened, CORRECTIONS)
@@ -108,7 +108,7 @@ def _digests(index: OpenFile) -> dict[str, str]:
     files = _info(index)["header"]["files"]
     digests: dict[str, str] = {}
     for name in _FILES_OF_TENSORS:
-        for shard in shards_of(name, files):
+        for shard in tensor_files_of(name, files):
             digests[shard] = files[shard]
     return digests
 
@@ -116,7 +116,7 @@ def _digests(index: OpenFile) -> dict[str, str]:
 def _load_tensors(opened: OpenedFiles, name: str) -> dict[str, Tensor]:
     """Return the tensors of `name`, which may be split into several files."""
     tensors: dict[str, Tensor] = {}
-    for shard in shards_of(name, opened.names):
+    for shard in tensor_files_of(name, opened.names):
         for key, tensor in deferred_file(opened[shard]).items():
             tensors[key] = tensor.load()
     return tensors

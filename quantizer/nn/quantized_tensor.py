@@ -30,7 +30,7 @@ class QuantizedTensor:
     codes: Tensor | None = None
     dtype: torch.dtype = torch.float32
 
-    def at(
+    def with_qparams(
         self,
         qparams: QParams,
     ) -> QuantizedTensor:

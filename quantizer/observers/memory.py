@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
-from quantizer.distributed import in_turn
+from quantizer.distributed import merge_in_batch_order
 from quantizer.numerics.histogram import Histogram
 from quantizer.numerics.registry import lookup
 from quantizer.observers.methods import RANGE_METHODS, WITHOUT_HISTOGRAM
@@ -221,7 +221,7 @@ class RangeMemory(Memory):
         for other in others:
             assert isinstance(other, RangeMemory)
             columns.append(list(other._batches()))
-        batches = in_turn(columns)
+        batches = merge_in_batch_order(columns)
         if not batches:
             return
         merged = torch.stack(batches)

@@ -20,8 +20,13 @@ from quantizer.observers import Observer
 from quantizer.plan.model import Key
 from quantizer.plan.size import parameter_bytes
 from quantizer.report.distribution import TensorDistribution
-from quantizer.report.tables import describe_spec, figures_by_tensor, finite
-from quantizer.results.folder import ALGORITHMS, ANALYSIS, STATISTICS, OpenedResults
+from quantizer.report.tables import describe_spec, figures_by_tensor, finite_or_none
+from quantizer.results.folder import (
+    ALGORITHMS_FILE,
+    ANALYSIS_FILE,
+    STATISTICS_FILE,
+    OpenedResults,
+)
 from quantizer.results.validation import checked_json
 from quantizer.storage.files import deferred_tensors
 
@@ -41,7 +46,7 @@ _TensorStatistics = dict[Key, dict[str, Tensor]]
 """What observers kept, by tensor and name."""
 
 
-def content(
+def collect_report(
     opened: OpenedResults,
     tested: JsonMapping,
     commands: Mapping[str, list[str]] | None = None,
@@ -56,13 +61,13 @@ def content(
     Raises:
         ResultError: a file is missing or damaged.
     """
-    analysis = opened.about(ANALYSIS)
+    analysis = opened.about(ANALYSIS_FILE)
     analysis.pop("calibration", None)
     algorithms = None
-    if ALGORITHMS in opened.files:
-        algorithms = checked_json(opened.files[ALGORITHMS])
-    tensors = deferred_tensors(opened.files[STATISTICS])
-    values = _content(opened, tested, _by_tensor(tensors))
+    if ALGORITHMS_FILE in opened.files:
+        algorithms = checked_json(opened.files[ALGORITHMS_FILE])
+    tensors = deferred_tensors(opened.files[STATISTICS_FILE])
+    values = _collect_results(opened, tested, _group_by_tensor(tensors))
     if commands is None:
         commands = opened.commands
     lines = []
@@ -75,7 +80,7 @@ def content(
     return values
 
 
-def _content(
+def _collect_results(
     opened: OpenedResults,
     tested: JsonMapping,
     statistics: _TensorStatistics,
@@ -107,7 +112,7 @@ def _content(
         "passes": tested.get("passes"),
         "stamp": tested.get("stamp", header.get("stamp")),
         "weight_bytes": plan["weight_bytes"],
-        "layers": sorted(rows, key=_damage),
+        "layers": sorted(rows, key=_sort_key_of_damage),
         "paths": plan["paths"],
         "floats": floats,
         "config": plan.get("config"),
@@ -127,13 +132,13 @@ def _config_line(origins: list[str], name: str) -> int | None:
     return max(lines, default=None)
 
 
-def _damage(row: JsonMapping) -> float:
+def _sort_key_of_damage(row: JsonMapping) -> float:
     """Return the SQNR that rows are sorted by. Those without one come last."""
     sqnr_db: float | None = row["local_sqnr_db"]
     return math.inf if sqnr_db is None else sqnr_db
 
 
-def _by_tensor(tensors: Mapping[str, Tensor]) -> _TensorStatistics:
+def _group_by_tensor(tensors: Mapping[str, Tensor]) -> _TensorStatistics:
     """Return the statistics of each tensor, by their names."""
     statistics: _TensorStatistics = {}
     for key, tensor in tensors.items():
@@ -148,7 +153,7 @@ def _tensor_rows(
     statistics: _TensorStatistics,
 ) -> Iterator[JsonObject]:
     """Yield a row for each quantized tensor, in the order of execution."""
-    observed = _observed(plan, statistics)
+    observed = _statistics_by_value(plan, statistics)
     for order, node in enumerate(plan["layers"]):
         layer = node["name"]
         for role, planned in node.get("tensors", {}).items():
@@ -166,7 +171,7 @@ def _tensor_rows(
                 "origins": sorted(origins),
             }
             if "observed_min" in entry:
-                row |= _range(entry)
+                row |= _observed_range(entry)
             if is_parameter(role):
                 if "codes" in entry:
                     row["bytes"] = _stored_bytes(entry, spec)
@@ -185,11 +190,11 @@ def _stored_bytes(entry: JsonMapping, spec: QuantizationSpec) -> int:
     if "scale_shape" in entry:
         scales = torch.Size(entry["scale_shape"]).numel()
     else:
-        scales = len(_flat(entry.get("scale", 1.0)))
+        scales = len(_flatten(entry.get("scale", 1.0)))
     return parameter_bytes(values, spec, scales)
 
 
-def _observed(
+def _statistics_by_value(
     plan: JsonMapping,
     statistics: _TensorStatistics,
 ) -> _TensorStatistics:
@@ -207,10 +212,10 @@ def _observed(
     return observed
 
 
-def _range(entry: JsonMapping) -> JsonObject:
+def _observed_range(entry: JsonMapping) -> JsonObject:
     """Return the least and the greatest value, and those of each channel."""
-    lows = _flat(entry["observed_min"])
-    highs = _flat(entry["observed_max"])
+    lows = _flatten(entry["observed_min"])
+    highs = _flatten(entry["observed_max"])
     row: JsonObject = {"low": min(lows), "high": max(highs)}
     if len(lows) == 1:
         return row
@@ -264,11 +269,11 @@ def _distribution(
     if spec.dtype == "int" and spec.bit_width <= _MAX_CODE_BITS:
         row["codes_used"] = distribution.codes_used(qparams)
     if spec.statistic != POOLED and "batches" in own_statistics:
-        row["batches"] = _sufficiency(own_statistics["batches"] + 0, distribution)
+        row["batches"] = _stability_curve(own_statistics["batches"] + 0, distribution)
     return row
 
 
-def _sufficiency(ranges: Tensor, distribution: TensorDistribution) -> JsonObject:
+def _stability_curve(ranges: Tensor, distribution: TensorDistribution) -> JsonObject:
     """Return what was known after so many batches: the limits, the SQNR of the scale, and after
     how many batches the scale is stable.
     """
@@ -290,7 +295,7 @@ def _sufficiency(ranges: Tensor, distribution: TensorDistribution) -> JsonObject
         qparams = observer.qparams()
         scales.append(float(qparams.scale))
         curve["limits"].append(distribution.limits(qparams))
-        curve["sqnr_db"].append(finite(distribution.sqnr_db(qparams)))
+        curve["sqnr_db"].append(finite_or_none(distribution.sqnr_db(qparams)))
     curve["stable_after"] = curve["counts"][0]
     for next_count, scale in zip(curve["counts"][1:], scales, strict=False):
         if abs(scale / scales[-1] - 1) > _STABLE:
@@ -298,11 +303,11 @@ def _sufficiency(ranges: Tensor, distribution: TensorDistribution) -> JsonObject
     return curve
 
 
-def _flat(value: Any) -> list[float]:
+def _flatten(value: Any) -> list[float]:
     """Return one number, or several in nested lists, as one list."""
     if not isinstance(value, list):
         return [value]
     numbers = []
     for item in value:
-        numbers += _flat(item)
+        numbers += _flatten(item)
     return numbers

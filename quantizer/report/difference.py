@@ -13,9 +13,9 @@ from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.evaluation.scores import DROP, RATIO
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import weight_bytes
-from quantizer.report.tables import figures_by_tensor, finite, number_text
-from quantizer.report.view import Listing, View
-from quantizer.results.folder import REPORT, read_info
+from quantizer.report.tables import figures_by_tensor, finite_or_none, number_text
+from quantizer.report.view import Listing, TableView
+from quantizer.results.folder import REPORT_FILE, read_info
 from quantizer.sources.directions import BY_NAME, Directions
 
 _SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
@@ -62,7 +62,7 @@ class Difference:
         """Return the difference for programs, with infinite figures as null."""
         figures = {}
         for name, values in self.figures.items():
-            figures[name] = list(map(finite, values))
+            figures[name] = list(map(finite_or_none, values))
         return {
             "tensors": self.rows,
             "figures": figures,
@@ -71,7 +71,7 @@ class Difference:
         }
 
 
-def of_folder(place: Path) -> Side:
+def side_of_folder(place: Path) -> Side:
     """Return what a result folder holds, with SQNRs if it was tested.
 
     Raises:
@@ -79,7 +79,7 @@ def of_folder(place: Path) -> Side:
     """
     opened = read_info(place)
     plan = opened.plan
-    tested = opened.about(REPORT)
+    tested = opened.about(REPORT_FILE)
     measured = figures_by_tensor(tested)
     tensors = {}
     for layer, roles in opened.entries.items():
@@ -147,14 +147,14 @@ def _output_sqnr_db(row: JsonMapping) -> float | None:
     return math.inf if row["equal"] == 1 else -math.inf
 
 
-def of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
+def side_of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
     """Return what a config does to a model whose layers have these module paths."""
     tensors = {key: {"spec": tensor.spec.to_json()} for key, tensor in plan.tensors.items()}
     _, quantized_bytes = weight_bytes(plan)
     return Side(plan.graph.model, tensors, {"weight_bytes": quantized_bytes}, paths)
 
 
-def difference(first: Side, second: Side) -> Difference:
+def compare_sides(first: Side, second: Side) -> Difference:
     """Return what differs, in the order of the first side."""
     rows = []
     tensors = {**first.tensors, **second.tensors}
@@ -244,7 +244,7 @@ def _is_worse(
     return loss == math.inf or loss > _NEGLIGIBLE * abs(before)
 
 
-def difference_table(different: Difference, view: View) -> Listing:
+def difference_table(different: Difference, view: TableView) -> Listing:
     """Return the tensors that differ. Those whose SQNR fell most are shown first."""
     lines = []
     ranks: list[float | None] = []

@@ -8,10 +8,10 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.integer import HARDSWISH_POSITION, LEAKY_SLOPE, SIXTH
 from quantizer.plan.dpu_support import Verdict
 from quantizer.report.tables import shape_text
-from quantizer.report.view import Listing, View
+from quantizer.report.view import Listing, TableView
 
 
-def exact_table(comparison: ExactComparison, view: View) -> Listing:
+def exact_table(comparison: ExactComparison, view: TableView) -> Listing:
     """Return a row per tensor with codes, in execution order. Those with the most wrong codes
     are shown first.
     """
@@ -38,7 +38,7 @@ def exact_table(comparison: ExactComparison, view: View) -> Listing:
 def support_table(
     graph: Graph,
     verdicts: Mapping[str, Verdict],
-    view: View,
+    view: TableView,
 ) -> Listing:
     """Return a row per layer: what runs it, and why not the DPU. The layers that the DPU cannot
     run are shown first.

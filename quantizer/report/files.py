@@ -8,18 +8,24 @@ from pathlib import Path
 
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.errors import DAMAGE_ERRORS, ResultError
-from quantizer.report.content import content
+from quantizer.report.content import collect_report
 from quantizer.report.page.page import page
-from quantizer.results.folder import ALGORITHMS, PLAN, REPORT, STATISTICS, OpenedResults
+from quantizer.results.folder import (
+    ALGORITHMS_FILE,
+    PLAN_FILE,
+    REPORT_FILE,
+    STATISTICS_FILE,
+    OpenedResults,
+)
 from quantizer.storage.files import write_json, write_text
 
-PAGE = "report.html"
-READ = (PLAN, STATISTICS, ALGORITHMS)
+REPORT_PAGE = "report.html"
+REPORT_INPUTS = (PLAN_FILE, STATISTICS_FILE, ALGORITHMS_FILE)
 """The files that a report is made of, beside quant_info.json."""
 Commands = Mapping[str, list[str]]
 
 
-def report_of(
+def make_report(
     opened: OpenedResults,
     tested: JsonMapping,
     commands: Commands | None = None,
@@ -35,7 +41,7 @@ def report_of(
         ResultError: a file is missing or damaged.
     """
     try:
-        text = json.dumps(content(opened, tested, commands), sort_keys=True)
+        text = json.dumps(collect_report(opened, tested, commands), sort_keys=True)
         # The same values as those who read the file get.
         values: JsonObject = json.loads(text)
         return values, page(values)
@@ -68,9 +74,9 @@ def write_report(
         ResultError: a file is damaged, or cannot be written.
     """
     if tested is None:
-        tested = opened.about(REPORT)
-    values, html = report_of(opened, tested, commands)
+        tested = opened.about(REPORT_FILE)
+    values, html = make_report(opened, tested, commands)
     folder = place or opened.folder
-    write_json(folder / REPORT, opened.sealed(values))
-    write_text(folder / PAGE, html)
+    write_json(folder / REPORT_FILE, opened.sealed(values))
+    write_text(folder / REPORT_PAGE, html)
     return values

@@ -10,7 +10,7 @@ from typing import Any
 from quantizer.config.json_types import JsonMapping
 from quantizer.errors import ResultError, UsageError, pip_line
 from quantizer.report.page.figures import figures, standalone
-from quantizer.report.page.rows import in_order, name_of
+from quantizer.report.page.rows import layer_name, rows_in_order
 from quantizer.storage.atomic_write import remove_left_over
 from quantizer.storage.files import write_bytes
 
@@ -31,7 +31,7 @@ def _png(drawing: str) -> bytes:
     return bytes(resvg_py.svg_to_bytes(svg_string=drawing, zoom=_PIXELS))
 
 
-KINDS: Mapping[str, Callable[[str], bytes]] = {"svg": _svg, "png": _png}
+PLOT_WRITERS: Mapping[str, Callable[[str], bytes]] = {"svg": _svg, "png": _png}
 """The types of files, and what makes their content."""
 
 
@@ -43,12 +43,12 @@ def write_plots(values: JsonMapping, folder: Path, kind: str = "svg") -> list[Pa
         UsageError: there is no such kind, or its package is missing.
         ResultError: a file cannot be written.
     """
-    if kind not in KINDS:
+    if kind not in PLOT_WRITERS:
         raise UsageError(
             f"there are no plots of kind {kind!r}",
-            help=f"known are {', '.join(KINDS)}",
+            help=f"known are {', '.join(PLOT_WRITERS)}",
         )
-    to_bytes = KINDS[kind]
+    to_bytes = PLOT_WRITERS[kind]
     remove_left_over(folder)
     written = []
     for name, drawing in figures(values):
@@ -82,8 +82,8 @@ def _add_report(writer: Any, content: JsonMapping) -> None:
     for name, value in content["metrics"].items():
         if value is not None:
             writer.add_scalar(f"metric/{name}", value)
-    for row in in_order(content):
-        layer = name_of(content, row["layer"])
+    for row in rows_in_order(content):
+        layer = layer_name(content, row["layer"])
         tensor = f"{layer}/{row['tensor']}"
         for figure in ("local_sqnr_db", "accumulated_sqnr_db"):
             sqnr_db = row[figure]

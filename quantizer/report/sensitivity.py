@@ -5,16 +5,16 @@ Nothing is run.
 from quantizer.config.json_types import JsonObject
 from quantizer.evaluation.ablation import Ablation, Effect
 from quantizer.evaluation.analyze import Analysis, WeightRow, WidthChoice, budget_curve
-from quantizer.report.tables import finite
-from quantizer.report.view import Listing, View
+from quantizer.report.tables import finite_or_none
+from quantizer.report.view import Listing, TableView
 
 _WEIGHT_TITLES = ("layer", "weights", "config bits")
 
 
-def table(
+def analysis_table(
     analysis: Analysis,
     choice: WidthChoice | None,
-    view: View,
+    view: TableView,
 ) -> Listing:
     """Return a row per weight: with a choice, its width; without one, what each width costs,
     the most sensitive weight first.
@@ -24,7 +24,7 @@ def table(
     return _choice_table(analysis, choice, view)
 
 
-def _sensitivity_table(analysis: Analysis, view: View) -> Listing:
+def _sensitivity_table(analysis: Analysis, view: TableView) -> Listing:
     """Return how far the noise at each width lies below the output, in dB."""
     total = sum(row.noise[0] for row in analysis.rows)
     lines = []
@@ -46,7 +46,7 @@ def _sensitivity_table(analysis: Analysis, view: View) -> Listing:
 def _choice_table(
     analysis: Analysis,
     choice: WidthChoice,
-    view: View,
+    view: TableView,
 ) -> Listing:
     """Return the chosen widths and their shares of the predicted noise. The largest shares are
     shown first.
@@ -72,7 +72,7 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
-def kept_lines(analysis: Analysis, view: View) -> list[str]:
+def unanalysed_lines(analysis: Analysis, view: TableView) -> list[str]:
     """Return a line for each quantized weight that has no choice."""
     lines = []
     for name, why in analysis.kept.items():
@@ -88,7 +88,7 @@ def analysis_json(
     layers = []
     widths = list(map(str, analysis.widths))
     for position, row in enumerate(analysis.rows):
-        noises = [finite(noise / analysis.energy) for noise in row.noise]
+        noises = [finite_or_none(noise / analysis.energy) for noise in row.noise]
         entry: JsonObject = {
             "layers": list(row.candidate.layers),
             "weights": row.values,
@@ -116,7 +116,7 @@ def _size_json(analysis: Analysis, choice: WidthChoice) -> JsonObject:
     noise = analysis.total(choice)
     return {
         "weight_bytes": analysis.bytes(choice),
-        "predicted_db": finite(analysis.db(noise)),
+        "predicted_db": finite_or_none(analysis.db(noise)),
     }
 
 
@@ -129,7 +129,7 @@ def choice_json(
     return {
         "mean_bits": analysis.mean_bits(choice),
         **_size_json(analysis, choice),
-        "measured_db": finite(analysis.db(measured)),
+        "measured_db": finite_or_none(analysis.db(measured)),
     }
 
 
@@ -157,18 +157,18 @@ def ablation_json(ablation: Ablation) -> JsonObject:
         row = {
             "layer": layer,
             "tensor": role,
-            "alone_db": finite(ablation.alone_db(effect)),
-            "gain_db": finite(ablation.gain_db(effect)),
+            "alone_db": finite_or_none(ablation.alone_db(effect)),
+            "gain_db": finite_or_none(ablation.gain_db(effect)),
         }
         rows.append(row)
     return {
-        "output_sqnr_db": finite(ablation.sqnr_db),
+        "output_sqnr_db": finite_or_none(ablation.sqnr_db),
         "noise_floor_db": ablation.floor_db,
         "tensors": rows,
     }
 
 
-def ablation_table(ablation: Ablation, view: View) -> Listing:
+def ablation_table(ablation: Ablation, view: TableView) -> Listing:
     """Return what each tensor does to the output. The tensor comes first without which the
     output would gain most.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import module_of, path_names
 from quantizer.graph.structure import InputGroup, Structure
-from quantizer.report.view import Listing, TableRow, View
+from quantizer.report.view import Listing, TableRow, TableView
 
 _TITLES = ("layers that read one value", "channels", "factors are folded into")
 
@@ -73,7 +73,7 @@ def _target(graph: Graph, group: InputGroup, block: str) -> str:
         names = {}
         for name, path in path_names(graph).items():
             names[name] = _relative(path, block)
-        reason = View(names).text(group.why_not)
+        reason = TableView(names).text(group.why_not)
         return f"none: {reason}"
     parts = _module_paths(graph, [fold.node], block)
     if fold.channels is not None:

@@ -14,7 +14,7 @@ from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
 from quantizer.plan.model import Key, Plan
-from quantizer.report.view import Listing, TableRow, View
+from quantizer.report.view import Listing, TableRow, TableView
 
 _BAR_WIDTH = 20
 """Characters of a full bar."""
@@ -57,7 +57,7 @@ def figures_by_tensor(tested: JsonMapping) -> dict[Key, JsonObject]:
     return figures
 
 
-def report(
+def report_values(
     scores: Scores,
     rows: Iterable[JsonMapping],
     stamp: str | None,
@@ -87,7 +87,7 @@ def report(
 
 def finite_row(row: JsonMapping) -> JsonObject:
     """Return figures by name, with None for numbers that are infinite or undefined."""
-    return {name: finite(value) for name, value in row.items()}
+    return {name: finite_or_none(value) for name, value in row.items()}
 
 
 def output_rows(outputs: Iterable[OutputFigures]) -> list[JsonObject]:
@@ -133,7 +133,7 @@ def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
         yield line
 
 
-def output_table(rows: Sequence[JsonMapping], view: View) -> Listing:
+def output_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
     """Return the figures of outputs and parts for people; `rows` are those of `output_rows`."""
     lines = []
     for row in rows:
@@ -222,14 +222,14 @@ def describe_spec(spec: QuantizationSpec) -> str:
     return " ".join(words)
 
 
-def finite(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
     """Return the value, or None for a number that is infinite or undefined."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def damage_table(rows: Sequence[JsonMapping], view: View) -> Listing:
+def damage_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
     """Return the quantized tensors, the most damaged first; `rows` are those of `layer_rows`.
 
     The bar is the tensor's own noise-to-signal ratio, relative to the worst one.
@@ -299,7 +299,7 @@ def rule_table(plan: Plan) -> Listing:
     return Listing(titles, rows, frozenset(titles[2:]))
 
 
-def plan_table(plan: Plan, view: View) -> Listing:
+def plan_table(plan: Plan, view: TableView) -> Listing:
     """Return each tensor's spec, or why it stays float, in execution order."""
     reasons = [(key, f"as {place} says") for key, place in plan.off.items()]
     reasons += plan.ungrouped.items()
@@ -321,7 +321,7 @@ def plan_table(plan: Plan, view: View) -> Listing:
     return view.listing(titles, rows, ranks, what="tensor", idle="in float")
 
 
-def refusal_table(rows: Iterable[tuple[str, str, str]], view: View) -> Listing:
+def refusal_table(rows: Iterable[tuple[str, str, str]], view: TableView) -> Listing:
     """Return the tensors that a target of `--deploy` cannot hold, and why."""
     return view.listing(("layer", "tensor", "reason"), list(rows), what="tensor")
 
@@ -330,7 +330,7 @@ def layer_table(
     graph: Graph,
     tensors: Iterable[Key],
     floats: Mapping[str, str],
-    view: View,
+    view: TableView,
 ) -> Listing:
     """Return all layers with operator, output shape and quantized tensors.
 

@@ -81,7 +81,7 @@ class Listing:
         if _table_width(widths) <= max_width:
             yield self._table(widths, rows)
         else:
-            yield from _stacked(titles, rows)
+            yield from _stack_columns(titles, rows)
         if self.note:
             yield Text(self.note)
 
@@ -130,7 +130,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class View:
+class TableView:
     """What tables show of a network: by default all rows, under exact names.
 
     Args:
@@ -218,7 +218,7 @@ def _table_width(widths: Mapping[str, int]) -> int:
     return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 
-def _stacked(titles: TableRow, rows: Iterable[TableRow]) -> RenderResult:
+def _stack_columns(titles: TableRow, rows: Iterable[TableRow]) -> RenderResult:
     """Yield each row as its name and, indented below, its other columns."""
     for name, *values in rows:
         yield Text(name)

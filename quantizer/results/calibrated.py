@@ -35,13 +35,13 @@ from quantizer.graph.output_parts import Output, parts_named_as
 from quantizer.graph.parameters import placed
 from quantizer.graph.passes import for_device, run_passes
 from quantizer.nn.network import Network
-from quantizer.results.folder import RESOLVED, OpenedResults, QuantInfo
+from quantizer.results.folder import RESOLVED_CONFIG_FILE, OpenedResults, QuantInfo
 from quantizer.results.graph_file import read_graph
 from quantizer.results.reused_graph import reused_graph
 from quantizer.results.same_calibration import check_model
 from quantizer.sources.batches import Batch
-from quantizer.sources.models import materialize, try_first_batch
-from quantizer.sources.module_state import left_alone
+from quantizer.sources.models import materialize_lazy_layers, try_first_batch
+from quantizer.sources.module_state import preserve_module_state
 from quantizer.storage.files import read_json
 
 _logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Calibrated:
         return placed(network, self.original.device)
 
 
-def traced(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
+def trace_module(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
     """Return the module's graph. Lazy layers get their shapes.
 
     Args:
@@ -141,8 +141,8 @@ def traced(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
     # It imports torch.export, and whoever reads results has a graph already
     from quantizer.graph.trace import trace
 
-    materialize(module, batch)
-    with left_alone(module):
+    materialize_lazy_layers(module, batch)
+    with preserve_module_state(module):
         try:
             graph = trace(module, batch.args, batch.kwargs)
         except ModelError:
@@ -153,7 +153,7 @@ def traced(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
     return graph
 
 
-def recalled(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:
+def reuse_or_trace(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:
     """Return the graph of a calibrated model: the stored one if the module still computes it on
     this batch, else that of a new trace.
 
@@ -164,14 +164,14 @@ def recalled(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:
     """
     stored = read_graph(info)
     if stored is not None:
-        materialize(module, batch)
+        materialize_lazy_layers(module, batch)
         graph = reused_graph(*stored, module, batch)
         if graph is not None:
             return graph
-    return traced(module, batch)
+    return trace_module(module, batch)
 
 
-def reopened(
+def reopen_calibration(
     module: nn.Module,
     batch: Batch,
     original: Graph,
@@ -205,7 +205,7 @@ def reopened(
     check_solution(solution, info.entries, graph, info.path)
     if calibrated is original:
         return result
-    _check_sizes(calibrated, original, info.solution)
+    _check_input_sizes(calibrated, original, info.solution)
     return replace(result, original=original)
 
 
@@ -230,13 +230,13 @@ def _trace_as_calibrated(
         raise ResultError(text, help="give data of that shape")
     if shapes == input_shapes(original):
         return original
-    call = call_of_shapes(batch.args, batch.kwargs, shapes)
+    call = call_with_shapes(batch.args, batch.kwargs, shapes)
     if call is None:
         return original
     args, kwargs = call
     resized = replace(batch, args=args, kwargs=kwargs)
     try:
-        return traced(module, resized)
+        return trace_module(module, resized)
     except (ModelError, DataError) as error:
         check_model(info, original)
         text += f", which the model cannot take: {error.message}"
@@ -262,7 +262,7 @@ def stored_config(opened: OpenedResults) -> Config:
     Raises:
         ResultError: it is damaged.
     """
-    file = opened.files[RESOLVED]
+    file = opened.files[RESOLVED_CONFIG_FILE]
     stored = read_json(file)
     # The built-in default cannot be stated in a file.
     for level in (None, *LEVELS):
@@ -317,7 +317,7 @@ def _with_tuples(value: Any) -> Any:
     return items
 
 
-def call_of_shapes(
+def call_with_shapes(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     shapes: _Shapes,
@@ -337,7 +337,7 @@ def call_of_shapes(
     return call
 
 
-def _check_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
+def _check_input_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
     """Refuse sizes of inputs that a calibration does not hold for.
 
     Args:
@@ -349,10 +349,10 @@ def _check_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
         ResultError: they change more than sizes, or there is a scale for each of those that
             differ.
     """
-    for why in _differences(calibrated, now, solution):
+    for why in _effects_of_sizes(calibrated, now, solution):
         stored_shapes = input_shapes(calibrated)
-        stored = _shapes_in_words(stored_shapes)
-        present = _shapes_in_words(input_shapes(now))
+        stored = _shapes_text(stored_shapes)
+        present = _shapes_text(input_shapes(now))
         remedy = f"give data of the shape {stored}"
         length = window_length(stored_shapes)
         if length:
@@ -364,14 +364,14 @@ def _check_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
         )
 
 
-def _differences(
+def _effects_of_sizes(
     calibrated: Graph,
     now: Graph,
     solution: Solution,
 ) -> Iterator[str]:
     """Yield what other sizes of inputs change, in sentences."""
-    before = _structure(calibrated)
-    after = _structure(now)
+    before = _float_structure(calibrated)
+    after = _float_structure(now)
     for name in (*before, *after):
         if before.get(name) != after.get(name):
             yield f"layer {name} differs"
@@ -380,7 +380,7 @@ def _differences(
         channels = tensor.scale.numel()
         if is_parameter(role) or axis is None or channels <= 1:
             continue
-        shape = _value(now, layer, role).shape
+        shape = _quantized_node(now, layer, role).shape
         if shape is not None and shape[axis] != channels:
             yield f"{role} of layer {layer} has {shape[axis]} channels"
 
@@ -390,12 +390,12 @@ def _has_scales_of_positions(graph: Graph, solution: Solution) -> bool:
     for (layer, role), tensor in solution.tensors.items():
         if is_parameter(role) or tensor.spec.is_dynamic:
             continue
-        if tensor.spec.ch_axis in _value(graph, layer, role).open_axes:
+        if tensor.spec.ch_axis in _quantized_node(graph, layer, role).open_axes:
             return True
     return False
 
 
-def _value(graph: Graph, layer: str, role: str) -> Node:
+def _quantized_node(graph: Graph, layer: str, role: str) -> Node:
     """Return the node whose value is the activation in a role of a layer."""
     node = graph.by_name[layer]
     if role == "activation" or node.op == "input":
@@ -403,7 +403,7 @@ def _value(graph: Graph, layer: str, role: str) -> Node:
     return graph.by_name[node.input_roles()[role]]
 
 
-def _structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
+def _float_structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
     """Return what results depend on, by layer: its operator, its parameters and the layers that
     it reads.
 
@@ -418,7 +418,7 @@ def _structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
     return structure
 
 
-def _shapes_in_words(shapes: _Shapes) -> str:
+def _shapes_text(shapes: _Shapes) -> str:
     """Return the shapes of inputs with the batch size as b.
 
     >>> _shapes_in_words([[None, 3, 8, 8], [None, 4]])

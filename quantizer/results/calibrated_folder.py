@@ -24,17 +24,17 @@ from quantizer.errors import ResultError
 from quantizer.nn.load import WEIGHTS_FILE
 from quantizer.plan.model import Key
 from quantizer.results.folder import (
-    PLAN,
-    RESOLVED,
-    STATISTICS,
-    beyond_statistics,
+    PLAN_FILE,
+    RESOLVED_CONFIG_FILE,
+    STATISTICS_FILE,
     read_info,
     stored_joins,
+    why_statistics_insufficient,
 )
 from quantizer.results.write import (
     config_file,
     joins_entry,
-    replaced_results,
+    replace_results,
     write_info,
 )
 from quantizer.storage.files import (
@@ -45,7 +45,7 @@ from quantizer.storage.files import (
 )
 from quantizer.storage.tensor_shards import (
     deferred_shards,
-    shard_files,
+    tensor_files_and_index,
     write_shards,
 )
 
@@ -96,7 +96,7 @@ class CalibratedFolder:
         """Yield why the result depends on more than statistics, in sentences."""
         if self.header["settings"]["target_device"] == "DPU":
             yield "scales for the DPU are aligned with each other, layer by layer"
-        yield from beyond_statistics(self.header, "retune")
+        yield from why_statistics_insufficient(self.header, "retune")
 
     @property
     def activations(self) -> list[Key]:
@@ -123,7 +123,7 @@ class CalibratedFolder:
         file = self.plan.get("config")
         if file:
             return parse_document(Text(file["name"], file["text"]))
-        resolved = read_json(self.opened.files[RESOLVED])
+        resolved = read_json(self.opened.files[RESOLVED_CONFIG_FILE])
         return Document.of(resolved, self._config_name())
 
     def _config_name(self) -> str:
@@ -190,10 +190,10 @@ class CalibratedFolder:
         plan = {name: value for name, value in self.plan.items() if name != "rules"}
         plan["config"] = config_file(config)
         plan["layers"] = [_replanned(row, planned, left) for row in plan["layers"]]
-        with replaced_results(place) as new:
+        with replace_results(place) as new:
             header["files"] = self._write_files(new, entries, statistics)
-            write_json(new / PLAN, plan)
-            write_json(new / RESOLVED, resolved_document(config))
+            write_json(new / PLAN_FILE, plan)
+            write_json(new / RESOLVED_CONFIG_FILE, resolved_document(config))
             write_info(new, header, info)
 
     def _write_files(
@@ -218,9 +218,9 @@ class CalibratedFolder:
         for (layer, role), state in statistics.items():
             for name, tensor in state.items():
                 flat[f"{layer}|{role}|{name}"] = tensor
-        files[STATISTICS] = write_tensors(new / STATISTICS, flat)
+        files[STATISTICS_FILE] = write_tensors(new / STATISTICS_FILE, flat)
         old_files = self.header["files"]
-        replaced = {*files, *shard_files(WEIGHTS_FILE, old_files)}
+        replaced = {*files, *tensor_files_and_index(WEIGHTS_FILE, old_files)}
         for name in old_files.keys() - replaced:
             write_bytes(new / name, self.opened.files[name].parts())
             files[name] = old_files[name]

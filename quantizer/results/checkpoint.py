@@ -16,7 +16,7 @@ from torch import Tensor
 from quantizer.calibration.events import Events, RunStage, Snapshot
 from quantizer.calibration.snapshots import other_run, reporting_damage
 from quantizer.errors import DataError, QuantizerError, ResultError
-from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
+from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 from quantizer.storage.files import (
     deferred_tensors,
     read_json,
@@ -26,12 +26,12 @@ from quantizer.storage.files import (
 )
 from quantizer.storage.opened_files import json_digest
 
-EVERY_S = 30.0
+SAVE_INTERVAL_S = 30.0
 """Seconds of work that a kill may cost."""
 # 3: which values were out of memory; 4: files by digest, a checksum; 5: histograms of samples
 # have weights.
 _FORMAT = 5
-_AGAIN = "run without --resume"
+_WITHOUT_RESUME = "run without --resume"
 
 
 class _Stored(NamedTuple):
@@ -134,7 +134,7 @@ class Checkpoint:
             key = (digest, stored_name)
             if key not in restored:
                 stored = files[digest][stored_name]
-                tensor = _placed(stored, device, is_deferred)
+                tensor = _move_to_device(stored, device, is_deferred)
                 restored[key] = tensor
                 self._stored[id(tensor)] = _Stored(tensor, digest, stored_name)
             tensors[name] = restored[key]
@@ -145,14 +145,14 @@ class Checkpoint:
             raise ValueError(f"{digest!r:.80} is no digest")
         path = self._path(digest)
         if not path.is_file() or sha256(path) != digest:
-            raise ResultError(f"{path} is damaged", help=_AGAIN)
+            raise ResultError(f"{path} is damaged", help=_WITHOUT_RESUME)
         return deferred_tensors(path)
 
     def _path(self, digest: str) -> Path:
         return self._info.with_suffix(f".{digest}.safetensors")
 
 
-def _placed(
+def _move_to_device(
     stored: DeferredTensor,
     device: str,
     is_deferred: bool,
@@ -166,7 +166,7 @@ def _placed(
     target = torch.device(device)
     tensor = stored.load().to(target)
     if is_deferred:
-        return out_of_memory(tensor)
+        return move_to_disk(tensor)
     return tensor
 
 
@@ -226,7 +226,7 @@ class Checkpoints(Events):
     def advanced(self, stage: RunStage) -> None:
         """Save at a boundary, or if the last save is long enough ago."""
         self._is_unsaved = stage.snapshot is not None
-        is_due = time.monotonic() - self._last_save >= EVERY_S
+        is_due = time.monotonic() - self._last_save >= SAVE_INTERVAL_S
         if self._is_unsaved and (stage.at_boundary or is_due):
             self._save(stage)
 

@@ -19,47 +19,53 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.model import Settings
 from quantizer.config.typed_fields import fits
 from quantizer.errors import ResultError
-from quantizer.nn.load import INFO as INFO
+from quantizer.nn.load import INFO_FILE as INFO_FILE
 from quantizer.plan.model import JoinDecision, JoinPlan, Key
 from quantizer.results.result_tensors import solution_of
 from quantizer.results.validation import check_content, checked_json
 from quantizer.storage.files import read_json, read_tensors
 from quantizer.storage.opened_files import (
+    FileSetKind,
     OpenedFiles,
     OpenFile,
-    SetKind,
     json_digest,
     open_files,
 )
 
 RESULT_FORMAT = 7  # 6: joins are decided by calibration; 7: the folder holds its graph
-STATISTICS = "statistics.safetensors"
-ALGORITHMS = "algorithms.json"
-GRAPH, CONSTANTS = GRAPH_FILES = ("graph.json", "graph.safetensors")
+STATISTICS_FILE = "statistics.safetensors"
+ALGORITHMS_FILE = "algorithms.json"
+GRAPH_FILE, CONSTANTS_FILE = GRAPH_FILES = ("graph.json", "graph.safetensors")
 """The traced graph, and the constants of the model's code that it reads."""
-PLAN, RESOLVED = ORIGINS = ("plan.json", "config.resolved.json")
+PLAN_FILE, RESOLVED_CONFIG_FILE = ORIGIN_FILES = ("plan.json", "config.resolved.json")
 """Where decisions come from. quant_info.json does not name it: calibrations that decide the
 same may differ in it.
 """
-CHECKSUMS = "checksums.json"
+CHECKSUMS_FILE = "checksums.json"
 """Names every file of a calibration by its sha256. Readers open it first."""
-REPORT, ANALYSIS = SEALED = ("report.json", "analysis.json")
+REPORT_FILE, ANALYSIS_FILE = FINDINGS_FILES = ("report.json", "analysis.json")
 """What test mode and `analyze` found. Each has its own checksum, and the one of the calibration
 that it is about.
 """
-RUN_FILE, COMMANDS = "run.json", "commands"
+RUN_FILE, COMMANDS_KEY = "run.json", "commands"
 """The facts of the last run, and the commands that have made the results. Nothing else of it is
 read.
 """
-TESTED = (*SEALED, "report.html", "layers.csv", "exact.json", "export/verify.json")
+FILES_OF_TESTS = (
+    *FINDINGS_FILES,
+    "report.html",
+    "layers.csv",
+    "exact.json",
+    "export/verify.json",
+)
 """The same and what is made of it. It holds for one calibration only."""
-_AGAIN = "run --quant_mode calib again"
-KIND = SetKind(
-    CHECKSUMS,
+_CALIBRATE_AGAIN = "run --quant_mode calib again"
+RESULT_SET_KIND = FileSetKind(
+    CHECKSUMS_FILE,
     changed="was changed after calibration",
     missing="run --quant_mode calib first, with the same --output_dir",
-    again=_AGAIN,
-    main=INFO,
+    again=_CALIBRATE_AGAIN,
+    main=INFO_FILE,
 )
 
 
@@ -83,12 +89,12 @@ class OpenedResults:
     @property
     def path(self) -> Path:
         """Return the path of quant_info.json."""
-        return self.folder / INFO
+        return self.folder / INFO_FILE
 
     @cached_property
     def network(self) -> str:
         """Return the sha256 of quant_info.json, which equal calibrations have in common."""
-        return self.files[INFO].digest()
+        return self.files[INFO_FILE].digest()
 
     @cached_property
     def plan(self) -> dict[str, Any]:
@@ -97,7 +103,7 @@ class OpenedResults:
         Raises:
             ResultError: it is damaged.
         """
-        content: dict[str, Any] = checked_json(self.files[PLAN])
+        content: dict[str, Any] = checked_json(self.files[PLAN_FILE])
         return content
 
     @cached_property
@@ -109,7 +115,7 @@ class OpenedResults:
         if RUN_FILE not in self.files:
             return {}
         try:
-            sealed = read_json(self.files[RUN_FILE])[COMMANDS]
+            sealed = read_json(self.files[RUN_FILE])[COMMANDS_KEY]
             commands = {
                 mode: words
                 for mode, words in sealed.items()
@@ -126,7 +132,7 @@ class OpenedResults:
         Raises:
             ResultError: the file is damaged.
         """
-        file = self.files[STATISTICS]
+        file = self.files[STATISTICS_FILE]
         return checked_statistics(read_tensors(file), file.path)
 
     def about(self, name: str) -> dict[str, Any]:
@@ -141,7 +147,7 @@ class OpenedResults:
         file = self.files[name]
         content = checked_json(file)
         if not isinstance(content, dict):
-            raise _useless(f"{file.path} is damaged: it is no object")
+            raise _calibrate_again(f"{file.path} is damaged: it is no object")
         unsealed = {key: value for key, value in content.items() if key != "checksum"}
         if content.get("checksum") != json_digest(unsealed):
             help_ = f"remove {file.path}, then run the command that wrote it again"
@@ -170,7 +176,7 @@ class QuantInfo(OpenedResults):
         )
 
 
-def beyond_statistics(header: Mapping[str, Any], purpose: str) -> Iterator[str]:
+def why_statistics_insufficient(header: Mapping[str, Any], purpose: str) -> Iterator[str]:
     """Yield why statistics do not suffice to `purpose` a calibration, in sentences."""
     if header.get("fast_finetune"):
         yield (
@@ -219,7 +225,9 @@ def read_info(folder: Path) -> QuantInfo:
         RuntimeError,
         OverflowError,
     ) as error:
-        raise _useless(f"{opened.path} is damaged: {type(error).__name__}: {error}") from error
+        raise _calibrate_again(
+            f"{opened.path} is damaged: {type(error).__name__}: {error}"
+        ) from error
 
 
 def open_results(folder: Path) -> OpenedResults:
@@ -228,7 +236,7 @@ def open_results(folder: Path) -> OpenedResults:
     Raises:
         ResultError: as `read_info` does.
     """
-    files = open_files(folder, KIND, _listed, (*SEALED, RUN_FILE))
+    files = open_files(folder, RESULT_SET_KIND, _read_digests, (*FINDINGS_FILES, RUN_FILE))
     content = _checked_info(files)
     return OpenedResults(files, content["header"], content["tensors"])
 
@@ -246,25 +254,27 @@ def open_written(folder: Path, names: Collection[str]) -> OpenedResults:
 
     def digests(index: OpenFile) -> Mapping[str, str]:
         return {
-            name: digest for name, digest in _listed(index).items() if name in (INFO, *names)
+            name: digest
+            for name, digest in _read_digests(index).items()
+            if name in (INFO_FILE, *names)
         }
 
-    files = open_files(folder, KIND, digests, (*SEALED, RUN_FILE))
-    content = read_json(files[INFO])
+    files = open_files(folder, RESULT_SET_KIND, digests, (*FINDINGS_FILES, RUN_FILE))
+    content = read_json(files[INFO_FILE])
     return OpenedResults(files, content["header"], content["tensors"])
 
 
-def _listed(index: OpenFile) -> dict[str, str]:
+def _read_digests(index: OpenFile) -> dict[str, str]:
     """Return the sha256 of each file of a calibration, as checksums.json has it."""
     content = read_json(index)
     listed = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(listed, dict) or INFO not in listed:
-        raise _useless(f"{index.path} is damaged: it is no list of files")
+    if not isinstance(listed, dict) or INFO_FILE not in listed:
+        raise _calibrate_again(f"{index.path} is damaged: it is no list of files")
     if not all(
         isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
         for digest in listed.values()
     ):
-        raise _useless(f"{index.path} is damaged: it has no digest of a file")
+        raise _calibrate_again(f"{index.path} is damaged: it has no digest of a file")
     return listed
 
 
@@ -272,28 +282,30 @@ def _checked_info(files: OpenedFiles) -> dict[str, Any]:
     """Return the content of quant_info.json, if calibration can have written it together with
     the other files.
     """
-    file = files[INFO]
+    file = files[INFO_FILE]
     content: Any = read_json(file)
     if (
         not isinstance(content, dict)
         or content.get("complete") is not True
         or "header" not in content
     ):
-        raise _useless(f"{file.path} is not complete: calibration did not finish")
+        raise _calibrate_again(f"{file.path} is not complete: calibration did not finish")
     header = content["header"]
     if not isinstance(header, dict) or header.get("format") != RESULT_FORMAT:
         text = f"{file.path} is not of format {RESULT_FORMAT}, which this version reads"
         raise ResultError(text, help="calibrate again")
     named = header.get("files")
-    listed = _listed(files[CHECKSUMS])
+    listed = _read_digests(files[CHECKSUMS_FILE])
     if not isinstance(named, dict) or not named.items() <= listed.items():
-        raise _useless(f"{file.path} is damaged: header/files has other files than {CHECKSUMS}")
+        raise _calibrate_again(
+            f"{file.path} is damaged: header/files has other files than {CHECKSUMS_FILE}"
+        )
     checked = {key: content.get(key) for key in ("header", "tensors")}
     if content.get("checksum") != json_digest(checked):
-        raise _useless(f"{file.path} was changed after calibration")
+        raise _calibrate_again(f"{file.path} was changed after calibration")
     check_content(content, file.path)
     return content
 
 
-def _useless(what: str) -> ResultError:
-    return ResultError(what, help=_AGAIN)
+def _calibrate_again(what: str) -> ResultError:
+    return ResultError(what, help=_CALIBRATE_AGAIN)

@@ -82,7 +82,7 @@ def _is_allowed(target: str) -> bool:
     row = find_op(packet(target))
     if row.name in OPS:
         return True
-    return namespace == "aten" and _computes_alone(target)
+    return namespace == "aten" and _has_no_side_effects(target)
 
 
 def _is_resolved(target: str) -> bool:
@@ -93,7 +93,7 @@ def _is_resolved(target: str) -> bool:
     return True
 
 
-def _computes_alone(target: str) -> bool:
+def _has_no_side_effects(target: str) -> bool:
     """Return whether an operator outside the table takes no text, such as the name of a file,
     and writes to none of its arguments.
     """

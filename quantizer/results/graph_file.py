@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantizer.graph.ir import Graph
 from quantizer.graph.stored import StoredGraph, graph_from_json, graph_to_json
-from quantizer.results.folder import CONSTANTS, GRAPH, OpenedResults
+from quantizer.results.folder import CONSTANTS_FILE, GRAPH_FILE, OpenedResults
 from quantizer.results.graph_checks import check_graph, operator_fault
 from quantizer.results.validation import checked_json
 from quantizer.storage.files import (
@@ -41,9 +41,11 @@ def write_graph(folder: Path, graph: Graph) -> dict[str, str]:
         _logger.debug("the graph of %s is not stored: %s", graph.model, fault)
         return {}
     # The order of keys is that of arguments
-    digests = {GRAPH: write_bytes(folder / GRAPH, json_parts(content, sort_keys=False))}
+    digests = {
+        GRAPH_FILE: write_bytes(folder / GRAPH_FILE, json_parts(content, sort_keys=False))
+    }
     if constants:
-        digests[CONSTANTS] = write_tensors(folder / CONSTANTS, constants)
+        digests[CONSTANTS_FILE] = write_tensors(folder / CONSTANTS_FILE, constants)
     return digests
 
 
@@ -53,9 +55,9 @@ def read_graph(opened: OpenedResults) -> tuple[StoredGraph, Mapping[str, Tensor]
     Raises:
         ResultError: a file is damaged, or holds what tracing cannot have written.
     """
-    if GRAPH not in opened.files:
+    if GRAPH_FILE not in opened.files:
         return None
-    file = opened.files[GRAPH]
+    file = opened.files[GRAPH_FILE]
     content = checked_json(file)
     try:
         stored = graph_from_json(content)
@@ -71,7 +73,9 @@ def read_graph(opened: OpenedResults) -> tuple[StoredGraph, Mapping[str, Tensor]
     check_graph(stored, opened.header, file.path)
     if not stored.graph.constants:
         return stored, {}
-    constants = read_tensors(opened.files[CONSTANTS])
+    constants = read_tensors(opened.files[CONSTANTS_FILE])
     if constants.keys() != set(stored.graph.constants):
-        raise damaged(opened.files[CONSTANTS].path, "names", f"they are not those of {GRAPH}")
+        raise damaged(
+            opened.files[CONSTANTS_FILE].path, "names", f"they are not those of {GRAPH_FILE}"
+        )
     return stored, constants

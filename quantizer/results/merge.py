@@ -10,7 +10,7 @@ from quantizer.calibration import absorption, fingerprint
 from quantizer.calibration.request import StoredStatistics
 from quantizer.config.model import Config
 from quantizer.errors import ResultError
-from quantizer.results.folder import QuantInfo, beyond_statistics
+from quantizer.results.folder import QuantInfo, why_statistics_insufficient
 
 _TOGETHER = "calibrate once on all data instead: several ranks can share it"
 
@@ -80,7 +80,7 @@ def _insufficient(header: Mapping[str, Any], config: Config) -> Iterator[str]:
                 f"{algorithm.name} needs the values that layers read, and statistics do not "
                 "hold them"
             )
-    yield from beyond_statistics(header, "merge")
+    yield from why_statistics_insufficient(header, "merge")
 
 
 def merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:

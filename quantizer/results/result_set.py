@@ -20,18 +20,18 @@ from quantizer.storage.atomic_write import remove_left_over
 from quantizer.storage.files import cannot_write, write_json
 from quantizer.storage.folder_lock import folder_lock
 from quantizer.storage.opened_files import (
-    ASIDE,
-    MOVES,
+    MOVES_FILE,
+    NEW_FILES_FOLDER,
     OpenedFiles,
-    planned_moves,
-    require_aside,
+    check_new_files_folder,
+    parse_moves,
 )
 
-SUFFIXES = (".json", ".py", ".safetensors", ".csv", ".html", ".log")
+RESULT_SUFFIXES = (".json", ".py", ".safetensors", ".csv", ".html", ".log")
 """Those of the files in a result folder."""
-EXPORT = "export"
+EXPORT_FOLDER = "export"
 """The only folder inside a result folder that is written to."""
-OURS = re.compile(
+REPLACEABLE_NAME = re.compile(
     r"(weights|bias_corr|qparams|rescaled|statistics|model|graph)"
     r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     r"|(quant_info|checksums|plan|config\.resolved|algorithms|quantizer|graph)\.json"
@@ -40,8 +40,8 @@ OURS = re.compile(
 """Names of files in a set that replaces another, or that go with one; code of a network has its
 model's name.
 """
-CODE = re.compile(r"\w+\.py")
-READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+CODE_NAME = re.compile(r"\w+\.py")
+READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """What the system says of a disk, a folder and a file that may be read alone."""
 
 
@@ -50,7 +50,7 @@ class ReadOnlyError(ResultError):
 
 
 @contextmanager
-def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
+def replace_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
     """Yield a folder to write files to.
 
     At the end they replace those of their names in `folder`, all of them or none, and those of
@@ -59,25 +59,25 @@ def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
     Raises:
         ResultError: something cannot be written; then all is as it was.
     """
-    settle(folder)
-    _forget(folder)
-    aside = folder / ASIDE
+    complete_replacement(folder)
+    _remove_new_files(folder)
+    aside = folder / NEW_FILES_FOLDER
     try:
         aside.mkdir(parents=True)
         yield aside
         names = sorted(path.name for path in aside.iterdir())
         for name in names:
-            _require_ours(folder, name)
-        write_json(aside / MOVES, {"files": names, "gone": sorted({*gone} - {*names})})
+            _require_replaceable(folder, name)
+        write_json(aside / MOVES_FILE, {"files": names, "gone": sorted({*gone} - {*names})})
     except BaseException as error:
-        _forget(folder)
+        _remove_new_files(folder)
         if isinstance(error, OSError):
             raise cannot_write(folder, error) from error
         raise
-    settle(folder)
+    complete_replacement(folder)
 
 
-def settle(folder: Path) -> None:
+def complete_replacement(folder: Path) -> None:
     """Finish a replacement that was stopped after its new set was complete. An incomplete one
     is left alone.
 
@@ -87,63 +87,61 @@ def settle(folder: Path) -> None:
         ResultError: the folder holds something else under that name, or the list has what no
             writer puts there.
     """
-    require_aside(folder)
-    aside = folder / ASIDE
-    moves = aside / MOVES
+    check_new_files_folder(folder)
+    aside = folder / NEW_FILES_FOLDER
+    moves = aside / MOVES_FILE
     if moves.is_symlink():
         raise ResultError(f"{moves} is a link", help=f"remove {aside}")
     if not moves.is_file():
         return
     try:
-        incoming, outgoing = planned_moves(moves.read_bytes(), folder)
+        incoming, outgoing = parse_moves(moves.read_bytes(), folder)
         for name in (*incoming, *outgoing):
-            _require_ours(folder, name)
+            _require_replaceable(folder, name)
         for name in outgoing:
             (folder / name).unlink(missing_ok=True)
         for name in incoming:
             with contextlib.suppress(FileNotFoundError):  # it is where it should be
                 os.replace(aside / name, folder / name)
-        _forget(folder)
+        _remove_new_files(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
 
 
-def _require_ours(folder: Path, name: str) -> None:
+def _require_replaceable(folder: Path, name: str) -> None:
     """Refuse to move or remove a file that no writer of sets moves or removes, or that is in
     another folder.
 
     Raises:
         ResultError: naming the file.
     """
-    target, source = folder / name, folder / ASIDE / name
+    target, source = folder / name, folder / NEW_FILES_FOLDER / name
     inside = [path for path in (target.parent, source.parent) if path != folder]
     for path in (*inside, target, source):
         if path.is_symlink():
             raise ResultError(f"{path} is a link", help="remove the link")
-    if CODE.fullmatch(name):
+    if CODE_NAME.fullmatch(name):
         is_ours = not target.is_file() or is_emitted(target.read_text("utf-8", "replace"))
     else:
-        is_ours = OURS.fullmatch(name) is not None
+        is_ours = REPLACEABLE_NAME.fullmatch(name) is not None
     if not is_ours or target.is_dir() or source.is_dir():
-        help_ = (
-            f"move it to another folder; if there is none of this name, remove {folder / ASIDE}"
-        )
+        help_ = f"move it to another folder; if there is none of this name, remove {folder / NEW_FILES_FOLDER}"
         raise ResultError(f"{target} is not a file that quantizer writes", help=help_)
 
 
-def _forget(folder: Path) -> None:
+def _remove_new_files(folder: Path) -> None:
     """Remove what was written aside, first what says that it is complete."""
-    (folder / ASIDE / MOVES).unlink(missing_ok=True)
-    shutil.rmtree(folder / ASIDE, ignore_errors=True)
+    (folder / NEW_FILES_FOLDER / MOVES_FILE).unlink(missing_ok=True)
+    shutil.rmtree(folder / NEW_FILES_FOLDER, ignore_errors=True)
 
 
-def _clean(folder: Path) -> None:
+def _remove_left_over_files(folder: Path) -> None:
     """Remove what stopped runs have left: temporary files, and a replacement that was not
     complete.
     """
-    settle(folder)
-    _forget(folder)
-    for place in (folder, folder / EXPORT):
+    complete_replacement(folder)
+    _remove_new_files(folder)
+    for place in (folder, folder / EXPORT_FOLDER):
         remove_left_over(place)
 
 
@@ -155,7 +153,7 @@ def _refuse_links(folder: Path) -> None:
         ResultError: naming the first.
     """
     places = [folder]
-    for place in (folder / EXPORT, *_folders_in(folder / EXPORT)):
+    for place in (folder / EXPORT_FOLDER, *_folders_in(folder / EXPORT_FOLDER)):
         if place.is_dir() and not place.is_symlink():
             places.append(place)
     links: list[Path] = []
@@ -181,7 +179,9 @@ def _refuse_folders(folder: Path) -> None:
         ResultError: naming the first.
     """
     names = (
-        path.name for path in folder.iterdir() if path.is_dir() and path.suffix in SUFFIXES
+        path.name
+        for path in folder.iterdir()
+        if path.is_dir() and path.suffix in RESULT_SUFFIXES
     )
     first = min(names, default=None)
     if first is not None:
@@ -210,10 +210,10 @@ def locked(folder: Path) -> Iterator[None]:
             _refuse_folders(folder)
             stack.enter_context(folder_lock(folder))
         except OSError as error:
-            kind = ReadOnlyError if error.errno in READ_ONLY else ResultError
+            kind = ReadOnlyError if error.errno in READ_ONLY_ERRNOS else ResultError
             text = f"cannot use {folder} for results: {error.strerror}"
             raise kind(text, help="choose another --output_dir") from error
-        _clean(folder)
+        _remove_left_over_files(folder)
         yield
 
 

@@ -28,7 +28,7 @@ from quantizer.errors import ResultError, UsageError
 from quantizer.observers import Observer
 from quantizer.plan.model import Key
 from quantizer.results.calibrated_folder import CalibratedFolder, ObserverStates
-from quantizer.results.write import positions
+from quantizer.results.write import scale_positions
 
 _AGAIN = "calibrate again with the config that --dry_run -o FILE writes"
 _HISTOGRAM = "histogram"
@@ -66,7 +66,7 @@ class Change:
         return replace(spec, **fields)
 
 
-def retuned(
+def retune_activations(
     folder: CalibratedFolder,
     change: Change,
     layers: Collection[str] | None = None,
@@ -95,7 +95,7 @@ def retuned(
             changed[key] = Restated(before, after, folder.planned[key]["origins"])
     if not changed:
         raise UsageError("nothing changes: the activations have these settings already")
-    _require_same_groups(folder, changed)
+    _require_same_sharing(folder, changed)
     value, paths = _changed_config(folder, changed, is_for_all=layers is None)
     return Retuned(folder, changed, value, paths)
 
@@ -140,7 +140,7 @@ class Retuned:
         entries: dict[Key, JsonObject] = {}
         missing: dict[str, list[str]] = {}
         sources_of_ranges: set[str] = set()
-        for (source, spec), keys in _groups(folder, folder.specs).items():
+        for (source, spec), keys in _shared_observers(folder, folder.specs).items():
             # The first key with a state has the observer that the group shares.
             owner = next(key for key in keys if key in states)
             if owner in self.tensors:
@@ -234,7 +234,7 @@ class Retuned:
         return str(self._after.place(pointer))
 
 
-def _groups(
+def _shared_observers(
     folder: CalibratedFolder,
     specs: Mapping[Key, QuantizationSpec],
 ) -> dict[tuple[str, QuantizationSpec], list[Key]]:
@@ -246,7 +246,7 @@ def _groups(
     return groups
 
 
-def _require_same_groups(
+def _require_same_sharing(
     folder: CalibratedFolder,
     changed: Mapping[Key, Restated],
 ) -> None:
@@ -258,8 +258,8 @@ def _require_same_groups(
     specs = dict(folder.specs)
     for key, tensor in changed.items():
         specs[key] = tensor.after
-    before = _groups(folder, folder.specs).values()
-    for (source, _), keys in _groups(folder, specs).items():
+    before = _shared_observers(folder, folder.specs).values()
+    for (source, _), keys in _shared_observers(folder, specs).items():
         if keys not in before:
             names = [f"{role} of {layer}" for layer, role in sorted(keys)]
             raise ResultError(
@@ -323,5 +323,5 @@ def _entry(
     if "zero_point" in entry:
         new["zero_point"] = qparams.zero_point.view(shape).tolist()
     if "position" in entry:
-        new["position"] = positions(scale)
+        new["position"] = scale_positions(scale)
     return new

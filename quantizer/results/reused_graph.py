@@ -23,7 +23,7 @@ from quantizer.graph.targets import call as call_operator
 from quantizer.graph.targets import resolve_target
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
-from quantizer.sources.module_state import left_alone
+from quantizer.sources.module_state import preserve_module_state
 
 _logger = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ def reused_graph(
     graph = stored.bound(module, constants)
     if graph is None or graph.is_deferred:
         return None
-    with torch.no_grad(), left_alone(module):
+    with torch.no_grad(), preserve_module_state(module):
         try:
             graph = _with_classes(graph, module)
-            return _compared(graph, module, batch)
+            return _verify_graph(graph, module, batch)
         except KeyboardInterrupt:
             raise
         # Whatever a module raises, a trace of it explains better
@@ -89,7 +89,7 @@ def _with_classes(graph: Graph, module: nn.Module) -> Graph:
     return graph.replaced(nodes=tuple(nodes))
 
 
-def _compared(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
+def _verify_graph(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
     """Return the graph with the output type of the module, if both compute the same."""
     calls = _SmallCalls(graph, batch)
     run = _Run(graph, calls.of(_SAMPLES))
@@ -116,7 +116,7 @@ def _check_outputs(expected: Sequence[Any], leaves: Sequence[Any]) -> None:
     if len(expected) != len(leaves):
         raise DifferentError("the module returns more or less")
     for value, leaf in zip(expected, leaves, strict=True):
-        if not _is_same(value, leaf):
+        if not _are_nearly_equal(value, leaf):
             raise DifferentError("the outputs differ")
 
 
@@ -174,7 +174,7 @@ class _Run:
             raise DifferentError(f"{node.name} gives no tensor")
         if node.op != "input":
             return
-        if not _is_same(value, node.attrs["value"]):
+        if not _are_nearly_equal(value, node.attrs["value"]):
             raise DifferentError(f"{node.name} is another value")
 
     def _value(self, node: Node) -> Any:
@@ -248,7 +248,7 @@ def _check_kind(node: Node, value: Tensor) -> None:
             raise DifferentError(f"{node.name} gives another shape")
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _are_nearly_equal(one: Any, other: Any) -> bool:
     """Return whether two outputs are equal but for the rounding of a few additions, which may
     be in another order.
     """
@@ -291,7 +291,7 @@ class _SmallCalls:
         paths: list[tuple[Any, ...]] = []
         self._leaves: list[Any] = []
         for path, leaf in located:
-            paths.append(tuple(map(_key, path)))
+            paths.append(tuple(map(_path_key, path)))
             self._leaves.append(leaf)
         if tuple(paths) != graph.input_paths:
             raise DifferentError("the call has other arguments")
@@ -338,7 +338,7 @@ def _of_samples(tensor: Tensor, samples: int) -> Tensor:
     return repeated[:samples].clone()
 
 
-def _key(entry: Any) -> Any:
+def _path_key(entry: Any) -> Any:
     """Return the index, key or name of an entry of a path, as traces have it."""
     for attribute in ("idx", "key", "name"):
         key = getattr(entry, attribute, None)

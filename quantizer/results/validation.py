@@ -20,7 +20,7 @@ from quantizer.storage.files import damaged, read_json
 from quantizer.storage.opened_files import OpenFile
 
 _MAX_INPUT_VALUES = 1 << 31
-_PLAIN: list[tuple[dict[str, str], set[type]]] = [
+_SIMPLE_SCHEMAS: list[tuple[dict[str, str], set[type]]] = [
     ({"type": "number"}, {int, float}),
     ({"type": "integer"}, {int}),
     ({"type": "string"}, {str}),
@@ -127,7 +127,7 @@ def _validator(schema: str, definition: str | None) -> Any:
 def _fits_plainly(item_schema: Any, values: list[Any]) -> bool:
     """Return whether an item schema has only a type, and all values have that."""
     types = set(map(type, values))
-    for schema, accepted in _PLAIN:
+    for schema, accepted in _SIMPLE_SCHEMAS:
         if schema == item_schema:
             return types <= accepted
     return False

@@ -23,27 +23,27 @@ from quantizer.graph.emit import emit, is_emitted
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.nn.load import GROUP_SCALES
-from quantizer.nn.load import INFO as INFO
+from quantizer.nn.load import INFO_FILE as INFO_FILE
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import JoinDecision, Key, Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.results.folder import (
-    ALGORITHMS,
-    CHECKSUMS,
+    ALGORITHMS_FILE,
+    CHECKSUMS_FILE,
+    FILES_OF_TESTS,
+    FINDINGS_FILES,
     GRAPH_FILES,
-    ORIGINS,
-    PLAN,
-    RESOLVED,
+    ORIGIN_FILES,
+    PLAN_FILE,
+    RESOLVED_CONFIG_FILE,
     RESULT_FORMAT,
     RUN_FILE,
-    SEALED,
-    STATISTICS,
-    TESTED,
+    STATISTICS_FILE,
     OpenedResults,
 )
 from quantizer.results.graph_file import write_graph
-from quantizer.results.result_set import replaced_set
+from quantizer.results.result_set import replace_set
 from quantizer.results.result_tensors import TENSOR_FILES, header_of, tensors_of
 from quantizer.storage.files import (
     json_parts,
@@ -55,7 +55,7 @@ from quantizer.storage.files import (
     write_tensors,
 )
 from quantizer.storage.opened_files import json_digest
-from quantizer.storage.tensor_shards import shard_files, write_shards
+from quantizer.storage.tensor_shards import tensor_files_and_index, write_shards
 
 
 def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
@@ -71,10 +71,10 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
             f"{code} is not a file that quantizer wrote, and would be replaced",
             help="move it to another folder, or choose another --output_dir",
         )
-    if overwrite or not (folder / INFO).exists():
+    if overwrite or not (folder / INFO_FILE).exists():
         return
     try:
-        owner = read_json(folder / INFO)["header"]["model"]
+        owner = read_json(folder / INFO_FILE)["header"]["model"]
     except (ResultError, KeyError, TypeError):
         # Nobody could use such results.
         return
@@ -117,27 +117,27 @@ def write_results(
     modules = network.module_names
     if origins is None:
         origins = {
-            PLAN: json_parts(_plan_content(plan, config)),
-            RESOLVED: json_parts(resolved_document(config)),
+            PLAN_FILE: json_parts(_plan_content(plan, config)),
+            RESOLVED_CONFIG_FILE: json_parts(resolved_document(config)),
         }
     joins: dict[str, Any] = {}
     for name, decision in solution.joins.items():
         joins[name] = joins_entry(decision, _left_entries(calibration, modules, decision))
     settings = asdict(config.settings)
     del settings["places"]
-    with replaced_results(folder) as new:
+    with replace_results(folder) as new:
         for name, content in origins.items():
             write_bytes(new / name, content)
         statistics = calibration.state_dict()
-        files = {STATISTICS: write_tensors(new / STATISTICS, statistics)}
+        files = {STATISTICS_FILE: write_tensors(new / STATISTICS_FILE, statistics)}
         for name, tensors in tensors_of(network, solution).items():
             files |= write_shards(new / name, tensors)
         files |= write_graph(new, original)
         code = f"{graph.model}.py"
         files[code] = write_bytes(new / code, emit(graph).encode())
         if solution.algorithms:
-            path = new / ALGORITHMS
-            files[ALGORITHMS] = write_json(path, solution.algorithms)
+            path = new / ALGORITHMS_FILE
+            files[ALGORITHMS_FILE] = write_json(path, solution.algorithms)
         header = {
             "format": RESULT_FORMAT,
             "model": graph.model,
@@ -162,10 +162,10 @@ def write_info(folder: Path, header: Mapping[str, Any], entries: Mapping[str, An
     content = {"header": header, "tensors": entries}
     sealed = {**content, "checksum": json_digest(content), "complete": True}
     files = dict(header["files"])
-    for name in ORIGINS:
+    for name in ORIGIN_FILES:
         files[name] = sha256(folder / name)
-    files[INFO] = write_json(folder / INFO, sealed)
-    write_json(folder / CHECKSUMS, {"files": files})
+    files[INFO_FILE] = write_json(folder / INFO_FILE, sealed)
+    write_json(folder / CHECKSUMS_FILE, {"files": files})
 
 
 def write_copy(folder: Path, opened: OpenedResults) -> None:
@@ -174,14 +174,14 @@ def write_copy(folder: Path, opened: OpenedResults) -> None:
     Raises:
         ResultError: they cannot be written.
     """
-    with replaced_results(folder) as new:
+    with replace_results(folder) as new:
         for name in opened.files.names:
-            if name not in (*SEALED, RUN_FILE):
+            if name not in (*FINDINGS_FILES, RUN_FILE):
                 write_bytes(new / name, opened.files[name].parts())
 
 
 @contextmanager
-def replaced_results(folder: Path) -> Iterator[Path]:
+def replace_results(folder: Path) -> Iterator[Path]:
     """Yield a folder for the files of a calibration. At the end they replace those of another
     calibration and of its tests.
 
@@ -189,11 +189,18 @@ def replaced_results(folder: Path) -> Iterator[Path]:
         ResultError: they cannot be written; then the folder is as it was.
     """
     present = [path.name for path in folder.glob("*.safetensors")]
-    gone = [INFO, STATISTICS, ALGORITHMS, *GRAPH_FILES, *ORIGINS, *TESTED]
+    gone = [
+        INFO_FILE,
+        STATISTICS_FILE,
+        ALGORITHMS_FILE,
+        *GRAPH_FILES,
+        *ORIGIN_FILES,
+        *FILES_OF_TESTS,
+    ]
     for name in TENSOR_FILES:
-        gone += [name, *shard_files(name, present)]
-    gone += _generated(folder)
-    with replaced_set(folder, gone) as new:
+        gone += [name, *tensor_files_and_index(name, present)]
+    gone += _generated_code(folder)
+    with replace_set(folder, gone) as new:
         yield new
 
 
@@ -213,12 +220,12 @@ def _plan_content(plan: Plan, config: Config) -> dict[str, Any]:
     return content
 
 
-def _generated(folder: Path) -> list[str]:
+def _generated_code(folder: Path) -> list[str]:
     """Return the name of the code that a calibration of any model generated here, if there is
     any.
     """
     try:
-        name = f"{read_json(folder / INFO)['header']['model']}.py"
+        name = f"{read_json(folder / INFO_FILE)['header']['model']}.py"
         if not name.isprintable() or "/" in name:
             return []
         code = read_bytes(folder / name).decode()
@@ -278,7 +285,7 @@ def _entry(
         if spec.dtype == "int":
             entry["zero_point"] = tensor.zero_point.tolist()
             if spec.scale_type == "poweroftwo":
-                entry["position"] = positions(tensor.scale)
+                entry["position"] = scale_positions(tensor.scale)
     if spec.dtype == "int":
         entry["quant_min"] = spec.quant_min
         entry["quant_max"] = spec.quant_max
@@ -287,7 +294,7 @@ def _entry(
     return entry
 
 
-def positions(scale: Tensor) -> Any:
+def scale_positions(scale: Tensor) -> Any:
     """Return how many bits of a power-of-two scale are behind the binary point, as numbers.
 
     >>> positions(torch.tensor([0.25, 2.0]))
@@ -307,7 +314,7 @@ def _left_entries(
     for key in decision.left:
         layer, role = key
         unscaled = QuantizedTensor(calibration.plan.left[key].spec)
-        tensor = unscaled.at(calibration.observers[key].qparams())
+        tensor = unscaled.with_qparams(calibration.observers[key].qparams())
         left.setdefault(layer, {})[role] = _entry(calibration, modules, key, tensor)
     return left
 

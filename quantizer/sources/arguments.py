@@ -96,14 +96,14 @@ class Arguments:
         return not is_floating and first.shape == last.shape
 
 
-UNKNOWN = Arguments()
+UNKNOWN_ARGUMENTS = Arguments()
 """The arguments of an unknown model: one input, and any number of others."""
 
 
 def arguments_of(module: nn.Module | None) -> Arguments:
     """Return the arguments that `module.forward` takes."""
     if module is None:
-        return UNKNOWN
+        return UNKNOWN_ARGUMENTS
     parameters = inspect.signature(module.forward).parameters.values()
     known = frozenset(p.name for p in parameters)
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -138,7 +138,7 @@ def is_one_per_sample(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledArguments:
     """The arguments of `forward` that a batch fills.
 
     Args:
@@ -184,7 +184,7 @@ def filled_arguments(
     kwargs: Mapping[str, Any],
     target: Tensor | None,
     arguments: Arguments,
-) -> Filled:
+) -> FilledArguments:
     """Return which arguments of `forward` a batch fills."""
     count = len(args)
     names = list(arguments.names[:count])
@@ -193,5 +193,5 @@ def filled_arguments(
     names += kwargs
     free = arguments.names[count : arguments.tensors]
     if target is None or kwargs or not free:
-        return Filled(tuple(names), target is not None)
-    return Filled(tuple(names), True, free[0], doubtful=not is_one_per_sample(target))
+        return FilledArguments(tuple(names), target is not None)
+    return FilledArguments(tuple(names), True, free[0], doubtful=not is_one_per_sample(target))

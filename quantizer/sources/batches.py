@@ -15,10 +15,12 @@ from torch import Tensor
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError
-from quantizer.sources.arguments import Arguments, Filled, filled_arguments
-from quantizer.sources.tensor_kinds import dtype_name, oddity
+from quantizer.sources.arguments import Arguments, FilledArguments, filled_arguments
+from quantizer.sources.tensor_kinds import dtype_name, unsupported_reason
 
-PLAIN = "give dense tensors of a standard dtype: use to_dense(), dequantize() or float()"
+PLAIN_TENSORS_HELP = (
+    "give dense tensors of a standard dtype: use to_dense(), dequantize() or float()"
+)
 _SAMPLED = 1024
 """Values of each tensor whose order the fingerprint checks."""
 
@@ -63,7 +65,7 @@ class Batch:
         yield from _named_tensors("args", self.args)
         yield from _named_tensors("kwargs", self.kwargs)
 
-    def filled(self, arguments: Arguments) -> Filled:
+    def filled(self, arguments: Arguments) -> FilledArguments:
         """Return which arguments of `forward` the batch fills."""
         filled = filled_arguments(self.args, self.kwargs, self.target, arguments)
         return replace(filled, left_out=self.left_out)
@@ -151,7 +153,7 @@ class Fingerprint:
         }
 
 
-def not_finite(
+def count_not_finite(
     tensor: Tensor,
     is_sound: Callable[[Tensor], Tensor] = torch.isfinite,
 ) -> int:
@@ -166,7 +168,7 @@ def not_finite(
 
 
 @contextmanager
-def naming(place: str) -> Iterator[None]:
+def prefix_errors(place: str) -> Iterator[None]:
     """Put `place` before the message of a `DataError` from within."""
     try:
         yield
@@ -174,9 +176,9 @@ def naming(place: str) -> Iterator[None]:
         raise DataError(f"{place}{error.message}", help=error.help) from error
 
 
-def naming_batch(number: int) -> AbstractContextManager[None]:
+def prefix_batch_errors(number: int) -> AbstractContextManager[None]:
     """Put the number of a batch, from 0, before the message of a `DataError` from within."""
-    return naming(f"batch {number}: ")
+    return prefix_errors(f"batch {number}: ")
 
 
 def as_batch(item: Any, arguments: Arguments) -> Batch:
@@ -240,9 +242,11 @@ def _check_samples(batch: Batch) -> None:
     tensors += _named_tensors("target", batch.target)
     tensors += _named_tensors("item", batch.raw)
     for name, tensor in tensors:
-        reason = oddity(tensor)
+        reason = unsupported_reason(tensor)
         if reason is not None:
-            raise DataError(f"cannot be computed with: {name} {reason}", help=PLAIN)
+            raise DataError(
+                f"cannot be computed with: {name} {reason}", help=PLAIN_TENSORS_HELP
+            )
     if not inputs:
         raise DataError("holds no tensor")
     name, tensor = inputs[0]

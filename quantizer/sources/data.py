@@ -18,8 +18,13 @@ from torch import nn
 
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError, UsageError
-from quantizer.sources.arguments import UNKNOWN, Arguments, Filled, arguments_of
-from quantizer.sources.batches import Batch, Fingerprint, not_finite
+from quantizer.sources.arguments import (
+    UNKNOWN_ARGUMENTS,
+    Arguments,
+    FilledArguments,
+    arguments_of,
+)
+from quantizer.sources.batches import Batch, Fingerprint, count_not_finite
 from quantizer.sources.images import (
     IMAGE_SUFFIXES,
     PREPROCESS_EXAMPLE,
@@ -30,8 +35,8 @@ from quantizer.sources.images import (
 from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
 from quantizer.sources.user_code import split_spec
-from quantizer.sources.user_data import from_python, reuse_list, user_batches
-from quantizer.storage.allocator import GROWTH, give_back
+from quantizer.sources.user_data import call_once_if_list, load_python_source, user_batches
+from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 
 TEXTS = "texts"
 DEFAULT_BATCH_SIZE = 32
@@ -80,8 +85,8 @@ class Batches:
     length: int | None = None
     first_size: int | None = None
     stands_in: bool = False
-    arguments: Arguments = UNKNOWN
-    filled: Filled | None = None
+    arguments: Arguments = UNKNOWN_ARGUMENTS
+    filled: FilledArguments | None = None
     _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
     _first: Batch | None = field(default=None, repr=False)
 
@@ -152,7 +157,7 @@ class Batches:
             seen.update(batch)
             yield batch
             # Heap fragmentation grows with each batch, to several times the memory in use
-            give_back(GROWTH)
+            trim_heap(TRIM_AFTER_GROWTH)
         if seen.batches == 0:
             raise DataError(f"{self.label} gives no batch", help=_FORMS)
         if self.subset_len and seen.samples < self.subset_len:
@@ -166,14 +171,14 @@ class Batches:
 
     def _check_finite(self, batch: Batch, number: int) -> None:
         for name, tensor in batch.tensors():
-            count = not_finite(tensor)
+            count = count_not_finite(tensor)
             if count:
                 raise DataError(
                     f"batch {number} of {self.label} holds NaN or Inf: {count} of "
                     f"{tensor.numel()} values of {name}"
                 )
 
-    def _log_filled(self, filled: Filled) -> None:
+    def _log_filled(self, filled: FilledArguments) -> None:
         text = str(filled)
         level = logging.WARNING if filled.doubtful else logging.INFO
         if text:
@@ -247,7 +252,7 @@ def load_batches(
     elif isinstance(source, str) and source.startswith("random:"):
         batches = _random_data(source, size, seed)
         # A drawn tensor is the first input, whatever its name
-        arguments = UNKNOWN
+        arguments = UNKNOWN_ARGUMENTS
     else:
         batches = _user_data(source, label, arguments, seed)
     batches.subset_len = subset_len
@@ -282,9 +287,9 @@ def _user_data(
     seed: int,
 ) -> Batches:
     if isinstance(source, str):
-        source = from_python(source)
+        source = load_python_source(source)
     if callable(source) and not isinstance(source, Iterable):
-        source = reuse_list(source)
+        source = call_once_if_list(source)
 
     def open_pass() -> Iterator[Batch]:
         return user_batches(

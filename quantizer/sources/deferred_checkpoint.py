@@ -13,7 +13,7 @@ from quantizer.storage.allocator import map_large_blocks
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.safetensors_file import deferred_file
 
-WEIGHTS = "model.safetensors"
+CHECKPOINT_FILE = "model.safetensors"
 CHECKPOINT_INDEX = "model.safetensors.index.json"
 
 
@@ -59,8 +59,8 @@ def _stored_tensors(folder: Path) -> dict[str, DeferredTensor]:
     files: list[str] = []
     if (folder / CHECKPOINT_INDEX).is_file():
         files = indexed_files(folder / CHECKPOINT_INDEX)
-    elif (folder / WEIGHTS).is_file():
-        files = [WEIGHTS]
+    elif (folder / CHECKPOINT_FILE).is_file():
+        files = [CHECKPOINT_FILE]
     tensors: dict[str, DeferredTensor] = {}
     for name in files:
         tensors |= deferred_file(folder / name)

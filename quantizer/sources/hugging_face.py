@@ -27,7 +27,7 @@ from quantizer.sources.user_code import user_errors
 
 _logger = logging.getLogger(__name__)
 
-CONFIG = "config.json"
+HUGGING_FACE_CONFIG = "config.json"
 
 
 def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
@@ -46,16 +46,16 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         message = f"{folder} is a Hugging Face model, and transformers is missing"
         raise ModelError(message, help=pip_line("llm"))
     with user_errors(f"transformers, loading {folder},", ModelError):
-        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        config = json.loads((folder / HUGGING_FACE_CONFIG).read_text("utf-8"))
         if not isinstance(config, dict):
-            raise ModelError(f"{folder / CONFIG} is not a JSON object")
+            raise ModelError(f"{folder / HUGGING_FACE_CONFIG} is not a JSON object")
         _require_own_files(folder, config)
         architecture = _class_name(config, folder, trust=trust)
         _logger.info("loading %s from %s", architecture, folder)
         if not trust:
             deferred = deferred_model(folder, architecture)
             if deferred is not None:
-                return for_windows(deferred)
+                return prepare_for_windows(deferred)
         module, report = read_checkpoint(folder, architecture, trust_remote_code=trust)
     missing = sorted(report["missing_keys"])
     if missing:
@@ -75,7 +75,7 @@ def _require_own_files(folder: Path, config: dict[str, Any]) -> None:
         ModelError: it does; the file is named.
     """
     explicit = str(config.get("transformers_weights") or "")
-    require_inside(folder / CONFIG, explicit)
+    require_inside(folder / HUGGING_FACE_CONFIG, explicit)
     for name in (CHECKPOINT_INDEX, explicit):
         if name.endswith(".index.json") and (folder / name).is_file():
             indexed_files(folder / name)
@@ -106,7 +106,7 @@ def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
             help="read its Python files, and add --trust to run them",
         )
     raise ModelError(
-        f"{folder / CONFIG} names a model {name!r}, which this version of transformers does "
+        f"{folder / HUGGING_FACE_CONFIG} names a model {name!r}, which this version of transformers does "
         "not have"
     )
 
@@ -136,14 +136,14 @@ def read_checkpoint(
         )
     finally:
         logs.set_verbosity(verbosity)
-    return for_windows(module), report
+    return prepare_for_windows(module), report
 
 
-def for_windows(module: nn.Module) -> nn.Module:
+def prepare_for_windows(module: nn.Module) -> nn.Module:
     """Return the module in eval mode and without a KV cache: each call runs a whole window, and
     a trace cannot contain a cache.
     """
-    for config in _caching(module):
+    for config in _configs_with_cache(module):
         config.use_cache = False
     return module.eval()
 
@@ -151,7 +151,7 @@ def for_windows(module: nn.Module) -> nn.Module:
 @contextmanager
 def without_cache(module: nn.Module) -> Iterator[None]:
     """Disable the KV cache of a model while it is traced."""
-    configs = _caching(module)
+    configs = _configs_with_cache(module)
     try:
         for config in configs:
             config.use_cache = False
@@ -161,7 +161,7 @@ def without_cache(module: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _caching(module: nn.Module) -> list[Any]:
+def _configs_with_cache(module: nn.Module) -> list[Any]:
     """Return the configs that enable a KV cache. A decoder may have its own config."""
     configs: dict[int, Any] = {}
     for part in module.modules():

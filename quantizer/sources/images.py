@@ -17,8 +17,8 @@ from torch import Tensor
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import closest_word, listed
 from quantizer.errors import DataError, UsageError, pip_line
-from quantizer.sources.batches import Batch, naming
-from quantizer.storage.plain_files import read_start, require_plain
+from quantizer.sources.batches import Batch, prefix_errors
+from quantizer.storage.plain_files import read_start, require_file_or_folder
 
 IMAGE_SUFFIXES = (
     ".jpg",
@@ -220,8 +220,8 @@ def _decode(path: Path, preprocess: Preprocess) -> Tensor:
     # `max_pixels` limits them instead
     pillow.MAX_IMAGE_PIXELS = None
     try:
-        require_plain(path)
-        with naming(f"{path} "), pillow.open(path, formats=_FORMATS) as image:
+        require_file_or_folder(path)
+        with prefix_errors(f"{path} "), pillow.open(path, formats=_FORMATS) as image:
             return preprocess(image)
     except (OSError, ValueError, SyntaxError) as cause:
         raise DataError(f"{path} cannot be read as an image: {_reason(cause)}") from cause

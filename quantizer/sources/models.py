@@ -19,7 +19,12 @@ from quantizer.errors import DataError, ModelError
 from quantizer.nn.inplace import check_float
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
-from quantizer.sources.hugging_face import CONFIG, example_input, for_windows, load_hugging_face
+from quantizer.sources.hugging_face import (
+    HUGGING_FACE_CONFIG,
+    example_input,
+    load_hugging_face,
+    prepare_for_windows,
+)
 from quantizer.sources.tensor_kinds import dtype_name
 from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
 from quantizer.sources.user_code import (
@@ -133,7 +138,7 @@ def load_model(
     return loaded
 
 
-def materialize(module: nn.Module, batch: Batch) -> None:
+def materialize_lazy_layers(module: nn.Module, batch: Batch) -> None:
     """Run the first batch if the model has lazy layers, so that they get their shapes. Their
     weights are drawn from a fixed seed.
 
@@ -203,7 +208,7 @@ def _from_python(spec: str) -> LoadedModel:
     user = import_user_module(location, ModelError)
     module = _build(user, name)
     with user_errors("eval() of the model", ModelError):
-        for_windows(module)
+        prepare_for_windows(module)
     directions = Directions.declared_by(user)
     evaluate = None
     function = user.find("evaluate")
@@ -317,9 +322,9 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
 
 
 def _from_folder(folder: Path, trust: bool) -> LoadedModel:
-    if not (folder / CONFIG).is_file():
+    if not (folder / HUGGING_FACE_CONFIG).is_file():
         raise ModelError(
-            f"{folder} is a folder without a {CONFIG}, so it is not a Hugging Face model",
+            f"{folder} is a folder without a {HUGGING_FACE_CONFIG}, so it is not a Hugging Face model",
             help=_FORMS,
         )
     module = load_hugging_face(folder, trust=trust)

@@ -129,7 +129,7 @@ def _are_equal(container: Any, other: Any) -> bool:
 
 
 @contextmanager
-def left_alone(module: nn.Module) -> Iterator[ModuleState]:
+def preserve_module_state(module: nn.Module) -> Iterator[ModuleState]:
     """Restore the module and the global random generators at the end."""
     state = ModuleState(module)
     python_state = random.getstate()

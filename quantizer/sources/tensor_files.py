@@ -25,17 +25,17 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, QuantizerError
-from quantizer.sources.arguments import UNKNOWN, Arguments
-from quantizer.sources.batches import PLAIN, Batch
-from quantizer.sources.tensor_kinds import oddity
-from quantizer.storage.plain_files import require_plain
-from quantizer.storage.process_memory import in_words
+from quantizer.sources.arguments import UNKNOWN_ARGUMENTS, Arguments
+from quantizer.sources.batches import PLAIN_TENSORS_HELP, Batch
+from quantizer.sources.tensor_kinds import unsupported_reason
+from quantizer.storage.plain_files import require_file_or_folder
+from quantizer.storage.process_memory import size_text
 from quantizer.storage.safetensors_file import load_tensors
 
-MOST_UNPACKED = 10**9
+DEFAULT_MAX_UNPACKED = 10**9
 """The bytes that a smaller file may unpack to: one of a few bytes may ask for any number."""
 INPUT_NAMES = ("x", "input", "images", "data")
-Named = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 
 _NUMPY = numpy.lib.format
 # Parsing a header takes two hundred times its length of memory.
@@ -76,7 +76,7 @@ def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None 
     Raises:
         error: it cannot be read, or is too large. The sentence names the file and the reason.
     """
-    limit = MOST_UNPACKED if max_unpacked is None else max_unpacked
+    limit = DEFAULT_MAX_UNPACKED if max_unpacked is None else max_unpacked
     try:
         _require_data(path)
         _check_archive(path, limit)
@@ -92,7 +92,7 @@ def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None 
 
 def _require_data(path: Path) -> None:
     """Refuse a file that is empty or begins like something else."""
-    require_plain(path)
+    require_file_or_folder(path)
     with path.open("rb") as file:
         start = file.read(256)
     if not start:
@@ -127,13 +127,13 @@ def _check_size(path: Path, unpacked: int, limit: int) -> None:
     size = path.stat().st_size
     if unpacked > max(size, limit):
         text = (
-            f"it has {in_words(size)} and would unpack to {in_words(unpacked)}, more than "
-            f"{in_words(limit)}"
+            f"it has {size_text(size)} and would unpack to {size_text(unpacked)}, more than "
+            f"{size_text(limit)}"
         )
         raise _UnreadableError(text, "--max_unpacked allows more, such as --max_unpacked 8GB")
 
 
-def _read_safetensors(path: Path) -> Named:
+def _read_safetensors(path: Path) -> NamedTensors:
     try:
         return load_tensors(path)
     except SafetensorError as cause:
@@ -176,23 +176,23 @@ def _torch_failure(message: str) -> _UnreadableError:
 
 def _read_npy(path: Path) -> Tensor:
     with path.open("rb") as file:
-        return _array(file)
+        return _read_array(file)
 
 
-def _read_npz(path: Path) -> Named:
+def _read_npz(path: Path) -> NamedTensors:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
     except _ZIP_ERRORS as cause:
         text = f"it is truncated or not an npz archive ({cause})"
         raise _UnreadableError(text, _AGAIN) from cause
-    named: Named = {}
+    named: NamedTensors = {}
     for name, content in members.items():
-        named[name.removesuffix(".npy")] = _array(io.BytesIO(content))
+        named[name.removesuffix(".npy")] = _read_array(io.BytesIO(content))
     return named
 
 
-def _array(file: IO[bytes]) -> Tensor:
+def _read_array(file: IO[bytes]) -> Tensor:
     """Return an array in NumPy's format.
 
     numpy would take True for a size and -1 for any size, and would reserve memory for values
@@ -255,7 +255,7 @@ READERS: Mapping[str, Callable[[Path], Any]] = {
 def tensor_batches(
     paths: Sequence[Path],
     size: int,
-    arguments: Arguments = UNKNOWN,
+    arguments: Arguments = UNKNOWN_ARGUMENTS,
     max_unpacked: int | None = None,
 ) -> Iterator[Batch]:
     """Yield batches of `size` samples; the last one may be smaller. In every tensor, dimension
@@ -271,19 +271,19 @@ def tensor_batches(
     Raises:
         DataError: a file cannot be read, or its tensors are not samples.
     """
-    pending: Named = {}
+    pending: NamedTensors = {}
     for path in paths:
         named = _named_tensors(path, arguments, max_unpacked)
-        pending = _joined(pending, named, path) if pending else named
-        while _count(pending) >= size:
+        pending = _concatenate_samples(pending, named, path) if pending else named
+        while _count_samples(pending) >= size:
             first = {name: tensor[:size] for name, tensor in pending.items()}
             yield _as_batch(first, arguments)
             pending = {name: tensor[size:] for name, tensor in pending.items()}
-    if pending and _count(pending):
+    if pending and _count_samples(pending):
         yield _as_batch(pending, arguments)
 
 
-def _named_tensors(path: Path, arguments: Arguments, max_unpacked: int | None) -> Named:
+def _named_tensors(path: Path, arguments: Arguments, max_unpacked: int | None) -> NamedTensors:
     """Return the tensors of a file, of which all have the same number of samples."""
     content = read_file(path, DataError, max_unpacked)
     named = {"x": content} if isinstance(content, Tensor) else content
@@ -291,9 +291,11 @@ def _named_tensors(path: Path, arguments: Arguments, max_unpacked: int | None) -
     if not is_dict or not all(isinstance(tensor, Tensor) for tensor in named.values()):
         raise DataError(f"{path} holds {a_kind(content)}, not a tensor or a dict of tensors")
     for name, tensor in named.items():
-        reason = oddity(tensor)
+        reason = unsupported_reason(tensor)
         if reason is not None:
-            raise DataError(f"{path} cannot be computed with: {name} {reason}", help=PLAIN)
+            raise DataError(
+                f"{path} cannot be computed with: {name} {reason}", help=PLAIN_TENSORS_HELP
+            )
     if not set(named) - set(arguments.labels):
         names = f"{', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}"
         raise DataError(f"{path} holds no input tensor", help=f"name it {names}")
@@ -318,31 +320,31 @@ def _check_samples(path: Path, named: Mapping[str, Tensor]) -> None:
         raise DataError(f"the tensors of {path} differ in dimension 0, the samples: {listed}")
 
 
-def _joined(first: Named, second: Named, path: Path) -> Named:
+def _concatenate_samples(first: NamedTensors, second: NamedTensors, path: Path) -> NamedTensors:
     """Return the samples of two files; `path` is the second."""
-    if _kinds(first) != _kinds(second):
+    if _sample_kinds(first) != _sample_kinds(second):
         raise DataError(
-            f"{path} does not go with the files before it: {_listed(second)} after "
-            f"{_listed(first)}"
+            f"{path} does not go with the files before it: {_describe_tensors(second)} after "
+            f"{_describe_tensors(first)}"
         )
     return {name: torch.cat([tensor, second[name]]) for name, tensor in first.items()}
 
 
-def _kinds(named: Named) -> dict[str, tuple[torch.dtype, list[int]]]:
+def _sample_kinds(named: NamedTensors) -> dict[str, tuple[torch.dtype, list[int]]]:
     """Return dtype and shape of one sample by the names of tensors."""
     return {name: (tensor.dtype, list(tensor.shape[1:])) for name, tensor in named.items()}
 
 
-def _listed(named: Named) -> str:
-    kinds = _kinds(named).items()
+def _describe_tensors(named: NamedTensors) -> str:
+    kinds = _sample_kinds(named).items()
     return ", ".join(f"{name} {dtype} {shape}" for name, (dtype, shape) in kinds)
 
 
-def _count(named: Named) -> int:
+def _count_samples(named: NamedTensors) -> int:
     return next(iter(named.values())).shape[0]
 
 
-def _as_batch(named: Named, arguments: Arguments) -> Batch:
+def _as_batch(named: NamedTensors, arguments: Arguments) -> Batch:
     target = None
     others = dict(named)
     for label in arguments.labels:
@@ -350,7 +352,7 @@ def _as_batch(named: Named, arguments: Arguments) -> Batch:
         if target is None:
             target = tensor
     main = next((name for name in INPUT_NAMES if name in others), None)
-    inputs: Named = {}
+    inputs: NamedTensors = {}
     left_out: list[str] = []
     for name, tensor in others.items():
         if main is None or name == main or name in arguments.known:

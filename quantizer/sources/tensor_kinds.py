@@ -30,7 +30,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def oddity(tensor: Tensor) -> str | None:
+def unsupported_reason(tensor: Tensor) -> str | None:
     """Return why torch cannot compute with a tensor, as the end of a sentence, or None if it
     can.
 

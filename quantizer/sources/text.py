@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quantizer.errors import DataError, UsageError
 from quantizer.sources.batches import Batch
 from quantizer.sources.tokenizer import Encode
-from quantizer.storage.plain_files import require_plain
+from quantizer.storage.plain_files import require_file_or_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> B
 
 def _read(path: Path) -> str:
     try:
-        require_plain(path)
+        require_file_or_folder(path)
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as cause:
         byte = cause.object[cause.start]

@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 _FORMS = "give FILE.py, FILE.py:factory or package.module:factory"
 _MAX_FRAMES = 5
-_FOREIGN = (
+_FOREIGN_PREFIXES = (
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("platstdlib"),
     sysconfig.get_path("purelib"),
@@ -165,10 +165,10 @@ def user_errors(
         except QuantizerError as cause:
             # Exit codes 0 and 1, success and a failed gate, are not for the user's code
             if cause.exit_code in (0, GateError.exit_code):
-                raise raised(what, cause, error) from cause
+                raise user_error(what, cause, error) from cause
             raise
         except Exception as cause:
-            raise raised(what, cause, error) from cause
+            raise user_error(what, cause, error) from cause
 
 
 @contextmanager
@@ -183,10 +183,10 @@ def user_exits(what: str, error: type[QuantizerError]) -> Iterator[None]:
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as cause:
-        raise raised(what, cause, error) from cause
+        raise user_error(what, cause, error) from cause
 
 
-def raised(
+def user_error(
     what: str,
     cause: BaseException,
     error: type[QuantizerError],
@@ -283,6 +283,6 @@ def _frames(cause: BaseException) -> list[str]:
     """
     lines: list[str] = []
     for frame in traceback.extract_tb(cause.__traceback__):
-        if not frame.filename.startswith(_FOREIGN):
+        if not frame.filename.startswith(_FOREIGN_PREFIXES):
             lines.append(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}")
     return lines[-_MAX_FRAMES:] or ["no frame of your code is involved"]

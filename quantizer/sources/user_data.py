@@ -13,14 +13,14 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError
 from quantizer.seeding import seed_everything
 from quantizer.sources.arguments import Arguments
-from quantizer.sources.batches import Batch, as_batch, naming
+from quantizer.sources.batches import Batch, as_batch, prefix_errors
 from quantizer.sources.user_code import import_user_module, split_spec, user_errors
 
 _END: Any = object()
 _OF_LISTS: tuple[type[Any], ...] = (type(iter([])), type(iter(())))
 
 
-def from_python(spec: str) -> Any:
+def load_python_source(spec: str) -> Any:
     """Return what `FILE.py:factory` or `package.module:factory` names.
 
     Raises:
@@ -36,7 +36,7 @@ def from_python(spec: str) -> Any:
     return source
 
 
-def reuse_list(function: Callable[[], Any]) -> Callable[[], Any]:
+def call_once_if_list(function: Callable[[], Any]) -> Callable[[], Any]:
     """Return the function, but call it only once if it returns a list: the list stays in memory
     in any case.
     """
@@ -105,7 +105,7 @@ def batches_of(
             item = next(items, _END)
         if item is _END:
             return
-        with naming(f"{place} "):
+        with prefix_errors(f"{place} "):
             batch = as_batch(item, arguments)
         yield replace(batch, is_stable=are_stable)
 

@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from quantizer.config.wording import a_kind, first_names
 from quantizer.errors import ModelError
 from quantizer.nn.projections import keep_quiet_about
-from quantizer.sources.batches import PLAIN, not_finite
+from quantizer.sources.batches import PLAIN_TENSORS_HELP, count_not_finite
 from quantizer.sources.tensor_files import read_file
-from quantizer.sources.tensor_kinds import dtype_name, oddity
+from quantizer.sources.tensor_kinds import dtype_name, unsupported_reason
 
 _logger = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
             continue
         if isinstance(tensor, nn.Parameter):
             fault = "NaN or Inf"
-            count = not_finite(tensor.detach())
+            count = count_not_finite(tensor.detach())
         else:
             fault = "NaN"
-            count = not_finite(tensor.detach(), _is_number)
+            count = count_not_finite(tensor.detach(), _is_number)
         if count:
             raise ModelError(
                 f"the weights hold {fault}: {count} of {tensor.numel()} values of {name}"
@@ -93,9 +93,11 @@ def check_kinds(module: nn.Module) -> None:
     """
     keep_quiet_about(module)
     for name, tensor in _named_tensors(module):
-        reason = oddity(tensor)
+        reason = unsupported_reason(tensor)
         if reason is not None:
-            raise ModelError(f"the model cannot be computed with: {name} {reason}", help=PLAIN)
+            raise ModelError(
+                f"the model cannot be computed with: {name} {reason}", help=PLAIN_TENSORS_HELP
+            )
 
 
 def _state_dict(content: Any, path: str) -> dict[str, Tensor]:
@@ -179,7 +181,7 @@ def _misfit(tensor: Tensor, parameter: Tensor) -> str | None:
     """Return why values cannot be copied as they are, or None: integers would become floats,
     complex numbers would lose a part.
     """
-    reason = oddity(tensor)
+    reason = unsupported_reason(tensor)
     if reason is not None:
         return reason
     is_alike = tensor.is_floating_point() == parameter.is_floating_point()

@@ -1,49 +1,54 @@
-"""Ask the C library to return freed memory to the system."""
+"""Make the C library return freed memory to the system. Only glibc needs and supports this."""
 
 import ctypes
 from typing import Any
 
 from quantizer.storage import process_memory
 
-GROWTH = 128 << 20
-"""Bytes that are worth the time to return them after a batch, or a step."""
-_MMAP_THRESHOLD = -3  # the number of this parameter in malloc.h
-_least_resident = process_memory.resident() or 0
+TRIM_AFTER_GROWTH = 128 << 20
+"""By how many bytes the process has to grow until `trim_heap` is worth its time after a batch or
+a step.
+"""
+_M_MMAP_THRESHOLD = -3
+"""The number of this parameter of `mallopt` in malloc.h."""
+_MAPPED_BLOCK_BYTES = 1 << 20
+_least_resident = process_memory.resident_bytes() or 0
 _is_mapping_large_blocks = False
 
 
-def give_back(beyond: int = 0) -> None:
+def trim_heap(beyond: int = 0) -> None:
     """Call glibc's `malloc_trim`, if the C library has it.
 
-    Large tensors come and go among small ones that stay. The heap then keeps freed memory
+    Large tensors are freed while small ones between them stay. glibc then keeps the freed memory
     resident, up to the size of the network.
 
     Args:
-        beyond: do nothing until the process has grown by so many bytes since the last call.
-            Returned memory has to be mapped again, which costs a tenth of a pass if it is done
-            after each batch.
+        beyond: do nothing unless the resident memory is larger by so many bytes than its least
+            value since the last call that trimmed. Memory that was returned has to be mapped
+            again when it is needed: trimming after each batch costs a tenth of a pass.
     """
     global _least_resident
-    resident = process_memory.resident() or 0
+    resident = process_memory.resident_bytes() or 0
     _least_resident = min(resident, _least_resident)
     if beyond and resident - _least_resident < beyond:
         return
     trim = _c_function("malloc_trim")
     if trim is not None:
         trim(0)
-        _least_resident = process_memory.resident() or 0
+        _least_resident = process_memory.resident_bytes() or 0
 
 
 def map_large_blocks() -> None:
-    """Make glibc map each block above a megabyte on its own, so that freeing returns it.
+    """Make glibc allocate each block above a megabyte in a memory map of its own, which is
+    returned to the system when the block is freed.
 
-    By default it takes blocks of up to 32 MB from its heap once it has freed one of that size.
-    Small blocks that lie behind them keep the heap from shrinking.
+    By default, glibc raises this limit up to 32 MB when it frees larger blocks. It takes smaller
+    blocks from its heap, and small blocks behind them keep the heap from shrinking.
     """
     global _is_mapping_large_blocks
     tune = _c_function("mallopt")
     if tune is not None and not _is_mapping_large_blocks:
-        tune(_MMAP_THRESHOLD, 1 << 20)
+        tune(_M_MMAP_THRESHOLD, _MAPPED_BLOCK_BYTES)
         _is_mapping_large_blocks = True
 
 
@@ -52,6 +57,6 @@ def _c_function(name: str) -> Any:
     try:
         library = ctypes.CDLL(None)
     except (TypeError, OSError):
-        # Windows has no library of the process.
+        # Windows cannot open the process itself as a library
         return None
     return getattr(library, name, None)

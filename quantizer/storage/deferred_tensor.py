@@ -1,5 +1,5 @@
-"""Tensors whose values come into memory only while an operator computes with them: weights in
-files, codes that are decoded.
+"""Tensors whose values are in memory only while an operator computes with them. Their values
+are read from a file or computed from other tensors, such as codes.
 """
 
 from __future__ import annotations
@@ -21,28 +21,37 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError
-from quantizer.storage.allocator import give_back
+from quantizer.storage.allocator import trim_heap
 from quantizer.storage.positioned_io import read_into, write_at
 
 CPU = torch.device("cpu")
 _reader = ThreadPoolExecutor(1, "prefetch")
 
 
-class _Reading(threading.local):
-    """Says whether a thread reads into pinned memory, which a GPU copies from faster."""
+class _ThreadState(threading.local):
+    """How the current thread reads.
+
+    Attributes:
+        is_pinned: whether into pinned memory, from which a GPU copies faster.
+    """
 
     is_pinned = False
 
 
-_reading = _Reading()
+_thread_state = _ThreadState()
 
 
 @dataclass
-class _Held:
-    """Keeps the values of a deferred tensor while it has holders."""
+class _LoadedValues:
+    """The values of a deferred tensor, which stay in memory inside `keep_loaded`.
 
-    holders: int = 0
-    value: Tensor | None = None
+    Attributes:
+        users: the number of `with` blocks that keep them.
+        values: None until the first of these blocks has loaded them.
+    """
+
+    users: int = 0
+    values: Tensor | None = None
 
 
 class DeferredTensor(Tensor):
@@ -64,8 +73,8 @@ class DeferredTensor(Tensor):
     """
 
     _read: Callable[[], Tensor]
-    _coming: Future[Tensor] | None = None
-    _held: _Held
+    _prefetched: Future[Tensor] | None = None
+    _loaded: _LoadedValues
 
     @staticmethod
     def __new__(
@@ -85,42 +94,47 @@ class DeferredTensor(Tensor):
             device=device,
         )
         tensor._read = load
-        tensor._held = _Held()
+        tensor._loaded = _LoadedValues()
         return tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def load(self) -> Tensor:
-        """Return the values on the tensor's device. Those of a held tensor are shared."""
-        if self._held.value is not None:
-            return self._held.value
-        coming = self._coming
-        self._coming = None
-        values = self._read_for_device() if coming is None else coming.result()
+        """Return the values on the tensor's device. Inside `keep_loaded`, each call returns the
+        same object.
+        """
+        if self._loaded.values is not None:
+            return self._loaded.values
+        prefetched = self._prefetched
+        self._prefetched = None
+        if prefetched is None:
+            values = self._read_for_device()
+        else:
+            values = prefetched.result()
         values = values.to(self.device)
-        if self._held.holders:
-            self._held.value = values
+        if self._loaded.users:
+            self._loaded.values = values
         return values
 
     def prefetch(self) -> None:
         """Begin to read the values for the next `load` in a thread.
 
-        An error there is raised by `load`.
+        If the thread raises an error, the next `load` raises it.
         """
-        if self._coming is None and self._held.value is None:
-            self._coming = _reader.submit(self._read_for_device)
+        if self._prefetched is None and self._loaded.values is None:
+            self._prefetched = _reader.submit(self._read_for_device)
 
     def _read_for_device(self) -> Tensor:
         """Return the values on the CPU, in pinned memory if the tensor is on a GPU."""
-        was_pinned = _reading.is_pinned
-        # What a tensor is made of may be deferred itself
-        _reading.is_pinned = was_pinned or self.device.type == "cuda"
+        was_pinned = _thread_state.is_pinned
+        # `_read` may load another deferred tensor, which has to be pinned as well
+        _thread_state.is_pinned = was_pinned or self.device.type == "cuda"
         try:
             return self._read()
         finally:
-            _reading.is_pinned = was_pinned
+            _thread_state.is_pinned = was_pinned
 
-    def at(self, device: torch.device) -> DeferredTensor:
+    def on_device(self, device: torch.device) -> DeferredTensor:
         """Return the tensor on a device, still deferred."""
         other = DeferredTensor(
             self.shape,
@@ -130,12 +144,12 @@ class DeferredTensor(Tensor):
             stride=self.stride(),
         )
         if device == self.device:
-            other._held = self._held
+            other._loaded = self._loaded
         return other
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pass the values to another process, which puts them into a file of its own."""
-        return out_of_memory, (self.load(),)
+        return move_to_disk, (self.load(),)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
@@ -148,22 +162,26 @@ class DeferredTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Run a function of torch: without loading if it needs no values, else on the loaded
+        tensors.
+        """
         kwargs = kwargs or {}
         first: Any = args[0] if args else None
+        # Otherwise each call below would end here again
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _FACTS:
+            if func in _WITHOUT_VALUES:
                 return func(*args, **kwargs)
-            if func is Tensor.to and _goes_to_meta(args[1:], kwargs):
+            if func is Tensor.to and _is_move_to_meta(args[1:], kwargs):
                 return torch.empty_strided(
                     first.shape,
                     first.stride(),
                     dtype=first.dtype,
                     device="meta",
                 )
-            if isinstance(first, DeferredTensor) and func in _SAME:
+            if isinstance(first, DeferredTensor) and func in _STAYS_DEFERRED:
                 device = CPU if func is Tensor.cpu else first.device
-                return first.at(device)
-            if isinstance(first, DeferredTensor) and func in _CHANGES:
+                return first.on_device(device)
+            if isinstance(first, DeferredTensor) and func in _IN_PLACE:
                 raise RuntimeError("A deferred tensor cannot be changed in place.")
             return func(*loaded(args), **loaded(kwargs))
 
@@ -175,12 +193,12 @@ class DeferredTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator that is called from C++."""
+        """Run an operator that C++ code calls, on the loaded tensors."""
         return func(*loaded(args), **loaded(kwargs or {}))
 
 
-def _goes_to_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the only argument of `Tensor.to` is the meta device."""
+def _is_move_to_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the meta device is the only argument of a call of `Tensor.to`."""
     values = [*args, *kwargs.values()]
     if len(values) != 1 or not isinstance(values[0], (str, torch.device)):
         return False
@@ -188,18 +206,20 @@ def _goes_to_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def held(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Keep the values of deferred tensors inside the `with` block, each read once."""
-    states = [tensor._held for tensor in tensors if isinstance(tensor, DeferredTensor)]
+def keep_loaded(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Load deferred tensors at most once inside the `with` block, and keep their values until
+    its end.
+    """
+    states = [tensor._loaded for tensor in tensors if isinstance(tensor, DeferredTensor)]
     for state in states:
-        state.holders += 1
+        state.users += 1
     try:
         yield
     finally:
         for state in states:
-            state.holders -= 1
-            if not state.holders:
-                state.value = None
+            state.users -= 1
+            if not state.users:
+                state.values = None
 
 
 def loaded(value: Any) -> Any:
@@ -207,42 +227,48 @@ def loaded(value: Any) -> Any:
     return pytree.tree_map_only(DeferredTensor, lambda tensor: tensor.load(), value)
 
 
-def beside(source: Tensor, result: Tensor) -> Tensor:
-    """Return what was computed from `source`: in a temporary file, if that is deferred.
+def deferred_like(source: Tensor, result: Tensor) -> Tensor:
+    """Return `result`, which was computed from `source`. If `source` is deferred, the values of
+    `result` are moved to a temporary file, so that it takes no memory either.
 
     Raises:
         DataError: the disk has no room for it.
     """
     if isinstance(source, DeferredTensor):
-        return out_of_memory(result)
+        return move_to_disk(result)
     return result
 
 
-def derived(
+def apply_deferred(
     source: Tensor,
     shape: Sequence[int],
     change: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return `change(source)`, which has `shape`. If `source` is deferred, so is the result,
-    which is computed again each time.
+    """Return `change(source)`. If `source` is deferred, so is the result: `change` runs each
+    time that its values are loaded.
+
+    Args:
+        source: the argument of `change`.
+        shape: of the result.
+        change: returns a tensor of the dtype of `source`.
     """
     if not isinstance(source, DeferredTensor):
         return change(source)
     return DeferredTensor(shape, source.dtype, lambda: change(source.load()), source.device)
 
 
-def out_of_memory(tensor: Tensor) -> Tensor:
+def move_to_disk(tensor: Tensor) -> Tensor:
     """Return a deferred tensor with the same values in a temporary file.
 
-    An empty tensor, and one on a GPU with room for it, are returned as they are. One on the
-    meta device becomes deferred without a file.
+    Empty tensors are returned as they are, and so are tensors on a GPU of whose memory half is
+    free. A tensor on the meta device becomes deferred without a file.
 
     Raises:
         DataError: the disk has no room for it.
     """
     if isinstance(tensor, DeferredTensor) or not tensor.numel():
         return tensor
-    if tensor.is_cuda and _has_room(tensor):
+    if tensor.is_cuda and _is_half_of_gpu_free(tensor):
         return tensor
     if tensor.is_meta:
         return DeferredTensor(
@@ -252,29 +278,29 @@ def out_of_memory(tensor: Tensor) -> Tensor:
             tensor.device,
             stride=tensor.stride(),
         )
-    return _spool.put(tensor).at(tensor.device)
+    return _spool.put(tensor).on_device(tensor.device)
 
 
-def _has_room(tensor: Tensor) -> bool:
-    """Return whether half of the memory of a tensor's GPU is free."""
+def _is_half_of_gpu_free(tensor: Tensor) -> bool:
+    """Return whether at least half of the memory of a tensor's GPU is free."""
     free, total = torch.cuda.mem_get_info(tensor.device)
     return 2 * free > total
 
 
 _MAX_FILE_BYTES = 1 << 28
-"""A file that is larger is not written to any more. Its disk space is freed with the last of
-its tensors.
+"""Once a file is larger, the next tensor begins a new one. The system frees a file's disk space
+when the last of its tensors is gone, so one large file would keep it longer.
 """
-_GIVE_BACK_BYTES = 1 << 24
-"""After so many bytes the C library is asked to return freed memory to the system."""
+_TRIM_BYTES = 1 << 24
+"""Bytes that are moved to disk between two calls of `trim_heap`."""
 
 
 class Spool:
-    """Moves tensors out of memory, into temporary files without names."""
+    """Moves tensors from memory into temporary files."""
 
     def __init__(self) -> None:
         self._file = _SpoolFile()
-        self._since_give_back = 0
+        self._bytes_since_trim = 0
 
     def put(self, tensor: Tensor) -> DeferredTensor:
         """Write a tensor, and return a deferred one with the same values and stride.
@@ -284,7 +310,8 @@ class Spool:
         """
         if self._file.end > _MAX_FILE_BYTES:
             self._file = _SpoolFile()
-        # The stride decides the order of additions, so it has to be the same when read back.
+        # Kernels add up values in the order of the strides. To get the same sums later, the
+        # tensor is written in the order of its memory, and permuted back after reading.
         stride = torch.empty_like(tensor, device="meta").stride()
         axes = range(tensor.dim())
         order = sorted(axes, key=stride.__getitem__, reverse=True)
@@ -298,10 +325,10 @@ class Spool:
                 help="set TMPDIR to a folder on a larger disk, or calibrate with a smaller "
                 "--subset_len",
             ) from error
-        self._since_give_back += tensor.nbytes
-        if self._since_give_back > _GIVE_BACK_BYTES:
-            self._since_give_back = 0
-            give_back()
+        self._bytes_since_trim += tensor.nbytes
+        if self._bytes_since_trim > _TRIM_BYTES:
+            self._bytes_since_trim = 0
+            trim_heap()
         return DeferredTensor(
             tensor.shape,
             tensor.dtype,
@@ -311,14 +338,14 @@ class Spool:
 
 
 class _SpoolFile:
-    """A temporary file, which is gone with the last of its tensors."""
+    """A temporary file. It is removed with its last tensor, whose `load` refers to it."""
 
     def __init__(self) -> None:
         self.end = 0
 
     @cached_property
     def descriptor(self) -> int:
-        """Open the file, which has no name where the system allows that."""
+        """Open the file. On POSIX systems it has no name, so that a kill leaves nothing."""
         file = tempfile.TemporaryFile(prefix="quantizer-", buffering=0)  # noqa: SIM115
         weakref.finalize(self, file.close)
         return file.fileno()
@@ -344,7 +371,7 @@ def read_tensor(file: int, start: int, shape: Sequence[int], dtype: torch.dtype)
     Raises:
         OSError: it cannot be read, or ends before the tensor does.
     """
-    tensor = torch.empty(shape, dtype=dtype, pin_memory=_reading.is_pinned)
+    tensor = torch.empty(shape, dtype=dtype, pin_memory=_thread_state.is_pinned)
     content = memoryview(bytes_of(tensor))
     while content:
         count = read_into(file, content, start)
@@ -366,19 +393,20 @@ def bytes_of(tensor: Tensor) -> bytes:
     flat = values.contiguous().reshape(-1).view(torch.uint8)
     if not flat.numel():
         return b""
-    # This needs no numpy. Files and digests take any buffer for bytes.
+    # Files and digests take any buffer for bytes. A ctypes array is one without numpy.
     buffer: Any = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
-    # The memory has to stay for as long as the buffer does.
+    # The array does not own the memory. This reference keeps it for as long as the array lives.
     buffer.tensor = flat
     return buffer  # type: ignore[no-any-return]
 
 
 def _getters(*names: str) -> set[Any]:
-    """Return the functions that read these properties of a tensor."""
+    """Return the functions that torch calls to read these properties of a tensor."""
     return {getattr(Tensor, name).__get__ for name in names}
 
 
 def _in_place_methods() -> set[Any]:
+    """Return the methods that change a tensor. By torch's convention their names end in `_`."""
     methods: set[Any] = {
         Tensor.__setitem__,
         Tensor.data.__set__,  # type: ignore[attr-defined]
@@ -389,7 +417,7 @@ def _in_place_methods() -> set[Any]:
     return methods
 
 
-_FACTS = {
+_WITHOUT_VALUES = {
     *_getters("shape", "dtype", "device", "ndim", "layout", "nbytes", "itemsize"),
     *_getters("requires_grad", "is_leaf", "grad", "grad_fn"),
     *_getters("is_meta", "is_sparse", "is_quantized", "is_cuda"),
@@ -407,6 +435,6 @@ _FACTS = {
     Tensor.__hash__,
 }
 """Functions that need no values."""
-_SAME = {Tensor.detach, Tensor.cpu, *_getters("data")}
+_STAYS_DEFERRED = {Tensor.detach, Tensor.cpu, *_getters("data")}
 """Functions whose result is the same tensor, still deferred."""
-_CHANGES = _in_place_methods() - _FACTS
+_IN_PLACE = _in_place_methods() - _WITHOUT_VALUES

@@ -1,4 +1,6 @@
-"""Read and write JSON files, safetensors files and others, each whole or not at all."""
+"""Read JSON files, safetensors files and others, and write each completely or not at all. Errors
+are sentences for the user.
+"""
 
 import errno
 import hashlib
@@ -16,58 +18,59 @@ from quantizer.errors import ResultError
 from quantizer.storage.atomic_write import replace_file
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import OpenFile
-from quantizer.storage.plain_files import require_plain
-from quantizer.storage.process_memory import in_words
+from quantizer.storage.plain_files import require_file_or_folder
+from quantizer.storage.process_memory import size_text
 from quantizer.storage.safetensors_file import deferred_file, safetensors_parts
 
-_AGAIN = "run --quant_mode calib again"
-_WORDS = 1 << 14
-"""So many words of JSON are encoded at once."""
-_MAX_REASON = 200
+_CALIBRATE_AGAIN = "run --quant_mode calib again"
+_JSON_TOKENS_PER_PART = 1 << 14
+"""How many tokens of JSON are joined before they are written."""
+_MAX_REASON_LENGTH = 200
 
 
 def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
-    """Write a file atomically, perhaps part by part, and return its sha256.
+    """Write a file as `replace_file` does, and return its sha256. A missing folder is made.
+
+    Args:
+        path: the file.
+        content: the bytes, or their parts in order.
 
     Raises:
-        ResultError: the folder cannot be written or the disk is full. A crash leaves the old
-            file or the new one.
+        ResultError: the folder cannot be written or the disk is full.
     """
     digest = hashlib.sha256()
     parts = [content] if isinstance(content, bytes) else content
 
-    def hashed() -> Iterator[bytes]:
+    def hash_parts() -> Iterator[bytes]:
         for part in parts:
             digest.update(part)
             yield part
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, hashed())
+        replace_file(path, hash_parts())
     except OSError as error:
         raise cannot_write(path, error) from error
     return digest.hexdigest()
 
 
 def cannot_write(path: Path, error: OSError) -> ResultError:
-    """Return the error for a file or folder that the system refused to write. For a full disk
-    it says how much is free.
+    """Return the error for a file or folder that the system refused to write. If the disk is
+    full, it says how much space is free.
     """
     text = f"cannot write {path}: {error.strerror or error}"
     help_ = "choose another place"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         free = shutil.disk_usage(folder).free
-        text += f", {in_words(free)} are free"
+        text += f", {size_text(free)} are free"
         help_ = "choose another place or free some space"
     return ResultError(text, help=help_)
 
 
 def write_text(path: Path, text: str) -> str:
-    """Write a text in UTF-8, and return its sha256.
-
-    Bytes of a file's name that are not UTF-8 are written as escapes.
-    """
+    """Write a text in UTF-8, and return its sha256."""
+    # A text may have a file name whose bytes are not UTF-8: Python has them as lone surrogates
     return write_bytes(path, text.encode(errors="backslashreplace"))
 
 
@@ -77,13 +80,13 @@ def write_json(path: Path, value: Any) -> str:
 
 
 def json_parts(value: Any, *, sort_keys: bool = True) -> Iterator[bytes]:
-    """Yield JSON part by part: a list of all its words would take twenty times as much memory
-    as the text.
+    """Yield indented JSON part by part. Python's encoder would make a list of all tokens first,
+    which takes twenty times as much memory as the text.
     """
     encoder = json.JSONEncoder(indent=2, sort_keys=sort_keys, ensure_ascii=False)
-    words = encoder.iterencode(value)
-    while text := "".join(itertools.islice(words, _WORDS)):
-        # A byte of a file's name that is not UTF-8 becomes one of JSON's escapes.
+    tokens = encoder.iterencode(value)
+    while text := "".join(itertools.islice(tokens, _JSON_TOKENS_PER_PART)):
+        # Lone surrogates, as in `write_text`. The escapes are those of JSON
         yield text.encode(errors="backslashreplace")
     yield b"\n"
 
@@ -91,8 +94,8 @@ def json_parts(value: Any, *, sort_keys: bool = True) -> Iterator[bytes]:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write a safetensors file tensor by tensor, and return its sha256, which depends on the
-    arguments alone.
+    """Write a safetensors file tensor by tensor, and return its sha256. Equal tensors and
+    metadata give equal files.
     """
     return write_bytes(path, safetensors_parts(tensors, metadata))
 
@@ -103,22 +106,25 @@ def read_json(place: Path | OpenFile) -> Any:
     Raises:
         ResultError: the file is missing or not JSON.
     """
-    return _parsed(place, _parse_json, "JSON")
+    return _parse_file(place, _parse_json, "JSON")
 
 
 def _parse_json(file: OpenFile) -> Any:
-    """Parse strict JSON: without NaN and infinity, for which results have null, and without
-    halves of surrogate pairs, except those that stand for bytes of a file's name.
+    """Return the value of a JSON file, if it is strict JSON that `json_parts` could have written.
+
+    Raises:
+        ValueError: it is not JSON. It has NaN or infinity, for which we write null. Or it has
+            lone surrogates other than those that stand for bytes of file names.
     """
     text = file.content().decode()
-    value = json.loads(text, parse_constant=_refuse)
-    # Only escapes can be halves.
+    value = json.loads(text, parse_constant=_refuse_constant)
+    # A lone surrogate can only come from an escape
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
     return value
 
 
-def _refuse(constant: str) -> Any:
+def _refuse_constant(constant: str) -> Any:
     raise ValueError(f"it holds {constant}")
 
 
@@ -128,30 +134,30 @@ def read_tensors(place: Path | OpenFile) -> dict[str, Tensor]:
     Raises:
         ResultError: the file is missing or damaged.
     """
-    tensors: dict[str, Tensor] = _parsed(
+    tensors: dict[str, Tensor] = _parse_file(
         place, lambda file: load(file.content()), "safetensors"
     )
     return tensors
 
 
 def deferred_tensors(place: Path | OpenFile) -> dict[str, DeferredTensor]:
-    """Return the tensors of a safetensors file, each read when it is needed.
+    """Return the tensors of a safetensors file. Each is read when it is needed.
 
     Raises:
         ResultError: the file is missing or damaged.
     """
-    tensors: dict[str, DeferredTensor] = _parsed(place, deferred_file, "safetensors")
+    tensors: dict[str, DeferredTensor] = _parse_file(place, deferred_file, "safetensors")
     return tensors
 
 
 def sha256(path: Path) -> str:
-    """Return the digest of a file of any size.
+    """Return the sha256 of a file.
 
     Raises:
         ResultError: the file cannot be read.
     """
     try:
-        return _opened(path).digest()
+        return _open_file(path).digest()
     except OSError as error:
         raise cannot_read(path, error) from error
 
@@ -163,44 +169,65 @@ def read_bytes(path: Path) -> bytes:
         ResultError: the file cannot be read.
     """
     try:
-        return _opened(path).content()
+        return _open_file(path).content()
     except OSError as error:
         raise cannot_read(path, error) from error
 
 
 def cannot_read(path: Path, error: OSError) -> ResultError:
     """Return the error for a file that the system refuses to read."""
-    return ResultError(f"cannot read {path}: {error.strerror or error}", help=_AGAIN)
+    return ResultError(f"cannot read {path}: {error.strerror or error}", help=_CALIBRATE_AGAIN)
 
 
-def _opened(place: Path | OpenFile) -> OpenFile:
+def _open_file(place: Path | OpenFile) -> OpenFile:
+    """Return an open file as it is, or open a path.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe or a device.
+    """
     if isinstance(place, OpenFile):
         return place
-    require_plain(place)
-    return OpenFile.at(place)
+    require_file_or_folder(place)
+    return OpenFile.open(place)
 
 
-def _parsed(
+def _parse_file(
     place: Path | OpenFile,
     parse: Callable[[OpenFile], Any],
     kind: str,
 ) -> Any:
+    """Return `parse(file)`.
+
+    Args:
+        place: the file, or its path.
+        parse: may raise any error.
+        kind: names the format in errors.
+
+    Raises:
+        ResultError: the file is missing, unreadable, or `parse` has raised an error.
+    """
     path = place if isinstance(place, Path) else place.path
     try:
-        return parse(_opened(place))
+        return parse(_open_file(place))
     except FileNotFoundError:
         help_ = "run --quant_mode calib first, with the same --output_dir"
         raise ResultError(f"{path} does not exist", help=help_) from None
     except OSError as error:
         raise cannot_read(path, error) from error
     except Exception as error:
-        # Parsers raise many classes of errors.
+        # Parsers raise many classes of errors for damaged files
         text = f"{path} is not a readable {kind} file: {error}"
-        raise ResultError(text, help=_AGAIN) from error
+        raise ResultError(text, help=_CALIBRATE_AGAIN) from error
 
 
 def damaged(path: Path | str, where: str, why: str) -> ResultError:
-    """Return the error about a place in a file. A long reason is cut."""
-    if len(why) > _MAX_REASON:
-        why = f"{why[:_MAX_REASON]}…"
-    return ResultError(f"{path} is damaged: {where}: {why}", help=_AGAIN)
+    """Return the error about a damaged file.
+
+    Args:
+        path: the file.
+        where: the place in it.
+        why: what is wrong there. A long text is cut off.
+    """
+    if len(why) > _MAX_REASON_LENGTH:
+        why = f"{why[:_MAX_REASON_LENGTH]}…"
+    return ResultError(f"{path} is damaged: {where}: {why}", help=_CALIBRATE_AGAIN)

@@ -1,4 +1,4 @@
-"""The lock that a writer of a folder holds against other writers. Readers need none."""
+"""Lock a folder against other writers. Readers need no lock."""
 
 import contextlib
 import os
@@ -17,7 +17,8 @@ _OWNER_BYTES = 100
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. The system releases it when the process ends, however it ends.
+    """Hold the lock of a folder inside the `with` block. The system releases it even if the
+    process is killed.
 
     Raises:
         OSError: the lock file cannot be created or opened.
@@ -34,7 +35,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
             f"{folder} is in use by another run{_owner(path)}",
             help="wait for it or choose another --output_dir",
         ) from None
-    # Other kinds of locks write the file themselves, and remove it when they are released.
+    # The other classes of filelock write to the lock file themselves, and remove it
     is_unix = isinstance(lock, UnixFileLock)
     try:
         if is_unix:
@@ -47,8 +48,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def _write_owner(path: Path) -> None:
-    """Write who holds the lock, for people to read. A full disk has no room for it, but the
-    lock holds without it.
+    """Write into the lock file which process holds the lock, for messages. If the disk is full,
+    the file stays empty: the lock needs no content.
     """
     owner = f"process {os.getpid()} on {platform.node()}"
     with contextlib.suppress(OSError):
@@ -56,7 +57,7 @@ def _write_owner(path: Path) -> None:
 
 
 def _owner(path: Path) -> str:
-    """Return a comma and who holds the lock, or "" if the file does not say that."""
+    """Return ", process 123 on host" as the lock file says it, or "" if it says nothing."""
     content = b""
     with contextlib.suppress(OSError), path.open("rb") as file:
         content = file.read(_OWNER_BYTES)

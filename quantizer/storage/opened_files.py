@@ -1,7 +1,9 @@
-"""Opens the files of a folder as one set: a reader sees what one writer left, whatever is
-written meanwhile.
+"""Open the files of a folder as one consistent set, even if another process replaces the set
+meanwhile.
 
-Moves nothing and takes no lock; `results.result_set` writes such sets. Imports no torch.
+`results.result_set` replaces such sets. It writes the new files to a subfolder, and last a list
+of moves. From then on the set is the one with these moves done, whether they are or not. This
+module moves nothing and takes no lock. Imports no torch.
 """
 
 import hashlib
@@ -18,53 +20,58 @@ from typing import Any
 from quantizer.errors import ResultError
 from quantizer.storage.positioned_io import REPLACES_OPEN_FILES, open_flags, read_at
 
-ASIDE = ".quantizer-new"
-"""The folder beside the files, for those that are to replace them."""
-MOVES = "moves.json"
-"""The last file written there; from then on the files aside are the ones that count."""
-_PART = 1 << 20
-ATTEMPTS = 100
-"""A writer moves its files within milliseconds; who meets so many writers gives up."""
-# A pipe would keep the opener waiting for a writer.
-_READING = open_flags("O_RDONLY", "O_NONBLOCK", "O_CLOEXEC")
+NEW_FILES_FOLDER = ".quantizer-new"
+"""The subfolder with files that are to replace those of their names in the folder."""
+MOVES_FILE = "moves.json"
+"""The file there that lists the moves. It is written last: once it exists, the new files are
+valid, and those that they replace are not.
+"""
+_PART_BYTES = 1 << 20
+MAX_OPEN_ATTEMPTS = 100
+"""How often `open_files` begins again because the set was replaced meanwhile. A replacement takes
+milliseconds.
+"""
+# Without O_NONBLOCK, opening a pipe waits for a writer
+_READ_FLAGS = open_flags("O_RDONLY", "O_NONBLOCK", "O_CLOEXEC")
 
 
 class OpenFile:
-    """A regular file, open for as long as somebody holds this object; no link is followed to
-    it.
+    """An open file. It is closed when this object is no longer referred to.
 
     Attributes:
-        path: where it was found, for messages.
+        path: its path when it was opened, for messages.
         descriptor: of the operating system, to read from at offsets.
-        mode: the kind of file and its rights, as in `os.stat`.
+        mode: the kind of file and its permissions, as in `os.stat`.
         size: in bytes, when it was opened.
         identity: device and inode, which no other file has while this one is open.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
-        self._hold(descriptor)
+        self._close_with_self(descriptor)
         status = os.fstat(descriptor)
         self.mode = status.st_mode
         self.size = status.st_size
         self.identity = (status.st_dev, status.st_ino)
 
     @classmethod
-    def at(cls, path: Path) -> "OpenFile":
-        """Open a file of the user's, where a link is as good as what it leads to.
+    def open(cls, path: Path) -> "OpenFile":
+        """Open a file. Links are followed.
 
         Raises:
             OSError: it cannot be opened.
         """
-        return cls(path, os.open(path, _READING))
+        return cls(path, os.open(path, _READ_FLAGS))
 
-    def _hold(self, descriptor: int) -> None:
+    def _close_with_self(self, descriptor: int) -> None:
+        """Use this descriptor, and close it when this object is no longer referred to."""
         self.descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
+        # At the end of the process, the system closes it
         self._close.atexit = False
 
-    def release(self) -> None:
-        """Go on with a copy, so that Windows lets the file itself be replaced.
+    def continue_with_copy(self) -> None:
+        """Replace the open file by a temporary copy: Windows lets no open file be replaced.
 
         Raises:
             OSError: there is no room for a copy.
@@ -73,12 +80,12 @@ class OpenFile:
             copy.writelines(self.parts())
             descriptor = os.dup(copy.fileno())
         self._close()
-        self._hold(descriptor)
+        self._close_with_self(descriptor)
 
     def parts(self) -> Iterator[bytes]:
         """Yield the content, part by part."""
         position = 0
-        while part := self.read(_PART, position):
+        while part := self.read(_PART_BYTES, position):
             position += len(part)
             yield part
 
@@ -99,15 +106,15 @@ class OpenFile:
 
 
 @dataclass(frozen=True)
-class SetKind:
-    """What is said of sets of one kind.
+class FileSetKind:
+    """A kind of file set: its index, and how messages are worded.
 
     Attributes:
-        index: the file that says which others there are.
-        main: the file that users know such a folder by; the index, if it is empty.
-        changed: what is said of a file that is not as the index has it.
-        missing: what to do about a folder without such a set.
-        again: what to do about a set that is damaged.
+        index: the file that lists the others with their sha256.
+        changed: the predicate of messages about a file whose sha256 differs from the index.
+        missing: the help of messages about a folder without such a set.
+        again: the help of messages about a damaged set.
+        main: the file that messages name if there is no set; by default the index.
     """
 
     index: str
@@ -118,17 +125,17 @@ class SetKind:
 
 
 class OpenedFiles:
-    """The files of one set, open. Whatever takes their place in the folder, these stay the ones
-    that are read.
+    """The open files of one set. They stay readable if another process replaces the set.
 
     Attributes:
-        folder: where they were found.
-        kind: which of them is the index.
-        identity: the sha256 of the index, which names all of them by their own.
+        folder: the folder of the set.
+        kind: the kind of the set.
+        identity: the sha256 of the index. As the index has the sha256 of all other files, sets
+            with the same identity have the same content.
     """
 
     def __init__(
-        self, folder: Path, kind: SetKind, files: Mapping[str, OpenFile], identity: str
+        self, folder: Path, kind: FileSetKind, files: Mapping[str, OpenFile], identity: str
     ) -> None:
         self.folder, self.kind, self.identity = folder, kind, identity
         self._files = files
@@ -152,58 +159,59 @@ class OpenedFiles:
         return sorted(self._files)
 
     def is_current(self) -> bool:
-        """Return whether the folder still holds this set.
+        """Return whether the folder still has this set.
 
         Raises:
-            ResultError: what it holds cannot be told.
+            ResultError: the folder cannot be read.
         """
-        index = _places(self.folder, self.kind).index
+        index = _take_snapshot(self.folder, self.kind).index
         return index is not None and index.digest() == self.identity
 
 
 def open_files(
     folder: Path,
-    kind: SetKind,
+    kind: FileSetKind,
     digests: Callable[[OpenFile], Mapping[str, str]],
     optional: Collection[str] = (),
 ) -> OpenedFiles:
-    """Open the index, the files that it names and the optional ones, then compare all that it
-    names with it.
+    """Open the index of a set and the files that it lists, and compare their sha256.
 
-    A writer that replaces the set meanwhile is noticed, and the new set is opened. A set that
-    was complete when its writer was stopped is read where it lies.
+    If another process replaces the set meanwhile, the new set is opened. If a replacement was
+    interrupted after its list of moves was written, its files are read from the subfolder.
 
     Args:
-        folder: where the files are; it may be a link itself, no file in it may.
-        kind: which file is the index, and what to say of damage.
-        digests: reads from the index the sha256 of each file to open.
-        optional: files that are opened where they are there; nothing vouches for their content.
+        folder: the folder of the set. It may be a link, but no file in it may.
+        kind: the kind of the set.
+        digests: returns the sha256 of each file to open, from the open index.
+        optional: names of files that are also opened if they exist. Their content is not
+            checked.
 
     Raises:
-        ResultError: the set is missing or damaged, holds a link, or is replaced again and
-            again.
+        ResultError: the set is missing or damaged, has a link, or is replaced again and again.
     """
+    # Damage is reported when it is seen twice. The first time, it may be a set that is being
+    # replaced: some files are of the old set and others of the new one.
     previous: object = None
-    for _ in range(ATTEMPTS):
-        places = _places(folder, kind)
-        index = places.index
+    for _ in range(MAX_OPEN_ATTEMPTS):
+        snapshot = _take_snapshot(folder, kind)
+        index = snapshot.index
         files: dict[str, OpenFile] = {}
         fault: ResultError | None
         if index is None:
-            fault = _missing(folder, places, kind)
+            fault = _missing_set_error(folder, snapshot, kind)
         else:
             listed = _checked_names(digests(index), index.path, kind)
             for name in (*listed, *optional):
-                file = places.open(name)
+                file = snapshot.open(name)
                 if file is not None:
                     files[name] = file
-            fault = _fault(folder, kind, listed, files)
-        # The first places stay open until then, so that no new file has the inode of one.
-        is_same = places.state == _places(folder, kind).state
+            fault = _find_damage(folder, kind, listed, files)
+        # `snapshot` keeps its files open, so that no new file can have the inode of one of them
+        is_same = snapshot.state == _take_snapshot(folder, kind).state
         if is_same and index is not None and fault is None:
             files[kind.index] = index
             return OpenedFiles(folder, kind, files, index.digest())
-        seen = (places.state, {name: file.identity for name, file in files.items()})
+        seen = (snapshot.state, {name: file.identity for name, file in files.items()})
         if fault is not None and seen == previous:
             raise fault
         previous = seen
@@ -212,29 +220,39 @@ def open_files(
     )
 
 
-def _missing(folder: Path, places: "_Places", kind: SetKind) -> ResultError:
-    """Return what to say of a folder without an index."""
+def _missing_set_error(
+    folder: Path, snapshot: "_SetSnapshot", kind: FileSetKind
+) -> ResultError:
+    """Return the error about a folder without an index."""
     main = kind.main or kind.index
-    if places.open(main) is None:
+    if snapshot.open(main) is None:
         return ResultError(f"{folder / main} does not exist", help=kind.missing)
     return ResultError(f"{folder / kind.index} does not exist", help=kind.again)
 
 
-def _checked_names(listed: Mapping[str, str], path: Path, kind: SetKind) -> Mapping[str, str]:
-    """Refuse an index that names what is not in its folder."""
+def _checked_names(
+    listed: Mapping[str, str], path: Path, kind: FileSetKind
+) -> Mapping[str, str]:
+    """Return the list of an index.
+
+    Raises:
+        ResultError: it has a name that is not of a file in the folder.
+    """
     for name in listed:
-        if not _is_plain(name) or "/" in name:
+        if not _is_name_in_set(name) or "/" in name:
             raise ResultError(f"{path} is damaged: it names {name!r:.80}", help=kind.again)
     return listed
 
 
-def _fault(
+def _find_damage(
     folder: Path,
-    kind: SetKind,
+    kind: FileSetKind,
     listed: Mapping[str, str],
     files: Mapping[str, OpenFile],
 ) -> ResultError | None:
-    """Return what is wrong with the first file that is not as the index has it."""
+    """Return an error about the first file that is missing or differs from the index, or None
+    if there is none.
+    """
     for name, digest in listed.items():
         file = files.get(name)
         if file is None:
@@ -244,80 +262,86 @@ def _fault(
     return None
 
 
-class _Places:
-    """Says for a folder as it is at one moment which of its files lie aside, to replace others.
+class _SetSnapshot:
+    """The set in a folder at one moment, with the moves of a replacement that is complete.
 
     Attributes:
-        index: the file that lists the others, or None.
-        state: changes whenever another set begins to count.
+        index: the open index of the set, or None if there is none.
+        state: the identity of the list of moves and of the index. It changes when the set is
+            replaced.
     """
 
-    def __init__(self, folder: Path, kind: SetKind) -> None:
+    def __init__(self, folder: Path, kind: FileSetKind) -> None:
         self._folder = folder
         self._incoming: Collection[str] = ()
         self._outgoing: Collection[str] = ()
-        self._moves = _opened(folder / ASIDE / MOVES)
+        self._moves = _open_if_present(folder / NEW_FILES_FOLDER / MOVES_FILE)
         if self._moves is not None:
-            self._incoming, self._outgoing = planned_moves(self._moves.content(), folder)
+            self._incoming, self._outgoing = parse_moves(self._moves.content(), folder)
         self.index = self.open(kind.index)
         files = (self._moves, self.index)
         self.state = [file.identity if file else None for file in files]
 
     def open(self, name: str) -> OpenFile | None:
-        """Open the file that counts under this name; None where there is none.
+        """Open the file that has this name in the set, or return None if there is none.
 
         Raises:
-            ResultError: it is a link, or no file, or may not be read.
+            ResultError: it is a link, no regular file, or cannot be read.
         """
         if name in self._incoming:
-            file = _opened(self._folder / ASIDE / name)
+            file = _open_if_present(self._folder / NEW_FILES_FOLDER / name)
+            # It is None if the file has been moved already
             if file is not None:
                 return file
         if name in self._outgoing:
             return None
-        return _opened(self._folder / name)
+        return _open_if_present(self._folder / name)
 
 
-def _places(folder: Path, kind: SetKind) -> _Places:
-    """Return what lies in a folder, and the replacement in it if that is complete.
+def _take_snapshot(folder: Path, kind: FileSetKind) -> _SetSnapshot:
+    """Return the set that is in a folder now.
 
     Raises:
-        ResultError: there is no such folder, it may not be read, or the replacement is none.
+        ResultError: there is no such folder, it cannot be read, or the list of moves is damaged.
     """
     try:
         os.scandir(folder).close()
-        require_aside(folder)
+        check_new_files_folder(folder)
     except (FileNotFoundError, NotADirectoryError):
         path = folder / (kind.main or kind.index)
         raise ResultError(f"{path} does not exist", help=kind.missing) from None
     except OSError as error:
         raise ResultError(f"cannot read {folder}: {error.strerror or error}") from error
-    return _Places(folder, kind)
+    return _SetSnapshot(folder, kind)
 
 
-def require_aside(folder: Path) -> None:
-    """Refuse something else in place of the folder for new files.
+def check_new_files_folder(folder: Path) -> None:
+    """Check that the subfolder for new files is a folder, if it exists.
 
     Raises:
         ResultError: it is a link or a file.
     """
-    aside = folder / ASIDE
-    if aside.is_symlink() or (aside.exists() and not aside.is_dir()):
-        raise ResultError(f"{aside} is no folder of quantizer", help="remove it")
+    new_files = folder / NEW_FILES_FOLDER
+    if new_files.is_symlink() or (new_files.exists() and not new_files.is_dir()):
+        raise ResultError(f"{new_files} is no folder of quantizer", help="remove it")
 
 
-def _opened(path: Path) -> OpenFile | None:
-    """Open a file of a set; None where there is none."""
+def _open_if_present(path: Path) -> OpenFile | None:
+    """Open a file of a set, or return None if there is none.
+
+    Raises:
+        ResultError: it is a link, no regular file, or cannot be read.
+    """
     try:
         if path.is_symlink():
             help_ = "put the file itself in its place"
             raise ResultError(f"{path} is a link, which is not followed", help=help_)
-        # No link that has come meanwhile is followed.
-        file = OpenFile(path, os.open(path, _READING | open_flags("O_NOFOLLOW")))
+        # O_NOFOLLOW, as a link may have taken its place since the check above
+        file = OpenFile(path, os.open(path, _READ_FLAGS | open_flags("O_NOFOLLOW")))
         if not stat.S_ISREG(file.mode):
             raise ResultError(f"{path} is no file", help="remove it")
         if not REPLACES_OPEN_FILES:
-            file.release()
+            file.continue_with_copy()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -325,27 +349,31 @@ def _opened(path: Path) -> OpenFile | None:
     return file
 
 
-def planned_moves(content: bytes, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of the files that a replacement brings, and of those that go.
+def parse_moves(content: bytes, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the names of the files that a replacement adds, and of those that it removes.
+
+    Args:
+        content: of the list of moves.
+        folder: the folder of the set, for messages.
 
     Raises:
-        ResultError: the content is nothing that a writer of sets left.
+        ResultError: it is not a list of moves.
     """
     try:
         moves = json.loads(content)
         incoming = moves["files"]
         outgoing = moves["gone"]
-        is_sound = all(_is_plain(name) for name in (*incoming, *outgoing))
+        is_sound = all(_is_name_in_set(name) for name in (*incoming, *outgoing))
     except (ValueError, LookupError, TypeError, RecursionError):
         is_sound = False
     if not is_sound or not isinstance(incoming, list) or not isinstance(outgoing, list):
-        help_ = f"remove {folder / ASIDE}"
-        raise ResultError(f"{folder / ASIDE / MOVES} is damaged", help=help_)
+        help_ = f"remove {folder / NEW_FILES_FOLDER}"
+        raise ResultError(f"{folder / NEW_FILES_FOLDER / MOVES_FILE} is damaged", help=help_)
     return incoming, outgoing
 
 
-def _is_plain(name: Any) -> bool:
-    """Return whether this is the name of a file in the folder or in a folder inside it."""
+def _is_name_in_set(name: Any) -> bool:
+    """Return whether this is the name of a file in the folder of a set or in a subfolder."""
     if not isinstance(name, str) or not name.isprintable() or "\\" in name:
         return False
     parts = name.split("/")
@@ -355,6 +383,6 @@ def _is_plain(name: Any) -> bool:
 
 
 def json_digest(value: Any) -> str:
-    """Return the sha256 of a JSON value, whatever its layout in a file."""
+    """Return the sha256 of a JSON value. It does not depend on the order of keys or on spaces."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,18 +1,23 @@
-"""Read and write at positions of an open file, also where the system has no calls for that."""
+"""Read and write at given positions of an open file, also on Windows, which lacks `os.pread`
+and its like.
+"""
 
 import os
 import threading
 
 REPLACES_OPEN_FILES = hasattr(os, "pread")
-"""Whether a file can be replaced while it is open. Windows has neither."""
-# Without such calls, a position belongs to the file, which several threads read.
+"""Whether a file can be replaced while it is open. Windows cannot do this, and lacks `os.pread`."""
+# Without `os.pread`, reading changes the position of the open file, which several threads share
 _lock = threading.Lock()
 
 
 def open_flags(*names: str) -> int:
-    """Return the flags of `os.open` with these names, without those that the system lacks.
+    """Return flags for `os.open`, without those that the system lacks.
 
-    Windows has one more, without which it changes the ends of lines.
+    On Windows, O_BINARY is added. Without it, reading and writing convert line ends.
+
+    Args:
+        names: of the flags, such as "O_RDONLY".
     """
     flags = getattr(os, "O_BINARY", 0)
     for name in names:
@@ -22,8 +27,11 @@ def open_flags(*names: str) -> int:
 
 
 def read_into(descriptor: int, buffer: memoryview, position: int) -> int:
-    """Fill a buffer from a position on, and return the number of bytes: fewer if the system
-    gives fewer, 0 at the end of the file.
+    """Read from a position of a file into a buffer.
+
+    Returns:
+        The number of bytes read. It may be less than the length of the buffer, and is 0 at the
+        end of the file.
     """
     if hasattr(os, "preadv"):
         buffers = [buffer]
@@ -37,7 +45,7 @@ def read_into(descriptor: int, buffer: memoryview, position: int) -> int:
 
 
 def read_at(descriptor: int, count: int, position: int) -> bytes:
-    """Return `count` bytes from a position on, or fewer, as `read_into` does."""
+    """Return at most `count` bytes from a position of a file, and none at its end."""
     content = bytearray(count)
     buffer = memoryview(content)
     length = read_into(descriptor, buffer, position)
@@ -45,7 +53,7 @@ def read_at(descriptor: int, count: int, position: int) -> bytes:
 
 
 def write_at(descriptor: int, content: memoryview, position: int) -> int:
-    """Write at a position, and return the number of bytes that the system has taken."""
+    """Write at a position of a file, and return the number of bytes written, perhaps not all."""
     if hasattr(os, "pwrite"):
         return os.pwrite(descriptor, content, position)
     with _lock:

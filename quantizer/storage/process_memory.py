@@ -1,5 +1,5 @@
-"""Memory of this process and of the machine, in bytes; None where the system does not report
-it. Imports no torch.
+"""Return how much memory this process uses and may use, in bytes, or None where the system does
+not report it. Imports no torch.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ _CGROUP_FILES = (
     ("memory.max", "memory.current", "file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
 )
-"""For control groups of version 2 and 1: the files of limit and usage, and the name in
-memory.stat of the page cache, which counts as used and can be reclaimed.
+"""The names of the limit, of the usage and of the page cache in memory.stat, for version 2 and
+for version 1 of control groups. The usage includes the page cache, which can be reclaimed.
 """
 
 
-def peak() -> int | None:
-    """Return the most that was ever resident of this process."""
-    # The figure of getrusage is at least that of the process that started this one.
+def peak_bytes() -> int | None:
+    """Return the largest resident memory that this process has had."""
+    # Preferred to getrusage, whose figure is at least that of the process that started this one
     most_resident = _numbers(Path("/proc/self/status")).get("VmHWM")
     if most_resident:
         return most_resident
@@ -46,9 +46,9 @@ def peak() -> int | None:
     return most_resident
 
 
-def resident() -> int | None:
-    """Return what is resident of this process now."""
-    # This is called after each batch, so it reads the shortest file that has the figure.
+def resident_bytes() -> int | None:
+    """Return the resident memory of this process."""
+    # This is called after each batch, so it reads the shortest file that has the figure
     try:
         pages = Path("/proc/self/statm").read_bytes().split()[1]
     except (OSError, IndexError):
@@ -57,11 +57,11 @@ def resident() -> int | None:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Suspend garbage collection.
+def pause_garbage_collection() -> Iterator[None]:
+    """Suspend garbage collection inside the `with` block.
 
-    Imports and traces keep nearly all objects that they make. Searching these for cycles again
-    and again takes a fifth of their time.
+    Imports and traces keep nearly all objects that they make. The collector would search these
+    for cycles again and again, which takes a fifth of the time of an import or a trace.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -74,35 +74,36 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing(module: str) -> Iterator[None]:
-    """Suspend garbage collection; if `module` is imported meanwhile, exclude all objects that
-    exist by then from later collections.
+    """Suspend garbage collection inside the `with` block. If the block imports `module` for the
+    first time, later collections skip all objects that exist at its end.
 
-    For the command line only: in the process of somebody else, garbage would stay as well.
+    For the command line only. In a process of the user's, garbage that exists at this moment
+    would stay in memory as well.
     """
     is_new = module not in sys.modules
-    with uncollected():
+    with pause_garbage_collection():
         yield
         if is_new:
             gc.freeze()
 
 
-def available() -> int | None:
-    """Return what this process can still take without swapping, within the limits of its
-    control groups.
+def available_bytes() -> int | None:
+    """Return how much more memory this process can use without swapping, within the limits of
+    its control groups.
     """
     return min((free for _, free in _limits()), default=None)
 
 
-def total() -> int | None:
-    """Return what the machine has, or what a control group allows if that is less."""
+def total_bytes() -> int | None:
+    """Return the memory of the machine, or the limit of a control group if that is lower."""
     return min((size for size, _ in _limits()), default=None)
 
 
-def parsed(text: str) -> int:
-    """Return the bytes that a size such as "8GB", "512 MB" or "1.5GiB" stands for.
+def parse_size(text: str) -> int:
+    """Return the number of bytes of a size such as "8GB", "512 MB" or "1.5GiB".
 
     Raises:
-        ValueError: the text is no such size.
+        ValueError: the text is not such a size.
 
     >>> parsed("8GB"), parsed("0.5 gib")
     (8000000000, 536870912)
@@ -117,8 +118,8 @@ def parsed(text: str) -> int:
     return int(size * _UNITS[unit.upper()])
 
 
-def in_words(size: int) -> str:
-    """Return a size with a unit, in three digits.
+def size_text(size: int) -> str:
+    """Return a number of bytes as text, in GB or MB.
 
     >>> in_words(1_234_000_000), in_words(45_600_000)
     ('1.23 GB', '46 MB')
@@ -129,15 +130,15 @@ def in_words(size: int) -> str:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield the size and the free memory of the machine, and of each control group that limits
-    this process.
+    """Yield (size, free memory) of the machine, and of each control group that limits this
+    process.
     """
     machine = _numbers(Path("/proc/meminfo"))
     if "MemTotal" in machine and "MemAvailable" in machine:
         yield machine["MemTotal"], machine["MemAvailable"]
     for folder in _cgroups():
         for limit, usage, cache in _CGROUP_FILES:
-            # The file may be missing, or hold "max".
+            # The file is missing for the other version, and says "max" without a limit
             with contextlib.suppress(OSError, ValueError):
                 size = int((folder / limit).read_text())
                 used = int((folder / usage).read_text())
@@ -147,7 +148,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _cgroups() -> Iterator[Path]:
-    """Yield the folders of the control groups around this process, of both versions."""
+    """Yield the folders of the control groups that contain this process, of both versions."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -160,8 +161,10 @@ def _cgroups() -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> Mapping[str, int]:
-    """Return the numbers in lines of a name, a number and perhaps "kB"; none if the file is
-    missing.
+    """Return the numbers of a file of /proc or a control group by name, in bytes.
+
+    Its lines have the form `name 123` or `name: 123 kB`. Other lines are skipped. Without the
+    file, there are no numbers.
     """
     numbers: dict[str, int] = {}
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Read safetensors files, also as deferred tensors, and write them tensor by tensor."""
+"""Read safetensors files, into memory or as deferred tensors, and write them tensor by tensor."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from torch import Tensor
 from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of, read_tensor
 from quantizer.storage.opened_files import OpenFile
 
-STORED: dict[str, torch.dtype] = {
+DTYPES_BY_NAME: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -32,14 +32,16 @@ STORED: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-"""The dtypes of safetensors files by their names there."""
+"""The dtypes of safetensors files, by the names that the format gives them."""
 
-_NAMES = {dtype: name for name, dtype in STORED.items()}
+_NAMES_BY_DTYPE = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 _METADATA = "__metadata__"
 
 
 class _Entry(NamedTuple):
-    """An entry of the header: where the tensor lies in the data, and what it is."""
+    """A tensor as the header describes it. `begin` and `end` are its offsets in the data, and
+    stand first so that sorted entries are in the order of the data.
+    """
 
     begin: int
     end: int
@@ -49,17 +51,17 @@ class _Entry(NamedTuple):
 
 
 def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
-    """Return the tensors of a safetensors file, each read when it is needed.
+    """Return the tensors of a safetensors file. Each is read when it is needed.
 
-    Only the bytes of that tensor are read. A memory map of the whole file would count against
-    `ulimit -v` at once. The file stays open, so a file that replaces it changes nothing.
+    A memory map would be simpler, but the whole file would count against `ulimit -v` at once.
+    The file stays open, so the tensors keep their values if the file is replaced.
 
     Raises:
         OSError: the file cannot be read.
         SafetensorError: it is not a safetensors file, or it is truncated.
         KeyError: it has a dtype that torch does not have.
     """
-    file = OpenFile.at(path) if isinstance(path, Path) else path
+    file = OpenFile.open(path) if isinstance(path, Path) else path
     header, data_start = _read_header(file)
     header.pop(_METADATA, None)
     try:
@@ -69,8 +71,9 @@ def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
     tensors: dict[str, DeferredTensor] = {}
     previous_end = 0
     data_size = file.size - data_start
+    # The data of the tensors must be adjacent: the format allows no gaps and no overlaps
     for entry in entries:
-        dtype = STORED[entry.dtype_name]
+        dtype = DTYPES_BY_NAME[entry.dtype_name]
         size = entry.shape.numel() * dtype.itemsize
         is_sound = entry.begin == previous_end and entry.end == entry.begin + size
         if not is_sound or entry.end > data_size:
@@ -98,19 +101,25 @@ def _deferred(
     return DeferredTensor(shape, dtype, load)
 
 
-def metadata(path: Path) -> Mapping[str, str]:
-    """Return the texts that a file holds beside its tensors.
+def read_metadata(path: Path) -> Mapping[str, str]:
+    """Return the metadata of a file: texts by name.
 
     Raises:
         OSError: the file cannot be read.
         SafetensorError: it is not a safetensors file, or it is truncated.
     """
-    header, _ = _read_header(OpenFile.at(path))
+    header, _ = _read_header(OpenFile.open(path))
     return header.get(_METADATA) or {}
 
 
 def _read_header(file: OpenFile) -> tuple[dict[str, Any], int]:
-    """Return a file's header, and the position of the data behind it."""
+    """Return the header of a file, and the position where the data begin.
+
+    Raises:
+        OSError: the file cannot be read.
+        SafetensorError: there is no header, or it is damaged.
+    """
+    # The file begins with the length of the header in 8 bytes
     length = int.from_bytes(file.read(8, 0), "little")
     if not 2 <= length <= file.size - 8:
         raise SafetensorError("the length of its header is beyond its end")
@@ -130,7 +139,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         OSError: the file cannot be read.
         SafetensorError: it is not a safetensors file, or it is damaged.
     """
-    # The library opens no file whose name is not UTF-8, but it parses bytes.
+    # The library cannot open a file whose name is not UTF-8, but it can parse its bytes
     try:
         os.fsencode(path).decode()
     except UnicodeDecodeError:
@@ -141,12 +150,12 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def safetensors_parts(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 ) -> Iterator[bytes]:
-    """Yield the parts of a file: the header in JSON, then the values of each tensor.
+    """Yield the parts of a safetensors file: the header in JSON, then the values of each tensor.
 
-    The widest dtypes come first, so that all values are aligned.
+    The library can only write tensors that are all in memory. Here one deferred tensor is
+    loaded at a time. The widest dtypes come first, so that all values are aligned.
 
-    Source: the format's description in the README of safetensors. That library can only write
-    tensors that are all in memory.
+    Source: the description of the format in the README of safetensors.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {}
@@ -158,11 +167,12 @@ def safetensors_parts(
         begin = end
         end += tensor.nbytes
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": _NAMES_BY_DTYPE[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # The data begin at a multiple of 8
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:

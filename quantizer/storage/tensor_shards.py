@@ -1,5 +1,5 @@
-"""Tensors in one safetensors file, or in several of bounded size with an index. Their names are
-those that transformers uses.
+"""Write tensors to one safetensors file, or to several of limited size (shards) with an index,
+and read them. Files are named as transformers names them.
 """
 
 import re
@@ -17,7 +17,7 @@ from quantizer.storage.files import (
 from quantizer.storage.opened_files import OpenedFiles
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""The most bytes of tensors in a file, except for a single tensor that has more."""
+"""The most bytes of tensors in one file. A larger tensor has a file of its own."""
 
 
 def write_shards(
@@ -54,12 +54,14 @@ def write_shards(
     return digests
 
 
-def shard_files(
+def tensor_files_and_index(
     name: str,
     files: Iterable[str],
 ) -> list[str]:
-    """Return the files of `write_shards` for `name`: those among `files`, and the index."""
-    shards = shards_of(name, files)
+    """Return the names among `files` that `write_shards` gives to the files of `name`, and the
+    name of the index.
+    """
+    shards = tensor_files_of(name, files)
     return [*shards, _index_name(name)]
 
 
@@ -67,13 +69,13 @@ def deferred_shards(
     name: str,
     opened: OpenedFiles,
 ) -> dict[str, DeferredTensor]:
-    """Return the tensors that `write_shards` wrote for `name`, each read when it is needed.
+    """Return the tensors that `write_shards` wrote for `name`. Each is read when it is needed.
 
     Raises:
         ResultError: a file is damaged.
     """
     tensors: dict[str, DeferredTensor] = {}
-    for shard in shards_of(name, opened.names):
+    for shard in tensor_files_of(name, opened.names):
         tensors |= deferred_tensors(opened[shard])
     return tensors
 
@@ -88,8 +90,8 @@ def shard_name(name: str, number: int, count: int) -> str:
     return f"{stem}-{number:05}-of-{count:05}.{suffix}"
 
 
-def shards_of(name: str, files: Iterable[str]) -> list[str]:
-    """Return those of `files` that hold the tensors of `name`: itself, or its shards in order.
+def tensor_files_of(name: str, files: Iterable[str]) -> list[str]:
+    """Return the names among `files` of the file `name` and of its shards, sorted.
 
     >>> shards_of(
     ...     "a.safetensors",
@@ -105,7 +107,7 @@ def shards_of(name: str, files: Iterable[str]) -> list[str]:
 
 
 def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Distribute tensors over shards in the order of their names."""
+    """Distribute tensors over shards, in the order of their names."""
     shards: list[dict[str, Tensor]] = [{}]
     filled = 0
     for name, tensor in sorted(tensors.items()):
@@ -118,4 +120,5 @@ def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def _index_name(name: str) -> str:
+    """Return the name of the index of the shards of `name`."""
     return f"{name}.index.json"

@@ -21,9 +21,9 @@ import quantizer
 from quantizer.calibration import faithful
 from quantizer.cli.main import run_command
 from quantizer.errors import ModelError
-from quantizer.results.calibrated import traced
+from quantizer.results.calibrated import trace_module
 from quantizer.sources.batches import Batch
-from quantizer.sources.module_state import left_alone
+from quantizer.sources.module_state import preserve_module_state
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 BATCH = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
@@ -189,7 +189,7 @@ def test_the_model_and_the_generators_are_left_as_they_were(kind: type[Net]) -> 
     model = kind()
     before, weights = state(model), copy.deepcopy(model.state_dict())
     try:
-        traced(model, Batch.of(BATCH), compared=True)
+        trace_module(model, Batch.of(BATCH), compared=True)
     except ModelError:
         assert kind is Counting
     assert str(state(model)) == str(before)
@@ -219,7 +219,7 @@ def test_all_that_a_call_changes_comes_back() -> None:
     model = Busy()
     hook = model.inner.register_forward_hook(lambda *_: None)
     buffers, table, numbers = dict(model.named_buffers()), model.table, model.numbers
-    with left_alone(model) as kept:
+    with preserve_module_state(model) as kept:
         model(torch.ones(1))
         assert kept.changed() == ["table", "numbers", "inner.new", "more"]
     assert {name: id(each) for name, each in model.named_buffers()} == {
@@ -236,11 +236,11 @@ def test_all_that_a_call_changes_comes_back() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_programs_have_no_state_to_keep() -> None:
     scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.ReLU())
-    with left_alone(scripted) as kept:
+    with preserve_module_state(scripted) as kept:
         scripted(BATCH)
     assert kept.changed() == []
     program = torch.export.export(nn.Sequential(nn.Linear(4, 4)), (BATCH,)).module()
-    assert traced(program, Batch.of(BATCH), compared=True).nodes
+    assert trace_module(program, Batch.of(BATCH), compared=True).nodes
 
 
 def test_few_samples_are_run_and_the_loader_is_not_asked_again(
@@ -274,7 +274,7 @@ def test_a_model_whose_weights_stay_in_files_is_not_run() -> None:
     model.a._parameters["weight"] = nn.Parameter(
         DeferredTensor(weight.shape, weight.dtype, lambda: weight)
     )
-    assert traced(model, Batch.of(BATCH), compared=True).is_deferred
+    assert trace_module(model, Batch.of(BATCH), compared=True).is_deferred
 
 
 def test_the_shell_says_so_with_the_models_code(

@@ -82,7 +82,7 @@ def test_convolutions_have_a_copy_in_another_layout() -> None:
 
 
 def test_the_peak_is_that_of_now_at_least() -> None:
-    most, now = process_memory.peak(), process_memory.resident()
+    most, now = process_memory.peak_bytes(), process_memory.resident_bytes()
     assert most is not None
     assert now is not None
     assert (peak_with(0) or 0) >= most * 0.99

@@ -133,7 +133,7 @@ def test_stopped_then_resumed_equals_undisturbed(
     more = ("--fast_finetune", "adaquant")
     assert calibrate(tmp_path / "whole", *more, model=model, config=config) == 0
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "EVERY_S", saves)
+        patched.setattr(checkpoint, "SAVE_INTERVAL_S", saves)
         patched.setattr(Checkpoints, "advanced", stopped)
         if saves:
             assert calibrate(tmp_path / "out", *more, model=model, config=config) == 130

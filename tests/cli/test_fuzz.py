@@ -42,7 +42,7 @@ def test_edited_saved_models_load_and_run_or_are_refused(tmp_path: Path) -> None
 def test_edited_checkpoints_are_gone_on_with_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "EVERY_S", 0.0)
+    monkeypatch.setattr(checkpoint, "SAVE_INTERVAL_S", 0.0)
     runs = checkpoints.prepared(tmp_path, step=17)
     for seed in range(25):
         done, code, said, is_right = checkpoints.one(seed, runs, tmp_path)
@@ -52,7 +52,7 @@ def test_edited_checkpoints_are_gone_on_with_or_refused(
 def test_random_networks_agree_with_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "EVERY_S", 0.0)
+    monkeypatch.setattr(checkpoint, "SAVE_INTERVAL_S", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as forks have
     try:

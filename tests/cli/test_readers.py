@@ -22,9 +22,16 @@ from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
 from quantizer.results import folder as results_folder
 from quantizer.results import result_set
-from quantizer.results.folder import REPORT, TESTED, OpenedResults, QuantInfo, read_info
-from quantizer.results.result_set import ASIDE, MOVES, locked, replaced_set
+from quantizer.results.folder import (
+    FILES_OF_TESTS,
+    REPORT_FILE,
+    OpenedResults,
+    QuantInfo,
+    read_info,
+)
+from quantizer.results.result_set import locked, replace_set
 from quantizer.storage import opened_files
+from quantizer.storage.opened_files import MOVES_FILE, NEW_FILES_FOLDER
 
 MODEL = """
 import torch
@@ -88,7 +95,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def replace(folder: Path, other: Path) -> None:
     """Do what a calibration does when it is complete."""
-    with replaced_set(folder, TESTED) as new:
+    with replace_set(folder, FILES_OF_TESTS) as new:
         for path in other.iterdir():
             if path.name not in RUN_FILES:
                 shutil.copy(path, new / path.name)
@@ -98,13 +105,15 @@ def begin_to_replace(folder: Path, other: Path) -> None:
     """Do what a calibration does that is stopped in the middle: every second file is in its
     place.
     """
-    (folder / ASIDE).mkdir()
+    (folder / NEW_FILES_FOLDER).mkdir()
     names = sorted(path.name for path in other.iterdir() if path.name not in RUN_FILES)
     for name in names:
-        shutil.copy(other / name, folder / ASIDE / name)
-    (folder / ASIDE / MOVES).write_text(json.dumps({"files": names, "gone": []}))
+        shutil.copy(other / name, folder / NEW_FILES_FOLDER / name)
+    (folder / NEW_FILES_FOLDER / MOVES_FILE).write_text(
+        json.dumps({"files": names, "gone": []})
+    )
     for name in names[::2]:
-        os.replace(folder / ASIDE / name, folder / name)
+        os.replace(folder / NEW_FILES_FOLDER / name, folder / name)
 
 
 def everything(opened: QuantInfo) -> list[Any]:
@@ -122,7 +131,7 @@ def everything(opened: QuantInfo) -> list[Any]:
         opened.plan,
         values,
         statistics,
-        opened.about(REPORT)["metrics"],
+        opened.about(REPORT_FILE)["metrics"],
     ]
 
 
@@ -174,7 +183,7 @@ def test_who_meets_writers_again_and_again_gives_up(
             is_writing[0] = False
         return plain(path, *args, **more)
 
-    monkeypatch.setattr(opened_files, "ATTEMPTS", 5)
+    monkeypatch.setattr(opened_files, "MAX_OPEN_ATTEMPTS", 5)
     monkeypatch.setattr(os, "open", opening)
     with pytest.raises(ResultError, match="is written again and again by other runs"):
         read_info(folder)
@@ -205,7 +214,7 @@ def test_readers_move_nothing(folder: Path, calibrations: Path) -> None:
 def locked_elsewhere(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, as another run does that has not cleaned up yet."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(result_set, "_clean", lambda folder: None)
+        patched.setattr(result_set, "_remove_left_over_files", lambda folder: None)
         with locked(folder):
             yield
 
@@ -388,7 +397,7 @@ def test_a_report_of_another_calibration_is_none(
 ) -> None:
     """As a run that is not ours would leave it there."""
     shutil.copy(calibrations / "new" / "report.json", folder / "report.json")
-    assert read_info(folder).about(REPORT) == {}
+    assert read_info(folder).about(REPORT_FILE) == {}
     assert run_command(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"] == {}
 

@@ -24,9 +24,10 @@ from quantizer import Config, ModelQuantizer
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
 from quantizer.results.folder import read_info
-from quantizer.results.result_set import ASIDE, MOVES, locked
+from quantizer.results.result_set import locked
 from quantizer.results.write import write_info
 from quantizer.storage import atomic_write
+from quantizer.storage.opened_files import MOVES_FILE, NEW_FILES_FOLDER
 
 Toy = Callable[..., str]
 
@@ -173,8 +174,15 @@ def test_a_folder_that_may_not_be_written_keeps_the_old_results(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
+    system_open = os.open
+
+    def refuse_new_files(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT and Path(path).suffix == atomic_write.TEMPORARY_SUFFIX:
+            refuse()
+        return system_open(path, flags, *mode)
+
     with monkeypatch.context() as patched:
-        patched.setattr(atomic_write.tempfile, "mkstemp", refuse)
+        patched.setattr(os, "open", refuse_new_files)
         assert calibrate(folder, model=toy("return [torch.randn(4, 3)] * 2"), config=None) == 5
         assert os.strerror(number) in capsys.readouterr().err
     assert contents(folder) == old
@@ -264,8 +272,8 @@ def test_a_replacement_that_nobody_began_is_refused(
     moves: str, folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder.parent / "thesis.tex").write_text("years of work")
-    (folder / ASIDE).mkdir()
-    (folder / ASIDE / MOVES).write_text(moves)
+    (folder / NEW_FILES_FOLDER).mkdir()
+    (folder / NEW_FILES_FOLDER / MOVES_FILE).write_text(moves)
     assert check(folder, model=toy()) == 5
     assert "moves.json is damaged" in capsys.readouterr().err
     assert (folder.parent / "thesis.tex").read_text() == "years of work"
@@ -273,8 +281,10 @@ def test_a_replacement_that_nobody_began_is_refused(
 
 def crafted(folder: Path, **moves: list[str]) -> None:
     """Have a folder ask whoever opens it next to move files."""
-    (folder / ASIDE).mkdir(parents=True)
-    (folder / ASIDE / MOVES).write_text(json.dumps({"files": [], "gone": []} | moves))
+    (folder / NEW_FILES_FOLDER).mkdir(parents=True)
+    (folder / NEW_FILES_FOLDER / MOVES_FILE).write_text(
+        json.dumps({"files": [], "gone": []} | moves)
+    )
 
 
 OPENERS: dict[str, Callable[[Path, str], int]] = {
@@ -297,7 +307,13 @@ OPENERS: dict[str, Callable[[Path, str], int]] = {
     "ModelQuantizer.save": lambda folder, net: ModelQuantizer.save(quantized(), folder),
 }
 """Whoever opens a folder; each ends with an exit code, or with an exception."""
-LINKED = ("export", ASIDE, f"{ASIDE}/export", f"{ASIDE}/verify.json", "export/verify.json")
+LINKED = (
+    "export",
+    NEW_FILES_FOLDER,
+    f"{NEW_FILES_FOLDER}/export",
+    f"{NEW_FILES_FOLDER}/verify.json",
+    "export/verify.json",
+)
 
 
 def quantized() -> torch.nn.Module:
@@ -316,22 +332,24 @@ def test_nothing_outside_is_touched_through_links_whoever_opens_a_folder(
     """
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    for name in ("verify.json", "weights.safetensors", "model.safetensors", MOVES):
+    for name in ("verify.json", "weights.safetensors", "model.safetensors", MOVES_FILE):
         (elsewhere / name).write_text("mine")
-    if link == ASIDE:
-        (elsewhere / MOVES).write_text(
+    if link == NEW_FILES_FOLDER:
+        (elsewhere / MOVES_FILE).write_text(
             '{"files": ["weights.safetensors"], "gone": ["report.json"]}'
         )
     if opener.startswith("ModelQuantizer"):
         shutil.rmtree(folder)
         ModelQuantizer.save(quantized(), folder)
-    if link != ASIDE:
+    if link != NEW_FILES_FOLDER:
         crafted(folder, files=["export/verify.json"], gone=["export/verify.json"])
-        for inner in (folder / ASIDE / "export", folder / "export"):
+        for inner in (folder / NEW_FILES_FOLDER / "export", folder / "export"):
             inner.mkdir(exist_ok=True)
             (inner / "verify.json").write_text("{}")
-    if link == f"{ASIDE}/verify.json":
-        (folder / ASIDE / MOVES).write_text('{"files": ["verify.json"], "gone": []}')
+    if link == f"{NEW_FILES_FOLDER}/verify.json":
+        (folder / NEW_FILES_FOLDER / MOVES_FILE).write_text(
+            '{"files": ["verify.json"], "gone": []}'
+        )
     place = folder / link
     if place.is_dir():
         shutil.rmtree(place)
@@ -358,8 +376,8 @@ def test_only_files_that_quantizer_writes_are_moved_or_removed(
     else:
         (folder / name).write_text("years of work")
     crafted(folder, **{kind: [name]})
-    (folder / ASIDE / "export").mkdir()
-    (folder / ASIDE / name).write_text("theirs")
+    (folder / NEW_FILES_FOLDER / "export").mkdir()
+    (folder / NEW_FILES_FOLDER / name).write_text("theirs")
     with contextlib.suppress(ResultError):
         OPENERS[opener](folder, toy())
     assert (
@@ -373,7 +391,7 @@ def test_folders_are_not_moved(
     folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     crafted(folder, files=["report.json"])
-    (folder / ASIDE / "report.json").mkdir()
+    (folder / NEW_FILES_FOLDER / "report.json").mkdir()
     assert check(folder, model=toy()) == 5
     assert "report.json is no file" in capsys.readouterr().err
     with (
@@ -386,7 +404,7 @@ def test_folders_are_not_moved(
 def test_checkpoints_from_python_are_not_written_through_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.results.checkpoint.EVERY_S", 0.0)
+    monkeypatch.setattr("quantizer.results.checkpoint.SAVE_INTERVAL_S", 0.0)
     precious, folder = tmp_path / "precious", tmp_path / "out"
     precious.write_text("mine")
     folder.mkdir()
@@ -432,28 +450,30 @@ def test_what_is_no_file_is_not_read(kind: str, name: str, folder: Path) -> None
 
 
 def test_reading_leaves_what_another_run_is_writing(folder: Path) -> None:
-    (folder / ASIDE).mkdir()
-    (folder / ASIDE / "weights.safetensors").write_bytes(b"being written")
+    (folder / NEW_FILES_FOLDER).mkdir()
+    (folder / NEW_FILES_FOLDER / "weights.safetensors").write_bytes(b"being written")
     read_info(folder)
-    assert (folder / ASIDE / "weights.safetensors").read_bytes() == b"being written"
+    assert (folder / NEW_FILES_FOLDER / "weights.safetensors").read_bytes() == b"being written"
 
 
 def test_reading_waits_for_no_run_that_is_about_to_replace_them(folder: Path, toy: Toy) -> None:
     """The new set is complete, and who wrote it holds the lock."""
     with locked(folder):
-        (folder / ASIDE).mkdir()
-        (folder / ASIDE / MOVES).write_text('{"files": [], "gone": []}')
+        (folder / NEW_FILES_FOLDER).mkdir()
+        (folder / NEW_FILES_FOLDER / MOVES_FILE).write_text('{"files": [], "gone": []}')
         assert read_info(folder).header["model"] == "Linear"
-        assert (folder / ASIDE / MOVES).exists(), "who holds the lock moves files, nobody else"
+        assert (folder / NEW_FILES_FOLDER / MOVES_FILE).exists(), (
+            "who holds the lock moves files, nobody else"
+        )
     assert check(folder, model=toy()) == 0
-    assert not (folder / ASIDE).exists()
+    assert not (folder / NEW_FILES_FOLDER).exists()
 
 
 def test_what_stopped_runs_have_left_goes(folder: Path, toy: Toy) -> None:
     """Temporary files, and files that were to replace others, of a run that was killed."""
     (folder / ".quant_info.json.abcd1234.tmp").write_text("half")
-    (folder / ASIDE).mkdir()
-    (folder / ASIDE / "weights.safetensors").write_bytes(b"half")
+    (folder / NEW_FILES_FOLDER).mkdir()
+    (folder / NEW_FILES_FOLDER / "weights.safetensors").write_bytes(b"half")
     (folder / ".notes.txt.swp").write_text("mine")
     assert check(folder, model=toy()) == 0
     assert sorted(path.name for path in folder.iterdir() if path.name[0] == ".") == [

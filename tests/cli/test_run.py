@@ -370,7 +370,7 @@ def test_the_peak_of_memory_is_told(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_run_that_does_not_fit_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.storage.process_memory.available", lambda: 1000)
+    monkeypatch.setattr("quantizer.storage.process_memory.available_bytes", lambda: 1000)
     assert calibrate(tmp_path) == 0
     said = capsys.readouterr().err
     assert re.search(
@@ -378,7 +378,7 @@ def test_a_run_that_does_not_fit_says_so(
         r"--batch_size",
         said,
     )
-    monkeypatch.setattr("quantizer.storage.process_memory.total", lambda: 2000)
+    monkeypatch.setattr("quantizer.storage.process_memory.total_bytes", lambda: 2000)
     assert calibrate(tmp_path, "--overwrite") == 6
     assert re.search(
         r"error: calibration would need about .* of memory, and the machine has 0 MB",
@@ -391,7 +391,7 @@ def test_the_plan_knows_what_calibration_may_keep(
     toy: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Else that of the tests before, which nothing here reaches
-    monkeypatch.setattr("quantizer.storage.process_memory.peak", lambda: 0)
+    monkeypatch.setattr("quantizer.storage.process_memory.peak_bytes", lambda: 0)
     model, peaks = toy("return [torch.randn(1 << 15, 3) for _ in range(64)]"), []
     for memory in ("0B", "1GB"):
         arguments = [
@@ -414,7 +414,7 @@ def test_the_plan_knows_what_calibration_may_keep(
 def test_the_plan_knows_the_batches_of_test_mode(
     toy: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.storage.process_memory.peak", lambda: 0)
+    monkeypatch.setattr("quantizer.storage.process_memory.peak_bytes", lambda: 0)
     model, peaks = Path(toy()), []
     for evaluation in ("", "\ndef evaluation_data():\n    return [torch.ones(1 << 20, 3)]\n"):
         model.write_text(model.read_text() + evaluation)

@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def toy_model(toy: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     # A snapshot after each batch and layer
-    monkeypatch.setattr("quantizer.results.checkpoint.EVERY_S", 0.0)
+    monkeypatch.setattr("quantizer.results.checkpoint.SAVE_INTERVAL_S", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as forks have; results say how many there were
     yield toy(DATA, MODEL)

@@ -92,7 +92,7 @@ def test_what_is_no_file_is_told_with_the_code_of_the_option(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
 ) -> None:
-    monkeypatch.setattr(plain_files, "PATIENCE", 0.01)
+    monkeypatch.setattr(plain_files, "PIPE_TIMEOUT_S", 0.01)
     name, code = PLACES[option]
     make(tmp_path / name)
     (tmp_path / "text.txt").write_text("a b c")

@@ -18,7 +18,7 @@ from quantizer.calibration.snapshots import share_snapshot
 from quantizer.distributed import ALONE, Ranks
 from quantizer.distributed.process_group import ProcessGroup
 from quantizer.errors import QuantizerError, RankError
-from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
+from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 
 VALUES = [[1.0, 1e8, float("nan")], [2.0, 1.0, 0.0], [4.0, -1e8, 0.0]]
 
@@ -73,7 +73,7 @@ def test_values_come_in_the_order_of_ranks_whatever_they_are(tmp_path: Path) -> 
 
 def test_what_is_out_of_memory_on_one_rank_is_so_on_all(tmp_path: Path) -> None:
     def work(group: ProcessGroup) -> Any:
-        own = Snapshot({"a": out_of_memory(torch.arange(3)), "b": torch.ones(1)}, {"done": 2})
+        own = Snapshot({"a": move_to_disk(torch.arange(3)), "b": torch.ones(1)}, {"done": 2})
         found = share_snapshot(own if group.is_first else Snapshot({}, {}), group, "here")
         rows = {
             name: [isinstance(each, DeferredTensor), each.tolist()]

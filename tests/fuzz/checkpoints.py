@@ -108,7 +108,7 @@ def one(
 
 def main() -> None:
     """Edited checkpoints, for so many seconds."""
-    checkpoint.EVERY_S = 0.0
+    checkpoint.SAVE_INTERVAL_S = 0.0
     with tempfile.TemporaryDirectory() as folder:
         runs = prepared(Path(folder))
 

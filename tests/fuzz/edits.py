@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantizer.results.folder import ORIGINS
+from quantizer.results.folder import ORIGIN_FILES
 from quantizer.storage.opened_files import json_digest
 
 HOSTILE: tuple[Any, ...] = (
@@ -150,7 +150,7 @@ def sealed(folder: Path) -> None:
     index = folder / "checksums.json"
     listed = json.loads(index.read_text())
     named = files if isinstance(files, dict) else {}
-    names = (*ORIGINS, path.name)
+    names = (*ORIGIN_FILES, path.name)
     listed["files"] = {
         **listed["files"],
         **named,

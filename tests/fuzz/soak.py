@@ -297,7 +297,7 @@ def onnx(
 def main() -> None:
     """Random networks, for so many seconds."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    checkpoint.EVERY_S = 0.0
+    checkpoint.SAVE_INTERVAL_S = 0.0
     with tempfile.TemporaryDirectory() as folder:
         search(lambda seed: one(seed, Path(folder) / "seed"))
 

@@ -14,7 +14,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
-from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
+from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 
 READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "view": lambda x: x.view(x.shape[0], -1),
@@ -124,5 +124,5 @@ def test_weights_may_have_their_channels_last_too() -> None:
     with torch.no_grad():
         assert torch.equal(network(x), plain(x))
     first = next(name for name, layer in plain.layers.items() if hasattr(layer, "weight"))
-    set_parameter(plain.layers[first], "weight", out_of_memory(model[0].weight.detach()))
+    set_parameter(plain.layers[first], "weight", move_to_disk(model[0].weight.detach()))
     assert isinstance(weights_last(plain).layers[first].get_parameter("weight"), DeferredTensor)

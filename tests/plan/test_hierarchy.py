@@ -23,7 +23,7 @@ from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import weight_bytes
 from quantizer.report.tables import plan_table
-from quantizer.report.view import View
+from quantizer.report.view import TableView
 
 ROOT = "Residual::Residual/"
 FC = ROOT + "Linear[fc]/linear"
@@ -273,7 +273,7 @@ def test_groups_leave_out_depthwise_convolutions_and_embeddings_of_positions() -
     row = next(each for each in plan.to_json()["layers"] if each["name"] == name)
     assert row["ungrouped"] == {"weights": "groups of 4 do not divide 1"}
     assert (name, "weights", "float: groups of 4 do not divide 1") in plan_table(
-        plan, View()
+        plan, TableView()
     ).rows
 
 

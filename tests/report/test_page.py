@@ -20,7 +20,7 @@ from quantizer.cli.main import run_command
 from quantizer.evaluation.compare import NetworkComparison
 from quantizer.evaluation.scores import Scores
 from quantizer.report import tables
-from quantizer.report.files import report_of
+from quantizer.report.files import make_report
 from quantizer.report.page.page import SECTIONS, page
 from quantizer.report.page.sections import coverage
 from quantizer.results.folder import open_results
@@ -218,8 +218,8 @@ def test_each_dead_channel_counts_and_each_reader_of_a_value_shows_it(tmp_path: 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 12.5])
 def test_metrics_that_are_not_finite_are_shown(folder: Path, value: float) -> None:
     pairs = {"perplexity": {"float": 9.0, "quantized": value}}
-    tested = tables.report(Scores(NetworkComparison([]), pairs), [], None)
-    texts = Texts(report_of(open_results(folder), tested)[1]).texts
+    tested = tables.report_values(Scores(NetworkComparison([]), pairs), [], None)
+    texts = Texts(make_report(open_results(folder), tested)[1]).texts
     assert f"9 → {'12.5' if value == 12.5 else 'not finite'}" in texts
 
 

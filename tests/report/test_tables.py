@@ -12,7 +12,7 @@ from rich.console import Console
 
 from quantizer.graph.ir import Graph, Node
 from quantizer.report.tables import damage_table, layer_table
-from quantizer.report.view import Listing, View
+from quantizer.report.view import Listing, TableView
 
 ROWS = [
     {
@@ -37,7 +37,7 @@ def printed(table: Listing, width: int) -> str:
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_every_letter_survives_every_width(width: int) -> None:
-    lines = printed(damage_table(ROWS, View()), width).splitlines()
+    lines = printed(damage_table(ROWS, TableView()), width).splitlines()
     assert max(map(len, lines)) <= width
     figures = re.sub(r"\s", "", "".join(lines))
     names = (
@@ -58,7 +58,7 @@ def test_every_letter_survives_every_width(width: int) -> None:
 def test_a_narrower_terminal_shows_fewer_columns_and_a_line_a_row(
     width: int, shown: tuple[str, ...]
 ) -> None:
-    titles, *rows = printed(damage_table(ROWS, View(PATHS)), width).splitlines()
+    titles, *rows = printed(damage_table(ROWS, TableView(PATHS)), width).splitlines()
     kept = {"layer", "tensor", "local", "accumulated", "dB"}
     assert set(titles.split()) == kept | {*shown}
     assert [row.split()[:2] for row in rows] == [
@@ -85,16 +85,16 @@ def test_the_text_of_the_last_column_wraps_before_names_do() -> None:
 
 
 def test_only_the_worst_rows_are_shown_and_how_to_see_the_others() -> None:
-    lines = printed(damage_table([*ROWS, EXACT], View(PATHS, top=2)), 100).splitlines()
+    lines = printed(damage_table([*ROWS, EXACT], TableView(PATHS, top=2)), 100).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["layer0.0.conv1", "layer1.0.conv1"]
     assert lines[3:] == [f"2 more tensors, 1 of them without loss: {BELOW}"]
-    few = printed(damage_table([*ROWS, EXACT], View(PATHS, top=15)), 100).splitlines()
+    few = printed(damage_table([*ROWS, EXACT], TableView(PATHS, top=15)), 100).splitlines()
     assert few[-1] == f"1 more tensor, all without loss: {BELOW}"
     assert (
-        printed(damage_table([EXACT], View(top=15)), 100)
+        printed(damage_table([EXACT], TableView(top=15)), 100)
         == f"1 tensor, all without loss: {BELOW}\n"
     )
-    assert "200.00" in printed(damage_table([*ROWS, EXACT], View()), 200), (
+    assert "200.00" in printed(damage_table([*ROWS, EXACT], TableView()), 200), (
         "without a limit nothing is left out"
     )
 
@@ -103,7 +103,7 @@ def test_rows_that_are_left_out_are_those_that_matter_least_and_the_others_keep_
     None
 ):
     rows = [(f"Net::Net/{name}", "") for name in "abcde"]
-    table = View(top=2).listing(
+    table = TableView(top=2).listing(
         ("layer", "why"), rows, [3.0, 1.0, None, 2.0, None], idle="in float"
     )
     assert [row[0] for row in table.rows] == ["Net::Net/b", "Net::Net/d"]
@@ -111,7 +111,7 @@ def test_rows_that_are_left_out_are_those_that_matter_least_and_the_others_keep_
 
 
 def test_only_the_layers_asked_for_are_shown() -> None:
-    table = View(layers=frozenset({"Net::Net/b"})).listing(
+    table = TableView(layers=frozenset({"Net::Net/b"})).listing(
         ("layer", "why"), [("Net::Net/a", ""), ("Net::Net/b", "")]
     )
     assert (list(table.rows), table.note) == ([("Net::Net/b", "")], "")
@@ -123,7 +123,7 @@ def test_layers_are_called_alike_in_every_column() -> None:
         "Net::Net/Block[0]/ReLU[relu]/relu.1", "relu", "", scope="0.relu", shape=(None, 8, 4)
     )
     graph = Graph("Net", (add, relu), (), {})
-    view = View({add.name: "0.add", relu.name: "0.relu.1"})
+    view = TableView({add.name: "0.add", relu.name: "0.relu.1"})
     table = layer_table(
         graph, [(relu.name, "activation")], {add.name: f"quantized at {relu.name}"}, view
     )
@@ -135,14 +135,15 @@ def test_layers_are_called_alike_in_every_column() -> None:
 
 def test_the_bar_is_the_noise_against_the_worst() -> None:
     bars = [
-        line.count("█") for line in printed(damage_table(ROWS, View()), 200).splitlines()[1:]
+        line.count("█")
+        for line in printed(damage_table(ROWS, TableView()), 200).splitlines()[1:]
     ]
     assert bars == [20, 2, 0], "10 dB better is a tenth of the noise"
 
 
 def test_tables_of_nothing_and_of_the_perfect() -> None:
-    assert "layer" in printed(damage_table([], View()), 100)
+    assert "layer" in printed(damage_table([], TableView()), 100)
     perfect = damage_table(
-        [{**ROWS[0], "local_sqnr_db": float("inf"), "accumulated_sqnr_db": None}], View()
+        [{**ROWS[0], "local_sqnr_db": float("inf"), "accumulated_sqnr_db": None}], TableView()
     )
     assert "█" not in printed(perfect, 200)

@@ -18,7 +18,7 @@ from quantizer.calibration.snapshots import snapshot_of, value_of
 from quantizer.errors import DataError, ResultError
 from quantizer.results import checkpoint
 from quantizer.results.checkpoint import Checkpoint, Checkpoints
-from quantizer.storage.deferred_tensor import DeferredTensor, out_of_memory
+from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 from quantizer.storage.opened_files import json_digest
 
 KEY = {"weights": "a", "seed": 0}
@@ -89,7 +89,7 @@ def test_what_was_out_of_memory_comes_back_out_of_it_and_outlives_the_files(
     tmp_path: Path,
 ) -> None:
     values = torch.arange(6.0).view(2, 3)
-    given = Snapshot({"out": out_of_memory(values), "in": values + 1}, {})
+    given = Snapshot({"out": move_to_disk(values), "in": values + 1}, {})
     Checkpoint(tmp_path, "stage", KEY).save(given)
     found = Checkpoint(tmp_path, "stage", KEY).restore()
     assert found is not None

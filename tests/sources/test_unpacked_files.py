@@ -86,7 +86,7 @@ def test_what_unpacks_to_more_than_is_allowed(
         == MB
     )
     assert next(iter(load_batches(str(path)))).size == 32
-    monkeypatch.setattr(tensor_files, "MOST_UNPACKED", MB)
+    monkeypatch.setattr(tensor_files, "DEFAULT_MAX_UNPACKED", MB)
     assert "more than 1 MB" in refusal(str(path))
 
 

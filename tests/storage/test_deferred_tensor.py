@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from quantizer.errors import DataError
 from quantizer.storage import process_memory
-from quantizer.storage.allocator import give_back
-from quantizer.storage.deferred_tensor import DeferredTensor, beside, held, loaded
+from quantizer.storage.allocator import trim_heap
+from quantizer.storage.deferred_tensor import DeferredTensor, deferred_like, keep_loaded, loaded
 from quantizer.storage.files import write_tensors
-from quantizer.storage.safetensors_file import STORED, deferred_file
+from quantizer.storage.safetensors_file import DTYPES_BY_NAME, deferred_file
 
 
 class Counted:
@@ -77,9 +77,9 @@ def test_its_shape_on_the_meta_device_reads_nothing(device: object, load: Counte
 
 def test_a_held_one_is_read_once_whatever_is_made_of_it(load: Counted) -> None:
     x = deferred(load)
-    with held([x, torch.ones(1)]):
+    with keep_loaded([x, torch.ones(1)]):
         assert load.count == 0
-        with held([x.detach()]):
+        with keep_loaded([x.detach()]):
             assert (x + 1).sum() == 21
         assert (x.detach() + 1).sum() == 21
         assert load.count == 1
@@ -122,11 +122,11 @@ def test_it_is_not_changed_in_place(change: object, load: Counted) -> None:
 
 def test_what_is_made_of_it_is_out_of_memory(load: Counted) -> None:
     made = torch.randn(5, 7).to(torch.bfloat16)
-    kept = beside(deferred(load), made)
+    kept = deferred_like(deferred(load), made)
     assert isinstance(kept, DeferredTensor)
     assert torch.equal(loaded(kept), made)
-    assert beside(torch.ones(1), made) is made
-    assert beside(deferred(load), kept) is kept
+    assert deferred_like(torch.ones(1), made) is made
+    assert deferred_like(deferred(load), kept) is kept
 
 
 def test_a_full_disk_is_one_sentence(load: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_sentence(load: Counted, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(DataError, match=r"no room .*: No space left on device") as refused:
-        beside(deferred(load), torch.ones(3))
+        deferred_like(deferred(load), torch.ones(3))
     assert "TMPDIR" in str(refused.value.help)
 
 
@@ -145,7 +145,8 @@ def test_a_full_disk_is_one_sentence(load: Counted, monkeypatch: pytest.MonkeyPa
             lambda s: s != "__metadata__"
         ),
         st.tuples(
-            st.sampled_from(list(STORED.values())), st.lists(st.integers(0, 3), max_size=3)
+            st.sampled_from(list(DTYPES_BY_NAME.values())),
+            st.lists(st.integers(0, 3), max_size=3),
         ),
         max_size=4,
     )
@@ -223,7 +224,7 @@ def test_what_cannot_be_fetched_ahead_is_told_where_it_is_needed(tmp_path: Path)
 
 
 @pytest.mark.skipif(
-    process_memory.resident() is None, reason="the system does not say what is resident"
+    process_memory.resident_bytes() is None, reason="the system does not say what is resident"
 )
 def test_freed_memory_is_given_back_once_the_process_has_grown_by_as_much(
     monkeypatch: pytest.MonkeyPatch,
@@ -236,10 +237,10 @@ def test_freed_memory_is_given_back_once_the_process_has_grown_by_as_much(
             trims.append(resident)
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _: Library)
-    monkeypatch.setattr(process_memory, "resident", lambda: resident)
-    give_back()
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: resident)
+    trim_heap()
     for resident in (1050, 1100, 1150, 900, 950, 1000):  # noqa: B007 - what is resident from now on
-        give_back(100)
+        trim_heap(100)
         found.append(len(trims))
     assert found == [1, 2, 2, 2, 2, 3]
 
@@ -251,6 +252,6 @@ def test_the_peak_is_in_bytes_where_the_system_has_no_files_of_processes(
     monkeypatch.setattr(process_memory, "_numbers", lambda path: {})
     kilobytes = pytest.importorskip("resource").getrusage(0).ru_maxrss
     monkeypatch.setattr(sys, "platform", "linux")
-    assert process_memory.peak() == pytest.approx(kilobytes * 1024, rel=0.1)
+    assert process_memory.peak_bytes() == pytest.approx(kilobytes * 1024, rel=0.1)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert process_memory.peak() == pytest.approx(kilobytes, rel=0.1)
+    assert process_memory.peak_bytes() == pytest.approx(kilobytes, rel=0.1)

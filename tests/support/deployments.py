@@ -86,4 +86,4 @@ def fitted(value: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
         rest = [axis for axis in range(value.ndim) if axis != spec.ch_axis]
         # No axes would mean all
         low, high = (value.amin(rest), value.amax(rest)) if rest else (value, value)
-    return QuantizedTensor(spec).at(qparams_from_range(low, high, code_range))
+    return QuantizedTensor(spec).with_qparams(qparams_from_range(low, high, code_range))

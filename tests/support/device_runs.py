@@ -19,7 +19,7 @@ from quantizer.evaluation.scores import Scores, score
 from quantizer.graph.ir import Graph
 from quantizer.nn.execution import layer_arguments
 from quantizer.nn.network import Network
-from quantizer.results.calibrated import Calibrated, traced
+from quantizer.results.calibrated import Calibrated, trace_module
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.hugging_face import without_cache
 from support.configs import document
@@ -66,7 +66,7 @@ def graph_of(
     module = build(dtype).to(device)
     batches = load_batches(lambda: data(dtype), module=module)
     with without_cache(module):
-        return module, batches, traced(module, next(iter(batches)).to(device))
+        return module, batches, trace_module(module, next(iter(batches)).to(device))
 
 
 def batches_of(model: str) -> Batches:

@@ -63,7 +63,7 @@ from quantizer.graph.structure import InputGroup
 from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError
-from quantizer.storage.deferred_tensor import held
+from quantizer.storage.deferred_tensor import keep_loaded
 
 _NumberedGroup = tuple[int, InputGroup]
 """A group of layers, and its number in execution order."""
@@ -295,7 +295,7 @@ class _SequentialRounding:
             return RoundedLayers({}, [Remark(name, UNREACHED) for name in gathered.names])
         network = self.runner.network
         weights = [network.layers[name].get_parameter("weight") for name in gathered.names]
-        with held(weights):
+        with keep_loaded(weights):
             return self._round_loaded(gathered)
 
     def _round_loaded(self, gathered: _GatheredLayers) -> RoundedLayers:

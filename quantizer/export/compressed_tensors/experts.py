@@ -15,7 +15,7 @@ from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.model_tensors import not_held
 from quantizer.graph.modules import is_of_experts
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.storage.deferred_tensor import derived
+from quantizer.storage.deferred_tensor import apply_deferred
 
 _WEIGHT = ".weight"
 # Readers recognize the layers of experts by this word.
@@ -124,5 +124,5 @@ def _part(stack: QuantizedTensor, rows: Tensor, experts: int) -> QuantizedTensor
         spec=spec,
         scale=stack.scale[scale_rows],
         zero_point=stack.zero_point[scale_rows],
-        codes=derived(codes, shape, lambda whole: whole[rows]),
+        codes=apply_deferred(codes, shape, lambda whole: whole[rows]),
     )

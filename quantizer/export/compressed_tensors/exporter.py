@@ -26,7 +26,7 @@ from quantizer.export.model_tensors import model_of
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
-from quantizer.sources.hugging_face import CONFIG
+from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG
 from quantizer.storage.atomic_write import replaced_folder
 from quantizer.storage.files import cannot_write, read_json
 
@@ -132,7 +132,7 @@ def _is_earlier_export(path: Path, model: nn.Module) -> bool:
     if not any(path.iterdir()):
         return True
     try:
-        config = read_json(path / CONFIG).get(QUANTIZATION) or {}
+        config = read_json(path / HUGGING_FACE_CONFIG).get(QUANTIZATION) or {}
     except (ResultError, AttributeError):
         return False
     return bool(config.get("quant_method") == TARGET_NAME)

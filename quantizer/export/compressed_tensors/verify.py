@@ -27,7 +27,7 @@ from quantizer.export.transformers_verify import (
     require_all_keys,
     verify_calls,
 )
-from quantizer.sources.hugging_face import CONFIG, read_checkpoint
+from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG, read_checkpoint
 
 # Readers compute these in bfloat16.
 _BFLOAT16_FORMATS = (MXFP4_FORMAT, NVFP4_FORMAT)
@@ -101,7 +101,7 @@ def _run(folder: Path, call: ExpectedCall, name: str, **settings: Any) -> nn.Mod
     Raises:
         VerificationError: a tensor is missing, or nothing reads it.
     """
-    config = json.loads((folder / CONFIG).read_text("utf-8"))
+    config = json.loads((folder / HUGGING_FACE_CONFIG).read_text("utf-8"))
     architectures = config.get("architectures") or ["AutoModel"]
     module, report = read_checkpoint(folder, architectures[0], **settings)
     require_all_keys(report, _reader(), name)

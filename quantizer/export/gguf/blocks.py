@@ -129,7 +129,7 @@ def halved(tensor: QuantizedTensor) -> QuantizedTensor:
     rows = rows.sub(zero_point).mul_(ratio).round_().add_(zero_point)
     rows = rows.clamp_(spec.quant_min, spec.quant_max)
     rescaled = from_rows(rows, tuple(codes.shape), spec.cut)
-    stored = tensor.at(QParams(scale, tensor.zero_point))
+    stored = tensor.with_qparams(QParams(scale, tensor.zero_point))
     return replace(stored, codes=rescaled.to(codes.dtype).contiguous())
 
 

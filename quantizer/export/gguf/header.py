@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gguf
 
-from quantizer.storage.plain_files import require_plain
+from quantizer.storage.plain_files import require_file_or_folder
 
 # Of all lists. The package reads elements one by one. A large vocabulary has a million.
 MAX_ELEMENTS = 4_000_000
@@ -41,7 +41,7 @@ def check_header(path: Path) -> None:
         OSError: the file cannot be read.
         ValueError: it is no GGUF file, or its header exceeds the file or the limits.
     """
-    require_plain(path)
+    require_file_or_folder(path)
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise ValueError("it is empty")

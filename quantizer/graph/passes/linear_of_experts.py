@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantizer.graph.ir import Graph, Node, rewire
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED, flipped, trained
-from quantizer.storage.deferred_tensor import derived
+from quantizer.storage.deferred_tensor import apply_deferred
 
 STACKED = "@experts"
 """Ends the path of a tensor [experts * out, in] that the model has with three axes."""
@@ -143,7 +143,7 @@ def _layer(
         rows = _columns
     path += STACKED
     if path not in tensors:
-        tensors[path] = derived(stack, (experts * outputs, inputs), rows)
+        tensors[path] = apply_deferred(stack, (experts * outputs, inputs), rows)
     return replace(
         product.last,
         op="expert_linear",

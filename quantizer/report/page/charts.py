@@ -92,7 +92,7 @@ def draw_histogram(
         share = math.log1p(count) / highest
         tops.append(height * (1 - share))
     left = scale(low)
-    outline = _steps(tops, scale(low + bin_width) - left)
+    outline = _bar_outline(tops, scale(low + bin_width) - left)
     path = f"M{left:.1f} {height}{outline}V{height}Z"
     label_rows: dict[str, int] = {}
     drawn_marks = []
@@ -267,8 +267,8 @@ def draw_strip(
     up = _Scale(min(0.0, *lows), max(0.0, *highs), height)
     width = _WIDTH / len(lows)
     zero = height - up(0.0)
-    upper = _steps([height - up(high) for high in highs], width)
-    lower = _steps([height - up(low) for low in reversed(lows)], -width)
+    upper = _bar_outline([height - up(high) for high in highs], width)
+    lower = _bar_outline([height - up(low) for low in reversed(lows)], -width)
     path = f"M0 {zero:.0f}{upper}{lower}Z"
     y = f"{zero:.1f}"
     return _drawing(
@@ -279,7 +279,7 @@ def draw_strip(
     )
 
 
-def _steps(heights: Iterable[float], width: float) -> str:
+def _bar_outline(heights: Iterable[float], width: float) -> str:
     """Return the edge of bars of one width, as a path from where the pen is; equal ones are one
     step.
 

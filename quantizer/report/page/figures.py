@@ -11,7 +11,7 @@ from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.report.page import charts
 from quantizer.report.page.charts import Mark, Point, Series
 from quantizer.report.page.html import Markup, page_file
-from quantizer.report.page.rows import in_order, tensor_name
+from quantizer.report.page.rows import rows_in_order, tensor_name
 
 _LEAST = "least code"
 _GREATEST = "greatest code"
@@ -22,32 +22,32 @@ def figures(content: JsonMapping) -> Iterator[tuple[str, Markup]]:
 
     Names are unique, but may have characters that are not allowed in names of files.
     """
-    drawing = depth(content)
+    drawing = sqnr_by_depth(content)
     if drawing is not None:
         yield "sqnr by depth", drawing
-    drawing = size_curve(content)
+    drawing = sqnr_by_size(content)
     if drawing is not None:
         yield "sqnr by size", drawing
-    for row in in_order(content):
+    for row in rows_in_order(content):
         drawings = {
             "values": histogram(content, row),
             "channels": channels(content, row),
-            "limits by batches": limits(content, row),
-            "sqnr by batches": quality(content, row),
+            "limits by batches": limits_by_batches(content, row),
+            "sqnr by batches": sqnr_by_batches(content, row),
         }
         for what, drawing in drawings.items():
             if drawing is not None:
                 yield f"{what} {row['order']:03} {tensor_name(content, row)}", drawing
 
 
-def depth(content: JsonMapping) -> Markup | None:
+def sqnr_by_depth(content: JsonMapping) -> Markup | None:
     """Return the SQNR of activations in the order of execution, or None if none was
     measured.
     """
     names = []
     local = []
     accumulated = []
-    for row in measured(content):
+    for row in measured_rows(content):
         names.append(tensor_name(content, row))
         local.append(row["local_sqnr_db"])
         accumulated.append(row["accumulated_sqnr_db"])
@@ -60,7 +60,7 @@ def depth(content: JsonMapping) -> Markup | None:
     return charts.draw_lines(series, names, "dB", title="SQNR by depth")
 
 
-def size_curve(content: JsonMapping) -> Markup | None:
+def sqnr_by_size(content: JsonMapping) -> Markup | None:
     """Return the output SQNR by the size of the weights, or None without an analysis.
 
     A curve joins the best mixed widths. Points beside it are single widths for all weights.
@@ -87,13 +87,13 @@ def _choice_point(choice: JsonMapping, what: str) -> Point:
     return Point(megabytes, sqnr_db, f"{what}: {megabytes:.3g} MB, {sqnr_db:.1f} dB")
 
 
-def measured(content: JsonMapping) -> list[JsonObject]:
+def measured_rows(content: JsonMapping) -> list[JsonObject]:
     """Return the tensors that a test has compared, in the order of execution.
 
     Inputs are left out, as they lose little or nothing.
     """
     rows = []
-    for row in in_order(content):
+    for row in rows_in_order(content):
         if row["accumulated_sqnr_db"] is not None and row["op"] != "input":
             rows.append(row)
     return rows
@@ -126,7 +126,7 @@ def channels(content: JsonMapping, row: JsonMapping) -> Markup | None:
     return charts.draw_strip(ranges["low"], ranges["high"], title=title)
 
 
-def limits(content: JsonMapping, row: JsonMapping) -> Markup | None:
+def limits_by_batches(content: JsonMapping, row: JsonMapping) -> Markup | None:
     """Return where the range of an activation ends after so many batches, or None if that was
     not observed.
     """
@@ -135,10 +135,10 @@ def limits(content: JsonMapping, row: JsonMapping) -> Markup | None:
     lows, highs = zip(*row["batches"]["limits"], strict=True)
     series = [Series(_LEAST, lows, "second"), Series(_GREATEST, highs, "first")]
     title = f"Limits by batches: {tensor_name(content, row)}"
-    return _by_batches(row, series, title=title, height=90)
+    return _draw_by_batches(row, series, title=title, height=90)
 
 
-def quality(content: JsonMapping, row: JsonMapping) -> Markup | None:
+def sqnr_by_batches(content: JsonMapping, row: JsonMapping) -> Markup | None:
     """Return the SQNR of all values in the range after so many batches, or None if that was not
     observed.
     """
@@ -146,10 +146,10 @@ def quality(content: JsonMapping, row: JsonMapping) -> Markup | None:
         return None
     series = Series("SQNR on all values, dB", row["batches"]["sqnr_db"])
     title = f"SQNR by batches: {tensor_name(content, row)}"
-    return _by_batches(row, [series], title=title, height=60)
+    return _draw_by_batches(row, [series], title=title, height=60)
 
 
-def _by_batches(
+def _draw_by_batches(
     row: JsonMapping,
     series: list[Series],
     *,

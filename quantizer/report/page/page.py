@@ -9,7 +9,7 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.report.page import figures, sections
 from quantizer.report.page.charts import number
 from quantizer.report.page.html import Markup, page_file
-from quantizer.report.page.rows import in_order, name_of, severity, value_text
+from quantizer.report.page.rows import layer_name, rows_in_order, severity, value_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -67,8 +67,8 @@ def _environment() -> Environment:
     environment.filters |= {
         "module_path": pass_context(_module_path),
         "number": number,
-        "percent": lambda share: _scaled(share, 100),
-        "kilobytes": lambda size: _scaled(size, 1e-3),
+        "percent": lambda share: _scale_number(share, 100),
+        "kilobytes": lambda size: _scale_number(size, 1e-3),
         "severity": severity,
         "value_text": value_text,
     }
@@ -76,17 +76,17 @@ def _environment() -> Environment:
     environment.globals |= {
         "figures": figures,
         "sections": sections,
-        "in_order": in_order,
+        "rows_in_order": rows_in_order,
         "drawn_at_most": _MAX_DRAWN,
     }
     return environment
 
 
 def _module_path(context: JsonMapping, layer: str) -> str:
-    return name_of(context["content"], layer)
+    return layer_name(context["content"], layer)
 
 
-def _scaled(value: Any, factor: float) -> float | None:
+def _scale_number(value: Any, factor: float) -> float | None:
     """Return a number times `factor`; None for what is missing or not measured."""
     if isinstance(value, (int, float)):
         return value * factor

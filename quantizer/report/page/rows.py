@@ -13,7 +13,7 @@ POOR_DB = 15.0
 """Below it a tensor's own quantization is harmful."""
 
 
-def name_of(content: JsonMapping, layer: str) -> str:
+def layer_name(content: JsonMapping, layer: str) -> str:
     """Return what people call a layer: the path of its module."""
     paths = content["paths"]
     return str(paths.get(layer, layer))
@@ -24,7 +24,7 @@ def tensor_name(
     row: JsonMapping,
 ) -> str:
     """Return the name of a tensor with that of its layer."""
-    layer = name_of(content, row["layer"])
+    layer = layer_name(content, row["layer"])
     return f"{row['tensor']} of {layer}"
 
 
@@ -52,7 +52,7 @@ def _lowest(
     return lowest
 
 
-def in_order(content: JsonMapping) -> list[JsonObject]:
+def rows_in_order(content: JsonMapping) -> list[JsonObject]:
     """Return the tensors in the order of execution."""
     return sorted(content["layers"], key=lambda row: row["order"])
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.evaluation.pass_loss import pass_loss_line
 from quantizer.report.page.charts import number
-from quantizer.report.page.figures import measured
-from quantizer.report.page.rows import most_damaged, name_of, tensor_name, weakest_output
+from quantizer.report.page.figures import measured_rows
+from quantizer.report.page.rows import layer_name, most_damaged, tensor_name, weakest_output
 from quantizer.report.tables import number_text
 
 SATURATED = 0.01
@@ -85,7 +85,7 @@ def steepest_fall(content: JsonMapping) -> Fall | None:
     """Return where the accumulated SQNR falls most, or None where it falls little."""
     steepest = None
     largest_loss_db = STEEP_DB
-    for before, after in itertools.pairwise(measured(content)):
+    for before, after in itertools.pairwise(measured_rows(content)):
         loss_db = before["accumulated_sqnr_db"] - after["accumulated_sqnr_db"]
         if loss_db > largest_loss_db:
             largest_loss_db = loss_db
@@ -149,7 +149,7 @@ def coverage(content: JsonMapping) -> dict[str, list[str]]:
             lists["with dead channels"].append(name)
     for layer, reason in content["floats"].items():
         if not reason.startswith("quantized at"):
-            name = name_of(content, layer)
+            name = layer_name(content, layer)
             lists["in float"].append(f"{name}: {reason}")
     return lists
 
@@ -158,7 +158,7 @@ def remarks(content: JsonMapping) -> list[str]:
     """Return what algorithms said of single layers."""
     texts = []
     for remark in content["algorithms"]["remarks"]:
-        layer = name_of(content, remark["layer"])
+        layer = layer_name(content, remark["layer"])
         texts.append(f"{layer}: {remark['text']}")
     return texts
 
