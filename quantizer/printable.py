@@ -1,5 +1,5 @@
-"""Escape texts of users, such as names of files and layers, before they are printed: they must not
-control a terminal or a CI log.
+"""Escape texts of users, such as names of files and layers, before they are printed: they must
+not control a terminal or a CI log.
 """
 
 import json
@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 _COMMAND = re.compile(r"^(\s*):(?=:)")
-"""Matches the first colon of a GitHub workflow command, such as `::error::`, at the beginning of a
-line.
+"""Matches the first colon of a GitHub workflow command, such as `::error::`, at the beginning
+of a line.
 """
 _OLD_COMMAND = re.compile(r"#(?=#\w*\[)")
 """Matches the first `#` of a CI command anywhere in a line: `##[error]`, `##vso[...]`,
@@ -40,8 +40,8 @@ def printable_lines(text: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    r"""Return sorted, indented JSON that can be printed safely. It has the same value: characters
-    that are not printable become escapes of JSON.
+    r"""Return sorted, indented JSON that can be printed safely. It has the same value:
+    characters that are not printable become escapes of JSON.
 
     >>> print(json_text("a\u202eb"))
     "a\u202eb"

@@ -6,8 +6,8 @@ from typing import Any
 from quantizer.storage import process_memory
 
 TRIM_AFTER_GROWTH = 128 << 20
-"""By how many bytes the process has to grow until `trim_heap` is worth its time after a batch or
-a step.
+"""By how many bytes the process has to grow until `trim_heap` is worth its time after a batch
+or a step.
 """
 _M_MMAP_THRESHOLD = -3
 """The number of this parameter of `mallopt` in malloc.h."""
@@ -19,8 +19,8 @@ _is_mapping_large_blocks = False
 def trim_heap(beyond: int = 0) -> None:
     """Call glibc's `malloc_trim`, if the C library has it.
 
-    Large tensors are freed while small ones between them stay. glibc then keeps the freed memory
-    resident, up to the size of the network.
+    Large tensors are freed while small ones between them stay. glibc then keeps the freed
+    memory resident, up to the size of the network.
 
     Args:
         beyond: do nothing unless the resident memory is larger by so many bytes than its least
@@ -42,8 +42,8 @@ def map_large_blocks() -> None:
     """Make glibc allocate each block above a megabyte in a memory map of its own, which is
     returned to the system when the block is freed.
 
-    By default, glibc raises this limit up to 32 MB when it frees larger blocks. It takes smaller
-    blocks from its heap, and small blocks behind them keep the heap from shrinking.
+    By default, glibc raises this limit up to 32 MB when it frees larger blocks. It takes
+    smaller blocks from its heap, and small blocks behind them keep the heap from shrinking.
     """
     global _is_mapping_large_blocks
     tune = _c_function("mallopt")

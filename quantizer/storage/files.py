@@ -1,5 +1,5 @@
-"""Read JSON files, safetensors files and others, and write each completely or not at all. Errors
-are sentences for the user.
+"""Read JSON files, safetensors files and others, and write each completely or not at all.
+Errors are sentences for the user.
 """
 
 import errno
@@ -110,7 +110,8 @@ def read_json(place: Path | OpenFile) -> Any:
 
 
 def _parse_json(file: OpenFile) -> Any:
-    """Return the value of a JSON file, if it is strict JSON that `json_parts` could have written.
+    """Return the value of a JSON file, if it is strict JSON that `json_parts` could have
+    written.
 
     Raises:
         ValueError: it is not JSON. It has NaN or infinity, for which we write null. Or it has

@@ -28,8 +28,8 @@ valid, and those that they replace are not.
 """
 _PART_BYTES = 1 << 20
 MAX_OPEN_ATTEMPTS = 100
-"""How often `open_files` begins again because the set was replaced meanwhile. A replacement takes
-milliseconds.
+"""How often `open_files` begins again because the set was replaced meanwhile. A replacement
+takes milliseconds.
 """
 # Without O_NONBLOCK, opening a pipe waits for a writer
 _READ_FLAGS = open_flags("O_RDONLY", "O_NONBLOCK", "O_CLOEXEC")
@@ -302,7 +302,8 @@ def _take_snapshot(folder: Path, kind: FileSetKind) -> _SetSnapshot:
     """Return the set that is in a folder now.
 
     Raises:
-        ResultError: there is no such folder, it cannot be read, or the list of moves is damaged.
+        ResultError: there is no such folder, it cannot be read, or the list of moves is
+            damaged.
     """
     try:
         os.scandir(folder).close()
@@ -383,6 +384,7 @@ def _is_name_in_set(name: Any) -> bool:
 
 
 def json_digest(value: Any) -> str:
-    """Return the sha256 of a JSON value. It does not depend on the order of keys or on spaces."""
+    """Return the sha256 of a JSON value. It does not depend on the order of keys or on spaces.
+    """
     text = json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -6,7 +6,9 @@ import os
 import threading
 
 REPLACES_OPEN_FILES = hasattr(os, "pread")
-"""Whether a file can be replaced while it is open. Windows cannot do this, and lacks `os.pread`."""
+"""Whether a file can be replaced while it is open. Windows cannot do this, and lacks
+`os.pread`.
+"""
 # Without `os.pread`, reading changes the position of the open file, which several threads share
 _lock = threading.Lock()
 
@@ -53,7 +55,8 @@ def read_at(descriptor: int, count: int, position: int) -> bytes:
 
 
 def write_at(descriptor: int, content: memoryview, position: int) -> int:
-    """Write at a position of a file, and return the number of bytes written, perhaps not all."""
+    """Write at a position of a file, and return the number of bytes written, perhaps not all.
+    """
     if hasattr(os, "pwrite"):
         return os.pwrite(descriptor, content, position)
     with _lock:

@@ -1,4 +1,5 @@
-"""Read safetensors files, into memory or as deferred tensors, and write them tensor by tensor."""
+"""Read safetensors files, into memory or as deferred tensors, and write them tensor by tensor.
+"""
 
 import json
 import os
@@ -150,7 +151,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def safetensors_parts(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 ) -> Iterator[bytes]:
-    """Yield the parts of a safetensors file: the header in JSON, then the values of each tensor.
+    """Yield the parts of a safetensors file: the header in JSON, then the values of each
+    tensor.
 
     The library can only write tensors that are all in memory. Here one deferred tensor is
     loaded at a time. The widest dtypes come first, so that all values are aligned.
