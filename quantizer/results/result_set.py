@@ -1,8 +1,9 @@
-"""The result folder as a whole: its lock, and a set of files that takes the place of another.
+"""Lock a result folder, and replace its set of files by another one.
 
-The new set is written aside, complete, then moved; a later start ends what a stop has left
-undone. So at every moment there is the old set or the new one, though the disk be full. Readers
-take either (`opened_files`) and move nothing.
+All new files are written to a subfolder first. Then a list of moves is written there, and the
+files are moved. If the process is stopped in between, the next writer completes the moves. So
+the folder has the complete old set or the complete new set at any moment, even if the disk is
+full. Readers need no lock: see `storage.opened_files`.
 """
 
 import contextlib
@@ -28,47 +29,51 @@ from quantizer.storage.opened_files import (
 )
 
 RESULT_SUFFIXES = (".json", ".py", ".safetensors", ".csv", ".html", ".log")
-"""Those of the files in a result folder."""
+"""The suffixes of the files in a result folder."""
 EXPORT_FOLDER = "export"
-"""The only folder inside a result folder that is written to."""
+"""The only subfolder of a result folder that users see, with the files of `--deploy`."""
 REPLACEABLE_NAME = re.compile(
     r"(weights|bias_corr|qparams|rescaled|statistics|model|graph)"
     r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     r"|(quant_info|checksums|plan|config\.resolved|algorithms|quantizer|graph)\.json"
     r"|(report|analysis|exact|export/verify)\.json|report\.html|layers\.csv"
 )
-"""Names of files in a set that replaces another, or that go with one; code of a network has its
-model's name.
-"""
+"""Matches the names of files that a replacement adds or removes, except for `CODE_NAME`."""
 CODE_NAME = re.compile(r"\w+\.py")
+"""Matches the name of a network's code, which is the name of the model."""
 READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""What the system says of a disk, a folder and a file that may be read alone."""
+"""The errors of the system for a disk, a folder or a file that cannot be written."""
 
 
 class ReadOnlyError(ResultError):
-    """The folder may be read but not written."""
+    """The folder can be read but not written."""
 
 
 @contextmanager
-def replace_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
-    """Yield a folder to write files to.
+def replace_set(folder: Path, old_names: Collection[str] = ()) -> Iterator[Path]:
+    """Yield an empty folder for the files of a new set.
 
-    At the end they replace those of their names in `folder`, all of them or none, and those of
-    the names `gone` are removed.
+    When the `with` block ends, they replace the files of the same names in `folder`, and the
+    other files of the old set are removed: all of this or nothing.
+
+    Args:
+        folder: whose files are replaced. The caller holds its lock.
+        old_names: the files of the old set.
 
     Raises:
-        ResultError: something cannot be written; then all is as it was.
+        ResultError: something cannot be written. The old set is complete then.
     """
     complete_replacement(folder)
     _remove_new_files(folder)
-    aside = folder / NEW_FILES_FOLDER
+    new_folder = folder / NEW_FILES_FOLDER
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        names = sorted(path.name for path in aside.iterdir())
-        for name in names:
+        new_folder.mkdir(parents=True)
+        yield new_folder
+        new_names = sorted(path.name for path in new_folder.iterdir())
+        for name in new_names:
             _require_replaceable(folder, name)
-        write_json(aside / MOVES_FILE, {"files": names, "gone": sorted({*gone} - {*names})})
+        outgoing = sorted(set(old_names) - set(new_names))
+        write_json(new_folder / MOVES_FILE, {"files": new_names, "gone": outgoing})
     except BaseException as error:
         _remove_new_files(folder)
         if isinstance(error, OSError):
@@ -78,20 +83,20 @@ def replace_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
 
 
 def complete_replacement(folder: Path) -> None:
-    """Finish a replacement that was stopped after its new set was complete. An incomplete one
-    is left alone.
+    """Finish an interrupted replacement if its list of moves was already written. Leave an
+    incomplete one alone: another process may still be writing it.
 
-    For writers, who hold the lock. Nothing is moved before all names and places are checked.
+    The caller holds the lock of the folder. Nothing is moved before all names are checked.
 
     Raises:
-        ResultError: the folder holds something else under that name, or the list has what no
-            writer puts there.
+        ResultError: the list of moves is damaged, or a move would touch a file that is not of
+            quantizer.
     """
     check_new_files_folder(folder)
-    aside = folder / NEW_FILES_FOLDER
-    moves = aside / MOVES_FILE
+    new_folder = folder / NEW_FILES_FOLDER
+    moves = new_folder / MOVES_FILE
     if moves.is_symlink():
-        raise ResultError(f"{moves} is a link", help=f"remove {aside}")
+        raise ResultError(f"{moves} is a link", help=f"remove {new_folder}")
     if not moves.is_file():
         return
     try:
@@ -101,44 +106,48 @@ def complete_replacement(folder: Path) -> None:
         for name in outgoing:
             (folder / name).unlink(missing_ok=True)
         for name in incoming:
-            with contextlib.suppress(FileNotFoundError):  # it is where it should be
-                os.replace(aside / name, folder / name)
+            # It is missing if it was moved before the process was stopped
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(new_folder / name, folder / name)
         _remove_new_files(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
 
 
 def _require_replaceable(folder: Path, name: str) -> None:
-    """Refuse to move or remove a file that no writer of sets moves or removes, or that is in
-    another folder.
+    """Check that a file may be replaced or removed: quantizer writes files of this name, and
+    the path leads through no link.
 
     Raises:
         ResultError: naming the file.
     """
-    target, source = folder / name, folder / NEW_FILES_FOLDER / name
-    inside = [path for path in (target.parent, source.parent) if path != folder]
-    for path in (*inside, target, source):
-        if path.is_symlink():
+    new_folder = folder / NEW_FILES_FOLDER
+    target = folder / name
+    source = new_folder / name
+    # A name such as export/verify.json has a subfolder
+    for path in (target.parent, source.parent, target, source):
+        if path != folder and path.is_symlink():
             raise ResultError(f"{path} is a link", help="remove the link")
     if CODE_NAME.fullmatch(name):
+        # A file of this name may also be the user's own code
         is_ours = not target.is_file() or is_emitted(target.read_text("utf-8", "replace"))
     else:
         is_ours = REPLACEABLE_NAME.fullmatch(name) is not None
     if not is_ours or target.is_dir() or source.is_dir():
-        help_ = f"move it to another folder; if there is none of this name, remove {folder / NEW_FILES_FOLDER}"
+        help_ = f"move it to another folder; if there is none of this name, remove {new_folder}"
         raise ResultError(f"{target} is not a file that quantizer writes", help=help_)
 
 
 def _remove_new_files(folder: Path) -> None:
-    """Remove what was written aside, first what says that it is complete."""
+    """Remove the subfolder for new files. The list of moves goes first: without it, the files
+    that are still there are not valid.
+    """
     (folder / NEW_FILES_FOLDER / MOVES_FILE).unlink(missing_ok=True)
     shutil.rmtree(folder / NEW_FILES_FOLDER, ignore_errors=True)
 
 
 def _remove_left_over_files(folder: Path) -> None:
-    """Remove what stopped runs have left: temporary files, and a replacement that was not
-    complete.
-    """
+    """Complete or remove a replacement that was interrupted, and remove temporary files."""
     complete_replacement(folder)
     _remove_new_files(folder)
     for place in (folder, folder / EXPORT_FOLDER):
@@ -146,18 +155,19 @@ def _remove_left_over_files(folder: Path) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse a folder with links among the files that we write: what is written to them would
-    be written elsewhere.
+    """Check that there are no links among the files of a result folder: a write to one would
+    change a file elsewhere.
 
     Raises:
         ResultError: naming the first.
     """
-    places = [folder]
-    for place in (folder / EXPORT_FOLDER, *_folders_in(folder / EXPORT_FOLDER)):
-        if place.is_dir() and not place.is_symlink():
-            places.append(place)
+    folders = [folder]
+    export = folder / EXPORT_FOLDER
+    for path in (export, *_folders_in(export)):
+        if path.is_dir() and not path.is_symlink():
+            folders.append(path)
     links: list[Path] = []
-    for place in places:
+    for place in folders:
         links += [path for path in place.iterdir() if path.is_symlink()]
     if links:
         raise ResultError(
@@ -166,29 +176,28 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _folders_in(folder: Path) -> Iterator[Path]:
-    """Yield all folders below this one; links to folders are not followed."""
-    for place, names, _ in os.walk(folder):
-        yield from (Path(place, name) for name in names)
+    """Yield all folders below a folder, without following links."""
+    for parent, names, _ in os.walk(folder):
+        for name in names:
+            yield Path(parent, name)
 
 
 def _refuse_folders(folder: Path) -> None:
-    """Refuse a folder that holds a folder in place of a file, which could not be replaced at
-    the end of a run.
+    """Check that no folder has the name of a file, which could not be replaced at the end of a
+    run, and no file the name of the folder for exports.
 
     Raises:
         ResultError: naming the first.
     """
-    names = (
-        path.name
-        for path in folder.iterdir()
-        if path.is_dir() and path.suffix in RESULT_SUFFIXES
-    )
-    first = min(names, default=None)
-    if first is not None:
+    folders: list[Path] = []
+    for path in folder.iterdir():
+        if path.is_dir() and path.suffix in RESULT_SUFFIXES:
+            folders.append(path)
+    if folders:
         raise ResultError(
-            f"{folder / first} is a folder in place of a file", help="move it elsewhere"
+            f"{min(folders)} is a folder in place of a file", help="move it elsewhere"
         )
-    export = folder / "export"
+    export = folder / EXPORT_FOLDER
     if export.exists() and not export.is_dir():
         raise ResultError(
             f"{export} is no folder, and exports are written there", help="move it elsewhere"
@@ -197,11 +206,13 @@ def _refuse_folders(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel releases when the process ends in whatever way;
-    what stopped runs have left there is gone.
+    """Hold the lock of a result folder inside the `with` block. First, remove what interrupted
+    runs have left there.
 
     Raises:
-        ResultError: another process holds it, it cannot be made, or has links among its files.
+        ReadOnlyError: the folder cannot be written.
+        ResultError: another process holds the lock, the folder cannot be made, or has links
+            among its files.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -219,11 +230,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_as_opened(opened: OpenedFiles) -> Iterator[None]:
-    """Hold the lock of the folder that these files were opened in, to write about them.
+    """Hold the lock of the folder of an open set inside the `with` block, to add files about
+    this set.
 
     Raises:
-        ResultError: as `locked` says, or another run has replaced the files since they were
-            opened.
+        ResultError: as for `locked`, or another run has replaced the set since it was opened.
     """
     with locked(opened.folder):
         if not opened.is_current():

@@ -43,7 +43,7 @@ from quantizer.results.folder import (
     OpenedResults,
 )
 from quantizer.results.graph_file import write_graph
-from quantizer.results.result_set import replace_set
+from quantizer.results.result_set import complete_replacement, replace_set
 from quantizer.results.result_tensors import TENSOR_FILES, header_of, tensors_of
 from quantizer.storage.files import (
     json_parts,
@@ -182,14 +182,16 @@ def write_copy(folder: Path, opened: OpenedResults) -> None:
 
 @contextmanager
 def replace_results(folder: Path) -> Iterator[Path]:
-    """Yield a folder for the files of a calibration. At the end they replace those of another
-    calibration and of its tests.
+    """Yield an empty folder for the files of a calibration. When the `with` block ends, they
+    replace those of the previous calibration, and the files of its tests are removed.
 
     Raises:
-        ResultError: they cannot be written; then the folder is as it was.
+        ResultError: something cannot be written. The old results are complete then.
     """
+    # It may move files into the folder, which are then old files as well
+    complete_replacement(folder)
     present = [path.name for path in folder.glob("*.safetensors")]
-    gone = [
+    old_names = [
         INFO_FILE,
         STATISTICS_FILE,
         ALGORITHMS_FILE,
@@ -198,10 +200,10 @@ def replace_results(folder: Path) -> Iterator[Path]:
         *FILES_OF_TESTS,
     ]
     for name in TENSOR_FILES:
-        gone += [name, *tensor_files_and_index(name, present)]
-    gone += _generated_code(folder)
-    with replace_set(folder, gone) as new:
-        yield new
+        old_names += [name, *tensor_files_and_index(name, present)]
+    old_names += _generated_code(folder)
+    with replace_set(folder, old_names) as new_folder:
+        yield new_folder
 
 
 def config_file(config: Config) -> dict[str, str]:

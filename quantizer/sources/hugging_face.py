@@ -106,8 +106,8 @@ def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
             help="read its Python files, and add --trust to run them",
         )
     raise ModelError(
-        f"{folder / HUGGING_FACE_CONFIG} names a model {name!r}, which this version of transformers does "
-        "not have"
+        f"{folder / HUGGING_FACE_CONFIG} names a model {name!r}, which this version of "
+        "transformers does not have"
     )
 
 

@@ -324,7 +324,8 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
 def _from_folder(folder: Path, trust: bool) -> LoadedModel:
     if not (folder / HUGGING_FACE_CONFIG).is_file():
         raise ModelError(
-            f"{folder} is a folder without a {HUGGING_FACE_CONFIG}, so it is not a Hugging Face model",
+            f"{folder} is a folder without a {HUGGING_FACE_CONFIG}, so it is not a Hugging "
+            "Face model",
             help=_FORMS,
         )
     module = load_hugging_face(folder, trust=trust)

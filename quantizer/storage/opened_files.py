@@ -384,7 +384,6 @@ def _is_name_in_set(name: Any) -> bool:
 
 
 def json_digest(value: Any) -> str:
-    """Return the sha256 of a JSON value. It does not depend on the order of keys or on spaces.
-    """
+    """Return the sha256 of a JSON value, which does not depend on the order of keys."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -55,8 +55,7 @@ def read_at(descriptor: int, count: int, position: int) -> bytes:
 
 
 def write_at(descriptor: int, content: memoryview, position: int) -> int:
-    """Write at a position of a file, and return the number of bytes written, perhaps not all.
-    """
+    """Write at a position of a file, and return the number of bytes that were written."""
     if hasattr(os, "pwrite"):
         return os.pwrite(descriptor, content, position)
     with _lock:

@@ -1,5 +1,4 @@
-"""Read safetensors files, into memory or as deferred tensors, and write them tensor by tensor.
-"""
+"""Read safetensors files into memory or as deferred tensors, and write them."""
 
 import json
 import os

@@ -176,10 +176,10 @@ def test_a_folder_that_may_not_be_written_keeps_the_old_results(
 
     system_open = os.open
 
-    def refuse_new_files(path: Any, flags: int, *mode: int) -> int:
+    def refuse_new_files(path: Any, flags: int, *mode: int, **more: Any) -> int:
         if flags & os.O_CREAT and Path(path).suffix == atomic_write.TEMPORARY_SUFFIX:
             refuse()
-        return system_open(path, flags, *mode)
+        return system_open(path, flags, *mode, **more)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuse_new_files)
